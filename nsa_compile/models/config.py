@@ -1,0 +1,162 @@
+"""The shape of a Native Sparse Attention model, as plain data.
+
+Frozen standard-library dataclasses that validate themselves. This file imports no torch, so a command line can check a
+model's configuration before paying for the import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+IndexConvention = Literal["minus", "paper_v2"]
+Phi = Literal["mlp", "mean"]
+Attention = Literal["nsa", "dense"]
+
+
+def _require_int(owner: object, name: str, minimum: int) -> None:
+    value = getattr(owner, name)
+    # bool is an int to Python; `n_layers: true` is a mistake all the same.
+    if type(value) is not int:
+        raise ValueError(f"{name} = {value!r} must be an integer")
+    if value < minimum:
+        raise ValueError(f"{name} = {value} must be at least {minimum}")
+
+
+def _require_choice(owner: object, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(owner, name)
+    if value not in choices:
+        raise ValueError(f"{name} = {value!r} must be one of {', '.join(choices)}")
+
+
+def _require_bool(owner: object, name: str) -> None:
+    value = getattr(owner, name)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r} must be true or false")
+
+
+def _require_positive(owner: object, name: str) -> None:
+    value = getattr(owner, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} = {value!r} must be a positive number")
+
+
+@dataclass(frozen=True)
+class SparsePattern:
+    """Which keys a query sees: the paper's block sizes and counts.
+
+    Attributes:
+        compress_block: ``l``, tokens pooled into one compressed key (eq. 7).
+        compress_stride: ``d``, tokens between the starts of neighbouring compressed blocks; divides ``l`` and ``l'``.
+        select_block: ``l'``, tokens of one selection block (eq. 9).
+        num_selected: ``n``, selection blocks a query attends to, forced ones included (eq. 11).
+        window: ``w``, tokens of the sliding window, the query's own included (section 3.3.3).
+        num_initial: blocks at the start of the sequence that are always selected; they count towards ``n``.
+        num_local: blocks up to and including the query's own that are always selected; they count towards ``n``.
+        index_convention: index of the compressed block in eq. 9: ``"minus"`` is ``(l'/d)·j + m − n``, ``"paper_v2"``
+            the index as printed in the paper's second version, ``(l'/d)·j − m − n``.
+
+    Raises:
+        ValueError: naming the field, its value and the rule it breaks.
+    """
+
+    compress_block: int = 32
+    compress_stride: int = 16
+    select_block: int = 64
+    num_selected: int = 16
+    window: int = 512
+    num_initial: int = 1
+    num_local: int = 2
+    index_convention: IndexConvention = "minus"
+
+    def __post_init__(self) -> None:
+        for name in ("compress_block", "compress_stride", "select_block", "num_selected", "window", "num_local"):
+            _require_int(self, name, 1)
+        _require_int(self, "num_initial", 0)
+        _require_choice(self, "index_convention", get_args(IndexConvention))
+        for name, symbol in (("compress_block", "l"), ("select_block", "l'")):
+            if getattr(self, name) % self.compress_stride:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} must be a multiple of compress_stride = {self.compress_stride} "
+                    f"(the paper's d divides {symbol})"
+                )
+        if self.num_selected < self.num_initial + self.num_local:
+            raise ValueError(
+                f"num_selected = {self.num_selected} must be at least num_initial + num_local = "
+                f"{self.num_initial} + {self.num_local}, because the blocks that are always selected count towards n"
+            )
+
+
+@dataclass(frozen=True)
+class NSAConfig:
+    """A decoder-only transformer whose attention is NSA, or dense for comparison.
+
+    Attributes:
+        vocab_size: ``V``, number of token ids.
+        dim: width of the residual stream.
+        n_layers: transformer blocks.
+        n_heads: ``Hq``, query heads.
+        n_kv_heads: ``G``, key/value heads; each serves ``Hq / G`` query heads, which select the same blocks (eq. 10).
+        head_dim: ``d_k``, width of a query or key head; even, because RoPE rotates pairs.
+        v_head_dim: ``d_v``, width of a value head; ``None`` means ``head_dim``.
+        pattern: block sizes and counts.
+        phi: the block compression of eq. 7, ``"mlp"`` (with intra-block position embedding) or ``"mean"``.
+        shared_kv: one key/value projection for the three branches, where the paper has one for each.
+        attention: ``"nsa"``, or ``"dense"`` for causal attention over all tokens.
+        mlp_hidden: hidden width of the SwiGLU feed-forward; ``None`` means 8/3 · ``dim`` rounded up to a multiple of 32.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: epsilon of the RMS norms.
+        tie_embeddings: the output projection shares the embedding's weight.
+        phi_hidden: hidden width of the compression MLP; ``None`` leaves the choice to the model.
+
+    Raises:
+        ValueError: naming the field, its value and the rule it breaks.
+    """
+
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    pattern: SparsePattern = field(default_factory=SparsePattern)
+    phi: Phi = "mlp"
+    shared_kv: bool = False
+    attention: Attention = "nsa"
+    mlp_hidden: int | None = None
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    phi_hidden: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
+            _require_int(self, name, 1)
+        for name in ("v_head_dim", "mlp_hidden", "phi_hidden"):
+            if getattr(self, name) is not None:
+                _require_int(self, name, 1)
+        for name in ("shared_kv", "tie_embeddings"):
+            _require_bool(self, name)
+        for name in ("rope_theta", "norm_eps"):
+            _require_positive(self, name)
+        _require_choice(self, "phi", get_args(Phi))
+        _require_choice(self, "attention", get_args(Attention))
+        if not isinstance(self.pattern, SparsePattern):
+            raise ValueError(f"pattern = {self.pattern!r} must be a SparsePattern")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.n_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} must be even, because RoPE rotates pairs of channels")
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head, ``d_v``."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def hidden_dim(self) -> int:
+        """Hidden width of the SwiGLU feed-forward."""
+        if self.mlp_hidden is not None:
+            return self.mlp_hidden
+        return -(-8 * self.dim // (3 * 32)) * 32
