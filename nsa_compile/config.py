@@ -1,0 +1,304 @@
+"""The configuration of a training run: typed, closed against unknown keys, checked before anything starts.
+
+A run is described by a YAML file of the sections below and by ``KEY=VALUE`` overrides on top. Every mistake becomes a
+:class:`~nsa_compile.errors.UserError` of one line. Nothing here imports torch, so a typing error costs no start-up time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from nsa_compile.errors import UserError
+from nsa_compile.models.config import NSAConfig, SparsePattern
+
+TOKENIZER_VOCAB_SIZES = {"byte": 256, "gpt2": 50257}
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """Where a run leaves its files, and its random seed."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    dir: str = "runs"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
+
+
+class DataSection(Section):
+    """What is trained on: ``shakespeare``, ``uniform`` (random bytes, on purpose), or the path of a ``.txt`` file."""
+
+    name: str = "shakespeare"
+    tokenizer: Literal["byte", "gpt2"] = "byte"
+
+
+class TrainSection(Section):
+    """Length and shape of the training; ``steps`` and every ``*_every`` count optimizer steps.
+
+    One optimizer step takes ``accumulate`` micro batches of ``batch_size`` sequences of ``seq_len`` tokens. A value of
+    0 for ``save_every`` keeps only the final checkpoint, for ``sample_tokens`` generates no sample.
+    """
+
+    steps: Count = 300
+    seq_len: Count = 512
+    batch_size: Count = 8
+    accumulate: Count = 1
+    dtype: Literal["float32", "bf16"] = "float32"
+    eval_every: Count = 100
+    eval_batches: Count = 8
+    save_every: Annotated[int, Field(ge=0)] = 0
+    log_every: Count = 10
+    sample_tokens: Annotated[int, Field(ge=0)] = 256
+
+
+class OptimSection(Section):
+    """AdamW: linear warm-up over ``warmup`` steps, then a cosine to ``min_lr_ratio`` times ``lr`` at the last step."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    # A list, because YAML has no tuples and strict validation takes nothing else for one.
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    warmup: Annotated[int, Field(ge=0)] = 0
+    min_lr_ratio: Fraction = 0.1
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    fused: bool = True
+
+
+class CompileSection(Section):
+    """Whether each block is compiled, what runs after the passes, and which passes to leave out."""
+
+    enabled: bool = True
+    nested: Literal["eager", "aot_eager", "inductor"] = "inductor"
+    disable: list[str] = []
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: NSAConfig
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    optim: OptimSection = OptimSection()
+    compile: CompileSection = CompileSection()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _build_model(cls, value: Any) -> Any:
+        # The model's dataclasses check their own fields; pydantic in strict mode takes no mapping for one.
+        return _build_dataclass(NSAConfig, value) if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        # Each message starts with the dotted key to change.
+        vocab_size = TOKENIZER_VOCAB_SIZES[self.data.tokenizer]
+        if self.model.vocab_size < vocab_size:
+            raise ValueError(
+                f"model.vocab_size = {self.model.vocab_size} must be at least {vocab_size}, "
+                f"the vocabulary of the {self.data.tokenizer} tokenizer"
+            )
+        if self.data.name == "uniform" and self.data.tokenizer != "byte":
+            raise ValueError(
+                f"data.tokenizer = {self.data.tokenizer!r} must be 'byte' for data.name = 'uniform', random bytes"
+            )
+        if self.model.attention == "nsa" and self.train.seq_len < self.model.pattern.compress_block:
+            raise ValueError(
+                f"train.seq_len = {self.train.seq_len} must be at least model.pattern.compress_block = "
+                f"{self.model.pattern.compress_block}, or no query ever sees a compressed block"
+            )
+        if self.optim.warmup > self.train.steps:
+            raise ValueError(f"optim.warmup = {self.optim.warmup} must not exceed train.steps = {self.train.steps}")
+        return self
+
+    def to_yaml(self) -> str:
+        """The configuration with every default filled in, as YAML that loads to an equal configuration."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+def _build_dataclass(schema: Any, values: dict[str, Any]) -> Any:
+    """An instance of a self-validating dataclass from a mapping; messages begin with the dotted field."""
+    values = dict(values)
+    for field in dataclasses.fields(schema):
+        if field.name == "pattern" and isinstance(values.get("pattern"), dict):
+            try:
+                values["pattern"] = _build_dataclass(SparsePattern, values["pattern"])
+            except ValueError as error:
+                raise ValueError(f"pattern.{error}") from None
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in values:
+            raise ValueError(f"{field.name} is missing and has no default")
+    return schema(**values)
+
+
+def default_config_text() -> str:
+    """The YAML of the run that ``nsa-compile train`` starts when it is given no file."""
+    return (resources.files("nsa_compile") / "configs" / "shakespeare_cpu.yaml").read_text(encoding="utf-8")
+
+
+def load_config(path: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run configuration.
+
+    Args:
+        path: YAML file; ``None`` takes the packaged default run.
+        overrides: ``"section.key=value"`` strings, values typed as in YAML; later ones win.
+
+    Raises:
+        UserError: one line for the first thing that is wrong.
+    """
+    if path is None:
+        text, origin = default_config_text(), "the default configuration"
+    else:
+        text, origin = _read(path), path
+    values = _parse_yaml(text, origin)
+    if not isinstance(values, dict):
+        raise UserError(f"{origin} must hold sections (run, model, data, …), not {values!r}")
+    for override in overrides:
+        _apply_override(values, override)
+    _reject_unknown_keys(values)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_describe(error)) from None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"configuration file '{path}' does not exist; check the path given to --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"configuration file '{path}' cannot be read: {reason}; give --config a YAML file") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: ``3e-4`` is a number, and a key given twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) < len(node.value):
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} is given twice", node.start_mark)
+        return mapping
+
+
+# YAML 1.1 wants a dot in the mantissa and a sign in the exponent; 1.2 and everybody's habit do not.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _parse_yaml(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{origin} is not valid YAML{where}: {error.problem}; correct it there") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{origin} is not valid YAML: {str(error).splitlines()[0]}; correct it there") from None
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set '{override}' must have the form KEY=VALUE, for example --set train.steps=100")
+    if key not in _dotted_keys():
+        raise UserError(_unknown_key(key))
+    parts = key.split(".")
+    for part in parts[:-1]:
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):  # the file gave a plain value for a section; the override mends that
+            inner = values[part] = {}
+        values = inner
+    values[parts[-1]] = _parse_yaml(text, f"the value of --set '{override}'")
+
+
+def _dotted_keys(schema: Any = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Every key of the configuration as a dotted path, sections included."""
+    if dataclasses.is_dataclass(schema):
+        names = [field.name for field in dataclasses.fields(schema)]
+    else:
+        names = list(schema.model_fields)
+    for name in names:
+        yield prefix + name
+        if prefix + name in _SECTIONS:
+            yield from _dotted_keys(_SECTIONS[prefix + name], f"{prefix}{name}.")
+
+
+# Sections and what describes their keys: pydantic models, and the model's own dataclasses.
+_SECTIONS: dict[str, Any] = {
+    "run": RunSection,
+    "model": NSAConfig,
+    "model.pattern": SparsePattern,
+    "data": DataSection,
+    "train": TrainSection,
+    "optim": OptimSection,
+    "compile": CompileSection,
+}
+
+
+def _reject_unknown_keys(values: dict[str, Any], section: str = "") -> None:
+    known = set(_dotted_keys())
+    for name, value in values.items():
+        key = f"{section}{name}"
+        if key not in known:
+            raise UserError(_unknown_key(key))
+        if key in _SECTIONS and isinstance(value, dict):
+            _reject_unknown_keys(value, f"{key}.")
+
+
+def _unknown_key(key: str) -> str:
+    known = list(_dotted_keys())
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    # `steps` alone, or a key under the wrong section: compare the last parts too.
+    leaf = key.rpartition(".")[2]
+    by_leaf = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in known], n=1, cutoff=0.7)
+    if not close and by_leaf:
+        close = [name for name in known if name.rpartition(".")[2] == by_leaf[0]][:1]
+    section = key.rpartition(".")[0]
+    if close:
+        advice = f"did you mean '{close[0]}'?"
+    elif section in _SECTIONS:
+        names = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
+        advice = f"'{section}' has {', '.join(names)}"
+    else:
+        advice = f"the sections are {', '.join(name for name in known if '.' not in name)}"
+    return f"unknown configuration key '{key}'; {advice}"
+
+
+def _describe(error: ValidationError) -> str:
+    """One line for a validation error: its first finding and how many others there are."""
+    first, *others = error.errors()
+    # Without the index into a list: the key to change is the list.
+    key = ".".join(part for part in first["loc"] if isinstance(part, str))
+    if key in _SECTIONS and first["type"] != "value_error":
+        text = f"{key} = {first['input']!r} is not allowed: it is a section, with keys of its own"
+    elif first["type"] == "missing":
+        text = f"{key} is missing and has no default"
+    elif first["type"] == "value_error":
+        # A rule of the model's own or between sections: its message begins with the field, which completes the key.
+        field, _, rule = str(first["ctx"]["error"]).partition(" ")
+        key = ".".join(filter(None, (key, field)))
+        text = f"{key} {rule}"
+    else:
+        message = first["msg"][:1].lower() + first["msg"][1:]
+        text = f"{key} = {first['input']!r} is not allowed: {message}"
+    more = f" (and {len(others)} more)" if others else ""
+    return f"{text}; change it in the file or with --set {key}=VALUE{more}"

@@ -1,0 +1,88 @@
+"""Batches of token sequences, each a pure function of the seed and of its position in the stream."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int64]
+
+
+class Source(Protocol):
+    """Something that has a sequence of tokens for every position of a stream."""
+
+    def sequence(self, index: int, length: int) -> Tokens:
+        """Tokens ``[length]`` of the ``index``-th sequence; always the same for the same index."""
+
+
+def _generator(seed: int, index: int) -> np.random.Generator:
+    # A counter-based generator: the index is the counter's top word, so streams of different indices never meet.
+    return np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, index]))
+
+
+class RandomWindows:
+    """Windows of a text at random starts.
+
+    Args:
+        tokens: the text, ``[N]``, of any integer type.
+        seed: selects the order of the windows.
+    """
+
+    def __init__(self, tokens: npt.NDArray[np.integer], seed: int) -> None:
+        self.tokens = tokens
+        self.seed = seed
+
+    def sequence(self, index: int, length: int) -> Tokens:
+        start = int(_generator(self.seed, index).integers(len(self.tokens) - length + 1))
+        return self.tokens[start : start + length].astype(np.int64)
+
+
+class UniformBytes:
+    """Independent uniform random bytes: nothing can be learned from them, so no honest loss is below ``ln 256``.
+
+    Args:
+        seed: selects the stream.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def sequence(self, index: int, length: int) -> Tokens:
+        return _generator(self.seed, index).integers(256, size=length, dtype=np.int64)
+
+
+class BatchSampler:
+    """Batches of consecutive sequences of a source.
+
+    The whole state is ``position``, the number of sequences handed out: a sampler made with a saved position goes on
+    where the other stopped, and ``k`` batches of ``B`` hold the same sequences as one batch of ``k·B``.
+
+    Args:
+        source: where the sequences come from.
+        batch_size: sequences ``B`` in a batch.
+        seq_len: tokens ``S`` the model sees; a sequence has one more, for the targets.
+        position: sequences to skip.
+    """
+
+    def __init__(self, source: Source, batch_size: int, seq_len: int, position: int = 0) -> None:
+        self.source = source
+        self.batch_size = batch_size
+        self.seq_len = seq_len
+        self.position = position
+
+    def next_batch(self) -> Tokens:
+        """The next tokens ``[B, S + 1]``."""
+        rows = range(self.position, self.position + self.batch_size)
+        self.position += self.batch_size
+        return np.stack([self.source.sequence(row, self.seq_len + 1) for row in rows])
+
+
+def evenly_spaced_batches(
+    tokens: npt.NDArray[np.integer], batches: int, batch_size: int, seq_len: int
+) -> npt.NDArray[np.int64]:
+    """Windows spread evenly over a text, ``[batches, B, S + 1]``; they overlap when the text is short."""
+    starts = np.linspace(0, len(tokens) - seq_len - 1, batches * batch_size).astype(np.int64)
+    windows = np.stack([tokens[start : start + seq_len + 1] for start in starts])
+    return windows.astype(np.int64).reshape(batches, batch_size, seq_len + 1)

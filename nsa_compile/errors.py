@@ -1,0 +1,13 @@
+"""Errors that end a command with one line for its user instead of a traceback."""
+
+
+class UserError(Exception):
+    """Something the user can put right: the message names the value, the rule and the way out. Exit code 2."""
+
+    exit_code = 2
+
+
+class TrainingDiverged(Exception):
+    """The loss or the gradient stopped being a finite number. Exit code 3."""
+
+    exit_code = 3
