@@ -1,6 +1,6 @@
 # `make train` and `make test` need Python 3.11 or newer and a C++ compiler; everything else is installed into .venv.
 PYTHON ?= python3
-CXX_FOUND := $(firstword $(foreach c,$(CXX) g++ clang++ c++,$(shell command -v $(c) 2>/dev/null)))
+CXX_FOUND := $(firstword $(foreach c,$(CXX) g++ clang++,$(shell command -v $(c) 2>/dev/null)))
 BIN := .venv/bin
 STAMP := .venv/installed
 
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "error: '$(PYTHON)' has no venv module; install it (on Debian: python3-venv)" >&2; exit 2; }
 	@test -n "$(CXX_FOUND)" || { \
-	  echo "error: no C++ compiler (g++, clang++ or CXX) found; torch.compile needs one on CPU (on Debian: g++)" >&2; exit 2; }
+	  echo "error: no C++ compiler (CXX, g++ or clang++) found; torch.compile needs one on CPU (on Debian: g++)" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@

@@ -1,7 +1,8 @@
 """The configuration of a training run: typed, closed against unknown keys, checked before anything starts.
 
-A run is described by a YAML file of the sections below and by ``KEY=VALUE`` overrides on top. Every mistake becomes a
-:class:`~nsa_compile.errors.UserError` of one line. Nothing here imports torch, so a typing error costs no start-up time.
+A run is described by a YAML file of the sections below and by ``KEY=VALUE`` overrides on top. Every mistake becomes
+a :class:`~nsa_compile.errors.UserError` of one line. Nothing here imports torch, so a typing error costs no start-up
+time.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode("utf-8", errors="replace")
+        return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
 
 
 class GPT2Tokenizer:
@@ -60,7 +60,7 @@ class GPT2Tokenizer:
         return np.array(self._bpe.encode(text).ids, dtype=np.uint16)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._bpe.decode(list(tokens))
+        return self._bpe.decode([int(token) for token in tokens])
 
 
 def make_tokenizer(name: str) -> Tokenizer:

@@ -103,11 +103,12 @@ class NSAConfig:
         phi: the block compression of eq. 7, ``"mlp"`` (with intra-block position embedding) or ``"mean"``.
         shared_kv: one key/value projection for the three branches, where the paper has one for each.
         attention: ``"nsa"``, or ``"dense"`` for causal attention over all tokens.
-        mlp_hidden: hidden width of the SwiGLU feed-forward; ``None`` means 8/3 · ``dim`` rounded up to a multiple of 32.
+        mlp_hidden: hidden width of the SwiGLU feed-forward;
+            ``None`` means 8/3 · ``dim``, rounded up to a multiple of 32.
         rope_theta: base of the rotary frequencies.
         norm_eps: epsilon of the RMS norms.
         tie_embeddings: the output projection shares the embedding's weight.
-        phi_hidden: hidden width of the compression MLP; ``None`` leaves the choice to the model.
+        phi_hidden: hidden width of the compression MLP; ``None`` means twice the head's width.
 
     Raises:
         ValueError: naming the field, its value and the rule it breaks.

@@ -1,0 +1,141 @@
+"""The ``nsa-compile`` command. Thin: a command imports what it needs when it runs, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import sys
+from typing import Any
+
+import click
+
+from nsa_compile.errors import TrainingDiverged, UserError
+
+# Commands that live in other modules, with the line that --help shows for them; imported only when they are called.
+LAZY_COMMANDS = {
+    "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported on use, and that suggests the nearest command for an unknown one."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *LAZY_COMMANDS])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in LAZY_COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = LAZY_COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in known:
+            close = difflib.get_close_matches(args[0], known, n=1)
+            advice = f"did you mean '{close[0]}'?" if close else f"the commands are {', '.join(known)}"
+            raise click.UsageError(f"unknown command '{args[0]}'; {advice}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.commands.get(name)
+            rows.append((name, command.get_short_help_str() if command else LAZY_COMMANDS[name][1]))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="nsa-compile", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train Native Sparse Attention models from one definition: the decode step of a single token.
+
+    \b
+    nsa-compile train                                  the packaged run: Shakespeare on a CPU
+    nsa-compile train --set train.steps=50             the same, shorter
+    nsa-compile train --config my_run.yaml --dry-run   check a configuration and print it
+    """
+
+
+@cli.command(short_help="Train a model.")
+@click.option("--config", "config_path", metavar="FILE", help="Run configuration; without it, the packaged run.")
+@click.option(
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set optim.lr=3e-4."
+)
+@click.option("--dry-run", is_flag=True, help="Check everything, print the resolved configuration and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")
+@click.pass_context
+def train(
+    ctx: click.Context, config_path: str | None, overrides: tuple[str, ...], dry_run: bool, as_json: bool
+) -> None:
+    """Train a model and leave its files in a directory of its own.
+
+    \b
+    nsa-compile train
+    nsa-compile train --set train.steps=50 --set data.name=my_text.txt
+    nsa-compile train --config configs/shakespeare_cpu.yaml --json
+    """
+    # Everything a user can get wrong is found before torch is imported.
+    from nsa_compile.config import load_config
+    from nsa_compile.data import load_corpus
+    from nsa_compile.train.preflight import check_compiler, check_output, create_run_directory
+
+    config = load_config(config_path, overrides)
+    check_compiler(config)
+    corpus = load_corpus(config)
+    if dry_run:
+        check_output(config.run.dir)
+        click.echo(json.dumps(config.model_dump(), indent=2) if as_json else config.to_yaml(), nl=as_json)
+        return
+    directory = create_run_directory(config)
+
+    from nsa_compile.train.loop import run
+    from nsa_compile.train.summary import render
+
+    summary = run(config, corpus, directory)
+    click.echo(json.dumps(summary, indent=2) if as_json else render(summary))
+    if summary["interrupted"]:
+        ctx.exit(130)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line and leave with its exit code: 2 for a user's mistake, 3 for a loss that is not finite."""
+    sys.exit(_run(args))
+
+
+def _run(args: list[str] | None) -> int:
+    try:
+        code: Any = cli.main(args=args, prog_name="nsa-compile", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except click.NoSuchOption as error:
+        close = difflib.get_close_matches(error.option_name, error.possibilities or _options(error.ctx), n=1)
+        path = error.ctx.command_path if error.ctx else "nsa-compile"
+        advice = f"did you mean '{close[0]}'?" if close else f"see {path} --help"
+        return _fail(f"unknown option '{error.option_name}'; {advice}", 2)
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "nsa-compile"
+        message = error.format_message().rstrip(".")
+        return _fail(message if ";" in message else f"{message}; see {path} --help", error.exit_code)
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except (UserError, TrainingDiverged) as error:
+        return _fail(str(error), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", 130)
+
+
+def _options(ctx: click.Context | None) -> list[str]:
+    return [option for parameter in ctx.command.params for option in parameter.opts] if ctx else []
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"error: {message}", err=True)
+    return code

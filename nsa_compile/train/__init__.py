@@ -1,0 +1,1 @@
+"""The trainer: what ``nsa-compile train`` runs."""

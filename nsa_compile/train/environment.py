@@ -1,0 +1,94 @@
+"""What a run ran on: machine, versions, source revision, and how fast the machine multiplies matrices."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("nsa-compile", "torch", "triton", "numpy", "pydantic", "nvtx", "matplotlib", "tokenizers")
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Machine, versions and source revision, as plain data for ``env.json``."""
+    return {
+        "machine": {
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "cpu_count": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        },
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "git": git_revision(),
+    }
+
+
+def git_revision() -> dict[str, Any]:
+    """Commit of the package's own checkout and whether it has uncommitted changes; ``None`` outside of one."""
+    # Asked about this file, not its folder: site-packages may lie inside somebody else's repository.
+    if not _git("ls-files", "--", Path(__file__).name):
+        return {"sha": None, "dirty": None}
+    return {"sha": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))}
+
+
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 0.5) -> float:
+    """Best measured rate of a square matrix product in FLOP/s, the peak that MFU is a fraction of.
+
+    Args:
+        device: where to multiply.
+        dtype: element type of the run's matrix products.
+        size: rows and columns on the CPU; eight times as many on a GPU, which a small product leaves idle.
+        seconds: how long to keep measuring.
+    """
+    side = size * 8 if device.type == "cuda" else size
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    torch.mm(a, b)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * side**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given; the CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,80 @@
+"""What must hold before a run starts, checked without torch: a C++ compiler, and a place to write to."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import time
+from pathlib import Path
+
+from nsa_compile.config import RunConfig
+from nsa_compile.errors import UserError
+
+
+def check_compiler(config: RunConfig) -> None:
+    """Make sure that Inductor will find a C++ compiler.
+
+    Raises:
+        UserError: the configuration asks for Inductor and there is none.
+    """
+    if not config.compile.enabled or config.compile.nested != "inductor":
+        return
+    chosen = os.environ.get("CXX")
+    if chosen is not None:
+        # CXX may carry arguments, as in "ccache g++".
+        words = shlex.split(chosen)
+        if words and shutil.which(words[0]):
+            return
+        raise UserError(
+            f"CXX = '{chosen}' is no program, and compile.nested = 'inductor' needs a C++ compiler; point CXX at one, "
+            "unset it, or use --set compile.nested=aot_eager"
+        )
+    if shutil.which("g++"):
+        return
+    if shutil.which("clang++"):
+        os.environ["CXX"] = "clang++"  # Inductor looks for g++ only, unless CXX says otherwise
+        return
+    raise UserError(
+        "compile.nested = 'inductor' needs a C++ compiler and neither g++ nor clang++ is on the PATH; "
+        "install one, point CXX at one, or use --set compile.nested=aot_eager"
+    )
+
+
+def check_output(directory: str) -> None:
+    """Make sure that a directory, or the nearest parent that exists, can be written to.
+
+    Raises:
+        UserError: it cannot.
+    """
+    path = Path(directory).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise UserError(_unwritable(directory, f"'{existing}' is not a directory"))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(_unwritable(directory, f"'{existing}' cannot be written to"))
+
+
+def create_run_directory(config: RunConfig) -> Path:
+    """Create and return ``<run.dir>/<run.name>-<time>``, never one that exists.
+
+    Raises:
+        UserError: it cannot be created.
+    """
+    check_output(config.run.dir)
+    stem = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Two runs may start within the same second.
+    for name in (stem, *(f"{stem}-{count}" for count in range(2, 1000))):
+        directory = Path(config.run.dir) / name
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(_unwritable(config.run.dir, error.strerror or str(error))) from None
+        return directory
+    raise UserError(f"run.dir = '{config.run.dir}' is full of runs named '{stem}'; choose another run.name")
+
+
+def _unwritable(directory: str, reason: str) -> str:
+    return f"run.dir = '{directory}' must be a writable directory: {reason}; choose another with --set run.dir=PATH"
