@@ -116,7 +116,7 @@ def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
             _log(bar, "compile.enabled = false: attention loops over the tokens one by one, which is slow")
         evaluate_now(0)
 
-        step = 0
+        step, saved = 0, False
         while step < shape.steps and not interrupt.requested:
             step += 1
             start = time.perf_counter()
@@ -143,10 +143,12 @@ def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
                 _log(bar, f"step {step}: loss {loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, MFU {row.mfu:.1%}")
             if step % shape.eval_every == 0 and step < shape.steps:
                 evaluate_now(step)
-            if shape.save_every and step % shape.save_every == 0 and step < shape.steps:
+            saved = bool(shape.save_every) and step % shape.save_every == 0
+            if saved:
                 save(step)
         interrupted = step < shape.steps
-        save(step)
+        if not saved:
+            save(step)
         if not interrupted:
             evaluate_now(step)
 

@@ -1,0 +1,53 @@
+"""Hypothesis profiles, and the configuration of a run small enough for a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+_COMMON: dict[str, Any] = {
+    "deadline": None,
+    "derandomize": False,
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("fast", max_examples=25, **_COMMON)
+settings.register_profile("deep", max_examples=1000, **_COMMON)
+settings.load_profile("fast")  # --hypothesis-profile=deep takes the other one
+
+TINY_RUN = {
+    "run.name": "tiny",
+    "model.dim": 32,
+    "model.n_layers": 1,
+    "model.n_heads": 2,
+    "model.n_kv_heads": 1,
+    "model.head_dim": 8,
+    "model.pattern.compress_block": 8,
+    "model.pattern.compress_stride": 4,
+    "model.pattern.select_block": 8,
+    "model.pattern.num_selected": 3,
+    "model.pattern.window": 8,
+    "train.seq_len": 32,
+    "train.batch_size": 2,
+    "train.steps": 4,
+    "train.eval_every": 2,
+    "train.eval_batches": 1,
+    "train.save_every": 2,
+    "train.sample_tokens": 8,
+    "optim.warmup": 1,
+    # Eager: the tests of the compiler are elsewhere.
+    "compile.enabled": "false",
+}
+
+
+@pytest.fixture
+def tiny_overrides(tmp_path):
+    """`tiny_overrides(**{"train.steps": 2})`: KEY=VALUE strings of a tiny run that writes below tmp_path."""
+
+    def make(**changes: Any) -> list[str]:
+        values = {**TINY_RUN, "run.dir": str(tmp_path / "runs"), **changes}
+        return [f"{key}={value}" for key, value in values.items()]
+
+    return make

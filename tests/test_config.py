@@ -1,0 +1,146 @@
+"""The run configuration: what it accepts, and what it says about everything else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from nsa_compile.config import RunConfig, default_config_text, load_config
+from nsa_compile.errors import UserError
+from nsa_compile.models.config import NSAConfig, SparsePattern
+
+
+def test_documented_default_is_the_packaged_one():
+    documented = Path(__file__).parent.parent / "configs" / "shakespeare_cpu.yaml"
+    assert documented.read_text(encoding="utf-8") == default_config_text()
+
+
+def test_resolved_yaml_loads_to_the_same_configuration(tmp_path):
+    config = load_config(overrides=["optim.lr=3e-4", "model.pattern.index_convention=paper_v2"])
+    path = tmp_path / "resolved.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(str(path)) == config
+
+
+def test_overrides_are_typed_as_yaml_and_the_last_one_wins():
+    config = load_config(
+        overrides=["train.steps=50", "train.steps=60", "optim.lr=3e-4", "optim.clip=null", "compile.disable=[a, b]"]
+    )
+    assert config.train.steps == 60
+    assert config.optim.lr == 3e-4
+    assert config.optim.clip is None
+    assert config.compile.disable == ["a", "b"]
+
+
+def test_a_file_needs_only_what_has_no_default(tmp_path):
+    path = tmp_path / "run.yaml"
+    model = {"vocab_size": 256, "dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 32}
+    path.write_text(yaml.safe_dump({"model": model}), encoding="utf-8")
+    assert load_config(str(path)).model == NSAConfig(**model)
+
+
+def test_the_configuration_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        load_config().train.steps = 5
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.seqlen=3", "unknown configuration key 'train.seqlen'; did you mean 'train.seq_len'?"),
+        ("steps=4", "did you mean 'train.steps'?"),
+        ("model.pattern.windows=4", "did you mean 'model.pattern.window'?"),
+        ("zzz.yyy=4", "the sections are run, model, data, train, optim, compile"),
+        ("train.steps", "must have the form KEY=VALUE"),
+        ("train.steps=0", "train.steps = 0 is not allowed: input should be greater than or equal to 1"),
+        ("train.steps=1.5", "train.steps = 1.5 is not allowed"),
+        ("train.steps='12'", "train.steps = '12' is not allowed"),
+        ("train.dtype=fp16", "'float32' or 'bf16'"),
+        ("train=5", "it is a section"),
+        ("train.steps=[", "is not valid YAML"),
+        ("optim.lr=.nan", "optim.lr = nan is not allowed"),
+        ("optim.betas=[0.9, 1.0]", "optim.betas = 1.0 is not allowed"),
+        ("optim.warmup=301", "optim.warmup = 301 must not exceed train.steps = 300"),
+        ("train.seq_len=8", "train.seq_len = 8 must be at least model.pattern.compress_block = 16"),
+        ("data.tokenizer=gpt2", "model.vocab_size = 256 must be at least 50257"),
+        ("model.n_heads=3", "model.n_heads = 3 must be a multiple of n_kv_heads = 2"),
+        ("model.n_layers=true", "model.n_layers = True must be an integer"),
+        ("model.head_dim=31", "model.head_dim = 31 must be even"),
+        ("model.pattern.select_block=33", "model.pattern.select_block = 33 must be a multiple of compress_stride = 8"),
+        ("model.pattern.num_selected=2", "model.pattern.num_selected = 2 must be at least num_initial + num_local"),
+        ("model.pattern.window=0", "model.pattern.window = 0 must be at least 1"),
+        ("model={}", "model.vocab_size is missing and has no default"),
+        ("run.name=a/b", "run.name = 'a/b' is not allowed"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_value_and_rule(override, expected):
+    with pytest.raises(UserError) as error:
+        load_config(overrides=[override])
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train: {steps: 1, steps: 2}", "key 'steps' is given twice"),
+        ("train:\n  steps: [1", "is not valid YAML at line 2"),
+        ("- a list", "must hold sections"),
+        ("", "must hold sections"),
+        ("train: {step: 3}", "did you mean 'train.steps'?"),
+        ("model: {pattern: {windw: 3}}", "did you mean 'model.pattern.window'?"),
+        ("trian: {}", "did you mean 'train'?"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line(tmp_path, text, expected):
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        load_config(str(path))
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@given(
+    st.builds(
+        dict,
+        compress_block=st.integers(-1, 8),
+        compress_stride=st.integers(-1, 8),
+        select_block=st.integers(-1, 8),
+        num_selected=st.integers(-1, 6),
+        window=st.integers(-1, 3),
+        num_initial=st.integers(-1, 3),
+        num_local=st.integers(-1, 3),
+    )
+)
+def test_a_pattern_is_accepted_exactly_when_it_keeps_the_papers_rules(fields):
+    block, stride, select = fields["compress_block"], fields["compress_stride"], fields["select_block"]
+    valid = (
+        min(block, stride, select, fields["window"], fields["num_local"]) >= 1
+        and fields["num_initial"] >= 0
+        and block % stride == 0
+        and select % stride == 0
+        and fields["num_selected"] >= fields["num_initial"] + fields["num_local"]
+    )
+    if valid:
+        SparsePattern(**fields)
+    else:
+        with pytest.raises(ValueError, match=" must be "):
+            SparsePattern(**fields)
+
+
+def test_validating_a_configuration_does_not_import_torch():
+    code = "import sys, nsa_compile.config as c; c.load_config(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_schema_rejects_unknown_keys_without_the_loader():
+    with pytest.raises(ValidationError, match="extra"):
+        RunConfig.model_validate({"model": load_config().model, "traim": {}})
