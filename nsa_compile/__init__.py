@@ -1,0 +1,24 @@
+"""nsa-compile: write the decode step of Native Sparse Attention once; compile the training graph.
+
+Names load on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nsa_compile.backend import compile, compile_blocks, last_report
+    from nsa_compile.loop import scan
+
+__version__ = "0.1.0"
+__all__ = ["compile", "compile_blocks", "last_report", "scan"]
+
+_HOME = {"compile": "backend", "compile_blocks": "backend", "last_report": "backend", "scan": "loop"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

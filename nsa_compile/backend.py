@@ -1,0 +1,88 @@
+"""The `torch.compile` backend: run the passes on what Dynamo captured, then hand over to Inductor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from nsa_compile.passes.pipeline import Options, run_pipeline
+from nsa_compile.passes.report import Report
+from nsa_compile.passes.scans import find_scans
+
+log = logging.getLogger("nsa_compile")
+
+_last_report: Report | None = None
+
+
+def last_report() -> Report | None:
+    """What the passes did in the latest compilation of this process, or None before the first."""
+    return _last_report
+
+
+def compile(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any) -> Callable[..., Any]:
+    """`torch.compile` with this backend. `options` are the fields of `passes.pipeline.Options`.
+
+    Raises:
+        ValueError: an unknown option, or a value it cannot take.
+    """
+    parse_options(options)
+    return torch.compile(model, backend="nsa_compile", fullgraph=fullgraph, dynamic=False, options=options)
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
+    """Compile each of `model.blocks` in place, and return the model. Equal blocks are compiled once."""
+    parse_options(options)
+    for block in model.blocks:
+        block.compile(backend="nsa_compile", fullgraph=True, dynamic=False, options=options)
+    return model
+
+
+def parse_options(options: dict[str, Any]) -> Options:
+    """Options as given to `torch.compile(..., options=...)`, checked."""
+    unknown = sorted(set(options) - set(Options.__dataclass_fields__))
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]!r}; the options are {', '.join(Options.__dataclass_fields__)}")
+    return Options(**options)
+
+
+def nsa_compile_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Tensor], *, options: dict[str, Any] | None = None, **_: Any
+) -> Callable[..., Any]:
+    """The entry point Dynamo calls with a captured graph."""
+    global _last_report
+    chosen = parse_options(dict(options or {}))
+    specialize_shapes(gm)
+    _last_report = run_pipeline(gm, chosen)
+    return compile_nested(gm, example_inputs, chosen.nested)
+
+
+def specialize_shapes(gm: fx.GraphModule) -> None:
+    """Fix symbolic sizes to those at hand. Reading a hint as an int adds the guard that makes another size recompile.
+
+    A cache's write times are evaluated at compile time, so a sequence of another length is another program.
+    """
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt):
+            log.info("size %s fixed to %d", value, int(value))
+        elif isinstance(value, Tensor):
+            for size in (*value.shape, *value.stride()):
+                int(size)
+
+
+def compile_nested(gm: fx.GraphModule, example_inputs: Sequence[Tensor], nested: str) -> Callable[..., Any]:
+    """Compile a rewritten graph with the backend behind this one."""
+    if nested == "eager":
+        return gm.forward
+    from torch._dynamo.backends.registry import lookup_backend
+
+    if nested == "aot_eager":
+        return lookup_backend("aot_eager")(gm, example_inputs)
+    from nsa_compile.workarounds import inductor_config
+
+    with inductor_config(has_scans=bool(find_scans(gm))):
+        return lookup_backend("inductor")(gm, example_inputs)

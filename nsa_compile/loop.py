@@ -1,0 +1,134 @@
+"""The one loop of the project: `scan(step, init, xs)`.
+
+Eagerly it is a plain Python loop over the sequence: slow, readable, and what every compiled form is judged against.
+Under `torch.compile` it becomes a single graph node with a body, whatever the sequence length, and the compiler's
+passes take it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+Carry = TypeVar("Carry")
+
+__all__ = ["scan"]
+
+
+def scan(step: Callable[[Carry, Any], tuple[Carry, Any]], init: Carry, xs: Any) -> tuple[Carry, Any]:
+    """Run `step` over the leading dimension of `xs`, threading a carry through.
+
+    Args:
+        step: `step(carry, x) -> (carry, y)`. `carry` keeps its structure, shapes and dtypes; `x` is one row of `xs`;
+            `y` is a tensor or a nested tuple, list or dict of tensors. Plain tensor operations, no data-dependent Python control flow.
+        init: the first carry, a pytree of tensors.
+        xs: a pytree of tensors of shape `[S, ...]`. The index of the step, where it is needed, is an input like any
+            other: put `torch.arange(S)` into it.
+
+    Returns:
+        `(carry, ys)`: the carry after the last step, and the outputs stacked to `[S, ...]`.
+
+    Raises:
+        ValueError: `xs` holds no tensor, its leaves disagree on S, S is 0, or the step changes the carry's structure.
+    """
+    xs_leaves, xs_spec = pytree.tree_flatten(xs)
+    length = _sequence_length(xs_leaves)
+    carry_leaves, carry_spec = pytree.tree_flatten(init)
+    if torch.compiler.is_dynamo_compiling():
+        return _captured_scan(step, carry_leaves, carry_spec, xs_leaves, xs_spec)
+
+    carry = init
+    rows: list[list[torch.Tensor]] = []
+    y_spec = None
+    for t in range(length):
+        carry, y = step(carry, pytree.tree_unflatten([leaf[t] for leaf in xs_leaves], xs_spec))
+        leaves, y_spec = pytree.tree_flatten(y)
+        rows.append(leaves)
+    _check_carry(carry_leaves, carry_spec, carry)
+    assert y_spec is not None
+    return carry, pytree.tree_unflatten([torch.stack(column) for column in zip(*rows, strict=True)], y_spec)
+
+
+def _sequence_length(leaves: list[torch.Tensor]) -> int:
+    if not leaves:
+        raise ValueError("scan: xs holds no tensor, so the number of steps is unknown; put torch.arange(S) into it")
+    lengths = [leaf.shape[0] if leaf.dim() else None for leaf in leaves]
+    if None in lengths or len(set(lengths)) != 1:
+        raise ValueError(f"scan: every leaf of xs needs the sequence as its first dimension, got lengths {lengths}")
+    if lengths[0] == 0:
+        raise ValueError("scan: xs have length 0 and the outputs of no step have no shape; pass at least one row")
+    return lengths[0]
+
+
+def _check_carry(before: list[torch.Tensor], spec: pytree.TreeSpec, carry: Any) -> None:
+    after, spec_after = pytree.tree_flatten(carry)
+    if spec != spec_after:
+        raise ValueError(f"scan: the step returned a carry of structure {spec_after}, but was given {spec}")
+    for i, (a, b) in enumerate(zip(before, after, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise ValueError(
+                f"scan: the step changed carry leaf {i} from {a.dtype}{list(a.shape)} to {b.dtype}{list(b.shape)}; "
+                "a carry keeps its shape and dtype"
+            )
+
+
+def _captured_scan(step, carry_leaves, carry_spec, xs_leaves, xs_spec):
+    """The same loop as one `scan` node.
+
+    The higher-order operator takes carries and inputs as plain lists and refuses outputs that alias its inputs, so
+    the structure is taken apart here and every output cloned; the passes drop the clones again. Its autograd also
+    miscounts integer carries and outputs ("outs_to_grad length != tangents length", torch 2.13), so these cross the
+    boundary bit for bit as floats.
+    """
+    from torch._higher_order_ops.scan import scan as scan_op
+
+    dtypes = [leaf.dtype for leaf in carry_leaves]
+
+    def flat_step(carry_flat, x_flat):
+        carry = [_from_bits(leaf, dtype) for leaf, dtype in zip(carry_flat, dtypes, strict=True)]
+        carry, y = step(pytree.tree_unflatten(carry, carry_spec), pytree.tree_unflatten(list(x_flat), xs_spec))
+        new_leaves = [_to_bits(leaf).clone() for leaf in pytree.tree_leaves(carry)]
+        return new_leaves, (pytree.tree_map(lambda leaf: _to_bits(leaf).clone(), y), pytree.tree_map(_dtype_tag, y))
+
+    carry, (ys, tags) = scan_op(flat_step, [_to_bits(leaf) for leaf in carry_leaves], xs_leaves)
+    carry = [_from_bits(leaf, dtype) for leaf, dtype in zip(carry, dtypes, strict=True)]
+    ys = pytree.tree_map(lambda leaf, tag: _from_bits(leaf, _INTEGERS[tag.shape[1]][0]), ys, tags)
+    return pytree.tree_unflatten(carry, carry_spec), ys
+
+
+# What each integer dtype travels as: a float of the same width (its bits), or, below 32 bits, of the same value.
+# Entry 0 stands for every floating dtype, which travels as itself.
+_INTEGERS: list[tuple[torch.dtype | None, torch.dtype | None]] = [
+    (None, None),
+    (torch.int64, torch.float64),
+    (torch.int32, torch.float32),
+    (torch.int16, torch.float32),
+    (torch.int8, torch.float32),
+    (torch.uint8, torch.float32),
+    (torch.bool, torch.float32),
+]
+
+
+def _code(dtype: torch.dtype | None) -> int:
+    return next((i for i, (integer, _) in enumerate(_INTEGERS) if integer == dtype), 0)
+
+
+def _to_bits(x: torch.Tensor) -> torch.Tensor:
+    _, carrier = _INTEGERS[_code(x.dtype)]
+    if carrier is None:
+        return x
+    return x.view(carrier) if carrier.itemsize == x.dtype.itemsize else x.to(carrier)
+
+
+def _from_bits(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if _code(dtype) == 0 or dtype is None:
+        return x
+    return x.view(dtype) if x.dtype.itemsize == dtype.itemsize else x.to(dtype)
+
+
+def _dtype_tag(x: torch.Tensor) -> torch.Tensor:
+    """An empty tensor whose first dimension remembers the dtype: shapes survive the scan, Python values do not."""
+    return torch.empty(_code(x.dtype), 0, device=x.device)

@@ -1,0 +1,308 @@
+"""Native Sparse Attention: the decode step of one token, the single definition everything else is derived from.
+
+Equation numbers are those of arXiv 2502.11089. Symbols: `l` compress_block, `d` compress_stride, `l'` select_block,
+`n` num_selected, `w` window, `G` key/value heads (groups), `h = Hq / G` query heads a group. Query head `g * h + i`
+belongs to group `g`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa_compile.models.config import SparsePattern
+from nsa_compile.loop import scan
+
+__all__ = ["CompressionMLP", "NSAState", "NSAToken", "decode_step", "init_state", "nsa_attention"]
+
+Phi = Callable[[Tensor], Tensor]
+
+
+class NSAToken(NamedTuple):
+    """What one token brings to the step. `B` sequences are decoded side by side.
+
+    `q` reads the selected and the window branch, `q_cmp` the compressed one: compression happens on keys before
+    RoPE, so the compressed keys carry no rotation and meet a query without one. `gates` are activated, in the order
+    compressed, selected, window. With a shared projection `k_win` and `v_win` are None, and the window branch reads
+    the cache of the selected one.
+    """
+
+    t: Tensor  # [] int64, the position of the token
+    q: Tensor  # [B, Hq, D]
+    q_cmp: Tensor  # [B, Hq, D]
+    k_cmp: Tensor  # [B, G, D]
+    v_cmp: Tensor  # [B, G, Dv]
+    k_slc: Tensor  # [B, G, D]
+    v_slc: Tensor  # [B, G, Dv]
+    k_win: Tensor | None  # [B, G, D]
+    v_win: Tensor | None  # [B, G, Dv]
+    gates: Tensor  # [B, Hq, 3]
+
+
+class NSAState(NamedTuple):
+    """The caches before a token: room for S tokens and for the `N = (S - l) // d + 1` blocks they complete."""
+
+    recent_k: Tensor  # [B, l, G, D], the last l uncompressed keys
+    recent_v: Tensor  # [B, l, G, Dv]
+    k_cmp: Tensor  # [B, N, G, D]
+    v_cmp: Tensor  # [B, N, G, Dv]
+    k_slc: Tensor  # [B, S, G, D]
+    v_slc: Tensor  # [B, S, G, Dv]
+    k_win: Tensor | None  # [B, S, G, D]
+    v_win: Tensor | None  # [B, S, G, Dv]
+
+
+def init_state(
+    batch_size: int, max_len: int, key: Tensor, value: Tensor, *, pattern: SparsePattern, shared_kv: bool = False
+) -> NSAState:
+    """Empty caches for `max_len` tokens, like `key` `[..., G, D]` and `value` `[..., G, Dv]` in all but length."""
+    n_blocks = max(0, (max_len - pattern.compress_block) // pattern.compress_stride + 1)
+
+    def cache(like: Tensor, rows: int) -> Tensor:
+        return like.new_zeros(batch_size, rows, like.shape[-2], like.shape[-1])
+
+    return NSAState(
+        recent_k=cache(key, pattern.compress_block),
+        recent_v=cache(value, pattern.compress_block),
+        k_cmp=cache(key, n_blocks),
+        v_cmp=cache(value, n_blocks),
+        k_slc=cache(key, max_len),
+        v_slc=cache(value, max_len),
+        k_win=None if shared_kv else cache(key, max_len),
+        v_win=None if shared_kv else cache(value, max_len),
+    )
+
+
+def decode_step(
+    state: NSAState, token: NSAToken, *, pattern: SparsePattern, phi_k: Phi, phi_v: Phi
+) -> tuple[NSAState, Tensor]:
+    """One token through all three branches: the new state and the output `[B, Hq, Dv]` (eq. 5).
+
+    `phi_k` and `phi_v` compress a block `[B, G, l, D] -> [B, G, D]`.
+    """
+    t = token.t
+    max_len = state.k_slc.shape[1]
+    n_blocks = state.k_cmp.shape[1]
+    groups = state.k_slc.shape[2]
+    position = torch.arange(max_len, device=t.device)
+
+    # Append the token to the caches. Its keys and values are visible to itself.
+    here = (position == t)[:, None, None]
+    k_slc = torch.where(here, token.k_slc[:, None], state.k_slc)
+    v_slc = torch.where(here, token.v_slc[:, None], state.v_slc)
+    if token.k_win is None or token.v_win is None or state.k_win is None or state.v_win is None:
+        k_win, v_win, kept_k_win, kept_v_win = k_slc, v_slc, None, None
+    else:
+        k_win = kept_k_win = torch.where(here, token.k_win[:, None], state.k_win)
+        v_win = kept_v_win = torch.where(here, token.v_win[:, None], state.v_win)
+
+    # eq. 7: token t completes block j when t = j·d + l − 1. The block is φ of the last l keys.
+    recent_k = torch.cat([state.recent_k[:, 1:], token.k_cmp[:, None]], dim=1)
+    recent_v = torch.cat([state.recent_v[:, 1:], token.v_cmp[:, None]], dim=1)
+    block = torch.arange(n_blocks, device=t.device)
+    block_end = block * pattern.compress_stride + pattern.compress_block - 1
+    completed = (block_end == t)[:, None, None]
+    new_k = phi_k(recent_k.transpose(1, 2)).to(state.k_cmp.dtype)
+    new_v = phi_v(recent_v.transpose(1, 2)).to(state.v_cmp.dtype)
+    k_cmp = torch.where(completed, new_k[:, None], state.k_cmp)
+    v_cmp = torch.where(completed, new_v[:, None], state.v_cmp)
+
+    q = token.q.unflatten(1, (groups, -1))  # [B, G, h, D]
+    q_cmp = token.q_cmp.unflatten(1, (groups, -1))
+
+    # Compressed branch, eq. 8: attention over the blocks that end no later than t.
+    o_cmp, p_cmp = _masked_attention(q_cmp, k_cmp, v_cmp, block_end <= t)
+
+    # Selected branch, eq. 9–12: attention over the tokens of the n best blocks.
+    selected = select_blocks(p_cmp, t, max_len, pattern)  # [B, G, Nb]
+    in_selected_block = selected.repeat_interleave(pattern.select_block, dim=-1)[..., :max_len]
+    o_slc, _ = _masked_attention(q, k_slc, v_slc, (in_selected_block & (position <= t))[:, :, None])
+
+    # Sliding window, §3.3.3: the last w tokens, t included.
+    o_win, _ = _masked_attention(q, k_win, v_win, (position <= t) & (position > t - pattern.window))
+
+    # eq. 5: gate and add.
+    gates = token.gates.unflatten(1, (groups, -1))[..., None]  # [B, G, h, 3, 1]
+    output = gates[..., 0, :] * o_cmp + gates[..., 1, :] * o_slc + gates[..., 2, :] * o_win
+    new_state = NSAState(recent_k, recent_v, k_cmp, v_cmp, k_slc, v_slc, kept_k_win, kept_v_win)
+    return new_state, output.flatten(1, 2).to(token.q.dtype)
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of `q` `[B, G, h, D]` over a cache `[B, T, G, D]`: output `[B, G, h, Dv]` and weights `[B, G, h, T]`.
+
+    `mask` broadcasts to the weights. Where it keeps nothing, weights and output are zero and so are their gradients:
+    the smallest finite score instead of -inf keeps NaN out of both directions, and the second mask makes the weights
+    exactly zero.
+    """
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    scores = torch.einsum("bghd,btgd->bght", q, k) * scale
+    # Softmax and selection in at least float32, whatever the inputs are.
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1).masked_fill(~mask, 0.0)
+    return torch.einsum("bght,btge->bghe", weights.to(v.dtype), v), weights
+
+
+def select_blocks(p_cmp: Tensor, t: Tensor, max_len: int, pattern: SparsePattern) -> Tensor:
+    """The n selection blocks token `t` reads: a mask `[B, G, Nb]` from the compressed weights `[B, G, h, N]`.
+
+    eq. 9 and 10 give each block its importance; the first `num_initial` blocks and the `num_local` blocks up to the
+    current one are always taken and count towards n; eq. 11 takes the n best, ties to the lower index. Blocks after
+    the current one are never taken. Carries no gradient.
+    """
+    block = torch.arange(-(-max_len // pattern.select_block), device=t.device)
+    current = t // pattern.select_block
+    visible = block <= current
+    forced = (block < pattern.num_initial) | (block > current - pattern.num_local)
+
+    # The sum over heads (eq. 10) and the mapping (eq. 9) are linear, so their order is free; this one is cheaper.
+    importance = block_importance(p_cmp.detach().sum(dim=2), block.shape[0], pattern)
+    score = torch.where(forced, math.inf, importance)
+    score = torch.where(visible, score, -math.inf)
+    # A stable sort, because topk leaves the order of ties open.
+    best, index = torch.sort(score, dim=-1, descending=True, stable=True)
+    n = min(pattern.num_selected, block.shape[0])
+    taken = best[..., :n] > -math.inf
+    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, index[..., :n], taken)
+
+
+def block_importance(p_cmp: Tensor, n_select: int, pattern: SparsePattern) -> Tensor:
+    """eq. 9: importance `[..., Nb]` of the selection blocks from that of the compression blocks `[..., N]`.
+
+    `p_slc[j] = Σ_m Σ_n p_cmp[(l'/d)·j + m − n]` over `0 ≤ m < l'/d`, `0 ≤ n < l/d`, terms outside the sequence being
+    zero. For 32/16/64 block j weighs the compressed blocks 4j−1 … 4j+3 by 1, 2, 2, 2, 1. `index_convention="paper_v2"`
+    takes the index `−m − n`, as the paper's second version prints it.
+
+    The terms are added one by one in a fixed order, so that equal blocks get equal sums on every path and device.
+    """
+    ratio = pattern.select_block // pattern.compress_stride
+    overlap = pattern.compress_block // pattern.compress_stride
+    sign = 1 if pattern.index_convention == "minus" else -1
+    weight: dict[int, int] = {}
+    for m in range(ratio):
+        for n in range(overlap):
+            weight[sign * m - n] = weight.get(sign * m - n, 0) + 1
+
+    left = -min(weight)
+    padded = F.pad(p_cmp, (left, max(0, ratio * n_select - p_cmp.shape[-1])))
+    importance = torch.zeros_like(padded[..., :1])
+    for offset in sorted(weight):
+        first = left + offset
+        term = padded[..., first : first + ratio * (n_select - 1) + 1 : ratio]
+        importance = importance + weight[offset] * term
+    return importance
+
+
+def mean_phi(block: Tensor) -> Tensor:
+    """φ as the mean over a block: `[..., l, D] -> [..., D]`."""
+    return block.mean(dim=-2)
+
+
+class CompressionMLP(nn.Module):
+    """The paper's φ (eq. 7): an MLP over a block with an intra-block position embedding, `[..., l, D] -> [..., D]`."""
+
+    def __init__(self, block_size: int, head_dim: int, hidden: int | None = None) -> None:
+        super().__init__()
+        hidden = hidden or 2 * head_dim
+        self.position = nn.Parameter(torch.randn(block_size, head_dim) * 0.02)
+        self.up = nn.Linear(block_size * head_dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, head_dim, bias=False)
+
+    def forward(self, block: Tensor) -> Tensor:
+        return self.down(F.silu(self.up((block + self.position).flatten(-2))))
+
+
+def nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    gates: Tensor,
+    *,
+    pattern: SparsePattern,
+    phi: str | Phi | tuple[Phi, Phi] = "mean",
+    q_cmp: Tensor | None = None,
+) -> Tensor:
+    """NSA over a sequence: `decode_step`, looped. No projection and no RoPE happen here.
+
+    Args:
+        q: `[B, S, Hq, D]`.
+        k_cmp, k_slc, k_win: `[B, S, G, D]`; v_cmp, v_slc, v_win: `[B, S, G, Dv]`. `k_win = v_win = None` lets the
+            window branch read the keys and values of the selected one.
+        gates: `[B, S, Hq, 3]`, already activated, in the order compressed, selected, window.
+        pattern: block sizes, number of blocks and window.
+        phi: `"mean"`, a module `[B, G, l, D] -> [B, G, D]` for keys and values alike, or a pair of them.
+        q_cmp: `[B, S, Hq, D]`, the query of the compressed branch where it differs from `q`.
+
+    Returns:
+        `[B, S, Hq, Dv]`.
+
+    Raises:
+        ValueError: shapes that do not fit together, S = 0, or an unknown `phi`.
+    """
+    _check_shapes(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+    batch, length = q.shape[:2]
+    phi_k, phi_v = _resolve_phi(phi)
+    state = init_state(batch, length, k_cmp, v_cmp, pattern=pattern, shared_kv=k_win is None)
+    rows = NSAToken(
+        torch.arange(length, device=q.device),
+        *(
+            None if x is None else x.transpose(0, 1)
+            for x in (q, q if q_cmp is None else q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+        ),
+    )
+
+    def step(state: NSAState, token: NSAToken) -> tuple[NSAState, Tensor]:
+        return decode_step(state, token, pattern=pattern, phi_k=phi_k, phi_v=phi_v)
+
+    _, output = scan(step, state, rows)
+    return output.transpose(0, 1)
+
+
+def _resolve_phi(phi: str | Phi | tuple[Phi, Phi]) -> tuple[Phi, Phi]:
+    if isinstance(phi, tuple):
+        return phi
+    if phi == "mean":
+        return mean_phi, mean_phi
+    if isinstance(phi, str):
+        raise ValueError(f'phi is {phi!r}; it must be "mean", a module, or a pair of modules for keys and values')
+    return phi, phi
+
+
+def _check_shapes(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    gates: Tensor,
+) -> None:
+    if q.dim() != 4:
+        raise ValueError(f"q has shape {list(q.shape)}; it must be [B, S, Hq, D]")
+    batch, length, heads, dim = q.shape
+    if length == 0:
+        raise ValueError("q holds a sequence of length 0; attention needs at least one token")
+    if (k_win is None) != (v_win is None):
+        raise ValueError("k_win and v_win must both be given, or both be None to share the selected branch's")
+    groups, value_dim = k_slc.shape[-2], v_slc.shape[-1]
+    keys = {"k_cmp": k_cmp, "k_slc": k_slc, "k_win": k_win}
+    values = {"v_cmp": v_cmp, "v_slc": v_slc, "v_win": v_win}
+    for names, last in ((keys, dim), (values, value_dim)):
+        for name, x in names.items():
+            if x is not None and x.shape != (batch, length, groups, last):
+                raise ValueError(f"{name} has shape {list(x.shape)}; with this q it must be {[batch, length, groups, last]}")
+    if groups == 0 or heads % groups:
+        raise ValueError(f"q has {heads} heads, k_slc has {groups}; the query heads must be a multiple of the groups")
+    if gates.shape != (batch, length, heads, 3):
+        raise ValueError(f"gates has shape {list(gates.shape)}; with this q it must be {[batch, length, heads, 3]}")

@@ -1,0 +1,106 @@
+"""eliminate_guards: prove that a cache row written after step t is never observed at step t.
+
+Before, the buffer that step t sees is `where(written_at <= t, full, init)`: right whatever the step does with it, and
+one copy of the buffer for each step. After, for each buffer whose unwritten rows provably reach no output, it is
+`full`, the same for all steps. A buffer for which that cannot be proven keeps its guard.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from nsa_compile.passes.pipeline import PassContext, register
+from nsa_compile.passes.resolve_carries import Rows
+from nsa_compile.passes.scans import Declined, ScanRecord, ScanSite, example, find_scans
+from nsa_compile.passes.staleness import Analysis, Facts, explain
+
+
+@register("eliminate_guards", requires=("carries",))
+def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
+    """Drop the guards of buffers whose unwritten rows provably reach no output."""
+    changed = False
+    for site in find_scans(gm):
+        record = site.record
+        if record is None or record.guards_dropped or record.guards_kept or not context.may_rewrite():
+            continue
+        dropped, kept = prove(site, record)
+        if not dropped and not kept:
+            continue
+        record.guards_dropped, record.guards_kept = sorted(dropped), sorted(kept)
+        for facts in kept.values():
+            op, place, why = explain(facts)
+            declined = Declined(why)
+            declined.op, declined.location = op, place
+            context.decline(site.node.name, declined)
+        if dropped:
+            context.match(site.node.name, f"dropped the guards of {', '.join(sorted(dropped))}")
+        changed = True
+    return changed
+
+
+def prove(site: ScanSite, record: ScanRecord) -> tuple[list[str], dict[str, Facts]]:
+    """Which views of write-once buffers need no guard, and which do, with what was found out about them.
+
+    All guards are dropped at first; whichever the stale values that reach an output come from are put back, until
+    none reach one. The views of a buffer are `name` (after the step's write) and `name.before`.
+    """
+    with unset_fake_temporarily():
+        views = guarded_views(site, record)
+    kept: dict[str, Facts] = {}
+    while True:
+        leaks = _leaks(site, record, {name: view for name, view in views.items() if name not in kept})
+        if not leaks:
+            return [name for name in views if name not in kept], kept
+        kept.update(leaks)
+
+
+def guarded_views(site: ScanSite, record: ScanRecord) -> dict[str, tuple[fx.Node, Tensor, int]]:
+    """The views of write-once buffers that a step reads: node, step from which each row is written, dimension."""
+    carries, _, _ = site.placeholders()
+    updates, _ = site.outputs()
+    views = {}
+    for carry, update, kind in zip(carries, updates, record.carries, strict=True):
+        if isinstance(kind, Rows) and kind.write_once:
+            written = torch.from_numpy(kind.written_at)
+            never = written >= record.length  # such a row is the initial one at every step
+            after = [u for u in update.users if u.op != "output"]
+            if after or update in site.outputs()[1]:
+                views[carry.name] = (update, torch.where(never, 0, written), kind.dim)
+            if [u for u in carry.users if u is not update and not _only_feeds(u, update)]:
+                views[f"{carry.name}.before"] = (carry, torch.where(never, 0, written + 1), kind.dim)
+    return views
+
+
+def _only_feeds(node: fx.Node, update: fx.Node) -> bool:
+    """Whether a use of the old buffer only serves to write the new one."""
+    return all(user is update or _only_feeds(user, update) for user in node.users) and bool(node.users)
+
+
+def _leaks(site: ScanSite, record: ScanRecord, views: dict[str, tuple[fx.Node, Tensor, int]]) -> dict[str, Facts]:
+    """The views whose stale rows reach an output of the body, or a row it writes."""
+    analysis = Analysis(record)
+    assumed: dict[fx.Node, Facts] = {}
+    for name, (node, ready, dim) in views.items():
+        shape = [1] * example(node).dim()
+        shape[dim] = ready.shape[0]
+        with unset_fake_temporarily():
+            assumed[node] = Facts(ready=ready.reshape(shape), sources=frozenset([name]))
+    updates, ys = site.outputs()
+    views_of_buffers = {u for u, kind in zip(updates, record.carries, strict=True) if isinstance(kind, Rows)}
+    for node in site.body.graph.nodes:
+        if node in assumed:
+            analysis.facts[node] = assumed[node]
+        elif node in views_of_buffers:
+            analysis.facts[node] = Facts()  # guarded, or looked up in its table: right at every step
+        else:
+            analysis.run(node)
+    written = [kind.written for kind in record.carries if isinstance(kind, Rows)]
+    latest = [u for u, kind in zip(updates, record.carries, strict=True) if not isinstance(kind, Rows)]
+    leaks: dict[str, Facts] = {}
+    for node in [*ys, *written, *latest]:
+        facts = analysis.of(node)
+        if facts.stale:
+            leaks.update({name: facts for name in facts.sources})
+    return leaks

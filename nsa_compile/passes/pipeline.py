@@ -1,0 +1,229 @@
+"""The pass pipeline: registry, order, requirements, verification, report.
+
+A pass is a function `(gm, context) -> changed` under `@register`. It changes the graph only through the helpers of
+`rewriting` and of its context, says what it needs and what it establishes, and says truthfully whether it changed
+anything; the pipeline checks all of that after each pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx
+
+from nsa_compile.passes import verifier
+from nsa_compile.passes.report import PassReport, Report, ScanReport
+from nsa_compile.passes.scans import Decline, Declined, find_scans, subgraphs
+
+log = logging.getLogger("nsa_compile")
+
+PassFunction = Callable[[fx.GraphModule, "PassContext"], bool]
+
+# The order in which registered passes run.
+ORDER = ("resolve_carries", "eliminate_guards", "batch_prefill")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A registered pass: what it needs to have happened, and what holds once it ran."""
+
+    name: str
+    run: PassFunction
+    requires: tuple[str, ...]
+    ensures: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        return (self.run.__doc__ or "").strip().splitlines()[0]
+
+
+REGISTRY: dict[str, Pass] = {}
+
+
+def register(
+    name: str, *, requires: tuple[str, ...] = (), ensures: tuple[str, ...] = ()
+) -> Callable[[PassFunction], PassFunction]:
+    """Make a function a pass of the pipeline, under a name users can disable."""
+
+    def decorate(run: PassFunction) -> PassFunction:
+        REGISTRY[name] = Pass(name, run, requires, ensures)
+        return run
+
+    return decorate
+
+
+def pipeline() -> list[Pass]:
+    """All passes in the order they run."""
+    from nsa_compile.passes import batch_prefill, eliminate_guards, resolve_carries  # noqa: F401  (they register)
+
+    return [REGISTRY[name] for name in ORDER] + [p for name, p in REGISTRY.items() if name not in ORDER]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile. Every field takes part in the cache key.
+
+    Attributes:
+        nested: the backend that compiles the rewritten graph: `"inductor"`, `"aot_eager"` or `"eager"`.
+        disable: names of passes that do not run.
+        stop_after: do no more than this many rewrites, counted over all passes; for finding the one to blame.
+        max_guard_bytes: a buffer whose guard cannot be dropped costs a copy for each step; above this many bytes for
+            one buffer the scan is left a loop.
+        on_decline: `"warn"` leaves a scan that cannot be batched a loop and says so; `"error"` raises.
+        check: run every pass's result against its input on the first real inputs and compare values.
+        dump_dir: write each graph before and after each pass there, as readable Python.
+        cache: reuse results of earlier processes.
+    """
+
+    nested: str = "inductor"
+    disable: tuple[str, ...] = ()
+    stop_after: int | None = None
+    max_guard_bytes: int = 2**30
+    on_decline: str = "warn"
+    check: bool = False
+    dump_dir: str | None = None
+    cache: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "disable", tuple(self.disable))
+        names = [p.name for p in pipeline()]
+        for name in self.disable:
+            if name not in names:
+                raise ValueError(f"disable names {name!r}, which is no pass; the passes are {', '.join(names)}")
+        _require_choice("nested", self.nested, ("inductor", "aot_eager", "eager"))
+        _require_choice("on_decline", self.on_decline, ("warn", "error"))
+        for name in ("stop_after", "max_guard_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number, 0 or more")
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+class ScanNotBatched(RuntimeError):
+    """Raised with `on_decline="error"` when a scan would stay a loop."""
+
+
+@dataclass
+class PassContext:
+    """What a pass may ask and must report while it runs."""
+
+    options: Options
+    report: Report
+    current: PassReport = field(default_factory=lambda: PassReport(""))
+    rewrites: int = 0
+
+    def may_rewrite(self) -> bool:
+        """Whether `stop_after` allows one more rewrite. Ask before the first change of each."""
+        return self.options.stop_after is None or self.rewrites < self.options.stop_after
+
+    def match(self, where: str, what: str) -> None:
+        """Record one rewrite."""
+        self.rewrites += 1
+        self.current.matches.append(f"{where}: {what}")
+
+    def decline(self, scan: str, declined: Declined) -> None:
+        """Record that something was left alone, and why."""
+        decline = Decline(self.current.name, declined.op, declined.location, declined.reason)
+        self.current.declines.append(decline)
+        self.scan(scan).declines.append(decline)
+        log.warning("%s left %s alone: %s (%s at %s)", self.current.name, scan, declined.reason, declined.op, declined.location)
+
+    def scan(self, name: str) -> ScanReport:
+        return next(s for s in self.report.scans if s.name == name)
+
+    @staticmethod
+    def add_module(owner: fx.GraphModule, name: str, module: fx.GraphModule) -> str:
+        """Attach a sub-graph under a free name and return that name."""
+        free, i = name, 0
+        while hasattr(owner, free):
+            i += 1
+            free = f"{name}_{i}"
+        owner.add_submodule(free, module)
+        return free
+
+
+def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Tensor] | None = None) -> Report:
+    """Run every enabled pass over a captured graph, in place.
+
+    `real_inputs` are what `check` compares values on. Raises `verifier.VerificationError`, naming the pass, if a pass
+    broke the graph or told an untruth about it.
+    """
+    report = Report(nested=options.nested, nodes_captured=count_nodes(gm))
+    report.scans = [ScanReport(site.node.name, site.length) for site in find_scans(gm)]
+    context = PassContext(options, report)
+    expected = verifier.Signature.of(gm)
+    established: set[str] = set()
+    for index, p in enumerate(pipeline()):
+        entry = PassReport(p.name, nodes_before=count_nodes(gm), nodes_after=count_nodes(gm))
+        report.passes.append(entry)
+        missing = [need for need in p.requires if need not in established]
+        if p.name in options.disable:
+            entry.skipped = "disabled"
+        elif missing:
+            entry.skipped = f"needs {', '.join(missing)}, which no earlier pass established"
+        if entry.skipped:
+            log.info("pass %s skipped: %s", p.name, entry.skipped)
+            continue
+        context.current = entry
+        before = verifier.fingerprint(gm)
+        reference = verifier.snapshot(gm) if options.check and real_inputs is not None else None
+        _dump(gm, options, index, p.name, "before")
+        start = time.perf_counter()
+        entry.changed = p.run(gm, context)
+        entry.seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        verifier.verify(gm, p.name, changed=entry.changed, before=before, expected=expected)
+        if reference is not None and entry.changed:
+            assert real_inputs is not None
+            entry.max_abs_error = verifier.compare_numerically(reference, gm, real_inputs, p.name)
+        entry.verify_seconds = time.perf_counter() - start
+        entry.nodes_after = count_nodes(gm)
+        _dump(gm, options, index, p.name, "after")
+        established.update(p.ensures)
+    report.nodes_final = count_nodes(gm)
+    _finish(report, options)
+    return report
+
+
+def _finish(report: Report, options: Options) -> None:
+    for scan in report.scans:
+        if not scan.batched and options.on_decline == "error":
+            why = "; ".join(f"{d.op} at {d.location}: {d.reason}" for d in scan.declines) or "no pass batched it"
+            raise ScanNotBatched(f'{scan.name} stays a loop of {scan.length} steps, and on_decline is "error": {why}')
+
+
+def count_nodes(gm: fx.GraphModule) -> int:
+    """Operations in a graph and the bodies it calls."""
+    inner = {id(g): g for g in subgraphs(gm)} | {id(s.body): s.body for s in find_scans(gm)}
+    return sum(node.op.startswith("call") for g in inner.values() for node in g.graph.nodes)
+
+
+def _dump(gm: fx.GraphModule, options: Options, index: int, name: str, when: str) -> None:
+    if options.dump_dir is None:
+        return
+    folder = Path(options.dump_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = gm.print_readable(print_output=False, include_stride=True, include_device=True)
+    (folder / f"{index:02d}_{name}_{when}.py").write_text(text)
+
+
+def pipeline_key(options: Options) -> str:
+    """A digest of the sources of all passes and of the options: equal keys do equal things to equal graphs."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for p in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(p.name.encode() + p.read_bytes())
+    for p in pipeline():
+        digest.update(f"{p.name}:{p.run.__module__}.{p.run.__qualname__}".encode())
+    chosen = {k: v for k, v in asdict(options).items() if k not in ("cache", "dump_dir")}
+    digest.update(repr(sorted(chosen.items())).encode())
+    return digest.hexdigest()

@@ -1,0 +1,73 @@
+"""What the compiler did, as data: `nsa_compile.last_report()`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from nsa_compile.passes.scans import Decline
+
+SCHEMA = 1
+
+
+@dataclass
+class PassReport:
+    """One pass over one captured graph."""
+
+    name: str
+    changed: bool = False
+    seconds: float = 0.0  # of the pass itself
+    verify_seconds: float = 0.0
+    nodes_before: int = 0
+    nodes_after: int = 0
+    matches: list[str] = field(default_factory=list)
+    declines: list[Decline] = field(default_factory=list)
+    skipped: str | None = None  # why it did not run
+    max_abs_error: float | None = None  # against the graph before the pass, when checked on real inputs
+
+
+@dataclass
+class ScanReport:
+    """What became of one scan."""
+
+    name: str
+    length: int
+    batched: bool = False
+    carries: list[str] = field(default_factory=list)
+    guards_kept: list[str] = field(default_factory=list)
+    guards_dropped: list[str] = field(default_factory=list)
+    declines: list[Decline] = field(default_factory=list)
+    nodes_after: int = 0  # nodes the scan became; 0 while it is a scan
+
+
+@dataclass
+class Report:
+    """One compilation of one captured graph.
+
+    `cache_hit` says that no pass ran because an equal graph was compiled before with equal passes and options; the
+    passes and scans are then those of that earlier compilation.
+    """
+
+    nested: str
+    passes: list[PassReport] = field(default_factory=list)
+    scans: list[ScanReport] = field(default_factory=list)
+    cache_hit: bool = False
+    cache_key: str = ""
+    notes: list[str] = field(default_factory=list)
+    nodes_captured: int = 0
+    nodes_final: int = 0
+
+    @property
+    def declines(self) -> list[Decline]:
+        return [decline for p in self.passes for decline in p.declines]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, with a schema number."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Report:
+        data = {k: v for k, v in data.items() if k != "schema"}
+        passes = [PassReport(**{**p, "declines": [Decline(**d) for d in p["declines"]]}) for p in data.pop("passes")]
+        scans = [ScanReport(**{**s, "declines": [Decline(**d) for d in s["declines"]]}) for s in data.pop("scans")]
+        return cls(**data, passes=passes, scans=scans)

@@ -1,0 +1,385 @@
+"""resolve_carries: what is each carry of a scan at step t, as a function of the inputs?
+
+Before, a carry is whatever the last step returned. After, each is recorded as one of
+
+- `Invariant`: returned as it came;
+- `Known`: computable before the program runs, such as a counter;
+- `Latest`: replaced as a whole by a value that does not depend on it (the last token, say);
+- `Rows`: a buffer along one dimension, of which each step overwrites rows whose numbers are known at compile time
+  (an append-only cache, a cache appended to every d tokens, a ring buffer), or shifts them (a window of the last w).
+
+For `Rows` the record answers, for every step and row, which step wrote it. A carry of any other kind declines the
+scan: it stays the loop it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from nsa_compile.passes.known import evaluate_known
+from nsa_compile.passes.pipeline import PassContext, register
+from nsa_compile.passes.scans import RECORD, Declined, ScanRecord, ScanSite, aten, example, find_scans, lower_body
+
+# Entries of the table "step, row -> writer" that a buffer with rewritten rows may need.
+TABLE_LIMIT = 2**26
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """The carry is its initial value at every step."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The carry's value as each step finds it is known."""
+
+    values: np.ndarray = field(repr=False)  # [S, ...]
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The carry is what the previous step computed without it."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A buffer whose rows along `dim` are written or moved, one event a step at most.
+
+    `written` is the body node that holds the new rows (size `count` along `dim`, or 1 to be broadcast).
+    `slots[t]` are the rows that step t writes, `-1` for none. `base[r]` is the row of the old buffer that row r keeps
+    when it is not written, for buffers that shift; None when rows stay where they are.
+
+    The tables are NumPy arrays, which no tracer sees.
+    """
+
+    dim: int
+    size: int
+    written: fx.Node
+    slots: np.ndarray = field(repr=False)  # [S, count]
+    base: np.ndarray | None = field(repr=False, default=None)  # [size]
+
+    @property
+    def steps(self) -> int:
+        return self.slots.shape[0]
+
+    @property
+    def count(self) -> int:
+        return self.slots.shape[1]
+
+    @cached_property
+    def write_once(self) -> bool:
+        """No row is written twice and none moves: once written, a row stays."""
+        used = self.slots[self.slots >= 0]
+        return self.base is None and len(np.unique(used)) == len(used)
+
+    @cached_property
+    def written_at(self) -> np.ndarray:
+        """For a write-once buffer: the step that writes each row, S where none does. `[size]`."""
+        steps = np.full(self.size, self.steps)
+        t, i = (self.slots >= 0).nonzero()
+        steps[self.slots[t, i]] = t
+        return steps
+
+    @cached_property
+    def which(self) -> np.ndarray:
+        """For a write-once buffer: which of its step's `count` rows each row is. `[size]`."""
+        which = np.zeros(self.size, dtype=np.int64)
+        t, i = (self.slots >= 0).nonzero()
+        which[self.slots[t, i]] = i
+        return which
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """`[S, size]`: where row r comes from after step t; `-1 - r'` is row r' of the initial buffer, `t' * count + i`
+        the i-th row that step t' wrote."""
+        row = -1 - np.arange(self.size)
+        rows = np.empty((self.steps, self.size), dtype=np.int64)
+        for t, slots in enumerate(self.slots):
+            if self.base is not None:
+                row = np.where(self.base >= 0, row[np.maximum(self.base, 0)], row)
+            else:
+                row = row.copy()
+            written = slots >= 0
+            row[slots[written]] = t * self.count + np.arange(self.count)[written]
+            rows[t] = row
+        return rows
+
+
+Carry = Invariant | Known | Latest | Rows
+
+
+@register("resolve_carries", ensures=("carries",))
+def resolve_carries(gm: fx.GraphModule, context: PassContext) -> bool:
+    """Lower the body of each scan to functional ATen and record what its carries are."""
+    changed = False
+    for site in find_scans(gm):
+        if site.record is not None:
+            continue
+        try:
+            lowered, record = resolve(site)
+        except Declined as declined:
+            context.decline(site.node.name, declined)
+            continue
+        name = context.add_module(site.owner, f"{site.node.args[0].target}_resolved", lowered)
+        with site.owner.graph.inserting_before(site.node):
+            body = site.owner.graph.get_attr(name)
+        body.meta = dict(site.node.args[0].meta)
+        site.node.update_arg(0, body)
+        site.node.meta[RECORD] = record
+        site.owner.graph.eliminate_dead_code()
+        context.match(site.node.name, ", ".join(type(c).__name__ for c in record.carries) or "no carries")
+        changed = True
+    return changed
+
+
+def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
+    """The lowered body and the record of one scan, without touching the graph.
+
+    Raises:
+        Declined: a carry is of no kind that can be batched.
+    """
+    lowered = lower_body(site)
+    view = _LoweredSite(site.owner, site.node, lowered)
+    record = ScanRecord(site.node.name, site.length)
+    evaluate_known(view, record)
+    carries, _, _ = view.placeholders()
+    updates, _ = view.outputs()
+    with unset_fake_temporarily():
+        record.carries = [_classify(c, u, record) for c, u in zip(carries, updates, strict=True)]
+    return lowered, record
+
+
+@dataclass
+class _LoweredSite(ScanSite):
+    lowered: fx.GraphModule
+
+    @property
+    def body(self) -> fx.GraphModule:
+        return self.lowered
+
+
+def _classify(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Carry:
+    if update is carry:
+        return Invariant()
+    if carry in record.known:
+        return Known(record.known[carry].numpy())
+    if not _depends_on(update, carry):
+        return Latest()
+    return _match_rows(carry, update, record)
+
+
+def _depends_on(node: fx.Node, source: fx.Node) -> bool:
+    seen = set()
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n is source:
+            return True
+        if n not in seen:
+            seen.add(n)
+            stack.extend(n.all_input_nodes)
+    return False
+
+
+def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
+    """Recognise one write of rows over the old buffer, or over the old buffer shifted."""
+    steps = record.length
+    shape = example(carry).shape
+
+    if update.target is aten.where.self:
+        condition, if_true, if_false = update.args
+        return _match_where(carry, condition, if_true, if_false, record)
+
+    if update.target in (aten.cat.default, aten.roll.default):
+        return _match_shift(carry, update, record)
+
+    if update.target is aten.index_copy.default:
+        base, dim, index, source = update.args
+        dim = dim % len(shape)
+        return _rows(carry, base, dim, _slots(index, shape[dim], record, update), source, record)
+
+    if update.target in (aten.index_put.default, aten._unsafe_index_put.default):
+        base, indices, source = update.args[:3]
+        if len(update.args) > 3 and update.args[3]:
+            raise Declined("index_put accumulates into the carry instead of writing rows", update)
+        given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        if len(given) != 1:
+            raise Declined("index_put writes at several index tensors, not at whole rows", update)
+        ((dim, index),) = given
+        slots = _slots(index, shape[dim], record, update)
+        rows = _rows(carry, base, dim, slots, source, record)
+        if example(source).dim() < len(shape) and example(index).dim() == 0 and dim == 0:
+            return rows
+        if example(index).dim() == 0 and dim != 0:
+            raise Declined("index_put writes a scalar index behind the first dimension", update)
+        return rows
+
+    if update.target is aten.scatter.src:
+        base, dim, index, source = update.args
+        dim = dim % len(shape)
+        return _rows(carry, base, dim, _scatter_slots(index, dim, shape, record, update), source, record)
+
+    if update.target is aten.slice_scatter.default:
+        base, source, dim, start, end, step = (*update.args, *(0, None, None, 1)[len(update.args) - 2 :])
+        rows = torch.arange(shape[dim])[slice(start, end, step)]
+        return _rows(carry, base, dim % len(shape), rows.expand(steps, -1), source, record)
+
+    raise Declined(
+        "the carry is computed from its own last value (a recurrence), neither a counter nor a write of known rows",
+        update,
+    )
+
+
+def _match_where(
+    carry: fx.Node, condition: fx.Node, if_true: fx.Node, if_false: fx.Node, record: ScanRecord
+) -> Rows:
+    update = next(u for u in condition.users if u.target is aten.where.self and u.args[0] is condition)
+    mask = record.known.get(condition)
+    if mask is None and condition in record.constant:
+        mask = record.constant[condition].expand(record.length, *record.constant[condition].shape)
+    if mask is None:
+        raise Declined("the condition of this write depends on data, not on the step index alone", condition)
+    if _depends_on(if_true, carry):
+        # Written the other way round: where(keep, old, new). Both sides may hold the carry when the predicate is a
+        # scalar around a write; the side that is the carry itself is the one that is kept.
+        if if_false is carry:
+            pass
+        elif if_true is carry:
+            mask, if_true, if_false = ~mask, if_false, if_true
+        else:
+            if not _depends_on(if_false, carry):
+                mask, if_true, if_false = ~mask, if_false, if_true
+    shape = example(carry).shape
+
+    if mask[0].numel() == 1 and if_false is carry and _depends_on(if_true, carry):
+        # A known predicate around a write: the write happens at some steps only.
+        inner = _match_rows(carry, if_true, record)
+        if inner.base is not None:
+            raise Declined("a shift that happens at some steps only", update)
+        happens = mask.reshape(record.length, 1)
+        return Rows(inner.dim, inner.size, inner.written, np.where(happens.numpy(), inner.slots, -1))
+
+    if _depends_on(if_true, carry):
+        raise Declined("the rows written are computed from the buffer they are written to, in the same place", update)
+
+    mask = mask.reshape(record.length, *([1] * (len(shape) - (mask.dim() - 1))), *mask.shape[1:])
+    wide = [i for i, size in enumerate(mask.shape[1:]) if size != 1]
+    if len(wide) > 1:
+        raise Declined("the condition of this write selects elements, not whole rows", condition)
+    dim = wide[0] if wide else 0
+    hits = mask.movedim(dim + 1, 1).flatten(1)  # [S, rows of the mask]
+    if not wide and shape[dim] != 1:
+        # A scalar predicate that replaces the whole buffer by a value: every row, or none.
+        return _whole_buffer(carry, if_true, if_false, hits[:, 0], record)
+    source_shape = example(if_true).shape if isinstance(if_true, fx.Node) else ()
+    source_rows = source_shape[dim - len(shape)] if len(source_shape) >= len(shape) - dim else 1
+    if source_rows != 1 and shape[dim] != 1:
+        raise Declined("where() takes each row from a different place of its source", update)
+    if not isinstance(if_true, fx.Node):
+        raise Declined("where() writes a Python number", update)
+    per_step = hits.sum(1)
+    if per_step.max() > 1:
+        raise Declined("one step writes several rows with one value", condition)
+    slots = torch.where(per_step == 1, hits.to(torch.int8).argmax(1), -1)[:, None]
+    return _rows(carry, if_false, dim, slots, if_true, record)
+
+
+def _whole_buffer(carry, source, base, happens, record) -> Rows:
+    shape = example(carry).shape
+    if base is not carry or not shape or example(source).shape != shape:
+        raise Declined("a predicate chooses between two values of the whole carry", carry)
+    slots = torch.where(happens[:, None], torch.arange(shape[0]), -1)
+    return Rows(0, shape[0], source, slots.numpy())
+
+
+def _match_shift(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
+    """`cat([buffer[k:], new])` and `cat([new, buffer[:-k]])`: a window of the last rows."""
+    shape = example(carry).shape
+    if update.target is aten.roll.default:
+        raise Declined("roll alone turns the rows round without writing any", update)
+    parts, dim = update.args[0], (update.args[1] if len(update.args) > 1 else 0) % len(shape)
+    base, slots, sources = [], [], []
+    for part in parts:
+        rows = example(part).shape[dim]
+        kept = _kept_rows(carry, part, dim)
+        if kept is not None:
+            base.append(kept)
+        elif _depends_on(part, carry):
+            raise Declined("cat() puts together something else than rows of the carry and new rows", update)
+        else:
+            at = sum(len(b) for b in base)
+            base.append(torch.full((rows,), -1))
+            slots.append(torch.arange(at, at + rows))
+            sources.append(part)
+    if len(sources) != 1:
+        raise Declined("cat() brings new rows from several places", update)
+    moved = torch.cat(base)
+    if len(moved) != shape[dim]:
+        raise Declined("cat() changes the number of rows", update)
+    return Rows(dim, shape[dim], sources[0], slots[0].expand(record.length, -1).numpy(), moved.numpy())
+
+
+def _kept_rows(carry: fx.Node, node: fx.Node, dim: int) -> Tensor | None:
+    """The rows of the carry along `dim` that `node` is, or None if it is something else."""
+    if node is carry:
+        return torch.arange(example(carry).shape[dim])
+    if node.target is aten.slice.Tensor:
+        inner = _kept_rows(carry, node.args[0], dim)
+        _, sliced, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+        if inner is not None and sliced % example(node).dim() == dim:
+            return inner[slice(start, end, step)]
+    if node.target is aten.roll.default:
+        inner = _kept_rows(carry, node.args[0], dim)
+        dims = node.args[2] if len(node.args) > 2 else []
+        if inner is not None and list(dims) == [dim]:
+            return inner.roll(node.args[1][0])
+    return None
+
+
+def _rows(carry: fx.Node, base: fx.Node, dim: int, slots: Tensor, source: fx.Node, record: ScanRecord) -> Rows:
+    if _depends_on(source, carry) and source is carry:
+        raise Declined("the carry is written to itself", carry)
+    moved = None
+    if base is not carry:
+        moved = _kept_rows(carry, base, dim)
+        if moved is None:
+            raise Declined("rows are written over something else than the old buffer", base)
+    return Rows(dim, example(carry).shape[dim], source, slots.numpy(), None if moved is None else moved.numpy())
+
+
+def _slots(index: fx.Node, size: int, record: ScanRecord, update: fx.Node) -> Tensor:
+    """The rows an index names at each step, `[S, count]`."""
+    if index in record.known:
+        value = record.known[index]
+    elif index in record.constant:
+        value = record.constant[index].expand(record.length, *record.constant[index].shape)
+    else:
+        raise Declined("the row written depends on data, not on the step index alone", update)
+    if value.dtype == torch.bool or value.dim() > 2:
+        raise Declined("the index of this write is not a row number or a list of them", update)
+    value = value.reshape(record.length, -1)
+    return _checked_slots(value, size, update)
+
+
+def _scatter_slots(index, dim, shape, record, update) -> Tensor:
+    value = record.known.get(index)
+    if value is None:
+        raise Declined("the row written depends on data, not on the step index alone", update)
+    value = value.movedim(dim + 1, 1).flatten(2)
+    full = [size for i, size in enumerate(shape) if i != dim]
+    given = [size for i, size in enumerate(example(index).shape) if i != dim]
+    if full != given or not (value == value[..., :1]).all():
+        raise Declined("scatter writes single elements, not whole rows", update)
+    return _checked_slots(value[..., 0], shape[dim], update)
+
+
+def _checked_slots(slots: Tensor, size: int, update: fx.Node) -> Tensor:
+    if slots.numel() and (slots.min() < 0 or slots.max() >= size):
+        raise Declined(f"row {int(slots.min() if slots.min() < 0 else slots.max())} is written to a buffer of {size}", update)
+    return slots

@@ -1,0 +1,63 @@
+"""The only ways in which passes change a graph. Each keeps what later stages rely on: shapes, source lines, tags."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+# What a node inherits from the node it replaces, where it brings none of its own.
+INHERITED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "custom")
+
+
+def inherit_meta(new: fx.Node, old: fx.Node) -> None:
+    """Give a new node the source line and tags of the node it stands for. Its shape it must bring itself."""
+    for key in INHERITED:
+        if key in old.meta and not new.meta.get(key):
+            new.meta[key] = old.meta[key]
+
+
+def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """Replace a node with several outputs by the nodes of `graph`, fed with `inputs`; return the new nodes.
+
+    Users of `node` must be `getitem`s; they become users of the graph's outputs. Tensors the graph holds as
+    attributes move to `owner` as buffers.
+    """
+    mapped: dict[fx.Node, Any] = {}
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    mapped.update(zip(placeholders, inputs, strict=True))
+    added: list[fx.Node] = []
+    with owner.graph.inserting_before(node):
+        for inner in graph.graph.nodes:
+            if inner.op in ("placeholder", "output"):
+                continue
+            copied = owner.graph.node_copy(inner, mapped.__getitem__)
+            if inner.op == "get_attr":
+                copied.target = _adopt(owner, operator.attrgetter(inner.target)(graph))
+                copied.meta["example_value"] = operator.attrgetter(inner.target)(graph)
+            inherit_meta(copied, node)
+            mapped[inner] = copied
+            added.append(copied)
+    (outputs,) = graph.graph.output_node().args
+    for user in list(node.users):
+        assert user.target is operator.getitem, f"{node.name} has a user that is no getitem: {user.format_node()}"
+        user.replace_all_uses_with(mapped[outputs[user.args[1]]])
+        owner.graph.erase_node(user)
+    owner.graph.erase_node(node)
+    owner.graph.eliminate_dead_code()
+    owner.delete_all_unused_submodules()
+    owner.recompile()
+    return [n for n in added if n.graph is owner.graph and not n._erased]
+
+
+def _adopt(owner: fx.GraphModule, tensor: torch.Tensor) -> str:
+    """Hold a constant on `owner`; equal constants are held once."""
+    for name, held in owner.named_buffers(recurse=False):
+        if name.startswith("_nsa_constant") and held.dtype == tensor.dtype and torch.equal(held, tensor):
+            return name
+    name = f"_nsa_constant_{len(list(owner.named_buffers(recurse=False)))}"
+    owner.register_buffer(name, tensor, persistent=False)
+    return name

@@ -1,0 +1,258 @@
+"""Scan nodes in a captured graph: finding them, lowering their bodies to ATen, and what the passes record on them."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import tracing
+from torch._higher_order_ops.scan import scan_op
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+aten = torch.ops.aten
+
+RECORD = "nsa_scan"
+
+
+class Declined(Exception):
+    """A step the compiler leaves alone: the operation, where the user wrote it, and why."""
+
+    def __init__(self, reason: str, node: fx.Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.op = "scan" if node is None else str(node.target)
+        self.location = "unknown" if node is None else location(node)
+
+
+@dataclass(frozen=True)
+class Decline:
+    """A `Declined`, as data for the report."""
+
+    pass_name: str
+    op: str
+    location: str
+    reason: str
+
+
+@dataclass
+class ScanRecord:
+    """What the passes learnt about one scan; it lives in the scan node's meta between passes."""
+
+    name: str
+    length: int
+    carries: list[Any] = field(default_factory=list)  # one resolve_carries.Carry a leaf, once resolved
+    known: dict[fx.Node, Tensor] = field(default_factory=dict)  # body node -> its values at every step, [S, ...]
+    constant: dict[fx.Node, Tensor] = field(default_factory=dict)  # body node -> its value at any step
+    guards_kept: list[str] = field(default_factory=list)
+    guards_dropped: list[str] = field(default_factory=list)
+
+    def fingerprint(self) -> str:
+        return f"{self.carries}|{self.guards_kept}|{self.guards_dropped}"
+
+
+@dataclass
+class ScanSite:
+    """A scan node of graph module `owner`, taken apart."""
+
+    owner: fx.GraphModule
+    node: fx.Node
+
+    @property
+    def body(self) -> fx.GraphModule:
+        return getattr(self.owner, self.node.args[0].target)
+
+    @property
+    def init(self) -> list[fx.Node]:
+        return list(self.node.args[1])
+
+    @property
+    def xs(self) -> list[fx.Node]:
+        return list(self.node.args[2])
+
+    @property
+    def additional(self) -> list[fx.Node]:
+        return list(self.node.args[3])
+
+    @property
+    def length(self) -> int:
+        return int(example(self.xs[0]).shape[0])
+
+    def placeholders(self) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """The body's inputs: carries, one row of each xs, additional inputs."""
+        nodes = self.body.graph.find_nodes(op="placeholder")
+        a, b = len(self.init), len(self.init) + len(self.xs)
+        return nodes[:a], nodes[a:b], nodes[b:]
+
+    def outputs(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The body's outputs: new carries, one row of each ys."""
+        (values,) = self.body.graph.output_node().args
+        n = len(self.init)
+        return list(values[:n]), list(values[n:])
+
+    @property
+    def record(self) -> ScanRecord | None:
+        return self.node.meta.get(RECORD)
+
+
+def example(node: fx.Node) -> Tensor:
+    """The fake tensor a node stands for."""
+    return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
+
+
+def subgraphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The graph and, depth first, the bodies it calls: a checkpointed region hides its scans in one."""
+    yield gm
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(child := getattr(gm, node.target, None), fx.GraphModule):
+            if not any(user.target is scan_op for user in node.users):
+                yield from subgraphs(child)
+
+
+def find_scans(gm: fx.GraphModule) -> list[ScanSite]:
+    return [ScanSite(g, node) for g in subgraphs(gm) for node in g.graph.nodes if node.target is scan_op]
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def location(node: fx.Node) -> str:
+    """`file:line` of the user's innermost frame behind a node."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    for file, line in reversed(frames):
+        if not file.endswith("nsa_compile/loop.py"):
+            return f"{file}:{line}"
+    return "unknown"
+
+
+def fake_inputs(nodes: list[fx.Node]) -> list[Tensor]:
+    """Fresh stand-ins with the shapes, strides and devices of `nodes`, free of Dynamo's fake mode.
+
+    They are fake themselves: nothing is allocated.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        return [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in map(example, nodes)]
+
+
+def trace_to_aten(fn: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
+    """Trace `fn` to ATen below autograd, keeping each node's source line. Autograd comes later, on the result."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # SDPA as plain operators: the passes see its mask, and every device computes the same thing.
+    with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        gm = make_fx(fn, tracing_mode="real", pre_dispatch=False, _allow_non_fake_inputs=True)(*inputs)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def lower_body(site: ScanSite) -> fx.GraphModule:
+    """The scan's body in functional ATen: in-place operators replaced, no_grad regions turned into detaches.
+
+    Raises:
+        Declined: for operators whose meaning is lost on the way down.
+    """
+    body = site.body
+    for node in body.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator):
+            raise Declined(f"the step calls the higher-order operator {node.target}, which has no batched form", node)
+    carries, xs, additional = site.placeholders()
+    fakes = fake_inputs(site.init) + [x[0] for x in fake_inputs(site.xs)] + fake_inputs(site.additional)
+    del carries, xs, additional
+
+    def run(*args: Tensor) -> list[Tensor]:
+        return list(_BodyInterpreter(body).run(*args))
+
+    try:
+        lowered = trace_to_aten(torch.func.functionalize(run, remove="mutations"), fakes)
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise Declined(f"the step cannot be traced to ATen operators: {first_line}") from error
+    for node in lowered.graph.nodes:
+        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise Declined(f"{node.target} draws random numbers, whose order a batched step would change", node)
+    _strip_copies(lowered)
+    return lowered
+
+
+class _BodyInterpreter(fx.Interpreter):
+    """Runs a body under tracing. What was computed under no_grad is detached where it is made.
+
+    Tracing happens below autograd, where grad mode means nothing, so the mode has to become an operator.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.grad_enabled = True
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is torch._C._set_grad_enabled:
+            self.grad_enabled = bool(n.args[0])
+            return None
+        result = super().run_node(n)
+        if not self.grad_enabled and n.op in ("call_function", "call_method", "call_module"):
+            result = torch.utils._pytree.tree_map_only(Tensor, torch.detach, result)
+        return result
+
+
+_COPIES = {aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default}
+# A view holds for the strides it was traced with; once copies are gone, only a reshape is sure to run.
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+def _strip_copies(gm: fx.GraphModule) -> None:
+    """Drop copies, which only kept the loop's outputs from aliasing its inputs: in a functional graph they do nothing."""
+    for node in gm.graph.nodes:
+        if node.target in _COPIES:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target in _VIEWS:
+            node.target = aten.reshape.default
+        elif node.target is aten.view.dtype and getattr(node.args[0], "target", None) is aten.view.dtype:
+            original = node.args[0].args[0]
+            if example(original).dtype == node.args[1]:
+                node.replace_all_uses_with(original)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+
+
+def on_cpu(kwargs: Any) -> dict[str, Any]:
+    """Keyword arguments of an operator, with the device it names replaced by the CPU."""
+    return {k: "cpu" if k == "device" else v for k, v in kwargs.items()}
+
+
+def constant_value(node: fx.Node, cache: dict[fx.Node, Tensor | None], limit: int = 2**26) -> Tensor | None:
+    """The value of a node of the captured graph that depends on no input (such as `torch.arange(S)`), on the CPU."""
+    if node in cache:
+        return cache[node]
+    cache[node] = None
+    if node.op not in ("call_function", "call_method"):
+        return None
+    target = node.target
+    if isinstance(target, HigherOrderOperator) or target is operator.setitem:
+        return None
+    if isinstance(fake := node.meta.get("example_value"), Tensor) and fake.numel() > limit:
+        return None
+    if "rand" in str(target) or "empty" in str(target):
+        return None
+    operands: dict[fx.Node, Any] = {}
+    for operand in node.all_input_nodes:
+        value = constant_value(operand, cache, limit)
+        if value is None:
+            return None
+        operands[operand] = value
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operands.__getitem__)
+    kwargs = on_cpu(kwargs)
+    with unset_fake_temporarily(), torch.no_grad():
+        try:
+            value = getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+        except Exception:  # an operator that wants its own device, say: not known then
+            return None
+    cache[node] = value.clone() if isinstance(value, Tensor) else None
+    return cache[node]

@@ -1,0 +1,176 @@
+"""The checks after each pass. What they find is an error of the pass, never of the user, and carries its name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from nsa_compile.passes.scans import RECORD, example, find_scans, subgraphs
+
+
+class VerificationError(RuntimeError):
+    """A pass broke the graph, or was wrong about what it did."""
+
+    def __init__(self, pass_name: str, problem: str) -> None:
+        super().__init__(f"pass {pass_name}: {problem}")
+        self.pass_name = pass_name
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a pass may not change: the graph's inputs, and the shapes, dtypes and devices of its outputs."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule) -> Signature:
+        inputs = tuple(n.name for n in gm.graph.find_nodes(op="placeholder"))
+        leaves = pytree.tree_leaves(gm.graph.output_node().args[0])
+        return cls(inputs, tuple(_describe(example(n)) if isinstance(n, fx.Node) else repr(n) for n in leaves))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)} on {value.device}"
+    return type(value).__name__
+
+
+def fingerprint(gm: fx.GraphModule) -> str:
+    """A digest of everything a pass can change: nodes, arguments, bodies, records."""
+    digest = hashlib.sha256()
+    bodies = [site.body for site in find_scans(gm)]
+    for graph in [*subgraphs(gm), *bodies]:
+        for node in graph.graph.nodes:
+            record = node.meta.get(RECORD)
+            text = f"{node.op}|{node.name}|{node.target}|{node.args}|{node.kwargs}|{record and record.fingerprint()}"
+            digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def snapshot(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that later passes do not touch."""
+    return copy.deepcopy(gm)
+
+
+def verify(gm: fx.GraphModule, pass_name: str, *, changed: bool, before: str, expected: Signature) -> None:
+    """Check a graph after a pass.
+
+    Raises:
+        VerificationError: the pass's answer "changed" is untrue, the graph is malformed, its signature moved, a node
+            lost its shape or source line, or its recorded shape is not what the operator yields.
+    """
+    after = fingerprint(gm)
+    if (after != before) != changed:
+        raise VerificationError(pass_name, f"it said changed={changed}, but the graph {'did' if after != before else 'did not'} change")
+    if not changed:
+        return
+    for graph in subgraphs(gm):
+        try:
+            graph.graph.lint()
+        except Exception as error:
+            raise VerificationError(pass_name, f"the graph is malformed: {error}") from error
+    _check_meta(gm, pass_name)
+    _propagate(gm, pass_name)
+    signature = Signature.of(gm)
+    if signature != expected:
+        raise VerificationError(pass_name, f"it changed the graph's signature from {expected} to {signature}")
+
+
+def _check_meta(gm: fx.GraphModule, pass_name: str) -> None:
+    for graph in subgraphs(gm):
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and "example_value" not in node.meta and "val" not in node.meta:
+                if node.users and node.target is not torch._C._set_grad_enabled:
+                    raise VerificationError(pass_name, f"node {node.name} ({node.target}) lost its meta: no shape")
+
+
+class _Propagation(fx.Interpreter):
+    """Runs the graph on fake tensors and compares each node with what its meta promises."""
+
+    def __init__(self, gm: fx.GraphModule, pass_name: str) -> None:
+        super().__init__(gm)
+        self.pass_name = pass_name
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            line = str(error).strip().splitlines()
+            raise VerificationError(self.pass_name, f"node {n.name} ({n.target}) does not run: {line[0] if line else error!r}") from error
+        if n.op == "call_function" and isinstance(result, Tensor):
+            promised = n.meta.get("example_value", n.meta.get("val"))
+            if isinstance(promised, Tensor) and _describe(promised) != _describe(result):
+                raise VerificationError(
+                    self.pass_name,
+                    f"node {n.name} ({n.target}) has a stale shape: meta says {_describe(promised)}, it yields {_describe(result)}",
+                )
+            n.meta["example_value"] = result
+        return result
+
+
+def _propagate(gm: fx.GraphModule, pass_name: str) -> None:
+    inputs = [example(n) for n in gm.graph.find_nodes(op="placeholder")]
+    # The mode the example values were made in; Dynamo has put another one into its context by now.
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    was_enabled = torch.is_grad_enabled()
+    try:
+        with _tolerant(mode), torch.no_grad():
+            _Propagation(gm, pass_name).run(*inputs)
+    finally:
+        torch.set_grad_enabled(was_enabled)
+
+
+@contextlib.contextmanager
+def _tolerant(mode: FakeTensorMode) -> Iterator[None]:
+    """Constants that passes attached to the graph are real tensors; let them meet fake ones."""
+    allowed = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = allowed
+
+
+def compare_numerically(
+    reference: fx.GraphModule, gm: fx.GraphModule, inputs: Sequence[Tensor], pass_name: str
+) -> float:
+    """The largest difference between two graphs' outputs on real inputs, relative to the outputs' size.
+
+    Raises:
+        VerificationError: it exceeds what rounding explains.
+    """
+    with torch.no_grad():
+        expected = reference(*(_copy(x) for x in inputs))
+        actual = gm(*(_copy(x) for x in inputs))
+    worst = 0.0
+    for e, a in zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=True):
+        if not isinstance(e, Tensor) or e.numel() == 0:
+            continue
+        if not e.dtype.is_floating_point:
+            if not torch.equal(e, a):
+                raise VerificationError(pass_name, "it changed an integer output on real inputs")
+            continue
+        if not torch.equal(e.isnan(), a.isnan()):
+            raise VerificationError(pass_name, "its output has NaN in other places than its input's")
+        error = float((e.double() - a.double()).abs().nan_to_num(0.0).max())
+        scale = max(1.0, float(e.double().abs().nan_to_num(0.0).max()))
+        # The order of a sum may change; 1000 roundings of the largest value is far below any wrong mask.
+        if error > 1000 * torch.finfo(e.dtype).eps * scale:
+            raise VerificationError(pass_name, f"it changed values on real inputs by {error:.3g} (outputs up to {scale:.3g})")
+        worst = max(worst, error)
+    return worst
+
+
+def _copy(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
