@@ -153,7 +153,9 @@ def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
             evaluate_now(step)
 
     if config.compile.enabled:
-        _write_json(directory / "passes.json", nsa_compile.last_report().to_dict())
+        report = nsa_compile.last_report()
+        assert report is not None, "the first evaluation compiles"
+        _write_json(directory / "passes.json", report.to_dict())
     notes = []
     if not plot_losses(directory / "loss.png", steps, evals, corpus.best_unigram_loss):
         notes.append("no loss.png: matplotlib is not installed (the plots extra brings it)")
