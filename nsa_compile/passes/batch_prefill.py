@@ -305,7 +305,7 @@ class BatchedBody:
                 initial = self.init[i].movedim(kind.dim, 0)
                 self.stacks[i] = torch.cat([initial, self._new_rows(i, self.all_times)])
             index = np.where(table < 0, -1 - table, table + kind.size)
-            rows = self.stacks[i].index_select(0, self._constant(index.flatten()))
+            rows = self.stacks[i].index_select(0, self._constant(index).flatten())
             return rows.unflatten(0, tuple(table.shape)).movedim(1, kind.dim + 1)
 
     def _check_memory(self, node: fx.Node, copies: int) -> None:
@@ -325,8 +325,22 @@ class BatchedBody:
         return tensor if times == self.all_times else _take(tensor, list(times), self._constant)
 
     def _constant(self, value: np.ndarray) -> Tensor:
-        """A table as a tensor on the device of the data; a constant of the graph."""
-        return torch.from_numpy(np.ascontiguousarray(value)).to(self.xs[0].device)
+        """A table as a tensor on the device of the data: computed there if it is linear, else a constant of the graph."""
+        device = self.xs[0].device
+        if value.dtype == np.int64 and value.ndim in (1, 2) and value.size and (slopes := _slopes(value)) is not None:
+            axes = [torch.arange(size, device=device) * step for size, step in zip(value.shape, slopes, strict=True)]
+            linear = axes[0] if value.ndim == 1 else axes[0][:, None] + axes[1]
+            return linear + int(value.flat[0])
+        return torch.from_numpy(np.ascontiguousarray(value)).to(device)
+
+
+def _slopes(value: np.ndarray) -> list[int] | None:
+    """The step along each axis of a table that is linear in its indices, or None if it is not."""
+    first = value[(0,) * value.ndim]
+    slopes = [int(np.take(value, min(1, size - 1), axis).flat[0] - first) for axis, size in enumerate(value.shape)]
+    grid = sum(np.arange(size).reshape([-1 if a == axis else 1 for a in range(value.ndim)]) * slope
+               for axis, (size, slope) in enumerate(zip(value.shape, slopes, strict=True)))
+    return slopes if np.array_equal(value, grid + first) else None
 
 
 def _has_row_dim(kind: Rows, carry: Tensor) -> bool:

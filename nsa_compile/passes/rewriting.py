@@ -24,7 +24,7 @@ def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, in
     """Replace a node with several outputs by the nodes of `graph`, fed with `inputs`; return the new nodes.
 
     Users of `node` must be `getitem`s; they become users of the graph's outputs. Tensors the graph holds as
-    attributes move to `owner` as buffers.
+    attributes move to `owner`.
     """
     mapped: dict[fx.Node, Any] = {}
     placeholders = graph.graph.find_nodes(op="placeholder")
@@ -54,10 +54,14 @@ def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, in
 
 
 def _adopt(owner: fx.GraphModule, tensor: torch.Tensor) -> str:
-    """Hold a constant on `owner`; equal constants are held once."""
-    for name, held in owner.named_buffers(recurse=False):
-        if name.startswith("_nsa_constant") and held.dtype == tensor.dtype and torch.equal(held, tensor):
-            return name
-    name = f"_nsa_constant_{len(list(owner.named_buffers(recurse=False)))}"
-    owner.register_buffer(name, tensor, persistent=False)
-    return name
+    """Hold a constant on `owner`; equal constants are held once.
+
+    A plain attribute, not a buffer: AOTAutograd looks up where each buffer came from in the user's model.
+    """
+    count = 0
+    while (held := getattr(owner, f"_nsa_constant_{count}", None)) is not None:
+        if held.dtype == tensor.dtype and torch.equal(held, tensor):
+            break
+        count += 1
+    setattr(owner, f"_nsa_constant_{count}", tensor)
+    return f"_nsa_constant_{count}"
