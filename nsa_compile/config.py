@@ -21,6 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from nsa_compile.errors import UserError
 from nsa_compile.models.config import NSAConfig, SparsePattern
 
+# The compiler's passes in order. Listed here too, because asking the compiler means importing torch; a test compares.
+PassName = Literal["resolve_carries", "eliminate_guards", "batch_prefill"]
 TOKENIZER_VOCAB_SIZES = {"byte": 256, "gpt2": 50257}
 
 Count = Annotated[int, Field(ge=1)]
@@ -86,7 +88,7 @@ class CompileSection(Section):
 
     enabled: bool = True
     nested: Literal["eager", "aot_eager", "inductor"] = "inductor"
-    disable: list[str] = []
+    disable: list[PassName] = []
 
 
 class RunConfig(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nsa_compile.config import RunConfig, default_config_text, load_config
+from nsa_compile.config import PassName, RunConfig, default_config_text, load_config
 from nsa_compile.errors import UserError
 from nsa_compile.models.config import NSAConfig, SparsePattern
 
@@ -31,12 +32,18 @@ def test_resolved_yaml_loads_to_the_same_configuration(tmp_path):
 
 def test_overrides_are_typed_as_yaml_and_the_last_one_wins():
     config = load_config(
-        overrides=["train.steps=50", "train.steps=60", "optim.lr=3e-4", "optim.clip=null", "compile.disable=[a, b]"]
+        overrides=[
+            "train.steps=50",
+            "train.steps=60",
+            "optim.lr=3e-4",
+            "optim.clip=null",
+            "compile.disable=[batch_prefill]",
+        ]
     )
     assert config.train.steps == 60
     assert config.optim.lr == 3e-4
     assert config.optim.clip is None
-    assert config.compile.disable == ["a", "b"]
+    assert config.compile.disable == ["batch_prefill"]
 
 
 def test_a_file_needs_only_what_has_no_default(tmp_path):
@@ -77,6 +84,7 @@ def test_the_configuration_cannot_be_changed():
         ("model.pattern.num_selected=2", "model.pattern.num_selected = 2 must be at least num_initial + num_local"),
         ("model.pattern.window=0", "model.pattern.window = 0 must be at least 1"),
         ("model={}", "model.vocab_size is missing and has no default"),
+        ("compile.disable=[batch]", "compile.disable = 'batch' is not allowed: input should be 'resolve_carries'"),
         ("run.name=a/b", "run.name = 'a/b' is not allowed"),
     ],
 )
@@ -139,6 +147,12 @@ def test_a_pattern_is_accepted_exactly_when_it_keeps_the_papers_rules(fields):
 def test_validating_a_configuration_does_not_import_torch():
     code = "import sys, nsa_compile.config as c; c.load_config(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_known_pass_names_are_the_compilers():
+    from nsa_compile.passes.pipeline import ORDER
+
+    assert get_args(PassName) == tuple(ORDER)
 
 
 def test_schema_rejects_unknown_keys_without_the_loader():

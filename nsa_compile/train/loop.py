@@ -23,7 +23,7 @@ from tqdm import tqdm
 import nsa_compile
 from nsa_compile.config import RunConfig
 from nsa_compile.data import BatchSampler, Corpus
-from nsa_compile.errors import TrainingDiverged, UserError
+from nsa_compile.errors import TrainingDiverged
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.train.checkpoint import save_checkpoint
@@ -63,7 +63,6 @@ def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
     """Train as ``config`` says, leave everything in ``directory`` and return the summary.
 
     Raises:
-        UserError: the model or the compiler refuses the configuration.
         TrainingDiverged: the loss or the gradient stopped being finite.
     """
     torch.manual_seed(config.run.seed)
@@ -74,10 +73,7 @@ def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = make_optimizer(model, optim)
     if config.compile.enabled:
-        try:
-            nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable)
-        except ValueError as error:
-            raise UserError(f"compile: {error}; change it in the file or with --set compile.KEY=VALUE") from None
+        nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable)
     sampler = BatchSampler(corpus.train, shape.batch_size, shape.seq_len)
 
     matmul_dtype = torch.bfloat16 if shape.dtype == "bf16" else torch.float32

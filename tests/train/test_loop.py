@@ -160,6 +160,15 @@ def test_a_run_leaves_everything_in_its_own_directory(tiny_overrides):
     assert other != directory
 
 
+def test_a_compiled_run_equals_the_eager_one_and_reports_its_passes(tiny_overrides):
+    _, eager = run_tiny(tiny_overrides())
+    _, compiled = run_tiny(tiny_overrides(**{"compile.enabled": "true", "compile.nested": "eager"}))
+    for one, other in zip(rows(eager / "training.csv"), rows(compiled / "training.csv"), strict=True):
+        assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-4)
+    report = json.loads((compiled / "passes.json").read_text(encoding="utf-8"))
+    assert "batch_prefill" in [entry["name"] for entry in report["passes"]]
+
+
 def test_checkpoints_hold_the_run(tiny_overrides):
     _, directory = run_tiny(tiny_overrides())
     checkpoints = sorted((directory / "checkpoints").iterdir())
