@@ -222,10 +222,10 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor, dtype: str) -> torch
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, batches: np.ndarray, device: torch.device, dtype: str) -> float:
     """Mean loss over held-out batches ``[N, B, S + 1]``, in nats per token."""
-    losses = [next_token_loss(model, torch.from_numpy(batch).to(device), dtype) for batch in batches]
+    # With gradients enabled, though none are taken: without them the blocks would be compiled a second time.
+    losses = [next_token_loss(model, torch.from_numpy(batch).to(device), dtype).detach() for batch in batches]
     return torch.stack(losses).mean().item()
 
 
