@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from nsa_compile import cache
 from nsa_compile.passes.pipeline import Options, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import find_scans
@@ -56,8 +57,22 @@ def nsa_compile_backend(
     global _last_report
     chosen = parse_options(dict(options or {}))
     specialize_shapes(gm)
-    _last_report = run_pipeline(gm, chosen)
+    _last_report = optimize(gm, chosen)
     return compile_nested(gm, example_inputs, chosen.nested)
+
+
+def optimize(gm: fx.GraphModule, options: Options) -> Report:
+    """Run the passes on a captured graph in place, or fetch what they made of an equal one before."""
+    use_cache = options.cache and options.dump_dir is None and not options.check
+    key = cache.cache_key(gm, options) if use_cache else ""
+    if use_cache and (report := cache.load(gm, key)) is not None:
+        log.info("passes: cache hit %s", key[:12])
+        return report
+    report = run_pipeline(gm, options)
+    report.cache_key = key
+    if use_cache:
+        cache.store(gm, key, report)
+    return report
 
 
 def specialize_shapes(gm: fx.GraphModule) -> None:

@@ -331,12 +331,11 @@ class Analysis:
 def _first_run(value: Tensor) -> tuple[Steps, tuple[Steps, Steps]]:
     """For `[S, ...]` booleans: the first true step (S if none), and the first run of true steps, both ends included."""
     steps = value.shape[0]
-    any_true = value.any(0)
-    first = torch.where(any_true, value.to(torch.int8).argmax(0), steps)
-    index = torch.arange(steps).reshape(-1, *([1] * (value.dim() - 1)))
-    ended = ~value & (index >= first)
-    last = torch.where(ended.any(0), ended.to(torch.int8).argmax(0), steps) - 1
-    return first, (first, last)
+    index = torch.arange(steps, dtype=torch.int32).reshape(-1, *([1] * (value.dim() - 1)))
+    # A minimum over step numbers runs vectorised; argmax down a column does not.
+    first = torch.where(value, index, steps).amin(0)
+    end = torch.where(~value & (index >= first), index, steps).amin(0)
+    return first.long(), (first.long(), end.long() - 1)
 
 
 def _covers(low: Tensor, high: Tensor, length: int) -> bool:
