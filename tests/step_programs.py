@@ -111,11 +111,10 @@ def values_and_grads(run: Callable, scan: Callable, init: dict, xs: dict, w: Ten
     """All outputs of `run`, and the gradients of a fixed random projection of them to everything that came in."""
     outputs = pytree.tree_leaves(run(scan, init, xs, w))
     rng = torch.Generator().manual_seed(1)
-    loss = sum(
-        (out * torch.randn(out.shape, generator=rng, dtype=out.dtype)).sum()
-        for out in outputs
-        if out.is_floating_point() and out.requires_grad
-    )
+    # A weight for every output, so that whether an output carries a gradient does not shift the weights of the others.
+    floats = [out for out in outputs if out.is_floating_point()]
+    weights = [torch.randn(out.shape, generator=rng, dtype=out.dtype) for out in floats]
+    loss = sum((out * weight).sum() for out, weight in zip(floats, weights, strict=True) if out.requires_grad)
     inputs = [*init.values(), *xs.values(), w]
     grads = torch.autograd.grad(loss, inputs, allow_unused=True)
     # A gradient that does not exist and one that is zero mean the same.
@@ -316,12 +315,13 @@ def attention(p: Writer, k: str, v: str, keep: str, *, a_column_is_kept: bool, f
     if form == "sdpa":
         if p.layout.plain:
             p.emit(
-                f"F.scaled_dot_product_attention({q}[None, None], {k}[None], {v}[None], attn_mask={keep}[None, None])[0, 0]"
+                f"F.scaled_dot_product_attention({q}[None, None], {k}[None], {v}[None], "
+                f"attn_mask={keep}[None, None])[0, 0]"
             )
         else:
             q3 = q if grouped else f"{q}[:, :, None]"
-            source = f"F.scaled_dot_product_attention({q3}, {k}.transpose(1, 2), {v}.transpose(1, 2), attn_mask={keep}[None])"
-            p.emit(source + ".sum(2)")
+            k, v = f"{k}.transpose(1, 2)", f"{v}.transpose(1, 2)"
+            p.emit(f"F.scaled_dot_product_attention({q3}, {k}, {v}, attn_mask={keep}[None]).sum(2)")
         return
 
     s = scores(p, q, k, grouped)
@@ -401,15 +401,15 @@ def shift_register(p: Writer) -> None:
     w = p.pick(2, 3, 5)
     reg = p.new_carry("reg", (w, *p.layout.vector))
     row = p.let("row", p.value())
-    new = p.let(
-        "reg",
-        p.pick(
-            f"torch.cat([{reg}[1:], {row}[None]])",
-            f"torch.roll({reg}, -1, 0).slice_scatter({row}[None], 0, {w - 1}, {w})",
-            f"torch.cat([{reg}, {row}[None]])[1:]",
-        ),
-    )
-    p.update[reg] = new
+    forms = {
+        "cat": f"torch.cat([{reg}[1:], {row}[None]])",
+        "roll": f"torch.roll({reg}, -1, 0).slice_scatter({row}[None], 0, {w - 1}, {w})",
+        "cat, then cut": f"torch.cat([{reg}, {row}[None]])[1:]",
+    }
+    form = p.pick(*forms)
+    if form == "cat, then cut":
+        p.demand("correct")
+    new = p.update[reg] = p.let("reg", forms[form])
     read = p.pick(new, new, reg)
     p.emit(p.pick(f"{read}.mean(0)", f"{read}[0] - {read}[-1]", f"{read}.amax(0)", f"torch.softmax({read}, 0).sum(0)"))
 
@@ -544,7 +544,7 @@ CORRECT = (finite_fill, masked_pooling, own_row, accumulator, swap, overwritten_
 
 def leaking_mask(p: Writer) -> None:
     """A mask that keeps rows which are written later."""
-    s, k, v, new_k, new_v = kv_cache(p)
+    s, _, _, k, v = kv_cache(p)
     t = p.time
     leaks = {
         "off by one": f"{s.written} <= {t} + 1",
@@ -555,7 +555,7 @@ def leaking_mask(p: Writer) -> None:
         leaks |= {"another cache's clock": f"r <= {t}", "start instead of end": f"r * {s.written.split()[4]} <= {t}"}
     leak = p.pick(*leaks)
     kept = s.first_row_early or leak not in ("off by one", "window only")
-    attention(p, new_k, new_v, leaks[leak], a_column_is_kept=kept)
+    attention(p, k, v, leaks[leak], a_column_is_kept=kept)
     p.demand("not_unguarded")
 
 
@@ -589,7 +589,7 @@ def late_values(p: Writer) -> None:
 
 def read_everything(p: Writer) -> None:
     """All rows, without a mask."""
-    s, k, _, new_k, _ = kv_cache(p)
+    _, k, _, new_k, _ = kv_cache(p)
     dim = p.layout.row_dim
     buf = p.pick(new_k, k)
     p.emit(
@@ -615,7 +615,53 @@ def read_ahead(p: Writer) -> None:
     p.demand("not_unguarded")
 
 
-NOT_UNGUARDED = (leaking_mask, leaking_softmax, read_before_write, late_values, read_everything, read_ahead)
+def gathered_rows(p: Writer) -> None:
+    """Rows picked one by one, by numbers that run ahead or that nobody knows."""
+    rows, dim = p.S, p.layout.row_dim
+    buf = p.new_carry("k", p.layout.buffer(rows))
+    p.caches.append(buf)
+    k = append(p, buf, p.value(), Schedule(rows, p.time, None, "r", True))
+    p.update[buf] = k
+    row = p.pick(
+        f"({p.time} + 1).clamp(max={rows - 1})", f"{rows - 1} - {p.time}", f"({p.vectors[0]} > 0).sum() + {rows - 4}"
+    )
+    p.emit(f"torch.gather({k}, {dim}, ({row}).expand({p.layout.buffer(1)})).squeeze({dim})")
+    p.demand("not_unguarded")
+
+
+def emptied_mask(p: Writer) -> None:
+    """What one mask keeps at the first step, another has removed: the softmax is left with the fill of later rows."""
+    s, _, _, k, v = kv_cache(p)
+    score = scores(p, p.let("q", p.value()), k, False)
+    score = p.let("s", f'{score}.masked_fill({s.written} <= 0, float("-inf"))')
+    score = p.let("s", f"torch.where({s.written} <= {p.time}, {score}, torch.finfo(torch.float64).min)")
+    p.emit(weighted_sum(p, p.let("p", f"torch.softmax({score}, -1)"), v, False))
+    p.demand("not_unguarded")
+
+
+def padded_weights(p: Writer) -> None:
+    """Weights padded with a constant: the last rows are read at full weight at every step."""
+    s, _, _, k, v = kv_cache(p)
+    keep = p.let("keep", f"{s.written} <= {p.time}")
+    score = scores(p, p.let("q", p.value()), k, False)
+    score = p.let("s", f"torch.where({keep}, {score}, torch.finfo(torch.float64).min)")
+    prob = p.let("p", f"torch.where({keep}, torch.softmax({score}, -1), 0.0)")
+    prob = p.let("p", f"F.pad({prob}[..., {p.S}:], ({min(p.S, s.rows)}, 0), value={p.pick(1.0, 20.0)})")
+    p.emit(weighted_sum(p, prob, v, False))
+    p.demand("not_unguarded")
+
+
+NOT_UNGUARDED = (
+    leaking_mask,
+    leaking_softmax,
+    read_before_write,
+    late_values,
+    read_everything,
+    read_ahead,
+    gathered_rows,
+    emptied_mask,
+    padded_weights,
+)
 
 
 def recurrence(p: Writer) -> None:
@@ -658,7 +704,15 @@ def randomness(p: Writer) -> None:
     p.demand("declined")
 
 
-DECLINED = (recurrence, cache_recurrence, data_dependent_write, randomness)
+def mutual_recurrence(p: Writer) -> None:
+    """Two carries, neither of which is computed from itself."""
+    a, b = p.new_carry("a", p.layout.vector), p.new_carry("b", p.layout.vector)
+    p.update |= {a: p.let("a", f"torch.tanh({b} @ w + {p.value()})"), b: p.let("b", f"{a} * {p.value()}")}
+    p.emit(a)
+    p.demand("declined")
+
+
+DECLINED = (recurrence, mutual_recurrence, cache_recurrence, data_dependent_write, randomness)
 
 UNITS = {"batched": BATCHED, "correct": CORRECT, "not_unguarded": NOT_UNGUARDED, "declined": DECLINED}
 

@@ -9,7 +9,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 import nsa_compile
-from tests.step_programs import CLAIMS, Program, loop, loop_over_the_future, run_loop, step_programs, values_and_grads
+from tests.step_programs import CLAIMS, Program, loop_over_the_future, run_loop, step_programs, values_and_grads
 
 
 def equal(actual: tuple[list, list], expected: tuple[list, list]) -> bool:
