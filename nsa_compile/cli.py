@@ -18,18 +18,8 @@ LAZY_COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
-    """A group whose commands are imported on use, and that suggests the nearest command for an unknown one."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *LAZY_COMMANDS])
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in LAZY_COMMANDS:
-            return super().get_command(ctx, cmd_name)
-        module, _, attribute = LAZY_COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
+class SuggestingGroup(click.Group):
+    """A group that suggests the nearest command for an unknown one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -40,6 +30,20 @@ class LazyGroup(click.Group):
             advice = f"did you mean '{close[0]}'?" if close else f"the commands are {', '.join(known)}"
             raise click.UsageError(f"unknown command '{args[0]}'; {advice}", ctx)
         return super().resolve_command(ctx, args)
+
+
+class LazyGroup(SuggestingGroup):
+    """A group whose commands are imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *LAZY_COMMANDS])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in LAZY_COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = LAZY_COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = []

@@ -1,0 +1,1 @@
+"""Looking at the compiler: its passes, and what they did to a model."""

@@ -1,0 +1,96 @@
+"""Reports of the compiler as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from nsa_compile.passes.pipeline import Pass
+from nsa_compile.passes.report import PassReport, Report, ScanReport
+
+
+def render_pass_list(passes: Sequence[Pass]) -> str:
+    """The passes in the order they run, with what each needs and establishes."""
+    rows = [
+        (order, p.name, p.summary, ", ".join(p.requires) or "–", ", ".join(p.ensures) or "–")
+        for order, p in enumerate(passes, start=1)
+    ]
+    return tabulate(rows, headers=("order", "pass", "what it does", "requires", "ensures"))
+
+
+def render_report(report: Report, carry_names: Sequence[str] = ()) -> str:
+    """Everything a report knows: a table of the passes, what each found, then one paragraph a scan.
+
+    `carry_names` are the user's names of a scan's carries, for scans that have as many.
+    """
+    parts = [_pass_table(report)]
+    parts += [text for p in report.passes if (text := _findings(p))]
+    parts += [_scan(scan, carry_names) for scan in report.scans]
+    if not report.scans:
+        parts.append("The graph holds no scan, so there was nothing to batch.")
+    parts += [f"note: {note}" for note in report.notes]
+    return "\n\n".join(parts)
+
+
+def _pass_table(report: Report) -> str:
+    rows = [
+        (
+            p.name,
+            _verdict(p),
+            f"{p.seconds * 1e3:.1f}",
+            f"{p.verify_seconds * 1e3:.1f}",
+            p.nodes_before,
+            p.nodes_after,
+            len(p.matches),
+            len(p.declines),
+        )
+        for p in report.passes
+    ]
+    headers = ("pass", "graph", "ms", "ms to verify", "nodes before", "after", "matches", "declines")
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "left", *["right"] * 6))
+    if report.cache_hit:
+        table = f"Cache hit: no pass ran now; this is what they did when the result was kept.\n\n{table}"
+    return f"{table}\n{report.nodes_captured} nodes captured, {report.nodes_final} handed to the nested backend"
+
+
+def _verdict(p: PassReport) -> str:
+    if p.skipped:
+        return "skipped"
+    return "changed" if p.changed else "as it was"
+
+
+def _findings(p: PassReport) -> str:
+    """What one pass rewrote and what it left alone, or nothing if it found nothing."""
+    lines = [f"  skipped: {p.skipped}"] if p.skipped else []
+    lines += [f"  match    {match}" for match in p.matches]
+    lines += [f"  decline  {d.op} at {d.location}: {d.reason}" for d in p.declines]
+    return "\n".join([p.name, *lines]) if lines else ""
+
+
+def _scan(scan: ScanReport, carry_names: Sequence[str]) -> str:
+    if not scan.batched:
+        why = [f"  {d.op} at {d.location}: {d.reason}" for d in scan.declines] or ["  no pass batched it"]
+        return "\n".join([f"{scan.name} STAYED A LOOP of {scan.length} steps: correct, and slow. Why:", *why])
+    lines = [f"{scan.name}: a loop of {scan.length} steps became {scan.nodes_after} batched operators."]
+    if scan.carries:
+        lines += ["", tabulate(_carry_rows(scan, carry_names), headers=("carry", "kind", "guard"))]
+    return "\n".join(lines)
+
+
+def _carry_rows(scan: ScanReport, carry_names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Name, kind and guards of each carry.
+
+    Guards are named after the placeholders of the body, of which the carries are the first: `arg3_1` is carry 3 as a
+    step leaves it, `arg3_1.before` as the step finds it.
+    """
+    names = carry_names if len(carry_names) == len(scan.carries) else [f"carry {i}" for i in range(len(scan.carries))]
+    rows = []
+    for i, (name, kind) in enumerate(zip(names, scan.carries, strict=True)):
+        guards = []
+        for verdict, views in (("dropped", scan.guards_dropped), ("kept", scan.guards_kept)):
+            for view, when in ((f"arg{i}_1", ""), (f"arg{i}_1.before", " (as the step finds it)")):
+                if view in views:
+                    guards.append(f"{verdict}{when}")
+        rows.append((name, kind, ", ".join(guards) or "none needed"))
+    return rows
