@@ -90,13 +90,18 @@ def _captured_scan(step, carry_leaves, carry_spec, xs_leaves, xs_spec):
     def flat_step(carry_flat, x_flat):
         carry = [_from_bits(leaf, dtype) for leaf, dtype in zip(carry_flat, dtypes, strict=True)]
         carry, y = step(pytree.tree_unflatten(carry, carry_spec), pytree.tree_unflatten(list(x_flat), xs_spec))
-        new_leaves = [_to_bits(leaf).clone() for leaf in pytree.tree_leaves(carry)]
-        return new_leaves, (pytree.tree_map(lambda leaf: _to_bits(leaf).clone(), y), pytree.tree_map(_dtype_tag, y))
+        new_leaves = [_own(_to_bits(leaf)) for leaf in pytree.tree_leaves(carry)]
+        return new_leaves, (pytree.tree_map(lambda leaf: _own(_to_bits(leaf)), y), pytree.tree_map(_dtype_tag, y))
 
-    carry, (ys, tags) = scan_op(flat_step, [_to_bits(leaf) for leaf in carry_leaves], xs_leaves)
+    carry, (ys, tags) = scan_op(flat_step, [_own(_to_bits(leaf)) for leaf in carry_leaves], xs_leaves)
     carry = [_from_bits(leaf, dtype) for leaf, dtype in zip(carry, dtypes, strict=True)]
     ys = pytree.tree_map(lambda leaf, tag: _from_bits(leaf, _INTEGERS[tag.shape[1]][0]), ys, tags)
     return pytree.tree_unflatten(carry, carry_spec), ys
+
+
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """A copy in the standard layout: a carry must keep its strides from step to step."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 # What each integer dtype travels as: a float of the same width (its bits), or, below 32 bits, of the same value.

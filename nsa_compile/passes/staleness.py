@@ -429,7 +429,14 @@ def _not(analysis: Analysis, node: fx.Node) -> Facts:
 
 def _mul(analysis: Analysis, node: fx.Node) -> Facts:
     a, b = (analysis.of(x) for x in node.args[:2])
-    return analysis._silence(replace(analysis._join([a, b]), zero=_union(a.zero, b.zero)))
+    zeros = [_zero_as_factor(analysis, x) for x in node.args[:2]]
+    return analysis._silence(replace(analysis._join([a, b]), zero=_union(*zeros)))
+
+
+def _zero_as_factor(analysis: Analysis, value: Any) -> Steps | None:
+    """Until when a factor is zero; a boolean is while it cannot be true."""
+    facts = analysis.of(value)
+    return facts.can_be_true if isinstance(value, fx.Node) and example(value).dtype == torch.bool else facts.zero
 
 
 def _add(analysis: Analysis, node: fx.Node) -> Facts:
