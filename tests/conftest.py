@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+# Before torch is imported, here and in subprocesses: parallel test workers with a thread a core each would fight over
+# the cores, and OpenMP's busy waiting makes that many times slower than taking turns.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+# The tensors of the tests are tiny: a second thread costs more than it brings, up to a hundredfold on busy cores.
+torch.set_num_threads(1)
 
 _COMMON: dict[str, Any] = {
     "deadline": None,
