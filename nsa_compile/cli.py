@@ -87,7 +87,7 @@ def train(
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
     from nsa_compile.data import load_corpus
-    from nsa_compile.train.preflight import check_compiler, check_output, create_run_directory
+    from nsa_compile.train.preflight import check_compiler, check_output, create_run_directory, wait_passively
 
     config = load_config(config_path, overrides)
     check_compiler(config)
@@ -97,6 +97,7 @@ def train(
         click.echo(json.dumps(config.model_dump(), indent=2) if as_json else config.to_yaml(), nl=as_json)
         return
     directory = create_run_directory(config)
+    wait_passively()
 
     from nsa_compile.train.loop import run
     from nsa_compile.train.summary import render

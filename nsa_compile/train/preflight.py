@@ -1,4 +1,4 @@
-"""What must hold before a run starts, checked without torch: a C++ compiler, and a place to write to."""
+"""What must hold before a run starts, settled without torch: a C++ compiler, a place to write to, polite threads."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def check_compiler(config: RunConfig) -> None:
         "compile.nested = 'inductor' needs a C++ compiler and neither g++ nor clang++ is on the PATH; "
         "install one, point CXX at one, or use --set compile.nested=aot_eager"
     )
+
+
+def wait_passively() -> None:
+    """Let OpenMP's threads sleep at a barrier instead of spinning; has an effect only before torch is imported.
+
+    A spinning thread burns the time slice that the thread it waits for needs: on two cores shared with busy neighbours the
+    packaged run fell from 2,200 to 600 tokens/s. Whoever sets OMP_WAIT_POLICY decides for themselves.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def check_output(directory: str) -> None:
