@@ -89,7 +89,8 @@ def trace_batched(site: ScanSite, record: ScanRecord, max_guard_bytes: int) -> f
         return evaluator.final_carries() + evaluator.ys()
 
     fakes = fake_inputs([*site.init, *site.xs, *site.additional])
-    return trace_to_aten(batched, fakes)
+    # vmap's own decompositions hold in-place operators (squeeze_); the graph shall hold none.
+    return trace_to_aten(torch.func.functionalize(batched, remove="mutations"), fakes)
 
 
 class BatchedBody:

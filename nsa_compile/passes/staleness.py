@@ -55,6 +55,11 @@ class Facts:
     def stale(self) -> bool:
         return self.ready is not None
 
+    @property
+    def says_anything(self) -> bool:
+        steps = (self.ready, self.zero, self.fill, self.can_be_true, self.can_be_false)
+        return any(x is not None for x in (*steps, self.surely_true, self.surely_false, self.surely_kept))
+
 
 CLEAN = Facts()
 
@@ -90,11 +95,9 @@ class Analysis:
             return rule(self, node)
         if not any(f.stale for f in inputs):
             return CLEAN
-        if node.target in MOVEMENT:
-            return self.movement(node)
         if isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
             return self.pointwise(node)
-        return self.lost(node, f"{node.target} mixes them in a way the analysis does not follow")
+        return self.lost(node, f"{node.target} mixes written and unwritten rows in a way the analysis does not follow")
 
     def _known_value(self, value: Tensor) -> Facts:
         """What a value known at every step, `[S, ...]`, says as a mask, as a factor and as an additive mask."""
@@ -533,24 +536,34 @@ def _keeps_infinity(analysis: Analysis, node: fx.Node) -> bool:
 
 
 def _index_select(analysis: Analysis, node: fx.Node) -> Facts:
-    value, dim, index = node.args
-    if index in analysis.record.constant:
-        return analysis.movement(node) if analysis.of(value) is not CLEAN else CLEAN
-    return analysis.known_gather(node, dim, index, value)
+    """index_select and gather: `(value, dim, index)`."""
+    value, dim, index = node.args[:3]
+    return _picked(analysis, node, value, [(dim % max(1, example(value).dim()), index)])
 
 
 def _index(analysis: Analysis, node: fx.Node) -> Facts:
     value, indices = node.args
-    given = [(dim, i) for dim, i in enumerate(indices) if i is not None]
-    if len(given) == 1 and given[0][1] not in analysis.record.constant and given[0][1].meta["val"].dtype != torch.bool:
-        return analysis.known_gather(node, given[0][0], given[0][1], value)
-    if all(i in analysis.record.constant for _, i in given):
-        return analysis.movement(node) if analysis.of(value) is not CLEAN else CLEAN
-    return analysis.lost(node, "indexing by data") if analysis.of(value).stale else CLEAN
+    return _picked(analysis, node, value, [(dim, i) for dim, i in enumerate(indices) if i is not None])
+
+
+def _picked(analysis: Analysis, node: fx.Node, value: fx.Node, indices: list[tuple[int, fx.Node]]) -> Facts:
+    """Elements picked by index tensors: constants move what is known of them, anything else must be safe to read."""
+    facts = analysis.of(value)
+    if any(analysis.of(i).stale for _, i in indices):
+        return analysis.lost(node, f"{node.target} picks by an index that is itself stale")
+    if not facts.says_anything:
+        return CLEAN
+    if all(i in analysis.record.constant for _, i in indices):
+        return analysis.movement(node)
+    if not facts.stale:
+        return CLEAN
+    if len(indices) == 1 and example(indices[0][1]).dtype != torch.bool:
+        return analysis.known_gather(node, indices[0][0], indices[0][1], value)
+    return analysis.lost(node, f"{node.target} picks elements by several indices or by a mask")
 
 
 def _move(analysis: Analysis, node: fx.Node) -> Facts:
-    return analysis.movement(node) if any(analysis.of(n) is not CLEAN for n in node.all_input_nodes) else CLEAN
+    return analysis.movement(node) if any(analysis.of(n).says_anything for n in node.all_input_nodes) else CLEAN
 
 
 CASTS = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default}
@@ -598,6 +611,7 @@ RULES: dict[Any, Callable[[Analysis, fx.Node], Facts]] = {
     aten._softmax.default: _softmax,
     aten._safe_softmax.default: _safe_softmax,
     aten.index_select.default: _index_select,
+    aten.gather.default: _index_select,
     aten.index.Tensor: _index,
 } | {op: _move for op in MOVEMENT - INDEXED - {aten._to_copy.default}}
 

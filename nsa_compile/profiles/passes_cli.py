@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -74,9 +74,15 @@ def explain(config_path: str | None, overrides: tuple[str, ...], as_json: bool) 
 
     report, carry_names = explain_model(config)
     if as_json:
-        resolved = {"seq_len": config.train.seq_len, "batch_size": 1, "dtype": config.train.dtype}
-        resolved |= {"attention": config.model.attention, "carries": carry_names}
-        click.echo(json.dumps({**resolved, "report": report.to_dict()}, indent=2))
+        explained: dict[str, Any] = {
+            "attention": config.model.attention,
+            "seq_len": config.train.seq_len,
+            "batch_size": 1,
+            "dtype": config.train.dtype,
+            "carries": carry_names,
+            "report": report.to_dict(),
+        }
+        click.echo(json.dumps(explained, indent=2))
         return
     what = f"One block ({config.model.attention} attention) of 1 × {config.train.seq_len} tokens, {config.train.dtype}"
     click.echo(f"{what}. Equal blocks compile once.\n\n{render_report(report, carry_names)}")
@@ -103,6 +109,7 @@ def explain_model(config: RunConfig) -> tuple[Report, list[str]]:
 
     names: list[str] = []
     if config.model.attention == "nsa":
-        caches = model.blocks[0].attention.init_state(1, 1)
+        block: Any = model.blocks[0]
+        caches = block.attention.init_state(1, 1)
         names = [name for name, cache in caches._asdict().items() if cache is not None]
     return report, names

@@ -26,7 +26,8 @@ def render_report(report: Report, carry_names: Sequence[str] = ()) -> str:
     """
     parts = [_pass_table(report)]
     parts += [text for p in report.passes if (text := _findings(p))]
-    parts += [_scan(scan, carry_names) for scan in report.scans]
+    skipped = [f"{p.name} was skipped: {p.skipped}" for p in report.passes if p.skipped]
+    parts += [_scan(scan, carry_names, skipped) for scan in report.scans]
     if not report.scans:
         parts.append("The graph holds no scan, so there was nothing to batch.")
     parts += [f"note: {note}" for note in report.notes]
@@ -68,10 +69,11 @@ def _findings(p: PassReport) -> str:
     return "\n".join([p.name, *lines]) if lines else ""
 
 
-def _scan(scan: ScanReport, carry_names: Sequence[str]) -> str:
+def _scan(scan: ScanReport, carry_names: Sequence[str], skipped: Sequence[str]) -> str:
     if not scan.batched:
-        why = [f"  {d.op} at {d.location}: {d.reason}" for d in scan.declines] or ["  no pass batched it"]
-        return "\n".join([f"{scan.name} STAYED A LOOP of {scan.length} steps: correct, and slow. Why:", *why])
+        why = [f"{d.op} at {d.location}: {d.reason}" for d in scan.declines] or skipped or ["no pass batched it"]
+        lines = [f"{scan.name} STAYED A LOOP of {scan.length} steps: correct, and slow. Why:"]
+        return "\n".join(lines + [f"  {reason}" for reason in why])
     lines = [f"{scan.name}: a loop of {scan.length} steps became {scan.nodes_after} batched operators."]
     if scan.carries:
         lines += ["", tabulate(_carry_rows(scan, carry_names), headers=("carry", "kind", "guard"))]

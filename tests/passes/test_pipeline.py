@@ -1,0 +1,181 @@
+"""The pipeline around the passes: options, order, bisection, dumps, cache, and what the compiled graph looks like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import nsa_compile
+from nsa_compile.passes import batch_prefill
+from nsa_compile.passes.pipeline import Options, ScanNotBatched, pipeline, pipeline_key
+
+
+def cumulative(x, steps):
+    """A window of the last three inputs, summed: batched without any guard to drop."""
+
+    def step(window, row):
+        window = torch.cat([window[1:], row[None]])
+        return window, window.sum(0)
+
+    return nsa_compile.scan(step, x.new_zeros(3, x.shape[1]), x)[1]
+
+
+def recurrent(x):
+    """h' = tanh(h + x): no pass may touch it."""
+
+    def step(h, row):
+        h = torch.tanh(h + row)
+        return h, h
+
+    return nsa_compile.scan(step, x.new_zeros(x.shape[1]), x)[1]
+
+
+def run(fn, *args, **options):
+    torch._dynamo.reset()
+    result = torch.compile(fn, backend="nsa_compile", fullgraph=True, options={"nested": "eager", **options})(*args)
+    return result, nsa_compile.last_report()
+
+
+def test_every_prefix_by_stop_after():
+    x = torch.randn(7, 2, dtype=torch.float64)
+    expected = cumulative(x, 7)
+    for limit, batched in [(0, False), (1, False), (2, True), (None, True)]:
+        actual, report = run(cumulative, x, 7, stop_after=limit)
+        torch.testing.assert_close(actual, expected)
+        assert report.scans[0].batched == batched
+        assert sum(len(p.matches) for p in report.passes) <= (2 if limit is None else limit)
+
+
+@pytest.mark.parametrize("disabled", [p.name for p in pipeline()])
+def test_a_pass_can_be_disabled_and_says_so(disabled):
+    x = torch.randn(5, 2, dtype=torch.float64)
+    actual, report = run(cumulative, x, 5, disable=[disabled])
+    torch.testing.assert_close(actual, cumulative(x, 5))
+    skipped = {p.name: p.skipped for p in report.passes if p.skipped}
+    assert skipped[disabled] == "disabled"
+    if disabled == "resolve_carries":
+        assert "needs carries" in skipped["batch_prefill"]
+
+
+def test_a_recurrence_stays_a_loop_and_names_its_line():
+    x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    actual, report = run(recurrent, x)
+    torch.testing.assert_close(actual, recurrent(x))
+    (decline,) = report.declines
+    assert decline.op == "aten.tanh.default"
+    assert decline.location.startswith(__file__)
+    line = int(decline.location.rpartition(":")[2])
+    assert "torch.tanh(h + row)" in open(__file__).read().splitlines()[line - 1]
+    assert "recurrence" in decline.reason
+
+
+def test_on_decline_error_refuses():
+    with pytest.raises(Exception, match="stays a loop of 5 steps") as caught:
+        run(recurrent, torch.randn(5, 2), on_decline="error")
+    assert isinstance(caught.value.__cause__ or caught.value.inner_exception, ScanNotBatched)
+
+
+def test_memory_bound_declines_a_kept_guard():
+    def last_row(x):
+        def step(cache, row):
+            cache = torch.where((torch.arange(6) == row["t"])[:, None], row["x"], cache)
+            return cache, cache.sum(0)  # reads rows that are not written yet
+
+        return nsa_compile.scan(step, x.new_zeros(6, 2), {"x": x, "t": torch.arange(6)})[1]
+
+    x = torch.randn(6, 2, dtype=torch.float64)
+    actual, report = run(last_row, x)
+    torch.testing.assert_close(actual, last_row(x))
+    assert report.scans[0].guards_kept and report.scans[0].batched
+    actual, report = run(last_row, x, max_guard_bytes=10)
+    torch.testing.assert_close(actual, last_row(x))
+    assert not report.scans[0].batched
+    assert "max_guard_bytes" in report.declines[-1].reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"disable": ["batch_prefil"]}, "batch_prefil.*no pass"),
+        ({"nested": "tvm"}, "nested is 'tvm'"),
+        ({"stop_after": -1}, "stop_after is -1"),
+        ({"dispable": []}, "unknown option 'dispable'"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        nsa_compile.compile(cumulative, **options)
+
+
+def test_dumps_are_numbered_readable_python(tmp_path):
+    run(cumulative, torch.randn(5, 2), 5, dump_dir=str(tmp_path))
+    names = sorted(p.name for p in tmp_path.iterdir())
+    expected = [f"{i:02d}_{p.name}_{when}.py" for i, p in enumerate(pipeline()) for when in ("after", "before")]
+    assert names == expected
+    assert "scan" in (tmp_path / names[1]).read_text()
+    assert "torch.ops.aten" in (tmp_path / "02_batch_prefill_after.py").read_text()
+
+
+def test_graph_size_does_not_depend_on_the_length():
+    sizes = {run(cumulative, torch.randn(s, 2), s)[1].scans[0].nodes_after for s in (5, 9, 40)}
+    assert len(sizes) == 1
+
+
+def test_another_length_recompiles_instead_of_reusing_the_wrong_tables():
+    torch._dynamo.reset()
+    fast = torch.compile(cumulative, backend="nsa_compile", options={"nested": "eager"})
+    for s in (5, 9, 6):
+        x = torch.randn(s, 2)
+        torch.testing.assert_close(fast(x, s), cumulative(x, s))
+
+
+def test_key_depends_on_options_and_sources(monkeypatch, tmp_path):
+    assert pipeline_key(Options()) == pipeline_key(Options())
+    assert pipeline_key(Options()) != pipeline_key(Options(disable=["batch_prefill"]))
+    before = pipeline_key(Options())
+    source = tmp_path / "passes"
+    source.mkdir()
+    for file in (pipeline.__globals__["Path"](batch_prefill.__file__).parent).glob("*.py"):
+        (source / file.name).write_text(file.read_text() + ("# changed" if file.name == "batch_prefill.py" else ""))
+    monkeypatch.setattr("nsa_compile.passes.pipeline.__file__", str(source / "pipeline.py"))
+    assert pipeline_key(Options()) != before
+
+
+WARM_START = """
+    import sys, torch, nsa_compile
+    def f(x):
+        def step(window, row):
+            window = torch.cat([window[1:], row[None]])
+            return window, window.sum(0)
+        return nsa_compile.scan(step, x.new_zeros(3, 2), x)[1]
+    torch.manual_seed(0)
+    x = torch.randn(8, 2)
+    options = {"nested": "eager", "max_guard_bytes": int(sys.argv[1])}
+    y = torch.compile(f, backend="nsa_compile", options=options)(x)
+    assert torch.equal(y, f(x))
+    report = nsa_compile.last_report()
+    print(report.cache_hit, [p.name for p in report.passes])
+"""
+
+
+def test_warm_start_runs_no_pass_and_a_changed_option_does(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(WARM_START))
+
+    def start(limit: int) -> str:
+        done = subprocess.run([sys.executable, script, str(limit)], capture_output=True, text=True, check=True)
+        return done.stdout.split()[0]
+
+    assert start(10**6) == "False"
+    assert start(10**6) == "True"
+    assert start(10**7) == "False"
+    for path in (cache / "nsa_compile").glob("*/*"):
+        path.write_bytes(b"damaged")
+    assert start(10**6) == "False"
+    assert start(10**6) == "True"
