@@ -10,11 +10,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-# The tensors of the tests are tiny: a second thread costs more than it brings, up to a hundredfold on busy cores.
-torch.set_num_threads(1)
 
 _COMMON: dict[str, Any] = {
     "deadline": None,
