@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa_compile.models.config import SparsePattern
 from nsa_compile.loop import scan
+from nsa_compile.models.config import SparsePattern
 
 __all__ = ["CompressionMLP", "NSAState", "NSAToken", "decode_step", "init_state", "nsa_attention"]
 
@@ -301,7 +301,9 @@ def _check_shapes(
     for names, last in ((keys, dim), (values, value_dim)):
         for name, x in names.items():
             if x is not None and x.shape != (batch, length, groups, last):
-                raise ValueError(f"{name} has shape {list(x.shape)}; with this q it must be {[batch, length, groups, last]}")
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)}; with this q it must be {[batch, length, groups, last]}"
+                )
     if groups == 0 or heads % groups:
         raise ValueError(f"q has {heads} heads, k_slc has {groups}; the query heads must be a multiple of the groups")
     if gates.shape != (batch, length, heads, 3):

@@ -105,9 +105,7 @@ class NSAttention(nn.Module):
         """One token `x` `[B, dim]` at position `t`."""
         projected = (None if y is None else y[:, 0] for y in self._project(x[:, None], t[None]))
         phi_k, phi_v = self._phi
-        state, o = decode_step(
-            state, NSAToken(t, *projected), pattern=self.config.pattern, phi_k=phi_k, phi_v=phi_v
-        )
+        state, o = decode_step(state, NSAToken(t, *projected), pattern=self.config.pattern, phi_k=phi_k, phi_v=phi_v)
         return state, self.out(o.flatten(-2))
 
 

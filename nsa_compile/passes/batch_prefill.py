@@ -17,14 +17,15 @@ recurrence, and declines the scan before anything has changed.
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.resolve_carries import Invariant, Known, Latest, Rows
@@ -122,7 +123,7 @@ class BatchedBody:
             if isinstance(kind, Rows)
         }
         self.done: dict[tuple[fx.Node, Times], tuple[Any, bool]] = {}
-        self.under_way: set[tuple[fx.Node | int, Times]] = set()
+        self.carries_under_way: set[int] = set()
         self.full: dict[int, Tensor] = {}
         self.stacks: dict[int, Tensor] = {}
 
@@ -153,13 +154,7 @@ class BatchedBody:
             return node, False
         key = (node, times)
         if key not in self.done:
-            if key in self.under_way:
-                raise Declined("the carry is computed from its own earlier values (a recurrence)", node)
-            self.under_way.add(key)
-            try:
-                self.done[key] = self._compute(node, times)
-            finally:
-                self.under_way.discard(key)
+            self.done[key] = self._compute(node, times)
         return self.done[key]
 
     def _compute(self, node: fx.Node, times: Times) -> tuple[Any, bool]:
@@ -226,7 +221,8 @@ class BatchedBody:
             earlier = tuple(t - 1 for t in times if t > 0)
             parts = [self.init[i].unsqueeze(0)] * sum(t == 0 for t in times)
             if earlier:
-                parts.append(self._spread(self.value(self.updates[i], earlier), len(earlier)))
+                with self._not_again(i, node):
+                    parts.append(self._spread(self.value(self.updates[i], earlier), len(earlier)))
             return torch.cat(parts), True
         if kind.write_once:
             if f"{node.name}.before" in self.record.guards_dropped:
@@ -244,17 +240,22 @@ class BatchedBody:
             return self._guarded(node, i, times, inclusive=True), True
         return self._look_up(node, i, kind.table[list(times)]), True
 
+    @contextlib.contextmanager
+    def _not_again(self, i: int, node: fx.Node) -> Iterator[None]:
+        """Compute what carry `i` becomes; if that needs the carry itself, at whatever step, it is a recurrence."""
+        if i in self.carries_under_way:
+            raise Declined("the carry is computed from its own earlier values (a recurrence)", node)
+        self.carries_under_way.add(i)
+        try:
+            yield
+        finally:
+            self.carries_under_way.discard(i)
+
     def _new_rows(self, i: int, times: Times) -> Tensor:
         """What the steps `times` write into buffer `i`: `[len(times) * count, ...]`, rows first."""
         kind = self.record.carries[i]
-        marker = (-1 - i, self.all_times)
-        if marker in self.under_way:
-            raise Declined("the rows written are computed from rows of the same buffer (a recurrence)", kind.written)
-        self.under_way.add(marker)
-        try:
+        with self._not_again(i, kind.written):
             rows = self._spread(self.value(kind.written, times), len(times))
-        finally:
-            self.under_way.discard(marker)
         shape = list(example(self.carries[i]).shape)
         shape[kind.dim] = kind.count
         missing = len(shape) + 1 - rows.dim()
@@ -339,8 +340,10 @@ def _slopes(value: np.ndarray) -> list[int] | None:
     """The step along each axis of a table that is linear in its indices, or None if it is not."""
     first = value[(0,) * value.ndim]
     slopes = [int(np.take(value, min(1, size - 1), axis).flat[0] - first) for axis, size in enumerate(value.shape)]
-    grid = sum(np.arange(size).reshape([-1 if a == axis else 1 for a in range(value.ndim)]) * slope
-               for axis, (size, slope) in enumerate(zip(value.shape, slopes, strict=True)))
+    grid = sum(
+        np.arange(size).reshape([-1 if a == axis else 1 for a in range(value.ndim)]) * slope
+        for axis, (size, slope) in enumerate(zip(value.shape, slopes, strict=True))
+    )
     return slopes if np.array_equal(value, grid + first) else None
 
 

@@ -102,5 +102,5 @@ def _leaks(site: ScanSite, record: ScanRecord, views: dict[str, tuple[fx.Node, T
     for node in [*ys, *written, *latest]:
         facts = analysis.of(node)
         if facts.stale:
-            leaks.update({name: facts for name in facts.sources})
+            leaks.update(dict.fromkeys(facts.sources, facts))
     return leaks

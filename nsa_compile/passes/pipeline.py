@@ -136,7 +136,9 @@ class PassContext:
         decline = Decline(self.current.name, declined.op, declined.location, declined.reason)
         self.current.declines.append(decline)
         self.scan(scan).declines.append(decline)
-        log.warning("%s left %s alone: %s (%s at %s)", self.current.name, scan, declined.reason, declined.op, declined.location)
+        log.warning(
+            "%s left %s alone: %s (%s at %s)", self.current.name, scan, declined.reason, declined.op, declined.location
+        )
 
     def scan(self, name: str) -> ScanReport:
         return next(s for s in self.report.scans if s.name == name)

@@ -236,9 +236,7 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
     )
 
 
-def _match_where(
-    carry: fx.Node, condition: fx.Node, if_true: fx.Node, if_false: fx.Node, record: ScanRecord
-) -> Rows:
+def _match_where(carry: fx.Node, condition: fx.Node, if_true: fx.Node, if_false: fx.Node, record: ScanRecord) -> Rows:
     update = next(u for u in condition.users if u.target is aten.where.self and u.args[0] is condition)
     mask = record.known.get(condition)
     if mask is None and condition in record.constant:
@@ -371,6 +369,8 @@ def _scatter_slots(index, dim, shape, record, update) -> Tensor:
     value = record.known.get(index)
     if value is None:
         raise Declined("the row written depends on data, not on the step index alone", update)
+    if example(update.args[3]).shape != example(index).shape:
+        raise Declined("scatter takes a part of its source only", update)
     value = value.movedim(dim + 1, 1).flatten(2)
     full = [size for i, size in enumerate(shape) if i != dim]
     given = [size for i, size in enumerate(example(index).shape) if i != dim]
@@ -381,5 +381,7 @@ def _scatter_slots(index, dim, shape, record, update) -> Tensor:
 
 def _checked_slots(slots: Tensor, size: int, update: fx.Node) -> Tensor:
     if slots.numel() and (slots.min() < 0 or slots.max() >= size):
-        raise Declined(f"row {int(slots.min() if slots.min() < 0 else slots.max())} is written to a buffer of {size}", update)
+        raise Declined(
+            f"row {int(slots.min() if slots.min() < 0 else slots.max())} is written to a buffer of {size}", update
+        )
     return slots

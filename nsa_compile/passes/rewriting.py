@@ -20,7 +20,9 @@ def inherit_meta(new: fx.Node, old: fx.Node) -> None:
             new.meta[key] = old.meta[key]
 
 
-def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+def inline_graph(
+    owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]
+) -> list[fx.Node]:
     """Replace a node with several outputs by the nodes of `graph`, fed with `inputs`; return the new nodes.
 
     Users of `node` must be `getitem`s; they become users of the graph's outputs. Tensors the graph holds as

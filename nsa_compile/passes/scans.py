@@ -251,7 +251,9 @@ def constant_value(node: fx.Node, cache: dict[fx.Node, Tensor | None], limit: in
     kwargs = on_cpu(kwargs)
     with unset_fake_temporarily(), torch.no_grad():
         try:
-            value = getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+            value = (
+                getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+            )
         except Exception:  # an operator that wants its own device, say: not known then
             return None
     cache[node] = value.clone() if isinstance(value, Tensor) else None

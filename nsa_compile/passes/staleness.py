@@ -102,15 +102,15 @@ class Analysis:
     def _known_value(self, value: Tensor) -> Facts:
         """What a value known at every step, `[S, ...]`, says as a mask, as a factor and as an additive mask."""
         if value.dtype.is_floating_point:
+            if bool(value.isnan().any()):
+                return CLEAN
             first_kept, kept_run = _first_run(value > torch.finfo(value.dtype).min)
             return Facts(zero=_first_run(value != 0)[0], fill=first_kept, surely_kept=kept_run)
         if value.dtype != torch.bool:
             return Facts(zero=_first_run(value != 0)[0])
         first_true, true_run = _first_run(value)
         first_false, false_run = _first_run(~value)
-        return Facts(
-            can_be_true=first_true, can_be_false=first_false, surely_true=true_run, surely_false=false_run
-        )
+        return Facts(can_be_true=first_true, can_be_false=first_false, surely_true=true_run, surely_false=false_run)
 
     def lost(self, node: fx.Node, why: str) -> Facts:
         """Everything of the result is stale for good."""
@@ -140,6 +140,9 @@ class Analysis:
             if any(getattr(f, name) is not None for f in inputs.values()):
                 moved[name] = self._move(node, {n: getattr(f, name) for n, f in inputs.items()})
         for name in ("surely_true", "surely_false", "surely_kept"):
+            # Padding is sure of nothing.
+            if node.target is aten.constant_pad_nd.default:
+                continue
             if all(getattr(f, name) is not None for f in inputs.values()) and inputs:
                 moved[name] = tuple(
                     self._move(node, {n: getattr(f, name)[end] for n, f in inputs.items()}) for end in (0, 1)
@@ -159,6 +162,8 @@ class Analysis:
         kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format")}
         if node.target in CASTS:
             return args[0]
+        if node.target is aten.constant_pad_nd.default:
+            args = args[:2]  # the padding is ready at step 0 and claims nothing, whatever its value
         return node.target(*args, **kwargs)
 
     def reduce(self, node: fx.Node, dims: Any, keepdim: bool) -> Facts:
@@ -182,10 +187,16 @@ class Analysis:
             fill = _union(
                 from_true if self._is_floor(if_false) else None, from_false if self._is_floor(if_true) else None
             )
-            kept = m.surely_true if self._is_floor(if_false) else m.surely_false if self._is_floor(if_true) else None
-            facts = replace(facts, zero=zero, fill=fill, surely_kept=kept)
+            masked, kept = (a, m.surely_true) if self._is_floor(if_false) else (b, m.surely_false)
+            facts = replace(facts, zero=zero)
+            if fill is not None:
+                facts = _with_fill(replace(facts, fill=masked.fill, surely_kept=masked.surely_kept), fill, kept)
+            elif a.fill is not None or b.fill is not None:
+                facts = replace(facts, surely_kept=_NEVER_SURE)
         if facts.stale and facts.trail is None and isinstance(mask, fx.Node):
-            facts = replace(facts, trail=(self._explain_mask(a if a.stale else b, from_true if a.stale else from_false), mask))
+            facts = replace(
+                facts, trail=(self._explain_mask(a if a.stale else b, from_true if a.stale else from_false), mask)
+            )
         return self._silence(facts)
 
     def _explain_mask(self, f: Facts, start: Steps) -> str:
@@ -219,7 +230,9 @@ class Analysis:
             return test(float(value))
         if isinstance(value, fx.Node) and value in self.record.constant:
             values = self.record.constant[value]
-            return values.numel() > 0 and all(test(float(v)) for v in values.unique()[:2]) and values.unique().numel() == 1
+            return (
+                values.numel() > 0 and all(test(float(v)) for v in values.unique()[:2]) and values.unique().numel() == 1
+            )
         return False
 
     def _silence(self, f: Facts) -> Facts:
@@ -447,10 +460,25 @@ def _add(analysis: Analysis, node: fx.Node) -> Facts:
     a, b = (analysis.of(x) for x in node.args[:2])
     facts = analysis._join([a, b])
     for mask, value in ((a, node.args[0]), (b, node.args[1])):
-        if mask.fill is not None and isinstance(value, fx.Node) and _fills_with_infinity(analysis, value):
-            facts = replace(facts, fill=mask.fill, surely_kept=mask.surely_kept)
+        if mask.fill is None:
+            continue
+        if node.kwargs.get("alpha", 1) == 1 and isinstance(value, fx.Node) and _fills_with_infinity(analysis, value):
+            facts = _with_fill(facts, mask.fill, mask.surely_kept)
+        else:
+            facts = replace(facts, surely_kept=_NEVER_SURE)  # a fill that may have been lost is no kept score
     facts = analysis._silence(facts)
     return replace(facts, zero=_both(a.zero, b.zero))
+
+
+# An interval that holds no step.
+_NEVER_SURE = (torch.tensor(1), torch.tensor(0))
+
+
+def _with_fill(facts: Facts, fill: Steps | None, kept: tuple[Steps, Steps] | None) -> Facts:
+    """A further mask over scores that may be masked already: filled by either, kept by both."""
+    if facts.fill is not None or facts.surely_kept is not None:
+        return replace(facts, fill=_union(facts.fill, fill), surely_kept=_intersect(facts.surely_kept, kept))
+    return replace(facts, fill=fill, surely_kept=kept)
 
 
 def _fills_with_infinity(analysis: Analysis, node: fx.Node) -> bool:
@@ -469,7 +497,7 @@ def _fills_with_infinity(analysis: Analysis, node: fx.Node) -> bool:
 def _div(analysis: Analysis, node: fx.Node) -> Facts:
     """Zero over something stays zero as long as the something is a number or clean and finite: only numbers count."""
     facts = analysis.pointwise(node)
-    if not isinstance(node.args[1], fx.Node):
+    if not isinstance(node.args[1], fx.Node) and node.args[1] != 0:
         facts = analysis._silence(replace(facts, zero=analysis.of(node.args[0]).zero))
     return facts
 
@@ -477,7 +505,12 @@ def _div(analysis: Analysis, node: fx.Node) -> Facts:
 def _scaled_fill(analysis: Analysis, node: fx.Node) -> Facts:
     facts = _mul(analysis, node)
     f = analysis.of(node.args[0])
-    if f.fill is not None and isinstance(node.args[1], int | float) and node.args[1] > 0 and math.isfinite(node.args[1]):
+    if (
+        f.fill is not None
+        and isinstance(node.args[1], int | float)
+        and node.args[1] > 0
+        and math.isfinite(node.args[1])
+    ):
         if isinstance(node.args[0], fx.Node) and _fills_with_infinity(analysis, node.args[0]):
             facts = analysis._silence(replace(facts, fill=f.fill, surely_kept=f.surely_kept))
     return facts
@@ -613,7 +646,7 @@ RULES: dict[Any, Callable[[Analysis, fx.Node], Facts]] = {
     aten.index_select.default: _index_select,
     aten.gather.default: _index_select,
     aten.index.Tensor: _index,
-} | {op: _move for op in MOVEMENT - INDEXED - {aten._to_copy.default}}
+} | dict.fromkeys(MOVEMENT - INDEXED - {aten._to_copy.default}, _move)
 
 
 def explain(facts: Facts) -> tuple[str, str, str]:

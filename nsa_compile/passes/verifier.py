@@ -71,7 +71,9 @@ def verify(gm: fx.GraphModule, pass_name: str, *, changed: bool, before: str, ex
     """
     after = fingerprint(gm)
     if (after != before) != changed:
-        raise VerificationError(pass_name, f"it said changed={changed}, but the graph {'did' if after != before else 'did not'} change")
+        raise VerificationError(
+            pass_name, f"it said changed={changed}, but the graph {'did' if after != before else 'did not'} change"
+        )
     if not changed:
         return
     for graph in subgraphs(gm):
@@ -106,7 +108,9 @@ class _Propagation(fx.Interpreter):
             result = super().run_node(n)
         except Exception as error:
             line = str(error).strip().splitlines()
-            raise VerificationError(self.pass_name, f"node {n.name} ({n.target}) does not run: {line[0] if line else error!r}") from error
+            raise VerificationError(
+                self.pass_name, f"node {n.name} ({n.target}) does not run: {line[0] if line else error!r}"
+            ) from error
         if n.op == "call_function" and isinstance(result, Tensor):
             promised = n.meta.get("example_value", n.meta.get("val"))
             if isinstance(promised, Tensor) and _describe(promised) != _describe(result):
@@ -167,7 +171,9 @@ def compare_numerically(
         scale = max(1.0, float(e.double().abs().nan_to_num(0.0).max()))
         # The order of a sum may change; 1000 roundings of the largest value is far below any wrong mask.
         if error > 1000 * torch.finfo(e.dtype).eps * scale:
-            raise VerificationError(pass_name, f"it changed values on real inputs by {error:.3g} (outputs up to {scale:.3g})")
+            raise VerificationError(
+                pass_name, f"it changed values on real inputs by {error:.3g} (outputs up to {scale:.3g})"
+            )
         worst = max(worst, error)
     return worst
 

@@ -90,7 +90,8 @@ def test_memory_bound_declines_a_kept_guard():
     x = torch.randn(6, 2, dtype=torch.float64)
     actual, report = run(last_row, x)
     torch.testing.assert_close(actual, last_row(x))
-    assert report.scans[0].guards_kept and report.scans[0].batched
+    assert report.scans[0].guards_kept
+    assert report.scans[0].batched
     actual, report = run(last_row, x, max_guard_bytes=10)
     torch.testing.assert_close(actual, last_row(x))
     assert not report.scans[0].batched
