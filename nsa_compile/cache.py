@@ -66,7 +66,7 @@ def load(gm: fx.GraphModule, key: str) -> Report | None:
     try:
         text, _, data = path.read_bytes().partition(b"\n")
         report = Report.from_dict(json.loads(text))
-        kept = GraphPickler.loads(data, FakeTensorMode())
+        kept: Any = GraphPickler.loads(data, FakeTensorMode())
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever a damaged file makes of itself

@@ -23,7 +23,8 @@ def scan(step: Callable[[Carry, Any], tuple[Carry, Any]], init: Carry, xs: Any) 
 
     Args:
         step: `step(carry, x) -> (carry, y)`. `carry` keeps its structure, shapes and dtypes; `x` is one row of `xs`;
-            `y` is a tensor or a nested tuple, list or dict of tensors. Plain tensor operations, no data-dependent Python control flow.
+            `y` is a tensor or a nested tuple, list or dict of tensors. Plain tensor operations, no data-dependent
+            Python control flow.
         init: the first carry, a pytree of tensors.
         xs: a pytree of tensors of shape `[S, ...]`. The index of the step, where it is needed, is an input like any
             other: put `torch.arange(S)` into it.
@@ -55,8 +56,8 @@ def scan(step: Callable[[Carry, Any], tuple[Carry, Any]], init: Carry, xs: Any) 
 def _sequence_length(leaves: list[torch.Tensor]) -> int:
     if not leaves:
         raise ValueError("scan: xs holds no tensor, so the number of steps is unknown; put torch.arange(S) into it")
-    lengths = [leaf.shape[0] if leaf.dim() else None for leaf in leaves]
-    if None in lengths or len(set(lengths)) != 1:
+    lengths = [leaf.shape[0] if leaf.dim() else -1 for leaf in leaves]
+    if -1 in lengths or len(set(lengths)) != 1:
         raise ValueError(f"scan: every leaf of xs needs the sequence as its first dimension, got lengths {lengths}")
     if lengths[0] == 0:
         raise ValueError("scan: xs have length 0 and the outputs of no step have no shape; pass at least one row")

@@ -92,7 +92,11 @@ class NSAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         position = torch.arange(x.shape[1], device=x.device)
         q, q_cmp, *kv, gates = self._project(x, position)
-        o = nsa_attention(q, *kv, gates, pattern=self.config.pattern, phi=self._phi, q_cmp=q_cmp)
+        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = kv
+        o = nsa_attention(
+            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates,
+            pattern=self.config.pattern, phi=self._phi, q_cmp=q_cmp,
+        )  # fmt: skip
         return self.out(o.flatten(-2))
 
     def init_state(self, batch_size: int, max_len: int) -> NSAState:

@@ -188,14 +188,12 @@ class BatchedBody:
         def one_step(*rows: Tensor) -> Any:
             return self._call(node, {**same, **dict(zip(with_steps, rows, strict=True))})
 
-        torch._C._functorch._set_vmap_fallback_enabled(False)
         try:
-            return torch.vmap(one_step)(*(operands[n][0] for n in with_steps)), True
+            with _no_vmap_fallback():
+                return torch.vmap(one_step)(*(operands[n][0] for n in with_steps)), True
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise Declined(f"{node.target} cannot be batched over steps: {reason}", node) from error
-        finally:
-            torch._C._functorch._set_vmap_fallback_enabled(True)
 
     @staticmethod
     def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -327,13 +325,25 @@ class BatchedBody:
         return tensor if times == self.all_times else _take(tensor, list(times), self._constant)
 
     def _constant(self, value: np.ndarray) -> Tensor:
-        """A table as a tensor on the device of the data: computed there if it is linear, else a constant of the graph."""
+        """A table as a tensor on the device of the data: computed there if linear, else a constant of the graph."""
         device = self.xs[0].device
         if value.dtype == np.int64 and value.ndim in (1, 2) and value.size and (slopes := _slopes(value)) is not None:
             axes = [torch.arange(size, device=device) * step for size, step in zip(value.shape, slopes, strict=True)]
             linear = axes[0] if value.ndim == 1 else axes[0][:, None] + axes[1]
             return linear + int(value.flat[0])
         return torch.from_numpy(np.ascontiguousarray(value)).to(device)
+
+
+@contextlib.contextmanager
+def _no_vmap_fallback() -> Iterator[None]:
+    """Let vmap refuse an operator without a batching rule; its fallback is a loop, traced once for each step."""
+    functorch: Any = torch._C._functorch
+    enabled = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(enabled)
 
 
 def _slopes(value: np.ndarray) -> list[int] | None:

@@ -22,7 +22,7 @@ LIMIT = 2**26
 def evaluate_known(site: ScanSite, record: ScanRecord) -> None:
     """Fill `record.known` and `record.constant` for the nodes of a lowered body."""
     cache: dict[fx.Node, Tensor | None] = {}
-    carries, xs, additional = site.placeholders()
+    _, xs, additional = site.placeholders()
     for placeholder, source in zip(additional, site.additional, strict=True):
         if (value := constant_value(source, cache)) is not None:
             record.constant[placeholder] = value
@@ -43,9 +43,10 @@ def _evaluate(node: fx.Node, record: ScanRecord) -> None:
     operands = node.all_input_nodes
     if all(n in record.constant for n in operands):
         record.constant[node] = _call(node, record.constant)
-    elif all(n in record.constant or n in record.known for n in operands):
-        if example(node).numel() * record.length <= LIMIT:
-            record.known[node] = _call_each_step(node, record)
+        return
+    known = all(n in record.constant or n in record.known for n in operands)
+    if known and example(node).numel() * record.length <= LIMIT:
+        record.known[node] = _call_each_step(node, record)
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:

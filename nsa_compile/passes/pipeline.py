@@ -224,8 +224,8 @@ def pipeline_key(options: Options) -> str:
     digest = hashlib.sha256(torch.__version__.encode())
     for p in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(p.name.encode() + p.read_bytes())
-    for p in pipeline():
-        digest.update(f"{p.name}:{p.run.__module__}.{p.run.__qualname__}".encode())
+    for entry in pipeline():
+        digest.update(f"{entry.name}:{entry.run.__module__}.{entry.run.__qualname__}".encode())
     chosen = {k: v for k, v in asdict(options).items() if k not in ("cache", "dump_dir")}
     digest.update(repr(sorted(chosen.items())).encode())
     return digest.hexdigest()

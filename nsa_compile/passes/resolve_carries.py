@@ -227,8 +227,8 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
 
     if update.target is aten.slice_scatter.default:
         base, source, dim, start, end, step = (*update.args, *(0, None, None, 1)[len(update.args) - 2 :])
-        rows = torch.arange(shape[dim])[slice(start, end, step)]
-        return _rows(carry, base, dim % len(shape), rows.expand(steps, -1), source, record)
+        overwritten = torch.arange(shape[dim])[slice(start, end, step)]
+        return _rows(carry, base, dim % len(shape), overwritten.expand(steps, -1), source, record)
 
     raise Declined(
         "the carry is computed from its own last value (a recurrence), neither a counter nor a write of known rows",

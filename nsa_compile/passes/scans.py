@@ -111,9 +111,9 @@ def subgraphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """The graph and, depth first, the bodies it calls: a checkpointed region hides its scans in one."""
     yield gm
     for node in gm.graph.nodes:
-        if node.op == "get_attr" and isinstance(child := getattr(gm, node.target, None), fx.GraphModule):
-            if not any(user.target is scan_op for user in node.users):
-                yield from subgraphs(child)
+        child = getattr(gm, node.target, None) if node.op == "get_attr" else None
+        if isinstance(child, fx.GraphModule) and not any(user.target is scan_op for user in node.users):
+            yield from subgraphs(child)
 
 
 def find_scans(gm: fx.GraphModule) -> list[ScanSite]:
@@ -208,7 +208,7 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 def _strip_copies(gm: fx.GraphModule) -> None:
-    """Drop copies, which only kept the loop's outputs from aliasing its inputs: in a functional graph they do nothing."""
+    """Drop copies: they kept the loop's outputs from aliasing its inputs, and do nothing in a functional graph."""
     for node in gm.graph.nodes:
         if node.target in _COPIES:
             node.replace_all_uses_with(node.args[0])

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -152,12 +152,13 @@ class Analysis:
 
     def _move(self, node: fx.Node, steps: dict[fx.Node, Steps | None]) -> Steps:
         def operand(n: fx.Node) -> Tensor:
-            if n in self.record.constant and steps.get(n) is None and not example(n).dtype.is_floating_point:
-                if node.target in INDEXED and n is not node.args[0]:
-                    return self.record.constant[n]
+            if node.target in INDEXED and n is not node.args[0]:
+                return self.record.constant[n]  # the index itself; _picked() saw to it that it is one
             value = steps.get(n)
             return (torch.tensor(0) if value is None else value).expand(example(n).shape)
 
+        args: Any
+        kwargs: Any
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operand)
         kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format")}
         if node.target in CASTS:
@@ -503,16 +504,13 @@ def _div(analysis: Analysis, node: fx.Node) -> Facts:
 
 
 def _scaled_fill(analysis: Analysis, node: fx.Node) -> Facts:
+    """A product; −inf times a positive number is still −inf."""
     facts = _mul(analysis, node)
-    f = analysis.of(node.args[0])
-    if (
-        f.fill is not None
-        and isinstance(node.args[1], int | float)
-        and node.args[1] > 0
-        and math.isfinite(node.args[1])
-    ):
-        if isinstance(node.args[0], fx.Node) and _fills_with_infinity(analysis, node.args[0]):
-            facts = analysis._silence(replace(facts, fill=f.fill, surely_kept=f.surely_kept))
+    value, factor = node.args[:2]
+    f = analysis.of(value)
+    positive = isinstance(factor, int | float) and 0 < factor < math.inf
+    if f.fill is not None and positive and isinstance(value, fx.Node) and _fills_with_infinity(analysis, value):
+        facts = analysis._silence(replace(facts, fill=f.fill, surely_kept=f.surely_kept))
     return facts
 
 
@@ -570,7 +568,7 @@ def _keeps_infinity(analysis: Analysis, node: fx.Node) -> bool:
 
 def _index_select(analysis: Analysis, node: fx.Node) -> Facts:
     """index_select and gather: `(value, dim, index)`."""
-    value, dim, index = node.args[:3]
+    value, dim, index = cast("tuple[fx.Node, int, fx.Node]", node.args[:3])
     return _picked(analysis, node, value, [(dim % max(1, example(value).dim()), index)])
 
 

@@ -91,9 +91,10 @@ def verify(gm: fx.GraphModule, pass_name: str, *, changed: bool, before: str, ex
 def _check_meta(gm: fx.GraphModule, pass_name: str) -> None:
     for graph in subgraphs(gm):
         for node in graph.graph.nodes:
-            if node.op == "call_function" and "example_value" not in node.meta and "val" not in node.meta:
-                if node.users and node.target is not torch._C._set_grad_enabled:
-                    raise VerificationError(pass_name, f"node {node.name} ({node.target}) lost its meta: no shape")
+            has_shape = "example_value" in node.meta or "val" in node.meta
+            returns_something = node.users and node.target is not torch._C._set_grad_enabled
+            if node.op == "call_function" and returns_something and not has_shape:
+                raise VerificationError(pass_name, f"node {node.name} ({node.target}) lost its meta: no shape")
 
 
 class _Propagation(fx.Interpreter):
@@ -116,7 +117,8 @@ class _Propagation(fx.Interpreter):
             if isinstance(promised, Tensor) and _describe(promised) != _describe(result):
                 raise VerificationError(
                     self.pass_name,
-                    f"node {n.name} ({n.target}) has a stale shape: meta says {_describe(promised)}, it yields {_describe(result)}",
+                    f"node {n.name} ({n.target}) has a stale shape: meta says {_describe(promised)}, "
+                    f"it yields {_describe(result)}",
                 )
             n.meta["example_value"] = result
         return result
