@@ -1,0 +1,127 @@
+"""`nsa-compile passes` on models small enough for a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import nsa_compile
+from nsa_compile.cli import cli
+from nsa_compile.passes.pipeline import pipeline
+from nsa_compile.profiles.rendering import render_report
+
+
+@pytest.fixture
+def explain(tiny_overrides):
+    """`explain("--json", **{"train.seq_len": 32})`: the output of the command on the tiny model."""
+
+    def run(*flags: str, **changes: object) -> str:
+        sets = [word for override in tiny_overrides(**changes) for word in ("--set", override)]
+        result = CliRunner().invoke(cli, ["passes", "explain", *flags, *sets], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def test_list_names_every_pass_in_order():
+    result = CliRunner().invoke(cli, ["passes", "list", "--json"])
+    rows = json.loads(result.stdout)["passes"]
+    assert [row["name"] for row in rows] == [p.name for p in pipeline()]
+    assert [row["order"] for row in rows] == list(range(1, len(rows) + 1))
+    assert all(row["summary"].endswith(".") for row in rows)
+    table = CliRunner().invoke(cli, ["passes", "list"]).stdout
+    assert all(row["name"] in table and row["summary"] in table for row in rows)
+
+
+def test_explain_tells_what_became_of_each_carry(explain):
+    output = explain()
+    assert "a loop of 32 steps became" in output
+    assert "STAYED A LOOP" not in output
+    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip()}
+    assert rows["k_slc"] == ["Rows", "dropped"]
+    assert rows["recent_k"] == ["Rows", "none", "needed"]
+
+
+def test_explain_as_json_is_the_report(explain):
+    explained = json.loads(explain("--json"))
+    report = nsa_compile.last_report()
+    assert explained["report"] == report.to_dict()
+    assert explained["seq_len"] == 32
+    assert explained["carries"][0] == "recent_k"
+    assert len(explained["carries"]) == len(report.scans[0].carries)
+
+
+def test_a_guard_that_stays_is_named(explain):
+    output = explain(**{"compile.disable": "[eliminate_guards]"})
+    assert "eliminate_guards\n  skipped: disabled" in output
+    assert "k_slc     Rows    kept" in output
+
+
+def test_a_scan_that_stays_a_loop_says_why(explain):
+    output = explain(**{"compile.disable": "[resolve_carries]"})
+    assert "scan STAYED A LOOP of 32 steps" in output
+    assert "resolve_carries was skipped: disabled" in output
+    assert "batched operators" not in output
+
+
+def test_a_decline_names_operation_line_and_reason():
+    def running_total(total, x):
+        total = total * 0.5 + x
+        return total, total
+
+    def run(x):
+        return nsa_compile.scan(running_total, torch.zeros(3), x)[1]
+
+    nsa_compile.compile(run, nested="eager", cache=False)(torch.randn(4, 3))
+    output = render_report(nsa_compile.last_report())
+    assert "scan STAYED A LOOP of 4 steps" in output
+    line = running_total.__code__.co_firstlineno + 1
+    assert f"aten.add.Tensor at {__file__}:{line}: the carry is computed from its own last value" in output
+
+
+def test_dense_attention_has_nothing_to_batch(explain):
+    assert "holds no scan" in explain(**{"model.attention": "dense"})
+
+
+def passes_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from nsa_compile.cli import main; main()", "passes", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["lst"], "unknown command 'lst'; did you mean 'list'?"),
+        (["explain", "--confg", "x"], "unknown option '--confg'; did you mean '--config'?"),
+        (["explain", "--config", "missing.yaml"], "configuration file 'missing.yaml' does not exist"),
+        (["explain", "--set", "train.seqlen=64"], "did you mean 'train.seq_len'?"),
+        (["explain", "--set", "compile.disable=[resolve]"], "compile.disable"),
+    ],
+)
+def test_a_users_mistake_is_one_line_found_before_torch_is_imported(arguments, expected, tmp_path):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')", encoding="utf-8")
+    result = passes_command(*arguments, PYTHONPATH=os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert expected in result.stderr
+
+
+def test_explain_in_a_process_of_its_own_needs_no_compiler(tiny_overrides):
+    sets = [word for override in tiny_overrides() for word in ("--set", override)]
+    result = passes_command("explain", "--json", *sets, PATH="/nowhere", CXX="no-such-compiler")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["report"]["scans"][0]["batched"]
