@@ -7,7 +7,7 @@ passes take it from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -35,20 +35,18 @@ def scan(step: Callable[[Carry, Any], tuple[Carry, Any]], init: Carry, xs: Any) 
     Raises:
         ValueError: `xs` holds no tensor, its leaves disagree on S, S is 0, or the step changes the carry's structure.
     """
-    xs_leaves, xs_spec = pytree.tree_flatten(xs)
-    length = _sequence_length(xs_leaves)
-    carry_leaves, carry_spec = pytree.tree_flatten(init)
+    length = _sequence_length(_tensors(xs))
     if torch.compiler.is_dynamo_compiling():
-        return _captured_scan(step, carry_leaves, carry_spec, xs_leaves, xs_spec)
+        return _captured_scan(step, init, xs)
 
     carry = init
     rows: list[list[torch.Tensor]] = []
     y_spec = None
     for t in range(length):
-        carry, y = step(carry, pytree.tree_unflatten([leaf[t] for leaf in xs_leaves], xs_spec))
+        carry, y = step(carry, _with_tensors(xs, [leaf[t] for leaf in _tensors(xs)]))
         leaves, y_spec = pytree.tree_flatten(y)
         rows.append(leaves)
-    _check_carry(carry_leaves, carry_spec, carry)
+    _check_carry(init, carry)
     assert y_spec is not None
     return carry, pytree.tree_unflatten([torch.stack(column) for column in zip(*rows, strict=True)], y_spec)
 
@@ -64,9 +62,22 @@ def _sequence_length(leaves: list[torch.Tensor]) -> int:
     return lengths[0]
 
 
-def _check_carry(before: list[torch.Tensor], spec: pytree.TreeSpec, carry: Any) -> None:
-    after, spec_after = pytree.tree_flatten(carry)
-    if spec != spec_after:
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a pytree. None marks what is absent: it stays in its place and takes no part."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if leaf is not None]
+
+
+def _with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """A pytree like `tree` that holds other tensors."""
+    leaves, spec = pytree.tree_flatten(tree)
+    rest = list(tensors)
+    return pytree.tree_unflatten([None if leaf is None else rest.pop(0) for leaf in leaves], spec)
+
+
+def _check_carry(init: Any, carry: Any) -> None:
+    spec, spec_after = pytree.tree_structure(init), pytree.tree_structure(carry)
+    before, after = _tensors(init), _tensors(carry)
+    if spec != spec_after or len(before) != len(after):
         raise ValueError(f"scan: the step returned a carry of structure {spec_after}, but was given {spec}")
     for i, (a, b) in enumerate(zip(before, after, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -76,7 +87,7 @@ def _check_carry(before: list[torch.Tensor], spec: pytree.TreeSpec, carry: Any) 
             )
 
 
-def _captured_scan(step, carry_leaves, carry_spec, xs_leaves, xs_spec):
+def _captured_scan(step, init, xs):
     """The same loop as one `scan` node.
 
     The higher-order operator takes carries and inputs as plain lists and refuses outputs that alias its inputs, so
@@ -86,18 +97,21 @@ def _captured_scan(step, carry_leaves, carry_spec, xs_leaves, xs_spec):
     """
     from torch._higher_order_ops.scan import scan as scan_op
 
-    dtypes = [leaf.dtype for leaf in carry_leaves]
+    first = _tensors(init)
+    dtypes = [leaf.dtype for leaf in first]
+    # The body must not touch the outer tensors, or it would take them as inputs: give it their structure alone.
+    carry_like, x_like = (pytree.tree_map(lambda leaf: None if leaf is None else 0, tree) for tree in (init, xs))
 
     def flat_step(carry_flat, x_flat):
         carry = [_from_bits(leaf, dtype) for leaf, dtype in zip(carry_flat, dtypes, strict=True)]
-        carry, y = step(pytree.tree_unflatten(carry, carry_spec), pytree.tree_unflatten(list(x_flat), xs_spec))
-        new_leaves = [_own(_to_bits(leaf)) for leaf in pytree.tree_leaves(carry)]
+        carry, y = step(_with_tensors(carry_like, carry), _with_tensors(x_like, x_flat))
+        new_leaves = [_own(_to_bits(leaf)) for leaf in _tensors(carry)]
         return new_leaves, (pytree.tree_map(lambda leaf: _own(_to_bits(leaf)), y), pytree.tree_map(_dtype_tag, y))
 
-    carry, (ys, tags) = scan_op(flat_step, [_own(_to_bits(leaf)) for leaf in carry_leaves], xs_leaves)
+    carry, (ys, tags) = scan_op(flat_step, [_own(_to_bits(leaf)) for leaf in first], _tensors(xs))
     carry = [_from_bits(leaf, dtype) for leaf, dtype in zip(carry, dtypes, strict=True)]
     ys = pytree.tree_map(lambda leaf, tag: _from_bits(leaf, _INTEGERS[tag.shape[1]][0]), ys, tags)
-    return pytree.tree_unflatten(carry, carry_spec), ys
+    return _with_tensors(carry_like, carry), ys
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:

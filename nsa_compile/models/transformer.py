@@ -54,7 +54,7 @@ class NSAttention(nn.Module):
         super().__init__()
         self.config = config
         heads, groups, dim = config.n_heads, config.n_kv_heads, config.dim
-        key_dim, value_dim = config.head_dim, config.v_head_dim or config.head_dim
+        key_dim, value_dim = config.head_dim, config.value_dim
         branches = 1 if config.shared_kv else 3
         self.q = nn.Linear(dim, heads * key_dim, bias=False)
         self.k = nn.Linear(dim, branches * groups * key_dim, bias=False)
@@ -79,7 +79,7 @@ class NSAttention(nn.Module):
         q_cmp = self.q(x).unflatten(-1, (config.n_heads, -1))
         gates = self.gate(x).sigmoid().unflatten(-1, (config.n_heads, 3))
         keys = self.k(x).unflatten(-1, (-1, groups, config.head_dim)).unbind(-3)
-        values = self.v(x).unflatten(-1, (-1, groups, config.v_head_dim or config.head_dim)).unbind(-3)
+        values = self.v(x).unflatten(-1, (-1, groups, config.value_dim)).unbind(-3)
 
         def rope(y: Tensor) -> Tensor:
             return apply_rope(y, position, config.rope_theta)
@@ -102,7 +102,7 @@ class NSAttention(nn.Module):
     def init_state(self, batch_size: int, max_len: int) -> NSAState:
         config, weight = self.config, self.q.weight
         key = weight.new_empty(config.n_kv_heads, config.head_dim)
-        value = weight.new_empty(config.n_kv_heads, config.v_head_dim or config.head_dim)
+        value = weight.new_empty(config.n_kv_heads, config.value_dim)
         return init_state(batch_size, max_len, key, value, pattern=config.pattern, shared_kv=config.shared_kv)
 
     def decode_step(self, state: NSAState, x: Tensor, t: Tensor) -> tuple[NSAState, Tensor]:
@@ -119,7 +119,7 @@ class DenseAttention(nn.Module):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__()
         self.config = config
-        value_dim = config.v_head_dim or config.head_dim
+        value_dim = config.value_dim
         self.q = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
         self.k = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.v = nn.Linear(config.dim, config.n_kv_heads * value_dim, bias=False)
@@ -139,7 +139,7 @@ class DenseAttention(nn.Module):
 
     def init_state(self, batch_size: int, max_len: int) -> KVCache:
         config, weight = self.config, self.q.weight
-        value_dim = config.v_head_dim or config.head_dim
+        value_dim = config.value_dim
         return KVCache(
             weight.new_zeros(batch_size, max_len, config.n_kv_heads, config.head_dim),
             weight.new_zeros(batch_size, max_len, config.n_kv_heads, value_dim),
@@ -182,7 +182,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = NSAttention(config) if config.attention == "nsa" else DenseAttention(config)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.dim, config.mlp_hidden or default_mlp_hidden(config.dim))
+        self.mlp = SwiGLU(config.dim, config.hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -193,11 +193,6 @@ class Block(nn.Module):
         state, o = self.attention.decode_step(state, self.attention_norm(x), t)
         x = x + o
         return state, x + self.mlp(self.mlp_norm(x))
-
-
-def default_mlp_hidden(dim: int) -> int:
-    """SwiGLU's usual 8/3 · dim, rounded up to a multiple of 32."""
-    return -(-8 * dim // 3 // 32) * 32
 
 
 class NSATransformer(nn.Module):

@@ -284,7 +284,8 @@ def _match_where(carry: fx.Node, condition: fx.Node, if_true: fx.Node, if_false:
     per_step = hits.sum(1)
     if per_step.max() > 1:
         raise Declined("one step writes several rows with one value", condition)
-    slots = torch.where(per_step == 1, hits.to(torch.int8).argmax(1), -1)[:, None]
+    row = hits.to(torch.int8).argmax(1) if hits.shape[1] else torch.zeros_like(per_step)  # a cache may have no rows
+    slots = torch.where(per_step == 1, row, -1)[:, None]
     return _rows(carry, if_false, dim, slots, if_true, record)
 
 

@@ -11,7 +11,9 @@ each a tensor of steps in the element's own layout, with size-1 dimensions where
 unfold or a transpose is followed by applying it to the steps themselves. Masks are known at compile time or
 conjunctions with what is, so for each element the first step at which it can be true, or false, is known.
 
-Claims hold for finite values: 0 · inf is NaN. Whatever is not understood makes its result stale for good.
+Claims hold for finite values: 0 · inf is NaN. Operators that make infinities of finite values, such as exp, therefore
+do not let a stale row pass; a sum or product that overflows is outside the claim. Whatever is not understood makes its
+result stale for good.
 """
 
 from __future__ import annotations
@@ -95,8 +97,10 @@ class Analysis:
             return rule(self, node)
         if not any(f.stale for f in inputs):
             return CLEAN
-        if isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
+        if node.target in FINITE:
             return self.pointwise(node)
+        if isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
+            return self.lost(node, f"{node.target} may overflow on a row that is not written yet, and inf * 0 is NaN")
         return self.lost(node, f"{node.target} mixes written and unwritten rows in a way the analysis does not follow")
 
     def _known_value(self, value: Tensor) -> Facts:
@@ -496,7 +500,9 @@ def _fills_with_infinity(analysis: Analysis, node: fx.Node) -> bool:
 
 
 def _div(analysis: Analysis, node: fx.Node) -> Facts:
-    """Zero over something stays zero as long as the something is a number or clean and finite: only numbers count."""
+    """Zero over a number stays zero. What is divided by a stale value may be infinite."""
+    if analysis.of(node.args[1]).stale:
+        return analysis.lost(node, "it divides by a row that is not written yet, and inf * 0 is NaN")
     facts = analysis.pointwise(node)
     if not isinstance(node.args[1], fx.Node) and node.args[1] != 0:
         facts = analysis._silence(replace(facts, zero=analysis.of(node.args[0]).zero))
@@ -604,6 +610,19 @@ MOVEMENT = CASTS | INDEXED | {
     aten.t.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
     aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.unfold.default, aten.cat.default,
     aten.stack.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.constant_pad_nd.default,
+}  # fmt: skip
+
+# Pointwise operators that take finite values to finite values, in their derivatives too. Others, such as exp, may turn
+# a stale row into an infinity, which a later zero does not silence.
+FINITE = {
+    aten.sub.Tensor, aten.sub.Scalar, aten.add.Scalar, aten.rsub.Scalar, aten.tanh.default, aten.sigmoid.default,
+    aten.relu.default, aten.silu.default, aten.gelu.default, aten.leaky_relu.default, aten.abs.default,
+    aten.sin.default, aten.cos.default, aten.erf.default, aten.sign.default, aten.floor.default, aten.ceil.default,
+    aten.round.default, aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default,
+    aten.clamp_max.default, aten.hardtanh.default, aten.softplus.default,
+    aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
+    aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar,
+    aten.bitwise_xor.Tensor, aten.logical_xor.default,
 }  # fmt: skip
 
 RULES: dict[Any, Callable[[Analysis, fx.Node], Facts]] = {
