@@ -1,0 +1,106 @@
+"""Time to the first result: cold and warm, in processes of their own, as layers and sequence grow.
+
+    python benchmarks/compile_time.py
+    python benchmarks/compile_time.py --layers 1,2 --seq-lens 256 --repeats 1
+
+Each repetition has an empty cache folder. A first process fills it (cold), a second one finds it filled (warm). Equal
+blocks compile once, so layers should cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from record import build, forward_backward, model_config, print_table, random_tokens, seconds_of, show, summarize, write
+
+WORKER_FLAG = "--worker"
+
+
+def worker(layers: int, seq_len: int, dim: int, head_dim: int, nested: str) -> None:
+    """The measured process: compile, run forward and backward once, print what it took."""
+    import nsa_compile
+
+    config = model_config(layers, dim, head_dim)
+    tokens = random_tokens(config, seq_len)
+    model = nsa_compile.compile_blocks(build(config), nested=nested)
+    first = seconds_of(lambda: forward_backward(model, tokens))
+    second = seconds_of(lambda: forward_backward(model, tokens))
+    report = nsa_compile.last_report()
+    assert report is not None
+    passes = sum(p.seconds + p.verify_seconds for p in report.passes)
+    # What remains of the first call once the work itself is taken off.
+    print(json.dumps({"compile_s": first - second, "passes_s": passes, "cache_hit": report.cache_hit}))
+
+
+def in_a_new_process(arguments: tuple[Any, ...], cache: str) -> dict[str, Any]:
+    # The package's own cache lies below Inductor's, so one folder empties both.
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    command = [sys.executable, str(Path(__file__)), WORKER_FLAG, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if result.returncode:
+        raise SystemExit(f"the measured process failed:\n{result.stderr}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def measure(layers: int, seq_len: int, dim: int, head_dim: int, nested: str, repeats: int) -> dict[str, Any]:
+    """Cold and warm compile times of one size."""
+    cold, warm = [], []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as cache:
+            cold.append(in_a_new_process((layers, seq_len, dim, head_dim, nested), cache))
+            warm.append(in_a_new_process((layers, seq_len, dim, head_dim, nested), cache))
+    return {
+        "layers": layers,
+        "seq_len": seq_len,
+        "cold": summarize([run["compile_s"] for run in cold]),
+        "warm": summarize([run["compile_s"] for run in warm]),
+        # Of the cold runs: a cache hit repeats the figures of the run that filled the cache.
+        "passes": summarize([run["passes_s"] for run in cold]),
+        "cold_cache_hits": sum(run["cache_hit"] for run in cold),
+        "warm_cache_hits": sum(run["cache_hit"] for run in warm),
+    }
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+@click.command()
+@click.option("--layers", default="1,2,4,8", show_default=True, help="Numbers of layers, at the first sequence length.")
+@click.option("--seq-lens", default="256,512,1024,2048", show_default=True, help="Lengths, at the first layer count.")
+@click.option("--dim", default=256, show_default=True)
+@click.option("--head-dim", default=64, show_default=True)
+@click.option("--repeats", default=3, show_default=True, help="Cold and warm pairs of each size.")
+@click.option("--nested", default="inductor", show_default=True)
+@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/compile_time.json without it.")
+def main(layers, seq_lens, dim, head_dim, repeats, nested, out) -> None:
+    """Time compilation with an empty and with a filled cache."""
+    layer_counts, lengths = numbers(layers), numbers(seq_lens)
+    sizes = [(n, lengths[0]) for n in layer_counts] + [(layer_counts[0], s) for s in lengths[1:]]
+    rows: list[dict[str, Any]] = []
+    for n, seq_len in sizes:
+        rows.append(measure(n, seq_len, dim, head_dim, nested, repeats))
+        # The model of the first size; each row says its own number of layers.
+        config = model_config(layer_counts[0], dim, head_dim)
+        path = write("compile_time", out, config, {"repeats": repeats, "nested": nested}, rows)
+        print(f"{n} layers, S = {seq_len}: cold {show(rows[-1]['cold'], 1)} s", flush=True)
+    print_table(
+        [(r["layers"], r["seq_len"], *(show(r[key], 1) for key in ("cold", "warm", "passes"))) for r in rows],
+        ("layers", "S", "cold, s (range)", "warm, s (range)", "passes, s (range)"),
+    )
+    print(path)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [WORKER_FLAG]:
+        *sizes, nested = sys.argv[2:]
+        worker(*map(int, sizes), nested)
+    else:
+        main()
