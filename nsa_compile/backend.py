@@ -57,18 +57,21 @@ def nsa_compile_backend(
     global _last_report
     chosen = parse_options(dict(options or {}))
     specialize_shapes(gm)
-    _last_report = optimize(gm, chosen)
+    _last_report = optimize(gm, chosen, example_inputs)
     return compile_nested(gm, example_inputs, chosen.nested)
 
 
-def optimize(gm: fx.GraphModule, options: Options) -> Report:
-    """Run the passes on a captured graph in place, or fetch what they made of an equal one before."""
+def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> Report:
+    """Run the passes on a captured graph in place, or fetch what they made of an equal one before.
+
+    `check` compares values on the inputs the program was first called with.
+    """
     use_cache = options.cache and options.dump_dir is None and not options.check
     key = cache.cache_key(gm, options) if use_cache else ""
     if use_cache and (report := cache.load(gm, key)) is not None:
         log.info("passes: cache hit %s", key[:12])
         return report
-    report = run_pipeline(gm, options)
+    report = run_pipeline(gm, options, example_inputs if options.check else None)
     report.cache_key = key
     if use_cache:
         cache.store(gm, key, report)

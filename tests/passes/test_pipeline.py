@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import subprocess
 import sys
 import textwrap
@@ -69,7 +70,7 @@ def test_a_recurrence_stays_a_loop_and_names_its_line():
     assert decline.op == "aten.tanh.default"
     assert decline.location.startswith(__file__)
     line = int(decline.location.rpartition(":")[2])
-    assert "torch.tanh(h + row)" in open(__file__).read().splitlines()[line - 1]
+    assert "torch.tanh(h + row)" in linecache.getline(__file__, line)
     assert "recurrence" in decline.reason
 
 
@@ -110,6 +111,18 @@ def test_memory_bound_declines_a_kept_guard():
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         nsa_compile.compile(cumulative, **options)
+
+
+def test_check_compares_values_on_the_first_inputs(monkeypatch):
+    x = torch.randn(5, 2)
+    _, report = run(cumulative, x, 5, check=True)
+    assert all(p.max_abs_error is not None for p in report.passes if p.changed)
+
+    # Now a pass that reads the wrong rows.
+    healthy = batch_prefill.np.ascontiguousarray
+    monkeypatch.setattr(batch_prefill.BatchedBody, "_constant", lambda self, v: torch.from_numpy(healthy(v) * 0))
+    with pytest.raises(Exception, match="pass batch_prefill: it changed values on real inputs"):
+        run(cumulative, x, 5, check=True)
 
 
 def test_dumps_are_numbered_readable_python(tmp_path):

@@ -23,7 +23,8 @@ def compiled(
     """Outputs and gradients through the compiler, and its report."""
     torch._dynamo.reset()
     run, *args = program.build()
-    fast = torch.compile(run, backend="nsa_compile", fullgraph=True, options={"nested": nested, "cache": False, **options})
+    options = {"nested": nested, "cache": False, **options}
+    fast = torch.compile(run, backend="nsa_compile", fullgraph=True, options=options)
     result = values_and_grads(lambda scan, *inputs: fast(nsa_compile.scan, *inputs), None, *args)
     return result, nsa_compile.last_report()
 
