@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.resolve_carries import Rows
-from nsa_compile.passes.scans import Declined, ScanRecord, ScanSite, example, find_scans
+from nsa_compile.passes.scans import Declined, ScanRecord, ScanSite, aten, example, find_scans
 from nsa_compile.passes.staleness import Analysis, Facts, explain
 
 
@@ -65,7 +65,7 @@ def guarded_views(site: ScanSite, record: ScanRecord) -> dict[str, tuple[fx.Node
         if isinstance(kind, Rows) and kind.write_once:
             written = torch.from_numpy(kind.written_at)
             never = written >= record.length  # such a row is the initial one at every step
-            after = [u for u in update.users if u.op != "output"]
+            after = [u for u in update.users if u.target is not aten.clone.default]  # such a copy is the output
             if after or update in site.outputs()[1]:
                 views[carry.name] = (update, torch.where(never, 0, written), kind.dim)
             if [u for u in carry.users if u is not update and not _only_feeds(u, update)]:

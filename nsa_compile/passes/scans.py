@@ -92,8 +92,9 @@ class ScanSite:
         return nodes[:a], nodes[a:b], nodes[b:]
 
     def outputs(self) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The body's outputs: new carries, one row of each ys."""
+        """The body's outputs: new carries, one row of each ys; what they are copies of, where they are copies."""
         (values,) = self.body.graph.output_node().args
+        values = [v.args[0] if v.target is aten.clone.default else v for v in values]
         n = len(self.init)
         return list(values[:n]), list(values[n:])
 
@@ -179,6 +180,7 @@ def lower_body(site: ScanSite) -> fx.GraphModule:
         if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
             raise Declined(f"{node.target} draws random numbers, whose order a batched step would change", node)
     _strip_copies(lowered)
+    _copy_outputs(lowered)
     return lowered
 
 
@@ -219,6 +221,19 @@ def _strip_copies(gm: fx.GraphModule) -> None:
             if example(original).dtype == node.args[1]:
                 node.replace_all_uses_with(original)
     gm.graph.eliminate_dead_code()
+    gm.recompile()
+
+
+def _copy_outputs(gm: fx.GraphModule) -> None:
+    """Copy each output: while it is a scan, its outputs must alias neither its inputs nor each other."""
+    output = gm.graph.output_node()
+    copies = []
+    for value in output.args[0]:
+        with gm.graph.inserting_before(output):
+            copied = gm.graph.call_function(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+        copied.meta = dict(value.meta)
+        copies.append(copied)
+    output.args = (copies,)
     gm.recompile()
 
 
