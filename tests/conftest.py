@@ -18,7 +18,7 @@ _COMMON: dict[str, Any] = {
     "print_blob": True,
     "suppress_health_check": [HealthCheck.too_slow],
 }
-settings.register_profile("fast", max_examples=25, **_COMMON)
+settings.register_profile("fast", max_examples=12, **_COMMON)
 settings.register_profile("deep", max_examples=1000, **_COMMON)
 settings.load_profile("fast")  # --hypothesis-profile=deep takes the other one
 
