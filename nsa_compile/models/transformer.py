@@ -18,13 +18,14 @@ def apply_rope(x: Tensor, position: Tensor, theta: float) -> Tensor:
     """Rotate each head of `x` `[..., S, H, D]` by its position `[S]` (RoPE, arXiv 2104.09864), halves paired.
 
     The rotation acts within one head's D channels, never across heads, so scores depend on relative position only.
-    Angles are computed in float32.
+    Angles are computed in at least float32.
     """
     half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = position.to(torch.float32)[:, None] * frequency  # [S, D/2]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    frequency = theta ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
+    angle = position.to(dtype)[:, None] * frequency  # [S, D/2]
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]  # [S, 1, D/2]
-    a, b = x.to(torch.promote_types(x.dtype, torch.float32)).split(half, dim=-1)
+    a, b = x.to(dtype).split(half, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
