@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from nsa_compile.passes.eliminate_guards import guarded_views
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.resolve_carries import Invariant, Known, Latest, Rows
 from nsa_compile.passes.rewriting import inline_graph
@@ -70,8 +71,6 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
 
 def guards(site: ScanSite, record: ScanRecord) -> tuple[list[str], list[str]]:
     """Names of the buffer views that keep a guard, and of those that do not."""
-    from nsa_compile.passes.eliminate_guards import guarded_views
-
     views = guarded_views(site, record)
     return [v for v in views if v not in record.guards_dropped], [v for v in views if v in record.guards_dropped]
 

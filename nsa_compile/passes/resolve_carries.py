@@ -171,7 +171,10 @@ def _classify(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Carry:
         return Known(record.known[carry].numpy())
     if not _depends_on(update, carry):
         return Latest()
-    return _match_rows(carry, update, record)
+    rows = _match_rows(carry, update, record)
+    if not rows.write_once and rows.steps * rows.size > TABLE_LIMIT:
+        raise Declined(f"{rows.size} rows rewritten over {rows.steps} steps need a table above {TABLE_LIMIT}", update)
+    return rows
 
 
 def _depends_on(node: fx.Node, source: fx.Node) -> bool:
@@ -193,8 +196,7 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
     shape = example(carry).shape
 
     if update.target is aten.where.self:
-        condition, if_true, if_false = update.args
-        return _match_where(carry, condition, if_true, if_false, record)
+        return _match_where(carry, update, record)
 
     if update.target in (aten.cat.default, aten.roll.default):
         return _match_shift(carry, update, record)
@@ -212,13 +214,9 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
         if len(given) != 1:
             raise Declined("index_put writes at several index tensors, not at whole rows", update)
         ((dim, index),) = given
-        slots = _slots(index, shape[dim], record, update)
-        rows = _rows(carry, base, dim, slots, source, record)
-        if example(source).dim() < len(shape) and example(index).dim() == 0 and dim == 0:
-            return rows
         if example(index).dim() == 0 and dim != 0:
             raise Declined("index_put writes a scalar index behind the first dimension", update)
-        return rows
+        return _rows(carry, base, dim, _slots(index, shape[dim], record, update), source, record)
 
     if update.target is aten.scatter.src:
         base, dim, index, source = update.args
@@ -236,23 +234,17 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
     )
 
 
-def _match_where(carry: fx.Node, condition: fx.Node, if_true: fx.Node, if_false: fx.Node, record: ScanRecord) -> Rows:
-    update = next(u for u in condition.users if u.target is aten.where.self and u.args[0] is condition)
+def _match_where(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
+    condition, if_true, if_false = update.args
     mask = record.known.get(condition)
     if mask is None and condition in record.constant:
         mask = record.constant[condition].expand(record.length, *record.constant[condition].shape)
     if mask is None:
         raise Declined("the condition of this write depends on data, not on the step index alone", condition)
-    if _depends_on(if_true, carry):
-        # Written the other way round: where(keep, old, new). Both sides may hold the carry when the predicate is a
-        # scalar around a write; the side that is the carry itself is the one that is kept.
-        if if_false is carry:
-            pass
-        elif if_true is carry:
-            mask, if_true, if_false = ~mask, if_false, if_true
-        else:
-            if not _depends_on(if_false, carry):
-                mask, if_true, if_false = ~mask, if_false, if_true
+    other_side_is_new = if_true is carry or not _depends_on(if_false, carry)
+    if _depends_on(if_true, carry) and if_false is not carry and other_side_is_new:
+        # Written the other way round: where(keep, old, new).
+        mask, if_true, if_false = ~mask, if_false, if_true
     shape = example(carry).shape
 
     if mask[0].numel() == 1 and if_false is carry and _depends_on(if_true, carry):
@@ -342,7 +334,7 @@ def _kept_rows(carry: fx.Node, node: fx.Node, dim: int) -> Tensor | None:
 
 
 def _rows(carry: fx.Node, base: fx.Node, dim: int, slots: Tensor, source: fx.Node, record: ScanRecord) -> Rows:
-    if _depends_on(source, carry) and source is carry:
+    if source is carry:
         raise Declined("the carry is written to itself", carry)
     moved = None
     if base is not carry:

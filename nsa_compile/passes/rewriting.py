@@ -20,10 +20,8 @@ def inherit_meta(new: fx.Node, old: fx.Node) -> None:
             new.meta[key] = old.meta[key]
 
 
-def inline_graph(
-    owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]
-) -> list[fx.Node]:
-    """Replace a node with several outputs by the nodes of `graph`, fed with `inputs`; return the new nodes.
+def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
+    """Replace a node with several outputs by the nodes of `graph`, fed with `inputs`.
 
     Users of `node` must be `getitem`s; they become users of the graph's outputs. Tensors the graph holds as
     attributes move to `owner`.
@@ -31,7 +29,6 @@ def inline_graph(
     mapped: dict[fx.Node, Any] = {}
     placeholders = graph.graph.find_nodes(op="placeholder")
     mapped.update(zip(placeholders, inputs, strict=True))
-    added: list[fx.Node] = []
     with owner.graph.inserting_before(node):
         for inner in graph.graph.nodes:
             if inner.op in ("placeholder", "output"):
@@ -42,7 +39,6 @@ def inline_graph(
                 copied.meta["example_value"] = operator.attrgetter(inner.target)(graph)
             inherit_meta(copied, node)
             mapped[inner] = copied
-            added.append(copied)
     (outputs,) = graph.graph.output_node().args
     for user in list(node.users):
         assert user.target is operator.getitem, f"{node.name} has a user that is no getitem: {user.format_node()}"
@@ -52,7 +48,6 @@ def inline_graph(
     owner.graph.eliminate_dead_code()
     owner.delete_all_unused_submodules()
     owner.recompile()
-    return [n for n in added if n.graph is owner.graph and not n._erased]
 
 
 def _adopt(owner: fx.GraphModule, tensor: torch.Tensor) -> str:

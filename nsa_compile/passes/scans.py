@@ -164,9 +164,7 @@ def lower_body(site: ScanSite) -> fx.GraphModule:
     for node in body.graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
             raise Declined(f"the step calls the higher-order operator {node.target}, which has no batched form", node)
-    carries, xs, additional = site.placeholders()
     fakes = fake_inputs(site.init) + [x[0] for x in fake_inputs(site.xs)] + fake_inputs(site.additional)
-    del carries, xs, additional
 
     def run(*args: Tensor) -> list[Tensor]:
         return list(_BodyInterpreter(body).run(*args))

@@ -77,7 +77,14 @@ class Analysis:
     def run(self, node: fx.Node) -> None:
         """Derive the facts of one node from those of its inputs."""
         with unset_fake_temporarily(), torch.no_grad():
-            self.facts[node] = self._tidy(self._derive(node))
+            facts = self._derive(node)
+            if facts.surely_kept is None and node.target not in SOFTMAX and self._reads_filled(node):
+                # A floor that went through an operator without a rule for it is still no kept score.
+                facts = replace(facts, surely_kept=_NEVER_SURE)
+            self.facts[node] = self._tidy(facts)
+
+    def _reads_filled(self, node: fx.Node) -> bool:
+        return any(f.fill is not None or f.surely_kept is not None for f in map(self.of, node.all_input_nodes))
 
     def of(self, value: Any) -> Facts:
         return self.facts.get(value, CLEAN) if isinstance(value, fx.Node) else CLEAN
@@ -108,8 +115,12 @@ class Analysis:
         if value.dtype.is_floating_point:
             if bool(value.isnan().any()):
                 return CLEAN
-            first_kept, kept_run = _first_run(value > torch.finfo(value.dtype).min)
-            return Facts(zero=_first_run(value != 0)[0], fill=first_kept, surely_kept=kept_run)
+            zero = _first_run(value != 0)[0]
+            kept = value > torch.finfo(value.dtype).min
+            if bool(kept.all()):
+                return Facts(zero=zero)
+            first_kept, kept_run = _first_run(kept)
+            return Facts(zero=zero, fill=first_kept, surely_kept=kept_run)
         if value.dtype != torch.bool:
             return Facts(zero=_first_run(value != 0)[0])
         first_true, true_run = _first_run(value)
@@ -196,8 +207,6 @@ class Analysis:
             facts = replace(facts, zero=zero)
             if fill is not None:
                 facts = _with_fill(replace(facts, fill=masked.fill, surely_kept=masked.surely_kept), fill, kept)
-            elif a.fill is not None or b.fill is not None:
-                facts = replace(facts, surely_kept=_NEVER_SURE)
         if facts.stale and facts.trail is None and isinstance(mask, fx.Node):
             facts = replace(
                 facts, trail=(self._explain_mask(a if a.stale else b, from_true if a.stale else from_false), mask)
@@ -465,12 +474,11 @@ def _add(analysis: Analysis, node: fx.Node) -> Facts:
     a, b = (analysis.of(x) for x in node.args[:2])
     facts = analysis._join([a, b])
     for mask, value in ((a, node.args[0]), (b, node.args[1])):
-        if mask.fill is None:
-            continue
-        if node.kwargs.get("alpha", 1) == 1 and isinstance(value, fx.Node) and _fills_with_infinity(analysis, value):
+        infinite = isinstance(value, fx.Node) and _fills_with_infinity(analysis, value)
+        if mask.fill is not None and infinite and node.kwargs.get("alpha", 1) == 1:
             facts = _with_fill(facts, mask.fill, mask.surely_kept)
-        else:
-            facts = replace(facts, surely_kept=_NEVER_SURE)  # a fill that may have been lost is no kept score
+        elif mask.fill is not None or mask.surely_kept is not None:
+            facts = replace(facts, surely_kept=_NEVER_SURE)  # its floor may be lost: no kept score
     facts = analysis._silence(facts)
     return replace(facts, zero=_both(a.zero, b.zero))
 
@@ -490,13 +498,17 @@ def _fills_with_infinity(analysis: Analysis, node: fx.Node) -> bool:
     while node.target in MOVEMENT and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
-        floors = [x for x in node.args[1:3] if analysis._is_floor(x)]
+        sides = node.args[1:3]
     elif node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        floors = [node.args[2]]
+        sides = (node.args[0], node.args[2])
     else:
         values = analysis.record.known.get(node)
         return values is not None and not bool((values == torch.finfo(values.dtype).min).any())
-    return bool(floors) and all(analysis._is_constant(x, lambda v: v == -math.inf) for x in floors)
+    floors = [x for x in sides if analysis._is_floor(x)]
+    # What was masked before must have been filled with -inf as well.
+    inner = [x for x in sides if isinstance(x, fx.Node) and x not in floors and analysis.of(x).fill is not None]
+    infinite = all(analysis._is_constant(x, lambda v: v == -math.inf) for x in floors)
+    return bool(floors) and infinite and all(_fills_with_infinity(analysis, x) for x in inner)
 
 
 def _div(analysis: Analysis, node: fx.Node) -> Facts:
@@ -603,6 +615,7 @@ def _move(analysis: Analysis, node: fx.Node) -> Facts:
     return analysis.movement(node) if any(analysis.of(n).says_anything for n in node.all_input_nodes) else CLEAN
 
 
+SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
 CASTS = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default}
 INDEXED = {aten.index_select.default, aten.index.Tensor, aten.gather.default}
 MOVEMENT = CASTS | INDEXED | {
