@@ -193,3 +193,23 @@ def test_warm_start_runs_no_pass_and_a_changed_option_does(tmp_path, monkeypatch
         path.write_bytes(b"damaged")
     assert start(10**6) == "False"
     assert start(10**6) == "True"
+
+
+def test_a_floor_lost_on_its_way_is_no_kept_score():
+    """Step t's only causal score is -inf already: softmax spreads over the future, so the guard must stay."""
+
+    def f(x, bias):
+        rows = torch.arange(6)
+
+        def step(cache, xs):
+            cache = torch.where((rows == xs["t"])[:, None], xs["x"], cache)
+            scores = (cache @ xs["x"]).masked_fill(rows == xs["t"], float("-inf")) - bias
+            scores = torch.where(rows <= xs["t"], scores, torch.finfo(scores.dtype).min)
+            return cache, scores.softmax(-1) @ cache
+
+        return nsa_compile.scan(step, x.new_zeros(6, 2), {"x": x, "t": torch.arange(6)})[1]
+
+    args = torch.randn(6, 2, dtype=torch.float64), torch.randn((), dtype=torch.float64)
+    actual, report = run(f, *args, cache=False)
+    torch.testing.assert_close(actual, f(*args))
+    assert report.scans[0].guards_kept
