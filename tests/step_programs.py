@@ -361,7 +361,9 @@ def kv_cache(p: Writer) -> tuple[Schedule, str, str, str, str]:
 def with_window(p: Writer, keep: str, s: Schedule) -> str:
     if not s.first_row_early or p.pick(False, True):
         return keep
-    return f"({keep}) & ({s.written} > {p.time} - {p.pick(1, 2, 4)})"
+    strictly_past = keep.endswith((f"< {p.time}", f">= {p.time})"))
+    # A window of one row of the strict past would hold none, and what reads it would be zero whatever leaks.
+    return f"({keep}) & ({s.written} > {p.time} - {p.pick(2, 4) if strictly_past else p.pick(1, 2, 4)})"
 
 
 # ------------------------------------------------------------------------------------------------- units, by claim
@@ -623,7 +625,9 @@ def gathered_rows(p: Writer) -> None:
     k = append(p, buf, p.value(), Schedule(rows, p.time, None, "r", True))
     p.update[buf] = k
     row = p.pick(
-        f"({p.time} + 1).clamp(max={rows - 1})", f"{rows - 1} - {p.time}", f"({p.vectors[0]} > 0).sum() + {rows - 4}"
+        f"({p.time} + 1).clamp(max={rows - 1})",
+        f"{rows - 1} - {p.time}",
+        f"({p.vectors[0]} > 0).sum().clamp(max=3) + {rows - 4}",
     )
     p.emit(f"torch.gather({k}, {dim}, ({row}).expand({p.layout.buffer(1)})).squeeze({dim})")
     p.demand("not_unguarded")

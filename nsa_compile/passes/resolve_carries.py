@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from nsa_compile.passes.known import evaluate_known
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.scans import RECORD, Declined, ScanRecord, ScanSite, aten, example, find_scans, lower_body
+from nsa_compile.passes.step_values import StepMask, Table, step_mask
 
 # Entries of the table "step, row -> writer" that a buffer with rewritten rows may need.
 TABLE_LIMIT = 2**26
@@ -168,7 +170,7 @@ def _classify(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Carry:
     if update is carry:
         return Invariant()
     if carry in record.known:
-        return Known(record.known[carry].numpy())
+        return Known(record.known[carry].table().numpy())
     if not _depends_on(update, carry):
         return Latest()
     rows = _match_rows(carry, update, record)
@@ -236,49 +238,62 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
 
 def _match_where(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
     condition, if_true, if_false = update.args
-    mask = record.known.get(condition)
-    if mask is None and condition in record.constant:
-        mask = record.constant[condition].expand(record.length, *record.constant[condition].shape)
-    if mask is None:
-        raise Declined("the condition of this write depends on data, not on the step index alone", condition)
+    mask = _condition(condition, record)
     other_side_is_new = if_true is carry or not _depends_on(if_false, carry)
     if _depends_on(if_true, carry) and if_false is not carry and other_side_is_new:
         # Written the other way round: where(keep, old, new).
         mask, if_true, if_false = ~mask, if_false, if_true
     shape = example(carry).shape
 
-    if mask[0].numel() == 1 and if_false is carry and _depends_on(if_true, carry):
+    if mask.shape.numel() == 1 and if_false is carry and _depends_on(if_true, carry):
         # A known predicate around a write: the write happens at some steps only.
         inner = _match_rows(carry, if_true, record)
         if inner.base is not None:
             raise Declined("a shift that happens at some steps only", update)
-        happens = mask.reshape(record.length, 1)
+        happens = mask.table().reshape(record.length, 1)
         return Rows(inner.dim, inner.size, inner.written, np.where(happens.numpy(), inner.slots, -1))
 
     if _depends_on(if_true, carry):
         raise Declined("the rows written are computed from the buffer they are written to, in the same place", update)
 
-    mask = mask.reshape(record.length, *([1] * (len(shape) - (mask.dim() - 1))), *mask.shape[1:])
-    wide = [i for i, size in enumerate(mask.shape[1:]) if size != 1]
+    mask_shape = [1] * (len(shape) - len(mask.shape)) + list(mask.shape)
+    wide = [i for i, size in enumerate(mask_shape) if size != 1]
     if len(wide) > 1:
         raise Declined("the condition of this write selects elements, not whole rows", condition)
     dim = wide[0] if wide else 0
-    hits = mask.movedim(dim + 1, 1).flatten(1)  # [S, rows of the mask]
     if not wide and shape[dim] != 1:
         # A scalar predicate that replaces the whole buffer by a value: every row, or none.
-        return _whole_buffer(carry, if_true, if_false, hits[:, 0], record)
+        return _whole_buffer(carry, if_true, if_false, mask.table().reshape(record.length), record)
     source_shape = example(if_true).shape if isinstance(if_true, fx.Node) else ()
     source_rows = source_shape[dim - len(shape)] if len(source_shape) >= len(shape) - dim else 1
     if source_rows != 1 and shape[dim] != 1:
         raise Declined("where() takes each row from a different place of its source", update)
     if not isinstance(if_true, fx.Node):
         raise Declined("where() writes a Python number", update)
-    per_step = hits.sum(1)
-    if per_step.max() > 1:
+    return _rows(carry, if_false, dim, _single_slots(mask, condition, record), if_true, record)
+
+
+def _condition(condition: fx.Node, record: ScanRecord) -> Table | StepMask:
+    """The condition of a write at every step."""
+    value: Any = record.known.get(condition, record.constant.get(condition))
+    mask = None if value is None else step_mask(value, record.length)
+    if mask is None and isinstance(value, Table):
+        return value
+    if mask is None:
+        raise Declined("the condition of this write depends on data, not on the step index alone", condition)
+    return mask
+
+
+def _single_slots(mask: Table | StepMask, condition: fx.Node, record: ScanRecord) -> Tensor:
+    """The one row that a condition is true for at each step, -1 for none: `[S, 1]`."""
+    if isinstance(mask, StepMask) and mask.count > record.length:
         raise Declined("one step writes several rows with one value", condition)
-    row = hits.to(torch.int8).argmax(1) if hits.shape[1] else torch.zeros_like(per_step)  # a cache may have no rows
-    slots = torch.where(per_step == 1, row, -1)[:, None]
-    return _rows(carry, if_false, dim, slots, if_true, record)
+    t, row = mask.true_entries()
+    if bool((t[1:] == t[:-1]).any()):
+        raise Declined("one step writes several rows with one value", condition)
+    slots = torch.full((record.length, 1), -1)
+    slots[t, 0] = row
+    return slots
 
 
 def _whole_buffer(carry, source, base, happens, record) -> Rows:
@@ -347,7 +362,7 @@ def _rows(carry: fx.Node, base: fx.Node, dim: int, slots: Tensor, source: fx.Nod
 def _slots(index: fx.Node, size: int, record: ScanRecord, update: fx.Node) -> Tensor:
     """The rows an index names at each step, `[S, count]`."""
     if index in record.known:
-        value = record.known[index]
+        value = _table(index, record, update)
     elif index in record.constant:
         value = record.constant[index].expand(record.length, *record.constant[index].shape)
     else:
@@ -358,10 +373,16 @@ def _slots(index: fx.Node, size: int, record: ScanRecord, update: fx.Node) -> Te
     return _checked_slots(value, size, update)
 
 
+def _table(index: fx.Node, record: ScanRecord, update: fx.Node) -> Tensor:
+    if example(index).numel() * record.length > TABLE_LIMIT:
+        raise Declined(f"the rows it writes need a table above {TABLE_LIMIT} numbers", update)
+    return record.known[index].table()
+
+
 def _scatter_slots(index, dim, shape, record, update) -> Tensor:
-    value = record.known.get(index)
-    if value is None:
+    if index not in record.known:
         raise Declined("the row written depends on data, not on the step index alone", update)
+    value = _table(index, record, update)
     if example(update.args[3]).shape != example(index).shape:
         raise Declined("scatter takes a part of its source only", update)
     value = value.movedim(dim + 1, 1).flatten(2)

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
+from nsa_compile.passes.step_values import StepValue
+
 aten = torch.ops.aten
 
 RECORD = "nsa_scan"
@@ -49,7 +51,7 @@ class ScanRecord:
     name: str
     length: int
     carries: list[Any] = field(default_factory=list)  # one resolve_carries.Carry a leaf, once resolved
-    known: dict[fx.Node, Tensor] = field(default_factory=dict)  # body node -> its values at every step, [S, ...]
+    known: dict[fx.Node, StepValue] = field(default_factory=dict)  # body node -> its value at every step
     constant: dict[fx.Node, Tensor] = field(default_factory=dict)  # body node -> its value at any step
     guards_kept: list[str] = field(default_factory=list)
     guards_dropped: list[str] = field(default_factory=list)

@@ -29,7 +29,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from nsa_compile.passes.known import LIMIT
 from nsa_compile.passes.scans import ScanRecord, aten, example, location
+from nsa_compile.passes.step_values import Choice, Separable, StepMask, StepValue, Table
 
 Steps = Tensor  # int64, broadcastable to the value's shape
 
@@ -79,11 +81,15 @@ class Analysis:
         with unset_fake_temporarily(), torch.no_grad():
             facts = self._derive(node)
             if facts.surely_kept is None and node.target not in SOFTMAX and self._reads_filled(node):
-                # A floor that went through an operator without a rule for it is still no kept score.
+                # A floor that went through an operator without a rule for it is still no kept score. Indices and
+                # masks made from floors are no scores.
                 facts = replace(facts, surely_kept=_NEVER_SURE)
             self.facts[node] = self._tidy(facts)
 
     def _reads_filled(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
+            return False
         return any(f.fill is not None or f.surely_kept is not None for f in map(self.of, node.all_input_nodes))
 
     def of(self, value: Any) -> Facts:
@@ -110,22 +116,25 @@ class Analysis:
             return self.lost(node, f"{node.target} may overflow on a row that is not written yet, and inf * 0 is NaN")
         return self.lost(node, f"{node.target} mixes written and unwritten rows in a way the analysis does not follow")
 
-    def _known_value(self, value: Tensor) -> Facts:
-        """What a value known at every step, `[S, ...]`, says as a mask, as a factor and as an additive mask."""
-        if value.dtype.is_floating_point:
-            if bool(value.isnan().any()):
-                return CLEAN
-            zero = _first_run(value != 0)[0]
-            kept = value > torch.finfo(value.dtype).min
-            if bool(kept.all()):
-                return Facts(zero=zero)
-            first_kept, kept_run = _first_run(kept)
-            return Facts(zero=zero, fill=first_kept, surely_kept=kept_run)
-        if value.dtype != torch.bool:
-            return Facts(zero=_first_run(value != 0)[0])
-        first_true, true_run = _first_run(value)
-        first_false, false_run = _first_run(~value)
-        return Facts(can_be_true=first_true, can_be_false=first_false, surely_true=true_run, surely_false=false_run)
+    def _known_value(self, value: StepValue) -> Facts:
+        """What a value known at every step says as a mask, as a factor and as an additive mask."""
+        if isinstance(value, Separable):
+            return CLEAN  # numbers, such as an index: they say nothing as a mask
+        if isinstance(value, StepMask) or (isinstance(value, Table) and value.values.dtype == torch.bool):
+            first_true, true_run = value.run_of(True)
+            first_false, false_run = value.run_of(False)
+            return Facts(can_be_true=first_true, can_be_false=first_false, surely_true=true_run, surely_false=false_run)
+        zero = value.where(lambda x: x != 0).run_of(True)[0]
+        dtype = value.values.dtype if isinstance(value, Table) else value.if_true.dtype
+        if not dtype.is_floating_point:
+            return Facts(zero=zero)
+        if _ever(value.where(torch.isnan)):
+            return CLEAN
+        kept = value.where(lambda x: x > torch.finfo(dtype).min)
+        if not _ever(value.where(lambda x: x <= torch.finfo(dtype).min)):
+            return Facts(zero=zero)
+        first_kept, kept_run = kept.run_of(True)
+        return Facts(zero=zero, fill=first_kept, surely_kept=kept_run)
 
     def lost(self, node: fx.Node, why: str) -> Facts:
         """Everything of the result is stale for good."""
@@ -331,11 +340,11 @@ class Analysis:
         if not f.stale:
             return CLEAN
         index_steps = self.record.known.get(index)
-        if index_steps is None:
-            return self.lost(node, f"{node.target} picks rows by numbers that depend on data")
+        if index_steps is None or example(index).numel() * self.record.length > LIMIT:
+            return self.lost(node, f"{node.target} picks rows by numbers that depend on data, or by too many")
         shape = example(value).shape
         per_row = f.ready.expand(shape).movedim(dim, 0).flatten(1).amax(1) if len(shape) > 1 else f.ready.expand(shape)
-        needed = per_row[index_steps.reshape(self.record.length, -1)]
+        needed = per_row[index_steps.table().reshape(self.record.length, -1)]
         now = torch.arange(self.record.length)[:, None]
         late = needed > now
         if not bool(late.any()):
@@ -358,14 +367,14 @@ class Analysis:
         return replace(f, **changes)
 
 
-def _first_run(value: Tensor) -> tuple[Steps, tuple[Steps, Steps]]:
-    """For `[S, ...]` booleans: the first true step (S if none), and the first run of true steps, both ends included."""
-    steps = value.shape[0]
-    index = torch.arange(steps, dtype=torch.int32).reshape(-1, *([1] * (value.dim() - 1)))
-    # A minimum over step numbers runs vectorised; argmax down a column does not.
-    first = torch.where(value, index, steps).amin(0)
-    end = torch.where(~value & (index >= first), index, steps).amin(0)
-    return first.long(), (first.long(), end.long() - 1)
+def _ever(value: Table | StepMask) -> bool:
+    """Whether a boolean is true anywhere, at any step."""
+    first, _ = value.run_of(True)
+    return bool((first < _steps_of(value)).any())
+
+
+def _steps_of(value: Table | StepMask) -> int:
+    return value.length if isinstance(value, StepMask) else value.values.shape[0]
 
 
 def _covers(low: Tensor, high: Tensor, length: int) -> bool:
@@ -503,7 +512,9 @@ def _fills_with_infinity(analysis: Analysis, node: fx.Node) -> bool:
         sides = (node.args[0], node.args[2])
     else:
         values = analysis.record.known.get(node)
-        return values is not None and not bool((values == torch.finfo(values.dtype).min).any())
+        if not isinstance(values, Table | Choice) or not example(node).dtype.is_floating_point:
+            return False
+        return not _ever(values.where(lambda x: x == torch.finfo(x.dtype).min))
     floors = [x for x in sides if analysis._is_floor(x)]
     # What was masked before must have been filled with -inf as well.
     inner = [x for x in sides if isinstance(x, fx.Node) and x not in floors and analysis.of(x).fill is not None]

@@ -1,0 +1,95 @@
+"""Closed forms of what is known at every step, against tables of all steps."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa_compile.passes.step_values import Choice, Separable, StepMask, Table, compare, separable, step_mask
+
+S, N = 7, 12
+
+
+@st.composite
+def masks(draw):
+    numbers = st.lists(st.integers(-2, S + 2), min_size=N, max_size=N).map(torch.tensor)
+    outside = st.lists(st.booleans(), min_size=N, max_size=N).map(torch.tensor)
+    return StepMask.of(draw(numbers), draw(numbers), draw(outside), S)
+
+
+def same(value, table):
+    assert torch.equal(value.table(), table)
+    reference = Table(table)
+    for wanted in (True, False):
+        first, run = value.run_of(wanted)
+        expected_first, expected_run = reference.run_of(wanted)
+        assert torch.equal(first, expected_first)
+        some = expected_first < S  # the run of what never happens is empty, wherever it lies
+        assert torch.equal(run[0][some], expected_run[0][some])
+        assert torch.equal(run[1][some], expected_run[1][some])
+        assert bool((run[1] < run[0])[~some].all())
+    assert all(map(torch.equal, value.true_entries(), reference.true_entries()))
+
+
+@given(masks(), masks())
+def test_masks_combine_as_booleans_do(a, b):
+    same(a, a.table())
+    same(~a, ~a.table())
+    for op in (operator.and_, operator.or_):
+        result = op(a, b)
+        if result is not None:
+            same(result, op(a.table(), b.table()))
+
+
+@given(masks(), st.data())
+def test_what_is_one_interval_is_found_to_be_one(a, data):
+    """A conjunction is given up only where some element is true in two separate runs, inside and out."""
+    b = data.draw(masks())
+    result = a & b
+    if result is None:
+        table = (a.table() & b.table()).to(torch.int8)
+        edges = (table[1:] != table[:-1]).sum(0)
+        assert bool((edges > 2).any())
+
+
+@pytest.mark.parametrize("op", ["lt", "le", "gt", "ge", "eq", "ne"])
+@given(data=st.data())
+def test_comparisons_by_search(op, data):
+    steps = st.lists(st.integers(-4, 4), min_size=S, max_size=S)
+    grows = data.draw(steps.map(sorted).map(torch.tensor))
+    other = data.draw(st.sampled_from([torch.zeros(S, dtype=torch.int64), grows // 2]))
+    rows = data.draw(st.lists(st.integers(-4, 4), min_size=N, max_size=N).map(torch.tensor))
+    a, b = Separable(other, rows), Separable(grows, torch.zeros(N, dtype=torch.int64))
+    for left, right in ((a, b), (b, a)):
+        result = compare(op, left, right)
+        if result is None:
+            u = grows - other
+            assert bool((u[1:] < u[:-1]).any() and (u[1:] > u[:-1]).any())
+        else:
+            same(result, getattr(torch, op)(left.table(), right.table()))
+
+
+@given(masks(), st.data())
+def test_choices_are_tested_side_by_side(mask, data):
+    numbers = st.lists(st.sampled_from([0.0, 1.0, float("-inf")]), min_size=N, max_size=N).map(torch.tensor)
+    choice = Choice(mask, data.draw(numbers), data.draw(numbers))
+    same(choice.where(lambda x: x > 0.5), choice.table() > 0.5)
+
+
+@given(st.lists(st.booleans(), min_size=S, max_size=S).map(torch.tensor))
+def test_one_boolean_a_step(value):
+    result = step_mask(Table(value[:, None]), S)
+    runs = int((value[1:] != value[:-1]).sum())
+    assert (result is None) == (runs > 2)
+    if result is not None:
+        same(result, value[:, None])
+
+
+def test_only_integers_are_separable():
+    assert separable(torch.tensor(1.5), S) is None
+    assert separable(torch.tensor(True), S) is None
+    assert separable(torch.tensor([3, 4]), S).table().tolist() == [[3, 4]] * S
