@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile.passes import verifier
+from nsa_compile.passes.estimate import Estimate, estimate
 from nsa_compile.passes.report import PassReport, Report, ScanReport
 from nsa_compile.passes.scans import Decline, Declined, find_scans, subgraphs
 
@@ -77,6 +78,7 @@ class Options:
             one buffer the scan is left a loop.
         on_decline: `"warn"` leaves a scan that cannot be batched a loop and says so; `"error"` raises.
         check: run every pass's result against its input on the first real inputs and compare values.
+        estimate: report what the graph costs after each pass (`estimate.py`); it takes about as long as verifying.
         dump_dir: write each graph before and after each pass there, as readable Python.
         cache: reuse results of earlier processes.
     """
@@ -87,6 +89,7 @@ class Options:
     max_guard_bytes: int = 2**30
     on_decline: str = "warn"
     check: bool = False
+    estimate: bool = False
     dump_dir: str | None = None
     cache: bool = True
 
@@ -162,11 +165,12 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
     """
     report = Report(nested=options.nested, nodes_captured=count_nodes(gm))
     report.scans = [ScanReport(site.node.name, site.length) for site in find_scans(gm)]
+    report.estimate_captured = cost = _estimate(gm, report) if options.estimate else None
     context = PassContext(options, report)
     expected = verifier.Signature.of(gm)
     established: set[str] = set()
     for index, p in enumerate(pipeline()):
-        entry = PassReport(p.name, nodes_before=count_nodes(gm), nodes_after=count_nodes(gm))
+        entry = PassReport(p.name, nodes_before=count_nodes(gm), nodes_after=count_nodes(gm), estimate=cost)
         report.passes.append(entry)
         missing = [need for need in p.requires if need not in established]
         if p.name in options.disable:
@@ -190,11 +194,23 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
             entry.max_abs_error = verifier.compare_numerically(reference, gm, real_inputs, p.name)
         entry.verify_seconds = time.perf_counter() - start
         entry.nodes_after = count_nodes(gm)
+        if options.estimate and entry.changed:
+            entry.estimate = cost = _estimate(gm, report)
         _dump(gm, options, index, p.name, "after")
         established.update(p.ensures)
     report.nodes_final = count_nodes(gm)
     _finish(report, options)
     return report
+
+
+def _estimate(gm: fx.GraphModule, report: Report) -> Estimate | None:
+    try:
+        return estimate(gm)
+    except Exception as error:  # an operator that fake tensors do not know is no reason not to compile
+        note = f"no estimate: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+        if note not in report.notes:
+            report.notes.append(note)
+        return None
 
 
 def _finish(report: Report, options: Options) -> None:

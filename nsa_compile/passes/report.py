@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nsa_compile.passes.estimate import Estimate
 from nsa_compile.passes.scans import Decline
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass
@@ -24,6 +25,7 @@ class PassReport:
     declines: list[Decline] = field(default_factory=list)
     skipped: str | None = None  # why it did not run
     max_abs_error: float | None = None  # against the graph before the pass, when checked on real inputs
+    estimate: Estimate | None = None  # of the graph after the pass, with the option of that name
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     nodes_captured: int = 0
     nodes_final: int = 0
+    estimate_captured: Estimate | None = None  # of the graph before any pass
 
     @property
     def declines(self) -> list[Decline]:
@@ -68,6 +71,18 @@ class Report:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
         data = {k: v for k, v in data.items() if k != "schema"}
-        passes = [PassReport(**{**p, "declines": [Decline(**d) for d in p["declines"]]}) for p in data.pop("passes")]
-        scans = [ScanReport(**{**s, "declines": [Decline(**d) for d in s["declines"]]}) for s in data.pop("scans")]
-        return cls(**data, passes=passes, scans=scans)
+        passes = [
+            PassReport(**{**p, "declines": _declines(p), "estimate": _estimate(p["estimate"])})
+            for p in data.pop("passes")
+        ]
+        scans = [ScanReport(**{**s, "declines": _declines(s)}) for s in data.pop("scans")]
+        captured = _estimate(data.pop("estimate_captured"))
+        return cls(**data, passes=passes, scans=scans, estimate_captured=captured)
+
+
+def _declines(data: dict[str, Any]) -> list[Decline]:
+    return [Decline(**decline) for decline in data["declines"]]
+
+
+def _estimate(data: dict[str, Any] | None) -> Estimate | None:
+    return None if data is None else Estimate(**data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 from torch._guards import tracing
 from torch._higher_order_ops.scan import scan_op
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
@@ -143,6 +144,23 @@ def fake_inputs(nodes: list[fx.Node]) -> list[Tensor]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         return [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in map(example, nodes)]
+
+
+@contextlib.contextmanager
+def on_fake_inputs(gm: fx.GraphModule) -> Iterator[list[Any]]:
+    """Run a captured graph on the fake tensors of its inputs, below autograd. Yields the inputs.
+
+    Constants that passes attached to the graph are real tensors; they may meet the fake ones.
+    """
+    inputs = [example(n) for n in gm.graph.find_nodes(op="placeholder")]
+    # The mode the example values were made in; Dynamo has put another one into its context by now.
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode, torch.no_grad():  # which also undoes what the graph does to the grad mode
+            yield inputs
+    finally:
+        mode.allow_non_fake_inputs = allowed
 
 
 def trace_to_aten(fn: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from nsa_compile.passes.scans import RECORD, example, find_scans, subgraphs
+from nsa_compile.passes.scans import RECORD, example, find_scans, on_fake_inputs, subgraphs
 
 
 class VerificationError(RuntimeError):
@@ -125,27 +123,8 @@ class _Propagation(fx.Interpreter):
 
 
 def _propagate(gm: fx.GraphModule, pass_name: str) -> None:
-    inputs = [example(n) for n in gm.graph.find_nodes(op="placeholder")]
-    # The mode the example values were made in; Dynamo has put another one into its context by now.
-    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
-    was_enabled = torch.is_grad_enabled()
-    try:
-        with _tolerant(mode), torch.no_grad():
-            _Propagation(gm, pass_name).run(*inputs)
-    finally:
-        torch.set_grad_enabled(was_enabled)
-
-
-@contextlib.contextmanager
-def _tolerant(mode: FakeTensorMode) -> Iterator[None]:
-    """Constants that passes attached to the graph are real tensors; let them meet fake ones."""
-    allowed = mode.allow_non_fake_inputs
-    mode.allow_non_fake_inputs = True
-    try:
-        with mode:
-            yield
-    finally:
-        mode.allow_non_fake_inputs = allowed
+    with on_fake_inputs(gm) as inputs:
+        _Propagation(gm, pass_name).run(*inputs)
 
 
 def compare_numerically(

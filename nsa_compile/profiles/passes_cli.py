@@ -57,8 +57,8 @@ def list_passes(as_json: bool) -> None:
 def explain(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Compile one block of a configured model and tell what each pass did to its graph.
 
-    Times, nodes, matches, and for everything left alone the operation, its source line and the reason. No C++ compiler
-    is needed: the rewritten graph is run as it is.
+    Times, nodes, matches, estimated cost, and for everything left alone the operation, its source line and the reason.
+    No C++ compiler is needed: the rewritten graph is run as it is.
 
     \b
     nsa-compile passes explain
@@ -100,7 +100,7 @@ def explain_model(config: RunConfig) -> tuple[Report, list[str]]:
     torch.manual_seed(config.run.seed)
     model = NSATransformer(dataclasses.replace(config.model, n_layers=1))
     # Without the cache: a kept result would tell of an earlier compilation, in another place of the source perhaps.
-    nsa_compile.compile_blocks(model, nested="eager", disable=config.compile.disable, cache=False)
+    nsa_compile.compile_blocks(model, nested="eager", disable=config.compile.disable, cache=False, estimate=True)
     tokens = torch.randint(config.model.vocab_size, (1, config.train.seq_len))
     with torch.autocast("cpu", torch.bfloat16, enabled=config.train.dtype == "bf16"):
         model(tokens)

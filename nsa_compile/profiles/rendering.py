@@ -24,7 +24,7 @@ def render_report(report: Report, carry_names: Sequence[str] = ()) -> str:
 
     `carry_names` are the user's names of a scan's carries, for scans that have as many.
     """
-    parts = [_pass_table(report)]
+    parts = [_pass_table(report), *_cost_table(report)]
     parts += [text for p in report.passes if (text := _findings(p))]
     skipped = [f"{p.name} was skipped: {p.skipped}" for p in report.passes if p.skipped]
     parts += [_scan(scan, carry_names, skipped) for scan in report.scans]
@@ -53,6 +53,35 @@ def _pass_table(report: Report) -> str:
     if report.cache_hit:
         table = f"Cache hit: no pass ran now; this is what they did when the result was kept.\n\n{table}"
     return f"{table}\n{report.nodes_captured} nodes captured, {report.nodes_final} handed to the nested backend"
+
+
+def _cost_table(report: Report) -> list[str]:
+    """What the graph costs before and after each pass, where that was estimated: a list of one table, or of none."""
+    estimates = [("captured", report.estimate_captured), *((p.name, p.estimate) for p in report.passes)]
+    rows = [
+        (
+            name,
+            f"{e.operators:,}",
+            with_unit(e.flops, "FLOP"),
+            with_unit(e.bytes_moved, "B"),
+            with_unit(e.peak_bytes, "B"),
+        )
+        for name, e in estimates
+        if e is not None
+    ]
+    if not rows:
+        return []
+    headers = ("estimated forward cost after", "operators run", "arithmetic", "bytes moved", "peak memory")
+    return [tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4))]
+
+
+def with_unit(value: float, unit: str) -> str:
+    """`1234567, "B"` as `1.23 MB`: three digits and a decimal prefix."""
+    prefixes = ["", "k", "M", "G", "T"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value /= 1000
+        prefixes.pop(0)
+    return f"{value:.3g} {prefixes[0]}{unit}"
 
 
 def _verdict(p: PassReport) -> str:

@@ -73,7 +73,7 @@ def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = make_optimizer(model, optim)
     if config.compile.enabled:
-        nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable)
+        nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable, estimate=True)
     sampler = BatchSampler(corpus.train, shape.batch_size, shape.seq_len)
 
     matmul_dtype = torch.bfloat16 if shape.dtype == "bf16" else torch.float32

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import nsa_compile
 from nsa_compile.cli import cli
 from nsa_compile.passes.pipeline import pipeline
-from nsa_compile.profiles.rendering import render_report
+from nsa_compile.profiles.rendering import render_report, with_unit
 
 
 @pytest.fixture
@@ -61,6 +61,21 @@ def test_explain_as_json_is_the_report(explain):
     assert explained["seq_len"] == 32
     assert explained["carries"][0] == "recent_k"
     assert len(explained["carries"]) == len(report.scans[0].carries)
+
+
+def test_explain_shows_what_each_pass_bought(explain):
+    table = explain().split("estimated forward cost after")[1].split("\n\n")[0]
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.strip()}
+    assert {"captured", *(p.name for p in pipeline())} <= set(rows)
+    before, after = (float(rows[name][0].replace(",", "")) for name in ("captured", "batch_prefill"))
+    assert after < before / 5
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1_234_567, "1.23 MB"), (5e15, "5e+03 TB")]
+)
+def test_numbers_get_a_unit(value, text):
+    assert with_unit(value, "B") == text
 
 
 def test_a_guard_that_stays_is_named(explain):

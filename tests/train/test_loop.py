@@ -167,6 +167,7 @@ def test_a_compiled_run_equals_the_eager_one_and_reports_its_passes(tiny_overrid
         assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-4)
     report = json.loads((compiled / "passes.json").read_text(encoding="utf-8"))
     assert "batch_prefill" in [entry["name"] for entry in report["passes"]]
+    assert 0 < report["passes"][-1]["estimate"]["operators"] < report["estimate_captured"]["operators"]
 
 
 def test_checkpoints_hold_the_run(tiny_overrides):
