@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from nsa_compile import cache
-from nsa_compile.passes.pipeline import Options, run_pipeline
+from nsa_compile.passes.pipeline import Options, Uncacheable, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import find_scans
 
@@ -66,14 +66,19 @@ def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tens
 
     `check` compares values on the inputs the program was first called with.
     """
-    use_cache = options.cache and options.dump_dir is None and not options.check
-    key = cache.cache_key(gm, options) if use_cache else ""
-    if use_cache and (report := cache.load(gm, key)) is not None:
+    key, notes = "", []
+    if options.cache and options.dump_dir is None and not options.check:
+        try:
+            key = cache.cache_key(gm, options)
+        except Uncacheable as why:
+            notes.append(f"not kept: {why}")
+    if key and (report := cache.load(gm, key)) is not None:
         log.info("passes: cache hit %s", key[:12])
         return report
     report = run_pipeline(gm, options, example_inputs if options.check else None)
+    report.notes += notes
     report.cache_key = key
-    if use_cache:
+    if key:
         cache.store(gm, key, report)
     return report
 

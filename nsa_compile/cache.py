@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PicklerOptions
 
-from nsa_compile.passes.pipeline import Options, pipeline_key
+from nsa_compile.passes.pipeline import Options, Uncacheable, pipeline_key
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import find_scans, subgraphs
 
@@ -34,7 +34,11 @@ KEPT_META = ("stack_trace", "recompute", "custom")
 
 
 def cache_key(gm: fx.GraphModule, options: Options) -> str:
-    """The digest under which the result for a captured graph is kept."""
+    """The digest under which the result for a captured graph is kept.
+
+    Raises:
+        Uncacheable: equal keys would not mean equal programs.
+    """
     digest = hashlib.sha256(pipeline_key(options).encode())
     bodies = [site.body for site in find_scans(gm)]
     for graph in [*subgraphs(gm), *bodies]:
@@ -46,8 +50,8 @@ def cache_key(gm: fx.GraphModule, options: Options) -> str:
             if isinstance(value, Tensor):
                 layout = f"{value.dtype}{list(value.shape)}{value.stride()}{value.device}{value.requires_grad}"
             text = f"{node.op}|{node.name}|{_name(node.target)}|{node.args}|{node.kwargs}|{layout}\n"
-            if " at 0x" in text:  # an object without a name of its own: equal programs would not get equal keys
-                log.info("no cache key is stable for %s", node.format_node())
+            if " at 0x" in text:  # an object without a name of its own: another process has another one there
+                raise Uncacheable(f"the graph holds an object that has no name: {node.format_node()}")
             digest.update(text.encode())
     digest.update(f"autocast {torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')}".encode())
     return digest.hexdigest()

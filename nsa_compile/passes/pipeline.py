@@ -8,7 +8,9 @@ anything; the pipeline checks all of that after each pass.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -235,13 +237,40 @@ def _dump(gm: fx.GraphModule, options: Options, index: int, name: str, when: str
     (folder / f"{index:02d}_{name}_{when}.py").write_text(text)
 
 
+class Uncacheable(Exception):
+    """No key can stand for this compilation; says why."""
+
+
 def pipeline_key(options: Options) -> str:
-    """A digest of the sources of all passes and of the options: equal keys do equal things to equal graphs."""
+    """A digest of the sources of all passes and of the options: equal keys do equal things to equal graphs.
+
+    Raises:
+        Uncacheable: the source of a pass cannot be read.
+    """
     digest = hashlib.sha256(torch.__version__.encode())
-    for p in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(p.name.encode() + p.read_bytes())
+    for path in _own_sources():
+        digest.update(path.name.encode() + path.read_bytes())
     for entry in pipeline():
-        digest.update(f"{entry.name}:{entry.run.__module__}.{entry.run.__qualname__}".encode())
+        digest.update(f"{entry.name}:{entry.run.__module__}".encode())
+        if not entry.run.__module__.startswith(f"{__package__}."):
+            digest.update(_source_of(entry).encode())
     chosen = {k: v for k, v in asdict(options).items() if k not in ("cache", "dump_dir")}
     digest.update(repr(sorted(chosen.items())).encode())
     return digest.hexdigest()
+
+
+def _own_sources() -> list[Path]:
+    """The passes, the operators they put into graphs, and what keeps the results."""
+    package = Path(__file__).parent.parent
+    operators = [p for p in (package / "ops").rglob("*") if p.suffix in (".py", ".cpp", ".h", ".cu")]
+    return sorted([*Path(__file__).parent.glob("*.py"), *operators, package / "cache.py"])
+
+
+def _source_of(entry: Pass) -> str:
+    """The source of the module that defines a pass outside this package: its helpers there take part as well."""
+    if not inspect.isfunction(entry.run) or entry.run.__closure__:
+        raise Uncacheable(f"pass {entry.name} is no plain function, so its source does not say all that it does")
+    try:
+        return inspect.getsource(sys.modules[entry.run.__module__])
+    except (KeyError, OSError, TypeError) as error:
+        raise Uncacheable(f"the source of pass {entry.name} cannot be read") from error

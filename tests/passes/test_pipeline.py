@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
+import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import fx
 
 import nsa_compile
+from nsa_compile.cache import cache_key
 from nsa_compile.passes import batch_prefill
-from nsa_compile.passes.pipeline import Options, ScanNotBatched, pipeline, pipeline_key
+from nsa_compile.passes.pipeline import (
+    REGISTRY,
+    Options,
+    Pass,
+    ScanNotBatched,
+    Uncacheable,
+    pipeline,
+    pipeline_key,
+)
 
 
 def cumulative(x, steps):
@@ -147,16 +161,95 @@ def test_another_length_recompiles_instead_of_reusing_the_wrong_tables():
         torch.testing.assert_close(fast(x, s), cumulative(x, s))
 
 
-def test_key_depends_on_options_and_sources(monkeypatch, tmp_path):
+def test_key_depends_on_options():
     assert pipeline_key(Options()) == pipeline_key(Options())
     assert pipeline_key(Options()) != pipeline_key(Options(disable=["batch_prefill"]))
+
+
+@pytest.mark.parametrize("changed", ["passes/batch_prefill.py", "cache.py", "ops/window/cpu.cpp"])
+def test_key_depends_on_the_packages_sources(changed, monkeypatch, tmp_path):
+    package = tmp_path / "nsa_compile"
+    shutil.copytree(Path(nsa_compile.__file__).parent, package, ignore=shutil.ignore_patterns("ops"))
+    (package / "ops" / "window").mkdir(parents=True)
+    (package / "ops" / "window" / "cpu.cpp").write_text("// an operator")
+    monkeypatch.setattr("nsa_compile.passes.pipeline.__file__", str(package / "passes" / "pipeline.py"))
     before = pipeline_key(Options())
-    source = tmp_path / "passes"
-    source.mkdir()
-    for file in (pipeline.__globals__["Path"](batch_prefill.__file__).parent).glob("*.py"):
-        (source / file.name).write_text(file.read_text() + ("# changed" if file.name == "batch_prefill.py" else ""))
-    monkeypatch.setattr("nsa_compile.passes.pipeline.__file__", str(source / "pipeline.py"))
+    with (package / changed).open("a") as file:
+        file.write("\n")
     assert pipeline_key(Options()) != before
+
+
+USERS_PASS = """
+import functools
+
+def helper(gm):
+    return False
+
+def plain(gm, context):
+    "A pass of a user's own."
+    return helper(gm)
+
+def make(number):
+    def closure(gm, context):
+        return bool(number)
+    return closure
+
+closure = make(0)
+partial = functools.partial(plain)
+"""
+
+
+@pytest.fixture
+def users_pass(monkeypatch, tmp_path):
+    """`users_pass("plain")` registers that function of a module outside the package; returns the module's path."""
+    path = tmp_path / "users_pass.py"
+    path.write_text(USERS_PASS)
+    spec = importlib.util.spec_from_file_location("users_pass", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "users_pass", module)
+
+    def register(name: str) -> Path:
+        pipeline()  # the real passes register first
+        monkeypatch.setitem(REGISTRY, name, Pass(name, getattr(module, name), (), ()))
+        return path
+
+    return register
+
+
+def test_key_depends_on_the_source_of_a_users_pass(users_pass):
+    without = pipeline_key(Options())
+    path = users_pass("plain")
+    before = pipeline_key(Options())
+    assert before != without
+    assert pipeline_key(Options()) == before
+    path.write_text(USERS_PASS.replace("return False", "return 1 == 2"))  # a helper in the same file
+    assert pipeline_key(Options()) != before
+
+
+@pytest.mark.parametrize("name", ["closure", "partial", "plain"])
+def test_a_pass_without_readable_source_is_never_cached(users_pass, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    path = users_pass(name)
+    if name == "plain":
+        path.unlink()
+        linecache.clearcache()
+    with pytest.raises(Uncacheable, match=f"pass {name}"):
+        pipeline_key(Options())
+    for _ in range(2):
+        _, report = run(cumulative, torch.randn(5, 2), 5)
+        assert not report.cache_hit
+        assert f"pass {name}" in report.notes[0]
+    assert not (tmp_path / "cache" / "nsa_compile").exists()
+
+
+def test_an_object_without_a_name_makes_a_graph_uncacheable():
+    """Its address is all that its repr tells, and another process has another object there."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.add, (x, object())))
+    with pytest.raises(Uncacheable, match="no name"):
+        cache_key(SimpleNamespace(graph=graph), Options())
 
 
 WARM_START = """
