@@ -1,0 +1,66 @@
+"""Pieces of the portable implementations: rows of query heads, and one tile of attention forwards and backwards.
+
+A tile works on `[B, G, rows, D]`, its rows being the heads of a group for some consecutive queries. Everything is
+computed in `compute_dtype`, and no autograd graph is built.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["attend", "attend_backward", "compute_dtype", "from_rows", "to_keys", "to_rows"]
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def to_rows(x: Tensor, groups: int) -> Tensor:
+    """`[B, C, Hq, D]` -> `[B, G, C * h, D]`, in the dtype of the computation."""
+    grouped = x.unflatten(2, (groups, x.shape[2] // groups)).to(compute_dtype(x))
+    return grouped.transpose(1, 2).flatten(2, 3)
+
+
+def from_rows(rows: Tensor, queries: int) -> Tensor:
+    """`[B, G, C * h, ...]` -> `[B, C, Hq, ...]`, for C queries."""
+    heads = rows.shape[2] // queries
+    return rows.unflatten(2, (queries, heads)).transpose(1, 2).flatten(2, 3)
+
+
+def to_keys(x: Tensor) -> Tensor:
+    """`[B, T, G, D]` -> `[B, G, T, D]`, in the dtype of the computation."""
+    return x.transpose(1, 2).to(compute_dtype(x))
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    """`[B, G, rows, K]`, -inf where `hidden` `[C, K]` says so; the rows are the heads of C queries."""
+    scores = (q * scale) @ k.transpose(-1, -2)
+    heads = scores.shape[2] // hidden.shape[0]
+    return scores.masked_fill_(hidden.repeat_interleave(heads, 0), -torch.inf)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q `[B, G, rows, D]`, k `[B, G, K, D]`, v `[B, G, K, Dv]`: output, log-sum-exp and weights `[B, G, rows, K]`."""
+    scores = _scores(q, k, hidden, scale)
+    if k.shape[2] == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf), scores
+    largest = scores.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)  # rows that see nothing
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    weights /= total.masked_fill(total == 0, 1.0)
+    return weights @ v, (largest + total.log()).squeeze(-1), weights
+
+
+def attend_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, hidden: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attend` with respect to q, k and v; `lse` is `[B, G, rows]`."""
+    delta = (grad_out * out).sum(-1, keepdim=True)
+    # Rows that see nothing have only scores of -inf; any finite lse gives them weights of zero.
+    lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
+    weights = _scores(q, k, hidden, scale).sub_(lse).exp_()
+    dv = weights.transpose(-1, -2) @ grad_out
+    dscores = (grad_out @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
+    return dscores @ k, dscores.transpose(-1, -2) @ q, dv
