@@ -1,1 +1,5 @@
 """The compiler: one pass a file, plus the pipeline that runs and checks them."""
+
+# The passes in the order they run, each the file of its name. Here and not in the pipeline, because whoever only wants
+# the names shall not have to import torch.
+ORDER = ("resolve_carries", "eliminate_guards", "batch_prefill")

@@ -8,6 +8,7 @@ anything; the pipeline checks all of that after each pass.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import logging
 import sys
@@ -15,11 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.passes import verifier
+from nsa_compile.passes import ORDER, verifier
 from nsa_compile.passes.estimate import Estimate, estimate
 from nsa_compile.passes.report import PassReport, Report, ScanReport
 from nsa_compile.passes.scans import Decline, Declined, find_scans, subgraphs
@@ -28,8 +30,14 @@ log = logging.getLogger("nsa_compile")
 
 PassFunction = Callable[[fx.GraphModule, "PassContext"], bool]
 
-# The order in which registered passes run.
-ORDER = ("resolve_carries", "eliminate_guards", "batch_prefill")
+
+class RegisteredPass(Protocol):
+    """A pass function as `register` returns it."""
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> bool: ...
+
+    # Takes the pass out of the pipeline again; one whose name it took comes back.
+    unregister: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -51,20 +59,29 @@ REGISTRY: dict[str, Pass] = {}
 
 def register(
     name: str, *, requires: tuple[str, ...] = (), ensures: tuple[str, ...] = ()
-) -> Callable[[PassFunction], PassFunction]:
-    """Make a function a pass of the pipeline, under a name users can disable."""
+) -> Callable[[PassFunction], RegisteredPass]:
+    """Make a function a pass of the pipeline, under a name users can disable. `function.unregister()` undoes it."""
 
-    def decorate(run: PassFunction) -> PassFunction:
+    def decorate(run: PassFunction) -> RegisteredPass:
+        before = REGISTRY.get(name)
+
+        def unregister() -> None:
+            REGISTRY.pop(name, None)
+            if before is not None:
+                REGISTRY[name] = before
+
         REGISTRY[name] = Pass(name, run, requires, ensures)
-        return run
+        registered = cast(RegisteredPass, run)
+        registered.unregister = unregister
+        return registered
 
     return decorate
 
 
 def pipeline() -> list[Pass]:
     """All passes in the order they run."""
-    from nsa_compile.passes import batch_prefill, eliminate_guards, resolve_carries  # noqa: F401  (they register)
-
+    for name in ORDER:
+        importlib.import_module(f"{__package__}.{name}")  # which registers it
     return [REGISTRY[name] for name in ORDER] + [p for name, p in REGISTRY.items() if name not in ORDER]
 
 

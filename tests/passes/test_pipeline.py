@@ -19,13 +19,12 @@ import nsa_compile
 from nsa_compile.cache import cache_key
 from nsa_compile.passes import batch_prefill
 from nsa_compile.passes.pipeline import (
-    REGISTRY,
     Options,
-    Pass,
     ScanNotBatched,
     Uncacheable,
     pipeline,
     pipeline_key,
+    register,
 )
 
 
@@ -74,6 +73,28 @@ def test_a_pass_can_be_disabled_and_says_so(disabled):
     assert skipped[disabled] == "disabled"
     if disabled == "resolve_carries":
         assert "needs carries" in skipped["batch_prefill"]
+
+
+def test_a_pass_takes_a_name_and_gives_it_back():
+    """In the place of a pass of the package, or after all of them."""
+    names, original = [p.name for p in pipeline()], pipeline()[0].run
+
+    @register(names[0], ensures=("carries",))
+    def instead(gm, context):
+        """Does nothing."""
+        return False
+
+    @register("extra")
+    def extra(gm, context):
+        """Does nothing."""
+        return False
+
+    assert [p.name for p in pipeline()] == [*names, "extra"]
+    assert pipeline()[0].run is instead
+    extra.unregister()
+    instead.unregister()
+    assert [p.name for p in pipeline()] == names
+    assert pipeline()[0].run is original
 
 
 def test_a_recurrence_stays_a_loop_and_names_its_line():
@@ -200,7 +221,7 @@ partial = functools.partial(plain)
 
 
 @pytest.fixture
-def users_pass(monkeypatch, tmp_path):
+def users_pass(monkeypatch, request, tmp_path):
     """`users_pass("plain")` registers that function of a module outside the package; returns the module's path."""
     path = tmp_path / "users_pass.py"
     path.write_text(USERS_PASS)
@@ -209,12 +230,11 @@ def users_pass(monkeypatch, tmp_path):
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, "users_pass", module)
 
-    def register(name: str) -> Path:
-        pipeline()  # the real passes register first
-        monkeypatch.setitem(REGISTRY, name, Pass(name, getattr(module, name), (), ()))
+    def add(name: str) -> Path:
+        request.addfinalizer(register(name)(getattr(module, name)).unregister)
         return path
 
-    return register
+    return add
 
 
 def test_key_depends_on_the_source_of_a_users_pass(users_pass):

@@ -48,13 +48,11 @@ def capture(inputs) -> fx.GraphModule:
 
 
 @pytest.fixture
-def broken(monkeypatch):
+def broken(request):
     """Append one pass to the pipeline for the length of a test."""
 
     def add(run) -> None:
-        pipeline.pipeline()  # the real passes register first
-        entry = pipeline.Pass(run.__name__, run, (), ())
-        monkeypatch.setitem(pipeline.REGISTRY, run.__name__, entry)
+        request.addfinalizer(pipeline.register(run.__name__)(run).unregister)
 
     return add
 
