@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from nsa_compile.passes.attention import attention, select_blocks
 from nsa_compile.passes.eliminate_guards import guarded_views
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.resolve_carries import Invariant, Known, Latest, Rows
@@ -168,6 +169,9 @@ class BatchedBody:
         if node.op == "get_attr":
             return operator.attrgetter(node.target)(self.site.body), False
         assert node.op == "call_function", node.format_node()
+        if node.target in (attention._opoverload, select_blocks._opoverload):
+            with fx.traceback.set_current_meta(node):
+                return self._attention(node, times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
         with fx.traceback.set_current_meta(node):
             return self._apply(node, operands, len(times))
@@ -193,6 +197,38 @@ class BatchedBody:
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise Declined(f"{node.target} cannot be batched over steps: {reason}", node) from error
+
+    def _attention(self, node: fx.Node, times: Times) -> Tensor:
+        """An attention node, or the selection of its blocks: the steps become its queries.
+
+        Over all steps, and with keys that are the same at all of them, a mask that is known by kind is never computed.
+        """
+        selecting = node.target is select_blocks._opoverload
+        count = 2 if selecting else 3  # of q and the caches; masks and indices follow, up to five in all
+        q, *caches = (self.value(x, times) for x in node.args[:count])
+        together = not any(has_steps for _, has_steps in caches)
+        by_kind = together and times == self.all_times and (selecting or node.args[6] != "opaque")
+        indices = None if selecting else node.args[4]
+        narrowing = [
+            None if x is None or (by_kind and x is not indices) else self._spread(self.value(x, times), len(times))
+            for x in node.args[count:5]
+        ]
+        rest = node.args[5:]
+        queries = self._spread(q, len(times))
+        if together:
+            # [S, N, 1, ...] -> [N, S, ...]
+            inputs = [queries.squeeze(2).transpose(0, 1), *(x for x, _ in caches)]
+            inputs += [None if x is None else x.squeeze(2).transpose(0, 1) for x in narrowing]
+            return node.target(*inputs, *rest).transpose(0, 1).unsqueeze(2)
+        # Each step sees caches of its own: [S, N, 1, ...] -> [S * N, 1, ...]
+        sequences = queries.shape[1]
+
+        def fold(x: Tensor) -> Tensor:
+            return x.expand(len(times), sequences, *x.shape[2:]).flatten(0, 1)
+
+        inputs = [fold(queries), *(fold(self._spread(x, len(times))) for x in caches)]
+        inputs += [None if x is None else fold(x) for x in narrowing]
+        return node.target(*inputs, *rest).unflatten(0, (len(times), sequences))
 
     @staticmethod
     def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -44,6 +44,12 @@ def _evaluate(node: fx.Node, record: ScanRecord) -> None:
     if not isinstance(node.target, OpOverload) or not isinstance(node.meta.get("val"), Tensor):
         return
     operands = node.all_input_nodes
+    if node.target in _LIKE:
+        filled = _LIKE[node.target]
+        number = node.args[filled] if isinstance(filled, int) else filled
+        if not isinstance(number, fx.Node):
+            record.constant[node] = torch.full((), number, dtype=example(node).dtype).expand(example(node).shape)
+        return
     if all(n in record.constant for n in operands):
         record.constant[node] = _call(node, record.constant)
         return
@@ -55,6 +61,17 @@ def _evaluate(node: fx.Node, record: ScanRecord) -> None:
         value = Table(_call_each_step(node, record))
     if value is not None:
         record.known[node] = value
+
+
+# Operators that take nothing but the shape of their operand: what they fill it with, or which argument says that.
+_LIKE: dict[Any, float | int] = {
+    aten.zeros_like.default: 0.0,
+    aten.ones_like.default: 1.0,
+    aten.new_zeros.default: 0.0,
+    aten.new_ones.default: 1.0,
+    aten.full_like.default: 1,
+    aten.new_full.default: 2,
+}
 
 
 def _tables_fit(operands: list[fx.Node], record: ScanRecord) -> bool:

@@ -162,6 +162,12 @@ class PassContext:
             "%s left %s alone: %s (%s at %s)", self.current.name, scan, declined.reason, declined.op, declined.location
         )
 
+    def leave(self, declined: Declined) -> None:
+        """Record that a part of a step stays as it is; that keeps no scan from being batched."""
+        decline = Decline(self.current.name, declined.op, declined.location, declined.reason)
+        self.current.declines.append(decline)
+        log.info("%s left %s at %s alone: %s", self.current.name, declined.op, declined.location, declined.reason)
+
     def scan(self, name: str) -> ScanReport:
         return next(s for s in self.report.scans if s.name == name)
 

@@ -1,0 +1,277 @@
+"""Masks of attention, taken apart: what is known at every step, and what depends on data.
+
+A mask reaches its scores through conjunctions, opposites and movement. A `Factor` is one condition of it together with
+that way, and the way is followed by running the movement on element numbers, so no reshape needs to be understood.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from nsa_compile.passes.rewriting import inherit_meta
+from nsa_compile.passes.scans import ScanRecord, aten, example
+from nsa_compile.passes.step_values import StepMask, step_mask
+
+MOVES = {
+    aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
+    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
+    aten.slice.Tensor, aten.index_select.default, aten.select.int,
+}  # fmt: skip
+WHERE = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
+FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
+ANDS = {aten.bitwise_and.Tensor, aten.logical_and.default}
+NOTS = {aten.bitwise_not.default, aten.logical_not.default}
+
+
+class Unrecognised(Exception):
+    """What about a softmax is not attention as the pass knows it."""
+
+    def __init__(self, why: str, node: fx.Node) -> None:
+        super().__init__(why)
+        self.why, self.node = why, node
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One condition of a mask: a node of the body, or its opposite, and how it gets to the scores it masks."""
+
+    node: fx.Node
+    negated: bool
+    level: Tensor  # for each of these scores, its number in the product of queries and keys
+    additive: bool = False  # a number: 0 keeps, -inf removes
+    # What happens to the node on its way: broadcast to a shape, then moved, if there is an operator that moves it.
+    moves: tuple[tuple[torch.Size, fx.Node | None], ...] = ()
+
+    def spread(self, x: Tensor, record: ScanRecord) -> Tensor:
+        """Elements of the node, as `[N * m * T]` in the order of the product."""
+        for shape, move in self.moves:
+            x = x.expand(shape) if move is None else moved(move, x.expand(shape), record)
+        spread = torch.empty(self.level.numel(), dtype=x.dtype)
+        spread[self.level.flatten()] = x.expand(self.level.shape).flatten()
+        return spread
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a list of factors keeps: a part that is known at every step, and conditions on data."""
+
+    known: StepMask | None  # [T], or [N * m, T] where heads differ; None if it keeps everything
+    known_factors: tuple[Factor, ...]
+    data: tuple[Factor, ...]
+    kind: str
+    params: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A value of which one side of a condition is a constant."""
+
+    condition: fx.Node
+    constant_if_true: bool
+    constant: float
+    value: fx.Node
+
+
+def side_of_where(node: fx.Node, record: ScanRecord) -> Side | None:
+    """`where` or `masked_fill` with a constant, or None if a node is neither."""
+    if node.target in FILLS:
+        value, condition, filled = node.args
+        number = constant(filled, record)
+        return None if number is None else Side(condition, True, number, value)
+    if node.target in WHERE:
+        condition, if_true, if_false = node.args
+        for number, value, at_true in (
+            (constant(if_true, record), if_false, True),
+            (constant(if_false, record), if_true, False),
+        ):
+            if number is not None and isinstance(value, fx.Node):
+                return Side(condition, at_true, number, value)
+    return None
+
+
+def constant(value: Any, record: ScanRecord) -> float | None:
+    """A number, or a tensor with one constant value."""
+    if isinstance(value, bool | int | float):
+        return float(value)
+    tensor = record.constant.get(value) if isinstance(value, fx.Node) else None
+    if tensor is None or tensor.numel() == 0 or not bool((tensor == tensor.flatten()[0]).all()):
+        return None
+    return float(tensor.flatten()[0])
+
+
+def moved(node: fx.Node, x: Tensor, record: ScanRecord) -> Tensor:
+    """A movement operator on other elements than its own."""
+    if any(n is not node.args[0] and n not in record.constant for n in node.all_input_nodes):
+        raise Unrecognised("scores are picked by numbers that are no constants", node)
+    args, kwargs = fx.node.map_arg(
+        (node.args, dict(node.kwargs)), lambda n: x if n is node.args[0] else record.constant[n]
+    )
+    return node.target(*args, **kwargs)
+
+
+def conjunction(factors: list[Factor], record: ScanRecord) -> Mask:
+    """What a list of factors keeps, taken apart into what is known and what depends on data."""
+    known: StepMask | None = None
+    known_factors: list[Factor] = []
+    data: list[Factor] = []
+    todo = list(factors)
+    while todo:
+        factor = todo.pop()
+        value = _known_factor(factor, record)
+        joined = value if value is None or known is None else known & value
+        if joined is not None:
+            known = joined
+            known_factors.append(factor)
+        elif parts := _parts(factor, record):
+            todo += parts
+        else:
+            data.append(factor)
+    kind, params = classify(known, record.length)
+    return Mask(known, tuple(known_factors), tuple(data), kind, params)
+
+
+def _known_factor(factor: Factor, record: ScanRecord) -> StepMask | None:
+    """A factor that is known at every step, by key: `[1, T]`, or `[N * m, T]` where heads differ."""
+    value: Any = record.known.get(factor.node, record.constant.get(factor.node))
+    if factor.additive and value is not None:
+        value = value == 0 if isinstance(value, Tensor) else value.where(lambda x: x == 0)
+    mask = None if value is None else step_mask(value, record.length)
+    if mask is None:
+        return None
+    mask = ~mask if factor.negated else mask
+    keys = factor.level.shape[-1] if factor.level.dim() else 1
+
+    def by_key(x: Tensor) -> Tensor:
+        return factor.spread(x, record).reshape(-1, keys)
+
+    by_keys = mask.map(by_key)
+    parts = (by_keys.start, by_keys.stop, by_keys.outside)
+    return by_keys.map(lambda x: x[:1]) if all(bool((x == x[:1]).all()) for x in parts) else by_keys
+
+
+def _parts(factor: Factor, record: ScanRecord) -> list[Factor]:
+    """What a condition consists of; nothing if it is no conjunction, opposite or movement of others."""
+    node = factor.node
+    if not isinstance(node.target, OpOverload) or not all(isinstance(n, fx.Node) for n in node.args[:1]):
+        return []
+    here = (example(node).shape, None)
+    if factor.additive and node.target in WHERE:
+        removes_if_true = constant(node.args[1], record) == -math.inf
+        moves = (here, *factor.moves)
+        return [replace(factor, node=node.args[0], negated=removes_if_true, additive=False, moves=moves)]
+    if factor.additive and node.target in FILLS:
+        return [replace(factor, node=node.args[1], negated=True, additive=False, moves=(here, *factor.moves))]
+    source = node.args[0]
+    if node.target in MOVES and all(n is source for n in node.all_input_nodes):
+        return [replace(factor, node=source, moves=((example(source).shape, node), *factor.moves))]
+    if node.target is aten._to_copy.default and factor.additive:
+        return [replace(factor, node=source)]
+    if node.target in NOTS:
+        return [replace(factor, node=source, negated=not factor.negated)]
+    if node.target in ANDS and not factor.negated:
+        return [replace(factor, node=n, moves=(here, *factor.moves)) for n in node.args[:2] if isinstance(n, fx.Node)]
+    return []
+
+
+def classify(known: StepMask | None, length: int) -> tuple[str, tuple[int, ...]]:
+    """The kind of a mask that is known at every step, by its values."""
+    if known is None:
+        return "all", ()
+    if known.shape[0] > 1 or bool(known.outside.any()):
+        return "opaque", ()
+    start, stop = known.start[0], known.stop[0]
+    keys = torch.arange(len(start))
+    if bool((start == 0).all()) and bool((stop == length).all()):
+        return "all", ()
+
+    def is_inside(first: Tensor, end: Tensor) -> bool:
+        expected = StepMask.inside(first, end, length)
+        return torch.equal(expected.start, start) and torch.equal(expected.stop, stop)
+
+    window = int(stop[0])
+    if start[0] == 0 and window > 0 and is_inside(keys, keys + (length if window == length else window)):
+        return "window", (window,)
+    first = int(start[0])
+    stride = int(start[1]) - first if len(start) > 1 and stop[1] > 0 else length
+    if stop[0] == length and stride > 0 and is_inside(keys * stride + first, torch.full_like(keys, length)):
+        return "blocks", (first + 1, stride)
+    return "opaque", ()
+
+
+def same_mask(a: Mask, b: Mask, record: ScanRecord) -> bool:
+    """Whether two masks keep the same keys at every step, whatever the data."""
+    if (a.known is None) != (b.known is None) or len(a.data) != len(b.data):
+        return False
+    if a.known is not None and b.known is not None:
+        parts = [(getattr(a.known, name), getattr(b.known, name)) for name in ("start", "stop", "outside")]
+        if any(not torch.equal(x.expand_as(x + y), y.expand_as(x + y)) for x, y in parts[:2]):
+            return False
+        if bool((parts[2][0] != parts[2][1]).any()):
+            return False
+    return all(any(_same_factor(x, y, record) for y in b.data) for x in a.data)
+
+
+def _same_factor(a: Factor, b: Factor, record: ScanRecord) -> bool:
+    if a.node is not b.node or a.negated != b.negated or a.additive != b.additive:
+        return False
+    numbers = torch.arange(example(a.node).numel()).reshape(example(a.node).shape)
+    return torch.equal(a.spread(numbers, record), b.spread(numbers, record))
+
+
+class NodeBuilder:
+    """Adds nodes before one of a body, with their fake values and its source line."""
+
+    def __init__(self, body: fx.GraphModule, before: fx.Node) -> None:
+        self.body, self.before = body, before
+
+    def __call__(self, target: Any, *args: Any) -> fx.Node:
+        with self.body.graph.inserting_before(self.before):
+            node = self.body.graph.call_function(target, args)
+        fakes = fx.node.map_arg(args, example)
+        mode = next(x.fake_mode for x in map(example, node.all_input_nodes) if isinstance(x, FakeTensor))
+        with mode, torch.no_grad():
+            node.meta["val"] = target(*fakes)
+        inherit_meta(node, self.before)
+        return node
+
+
+def mask_tensor(
+    build: NodeBuilder, factors: Sequence[Factor], rows: tuple[int, int], keys: int, record: ScanRecord
+) -> fx.Node | None:
+    """The conjunction of factors at one step, `[N|1, 1, m|1, T]`, from the nodes that hold them; None for none."""
+    result = None
+    for factor in factors:
+        keep = factor.node
+        if factor.additive:
+            keep = build(aten.eq.Scalar, keep, 0)
+        elif factor.negated:
+            keep = build(aten.bitwise_not.default, keep)
+        if _is_one_row(factor, keys, record):
+            keep = build(aten.reshape.default, keep, [1, 1, 1, keys])
+        else:
+            for shape, move in factor.moves:
+                keep = build(aten.expand.default, keep, list(shape))
+                if move is not None:
+                    keep = build(move.target, keep, *move.args[1:])
+            keep = build(aten.expand.default, keep, list(factor.level.shape))
+            keep = build(aten.reshape.default, keep, [rows[0], 1, rows[1], keys])
+        result = keep if result is None else build(aten.bitwise_and.Tensor, result, keep)
+    return result
+
+
+def _is_one_row(factor: Factor, keys: int, record: ScanRecord) -> bool:
+    """Whether a factor holds one boolean a key, in their order."""
+    value = example(factor.node)
+    if value.numel() != keys:
+        return False
+    with unset_fake_temporarily():
+        numbers = factor.spread(torch.arange(keys).reshape(value.shape), record).reshape(-1, keys)
+        return torch.equal(numbers, torch.arange(keys).expand_as(numbers))

@@ -1,0 +1,431 @@
+"""fuse_selection_scatter: top-k, scatter and dense mask become attention on the indices of blocks.
+
+Before, in the body of a scan, after raise_attention:
+
+    p       = softmax(q_cmp · k_cmpᵀ)                        # [N, m, T / d]
+    score   = where(allowed, where(forced, inf, eq. 9(p.sum(heads))), -inf)
+    index   = sort(score, descending, stable)[:n]            # eq. 11
+    chosen  = zeros.scatter(index, taken)                    # [N, T / l'], a mask of blocks
+    out     = attention(q, k, v, mask = expand(chosen) & causal)
+
+After:
+
+    index   = select_blocks(q_cmp, k_cmp, ...)               # importance, ranking and top-n in one
+    out     = attention(q, k, v, causal, indices = index)
+
+The two halves are separate: where the scores are computed in another way than by eq. 8 to 11, the attention still
+becomes one on indices, and they stay as they are. What each element of the mask and of the scores comes from is
+computed by running the operators between on element numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from nsa_compile.passes.attention import attention, select_blocks
+from nsa_compile.passes.attention_masks import (
+    MOVES,
+    Factor,
+    NodeBuilder,
+    Unrecognised,
+    constant,
+    mask_tensor,
+    moved,
+    side_of_where,
+)
+from nsa_compile.passes.pipeline import PassContext, register
+from nsa_compile.passes.raise_attention import ATTENTION, AttentionRecord, weights_from
+from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_scans, location
+from nsa_compile.passes.step_values import StepMask, step_mask
+
+
+@register("fuse_selection_scatter", requires=("attention",))
+def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
+    """Turn masks scattered from block indices into attention on the indices, and their ranking into one operator."""
+    changed = False
+    for site in find_scans(gm):
+        record = site.record
+        if record is None:
+            continue
+        for node in [n for n in site.body.graph.nodes if ATTENTION in n.meta and n.meta[ATTENTION].mask.data]:
+            try:
+                with unset_fake_temporarily(), torch.no_grad():
+                    selection = find_selection(node, record)
+                    ranking = find_ranking(selection, site.body, record, context)
+            except Unrecognised as found:
+                context.leave(Declined(found.why, found.node))
+                continue
+            if context.may_rewrite():
+                rewrite(site.body, node, selection, ranking, record)
+                what = "importance, ranking and mask" if ranking else "mask"
+                context.match(site.node.name, f"{what} of blocks of {selection.block} at {location(node)}")
+                changed = True
+        if changed:
+            site.body.graph.eliminate_dead_code()
+            site.body.recompile()
+    return changed
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A mask that is a scatter of block indices."""
+
+    scatter: fx.Node  # [N, Nb], booleans
+    indices: fx.Node  # [N, n]
+    taken: fx.Node | None  # [N, n], which of the indices count; None: all
+    block: int  # tokens a block
+    rows: int  # N
+    others: tuple[Factor, ...]  # the rest of the mask, all of it known
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Scores that are those of eq. 8 to 11."""
+
+    source: fx.Node  # the compressed attention
+    allowed: fx.Node
+    forced: fx.Node | None
+    offsets: tuple[int, ...]
+    factors: tuple[int, ...]
+    num_initial: int
+    num_local: int
+
+
+# -- the mask
+
+
+def find_selection(node: fx.Node, record: ScanRecord) -> Selection:
+    """The scatter behind the mask of an attention node.
+
+    Raises:
+        Unrecognised: the mask is no scatter of whole blocks.
+    """
+    known: AttentionRecord = node.meta[ATTENTION]
+    if len(known.mask.data) != 1:
+        raise Unrecognised("its mask depends on data in more than one place", node)
+    (factor,) = known.mask.data
+    scatter = factor.node
+    if factor.negated or scatter.target not in (aten.scatter.src, aten.scatter.value):
+        raise Unrecognised("its mask depends on data, and is no scatter of block indices", node)
+    if len(scatter.users) > 1 and any(u.target not in MOVES for u in scatter.users):
+        raise Unrecognised("its block mask is used by something else as well", scatter)
+    base, dim, indices, source = scatter.args
+    shape = example(scatter).shape
+    if constant(base, record) != 0.0 or dim % len(shape) != len(shape) - 1 or not isinstance(indices, fx.Node):
+        raise Unrecognised("its block mask is not scattered into zeros along the last dimension", scatter)
+    if example(indices).shape[:-1] != shape[:-1]:
+        raise Unrecognised("its scatter takes a part of the indices only", scatter)
+    if scatter.target is aten.scatter.value and not source:
+        raise Unrecognised("its scatter removes blocks instead of choosing them", scatter)
+    if not _unique(indices):
+        raise Unrecognised("its block indices are not those of a sort or of top-k, so one may come twice", scatter)
+    block = _block_size(factor, node, record)
+    return Selection(
+        scatter,
+        indices,
+        source if isinstance(source, fx.Node) else None,
+        block,
+        shape[:-1].numel(),
+        known.mask.known_factors,
+    )
+
+
+def _unique(indices: fx.Node) -> bool:
+    while indices.target is aten.slice.Tensor or indices.target is aten._to_copy.default:
+        indices = indices.args[0]
+    return indices.target is operator.getitem and indices.args[0].target in (
+        aten.sort.stable,
+        aten.sort.default,
+        aten.topk.default,
+    )
+
+
+def _block_size(factor: Factor, node: fx.Node, record: ScanRecord) -> int:
+    """Tokens a block, if token p of each row reads block p // size of the scatter's row."""
+    q, k = node.args[:2]
+    rows, _, heads, _ = example(q).shape
+    keys = example(k).shape[1]
+    shape = example(factor.node).shape
+    blocks = shape[-1]
+    numbers = factor.spread(torch.arange(shape.numel()).reshape(shape), record).reshape(rows, heads, keys)
+    if shape[:-1].numel() != rows or blocks < 2:
+        raise Unrecognised("its block mask is not one for each group of heads", factor.node)
+    first = numbers[0, 0]
+    size = int((first == first[0]).sum())
+    expected = torch.arange(rows)[:, None, None] * blocks + torch.arange(keys) // size
+    if not torch.equal(numbers, expected.expand_as(numbers)):
+        raise Unrecognised("its block mask is not spread over the tokens in blocks of one size", factor.node)
+    return size
+
+
+# -- the ranking
+
+
+def find_ranking(
+    selection: Selection, body: fx.GraphModule, record: ScanRecord, context: PassContext
+) -> Ranking | None:
+    """How the indices were ranked, if that is eq. 8 to 11; a note in the report if it is not."""
+    try:
+        return _find_ranking(selection, body, record)
+    except Unrecognised as found:
+        context.leave(Declined(f"the ranking of its blocks stays as it is: {found.why}", found.node))
+        return None
+
+
+def _find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord) -> Ranking:
+    sort, count = _sorted_scores(selection)
+    score = sort.args[0]
+    rows, blocks = selection.rows, example(score).shape[-1]
+    _check_taken(selection, sort, count)
+    allowed, score = _bounded(score, -math.inf, record)
+    if allowed is None:
+        raise Unrecognised("no mask keeps blocks of the future out", sort)
+    forced, score = _bounded(score, math.inf, record)
+    allowed_steps = _by_block(*allowed, example(sort.args[0]).shape, record)
+    forced_steps = None if forced is None else _by_block(*forced, example(sort.args[0]).shape, record)
+    num_initial, num_local = _forced_counts(allowed_steps, forced_steps, selection.block, sort)
+    for condition in (allowed, forced):
+        if condition is not None and (condition[1] or example(condition[0]).numel() != blocks):
+            raise Unrecognised("the conditions on its blocks are not written as one boolean a block", sort)
+    source, leaves = _weights_below(score, body, record)
+    kind, params = source.args[6], source.args[7]
+    if kind != "blocks" or source.meta[ATTENTION].mask.data or selection.block % params[1]:
+        raise Unrecognised("its scores do not come from attention to compressed blocks", score)
+    terms = _linear(score, leaves, record)
+    offsets, factors = _stencil(terms, source, rows, blocks, selection.block // params[1], score)
+    return Ranking(source, allowed[0], forced and forced[0], offsets, factors, num_initial, num_local)
+
+
+def _sorted_scores(selection: Selection) -> tuple[fx.Node, int]:
+    """The sort behind the indices, and how many of them it keeps."""
+    node = selection.indices
+    count = example(node).shape[-1]
+    if node.target is aten.slice.Tensor:
+        node, dim, start = (*node.args, 0)[:3]
+        if dim % example(node).dim() != example(node).dim() - 1 or start not in (0, None):
+            raise Unrecognised("it takes other blocks than the first of the sorted ones", selection.indices)
+    if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target is not aten.sort.stable:
+        raise Unrecognised("it does not take the order of a stable sort, so ties are open", node)
+    sort = node.args[0]
+    stable = sort.kwargs.get("stable", sort.args[1] if len(sort.args) > 1 else False)
+    dim = sort.kwargs.get("dim", sort.args[2] if len(sort.args) > 2 else -1)
+    descending = sort.kwargs.get("descending", sort.args[3] if len(sort.args) > 3 else False)
+    if not stable or not descending or dim % example(sort.args[0]).dim() != example(sort.args[0]).dim() - 1:
+        raise Unrecognised("it does not sort the blocks of a row stably, the best first", sort)
+    return sort, count
+
+
+def _check_taken(selection: Selection, sort: fx.Node, count: int) -> None:
+    """That exactly the blocks with a score above -inf are taken."""
+    taken = selection.taken
+    if taken is None:
+        raise Unrecognised("it takes n blocks even where fewer are allowed", selection.scatter)
+    values = taken.args[0] if taken.target is aten.gt.Scalar and taken.args[1] == -math.inf else None
+    if isinstance(values, fx.Node) and values.target is aten.slice.Tensor and example(values).shape[-1] == count:
+        values = values.args[0]
+    if not isinstance(values, fx.Node) or values.target is not operator.getitem or values.args != (sort, 0):
+        raise Unrecognised("which blocks are taken depends on something else than their scores", selection.scatter)
+
+
+def _bounded(score: fx.Node, bound: float, record: ScanRecord) -> tuple[tuple[fx.Node, bool] | None, fx.Node]:
+    """`(condition, negated)` under which a score is kept (bound -inf) or set (bound inf), and the score inside."""
+    found = side_of_where(score, record)
+    if found is None or found.constant != bound:
+        return None, score
+    # The condition of the constant; for -inf, the opposite one is that of what is kept.
+    negated = found.constant_if_true == (bound < 0)
+    return (found.condition, negated), found.value
+
+
+def _by_block(condition: fx.Node, negated: bool, shape: torch.Size, record: ScanRecord) -> StepMask:
+    value: Any = record.known.get(condition, record.constant.get(condition))
+    mask = None if value is None else step_mask(value, record.length)
+    if mask is None:
+        raise Unrecognised("a condition on its blocks is not known at every step", condition)
+    spread = (~mask if negated else mask).map(lambda x: x.expand(shape).reshape(-1, shape[-1]))
+    return spread.map(lambda x: x[0]) if bool((spread.start == spread.start[:1]).all()) else spread
+
+
+def _forced_counts(allowed: StepMask, forced: StepMask | None, block: int, sort: fx.Node) -> tuple[int, int]:
+    """How many first and last blocks are always taken."""
+    j = torch.arange(allowed.shape[-1])
+    length = allowed.length
+    expected = StepMask.inside(j * block, torch.full_like(j, length), length)
+    if allowed.start.dim() != 1 or not _equal(allowed, expected):
+        raise Unrecognised("the blocks that are allowed are not those up to the current one", sort)
+    if forced is None:
+        return 0, 0
+    both = allowed & forced
+    if both is None or both.start.dim() != 1 or bool(both.outside.any()):
+        raise Unrecognised("the blocks that are always taken are not the first and the last ones", sort)
+    ends = [
+        (int(b) - int(i) * block) // block for i, a, b in zip(j, both.start, both.stop, strict=True) if a < b < length
+    ]
+    candidates = {ends[-1]} if ends else {0, len(j)}
+    for num_local in sorted(candidates):
+        for num_initial in range(min(len(j), 64) + 1):
+            stop = torch.where(j < num_initial, length, (j + num_local) * block)
+            if _equal(both, StepMask.inside(j * block, stop, length)):
+                return num_initial, num_local
+    raise Unrecognised("the blocks that are always taken are not the first and the last ones", sort)
+
+
+def _equal(a: StepMask, b: StepMask) -> bool:
+    return all(torch.equal(getattr(a, x), getattr(b, x)) for x in ("start", "stop", "outside"))
+
+
+def _weights_below(score: fx.Node, body: fx.GraphModule, record: ScanRecord) -> tuple[fx.Node, dict[fx.Node, Tensor]]:
+    """The one attention whose weights a score is computed from, and these weights under all their names."""
+    inputs = _ancestors(score)
+    for node in body.graph.nodes:
+        if ATTENTION in node.meta and node.meta[ATTENTION].softmax in inputs:
+            known: AttentionRecord = node.meta[ATTENTION]
+            return node, weights_from(known.softmax, known.scores, record)
+    raise Unrecognised("its scores are not computed from the weights of an attention", score)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if n not in seen:
+            seen.add(n)
+            todo += n.all_input_nodes
+    return seen
+
+
+# A linear combination of weights: factors, and for each element the number of the weight it takes, -1 for none.
+Terms = list[tuple[float, Tensor]]
+
+
+def _linear(node: Any, leaves: dict[fx.Node, Tensor], record: ScanRecord) -> Terms:
+    """A value as a linear combination of attention weights.
+
+    Raises:
+        Unrecognised: it is none, or not evidently.
+    """
+    if constant(node, record) == 0.0:
+        return []
+    if not isinstance(node, fx.Node):
+        raise Unrecognised("a number is added to its scores", next(iter(leaves)))
+    if node in leaves:
+        return [(1.0, leaves[node])]
+    target = node.target
+    if target is aten.zeros_like.default:
+        return []
+    if target is aten.detach.default:
+        return _linear(node.args[0], leaves, record)
+    if target is aten._to_copy.default and example(node).dtype == example(next(iter(leaves))).dtype:
+        return _linear(node.args[0], leaves, record)
+    if target in MOVES:
+        return [(c, moved(node, x, record)) for c, x in _linear(node.args[0], leaves, record)]
+    if target is aten.constant_pad_nd.default and constant((*node.args, 0)[2], record) == 0.0:
+        return [
+            (c, torch.nn.functional.pad(x, node.args[1], value=-1)) for c, x in _linear(node.args[0], leaves, record)
+        ]
+    if target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
+        shape = example(node).shape
+        terms = _linear(node.args[0], leaves, record) + _linear(node.args[1], leaves, record)
+        return [(c, x.expand(shape)) for c, x in terms]
+    if target in (aten.mul.Tensor, aten.mul.Scalar):
+        a, b = node.args
+        factor, value = (constant(a, record), b) if constant(b, record) is None else (constant(b, record), a)
+        if factor is not None:
+            return [(c * factor, x) for c, x in _linear(value, leaves, record)]
+    if target is aten.sum.dim_IntList:
+        return _summed(node, leaves, record)
+    raise Unrecognised(f"its scores are computed with {target}, which is not taken for a sum of weights", node)
+
+
+def _summed(node: fx.Node, leaves: dict[fx.Node, Tensor], record: ScanRecord) -> Terms:
+    dims = sorted({d % example(node.args[0]).dim() for d in node.args[1]}, reverse=True)
+    keepdim = len(node.args) > 2 and node.args[2]
+    terms = _linear(node.args[0], leaves, record)
+    for dim in dims:
+        terms = [
+            (c, x.narrow(dim, i, 1) if keepdim else x.select(dim, i)) for c, x in terms for i in range(x.shape[dim])
+        ]
+    return terms
+
+
+def _stencil(
+    terms: Terms, source: fx.Node, rows: int, blocks: int, ratio: int, score: fx.Node
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The offsets and factors with which block j weighs the compressed blocks around `j * ratio`, over all heads."""
+    heads, keys = example(source.args[0]).shape[2], example(source.args[1]).shape[1]
+    own_row = torch.arange(rows)[:, None]
+    j = torch.arange(blocks)
+    factors: dict[int, list[float]] = {}
+    for factor, numbers in terms:
+        numbers = numbers.reshape(rows, blocks)
+        there = numbers >= 0
+        if not bool(there.any()):
+            continue
+        key, line = numbers % keys, numbers // keys
+        offset, head = int((key - j * ratio)[there][0]), int((line % heads)[there][0])
+        expected = j * ratio + offset
+        inside = ((expected >= 0) & (expected < keys)).expand_as(there)
+        right = (key == expected) & (line == own_row * heads + head)
+        if not torch.equal(there, inside) or not bool(right[there].all()):
+            raise Unrecognised("its scores do not weigh the compressed blocks around each block alike", score)
+        factors.setdefault(offset, [0.0] * heads)[head] += factor
+    for values in factors.values():
+        if any(v != values[0] for v in values) or values[0] != int(values[0]):
+            raise Unrecognised("its scores do not weigh all heads alike, by whole numbers", score)
+    if not factors:
+        raise Unrecognised("its scores weigh no compressed block", score)
+    offsets = tuple(sorted(factors))
+    return offsets, tuple(int(factors[o][0]) for o in offsets)
+
+
+# -- the new nodes
+
+
+def rewrite(
+    body: fx.GraphModule, node: fx.Node, selection: Selection, ranking: Ranking | None, record: ScanRecord
+) -> None:
+    """Give an attention node indices in the place of the part of its mask that depends on data."""
+    build = NodeBuilder(body, node)
+    if ranking is None:
+        indices = selection.indices
+        if selection.taken is not None:
+            none = build(aten.full_like.default, indices, -1)
+            indices = build(aten.where.self, selection.taken, indices, none)
+        indices = build(aten.reshape.default, indices, [selection.rows, 1, example(indices).shape[-1]])
+    else:
+        indices = _ranked(build, selection, ranking)
+    q, k, v, _, _, scale, *_ = node.args
+    known = node.meta[ATTENTION].mask
+    keys = example(k).shape[1]
+    mask = mask_tensor(build, selection.others, (example(q).shape[0], example(q).shape[2]), keys, record)
+    new = build(attention._opoverload, q, k, v, mask, indices, scale, known.kind, list(known.params), selection.block)
+    node.replace_all_uses_with(new)
+    body.graph.erase_node(node)
+
+
+def _ranked(build: NodeBuilder, selection: Selection, ranking: Ranking) -> fx.Node:
+    q, k, _, mask, _, scale, _, params, _ = ranking.source.args
+    blocks = example(selection.scatter).shape[-1]
+    allowed = build(aten.reshape.default, ranking.allowed, [1, 1, blocks])
+    forced = (
+        build(aten.zeros_like.default, allowed)
+        if ranking.forced is None
+        else build(aten.reshape.default, ranking.forced, [1, 1, blocks])
+    )
+    return build(
+        select_blocks._opoverload,
+        *(q, k, mask, allowed, forced, scale, params, selection.block, blocks),
+        list(ranking.offsets),
+        list(ranking.factors),
+        example(selection.indices).shape[-1],
+        ranking.num_initial,
+        ranking.num_local,
+    )

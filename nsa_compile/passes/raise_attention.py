@@ -1,0 +1,381 @@
+"""raise_attention: matmul · scale · mask · softmax · matmul becomes one attention node that knows its mask.
+
+Before, in the body of a scan:
+
+    scores  = bmm(q, kᵀ) * scale
+    scores  = masked_fill(scores, ~keep, -inf)          # or where, or an additive mask, or SDPA in its math form
+    weights = softmax(scores)                           # masked once more, cast, reshaped
+    out     = bmm(weights, v)
+
+After:
+
+    out = nsa_compile.attention(q, k, v, keep, kind="window", params=[512], ...)
+
+The pattern is anchored at the softmax and found by walking: up to the product of queries and keys, down to the product
+with the values. Which element of which value is which is not guessed from reshapes and permutations but computed, by
+running them on element numbers. The mask is described by its values, which are known at every step, not by how it was
+written. What is not attention in all this stays as it is, and is reported.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from nsa_compile.passes.attention import attention
+from nsa_compile.passes.attention_masks import (
+    FILLS,
+    MOVES,
+    WHERE,
+    Factor,
+    Mask,
+    NodeBuilder,
+    Unrecognised,
+    conjunction,
+    constant,
+    mask_tensor,
+    moved,
+    same_mask,
+    side_of_where,
+)
+from nsa_compile.passes.pipeline import PassContext, register
+from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_scans, location
+from nsa_compile.passes.step_values import StepMask
+
+SOFTMAX = {aten._softmax.default: False, aten._safe_softmax.default: True}
+PRODUCTS = {aten.bmm.default, aten.mm.default}
+# Elements of a tensor of element numbers.
+TRACE_LIMIT = 2**25
+
+
+@dataclass
+class Scores:
+    """The way from the product of queries and keys to a softmax."""
+
+    product: fx.Node
+    scale: float = 1.0
+    factors: list[Factor] = field(default_factory=list)
+    infinite: bool = True  # everything removed was set to -inf, not to the lowest number
+
+
+@dataclass(frozen=True)
+class AttentionRecord:
+    """What the passes know of an attention node; it lives in the node's meta."""
+
+    softmax: fx.Node
+    scores: Scores
+    mask: Mask
+
+
+ATTENTION = "nsa_attention"
+
+
+@register("raise_attention", requires=("carries",), ensures=("attention",))
+def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
+    """Find attention in step bodies and make each one node that knows its mask."""
+    changed = False
+    for site in find_scans(gm):
+        record = site.record
+        if record is None:
+            continue
+        for softmax in [n for n in site.body.graph.nodes if n.target in SOFTMAX]:
+            try:
+                with unset_fake_temporarily(), torch.no_grad():
+                    scores = walk_up(softmax, record)
+                    outputs = walk_down(softmax, scores, record)
+                    mask = conjunction(scores.factors, record)
+            except Unrecognised as found:
+                declined = Declined(found.why, found.node)
+                context.leave(declined)
+                continue
+            for output in outputs:
+                if context.may_rewrite():
+                    replace_output(site.body, softmax, scores, mask, output, record)
+                    context.match(site.node.name, f"{described(mask)} at {location(softmax)}")
+                    changed = True
+        if changed:
+            site.body.graph.eliminate_dead_code()
+            site.body.recompile()
+    return changed
+
+
+def described(mask: Mask) -> str:
+    """A mask in words, for reports."""
+    words = {
+        "all": "attention to every key",
+        "window": "attention to a window of {}",
+        "blocks": "attention to blocks of {} with stride {}, once they are complete",
+        "opaque": "attention under a mask of its own",
+    }[mask.kind].format(*mask.params)
+    return words + (" and a mask that depends on data" if mask.data else "")
+
+
+# -- from the softmax up to the scores
+
+
+def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
+    """From a softmax up to the product of queries and keys.
+
+    Raises:
+        Unrecognised: there is something on the way that is no part of attention.
+    """
+    value, dim = softmax.args[:2]
+    masked: list[tuple[fx.Node, fx.Node, bool, bool]] = []  # scores, condition, negated, additive
+    result = Scores(softmax)
+    while value.target not in PRODUCTS:
+        target = value.target
+        floor: Any = -math.inf
+        if target in MOVES or target is aten._to_copy.default:
+            value = value.args[0]
+        elif target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+            value = _scaled(value, result, record)
+        elif (side := side_of_where(value, record)) is not None:
+            masked.append((side.value, side.condition, side.constant_if_true, False))
+            value, floor = side.value, side.constant
+        elif target is aten.add.Tensor and value.kwargs.get("alpha", 1) == 1:
+            scores, condition = _additive(value, record)
+            masked.append((scores, condition, False, True))
+            value = scores
+        else:
+            raise Unrecognised(f"its scores come from {target}", value if isinstance(value, fx.Node) else softmax)
+        if not isinstance(value, fx.Node):
+            raise Unrecognised("its scores are a constant", softmax)
+        level = _floor_of(floor, example(value).dtype, record)
+        if level is None:
+            raise Unrecognised("masked scores are set to something else than -inf or the lowest number", value)
+        result.infinite &= level == -math.inf
+        if level != -math.inf and result.scale != 1:
+            raise Unrecognised("its scores are scaled after they were masked with the lowest number", value)
+    if example(value).numel() > TRACE_LIMIT:
+        raise Unrecognised(f"a step has more than {TRACE_LIMIT} scores", value)
+    if example(softmax).dtype == torch.float64 and example(value).dtype != torch.float64:
+        raise Unrecognised("its softmax is more precise than float32, its scores are not", softmax)
+    result.product = value
+    numbers = {value: torch.arange(example(value).numel()).reshape(example(value).shape)}
+    last = _number(numbers, softmax.args[0], record).movedim(dim, -1)
+    if any(n.numel() != example(value).numel() for n in numbers.values()):
+        raise Unrecognised("scores are dropped or repeated on the way to its softmax", softmax)
+    if last.shape[-1:] != example(value).shape[-1:] or not torch.equal(last.flatten(), torch.arange(last.numel())):
+        raise Unrecognised("its softmax does not run over the keys, one query after the other", softmax)
+    if any(not torch.equal(numbers[x].flatten(), torch.arange(numbers[x].numel())) for x, *_ in masked):
+        raise Unrecognised("its scores are masked in another layout than that of keys by queries", softmax)
+    result.factors = [
+        Factor(condition, negated, numbers[scores], additive) for scores, condition, negated, additive in masked
+    ]
+    return result
+
+
+def _number(numbers: dict[fx.Node, Tensor], node: fx.Node, record: ScanRecord) -> Tensor:
+    """For each element of a node on the way, its number in the product."""
+    chain = []
+    while node not in numbers:
+        chain.append(node)
+        node = _scores_operand(node, record)
+    value = numbers[node]
+    for step in reversed(chain):
+        if step.target in MOVES:
+            value = moved(step, value, record)
+        numbers[step] = value
+    return value
+
+
+def _scores_operand(node: fx.Node, record: ScanRecord) -> fx.Node:
+    """The operand of a node on the way that is the scores."""
+    if (side := side_of_where(node, record)) is not None:
+        return side.value
+    if node.target is aten.add.Tensor:
+        return _additive(node, record)[0]
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar) and constant(node.args[0], record) is not None:
+        return node.args[1]
+    return node.args[0]
+
+
+def _scaled(node: fx.Node, result: Scores, record: ScanRecord) -> fx.Node:
+    a, b = node.args[:2]
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar) and constant(a, record) is not None:
+        a, b = b, a
+    factor = constant(b, record)
+    if factor is None or not 0 < factor < math.inf:
+        raise Unrecognised("its scores are multiplied by something else than a positive number", node)
+    result.scale = result.scale / factor if "div" in str(node.target) else result.scale * factor
+    return a
+
+
+def _floor_of(value: Any, dtype: torch.dtype, record: ScanRecord) -> float | None:
+    """-inf or the lowest number of a dtype, if that is what a value is."""
+    number = constant(value, record)
+    if number == -math.inf:
+        return number
+    lowest = torch.finfo(dtype).min if dtype.is_floating_point else None
+    return number if lowest is not None and number is not None and number <= lowest else None
+
+
+def _additive(node: fx.Node, record: ScanRecord) -> tuple[fx.Node, fx.Node]:
+    """`(scores, mask)` of a sum with a mask of zeros and -inf."""
+    for scores, mask in (node.args[:2], node.args[1::-1]):
+        if isinstance(mask, fx.Node) and isinstance(scores, fx.Node) and _is_additive_mask(mask, record):
+            return scores, mask
+    raise Unrecognised("something else than a mask of zeros and -inf is added to its scores", node)
+
+
+def _is_additive_mask(mask: fx.Node, record: ScanRecord) -> bool:
+    while mask.target in MOVES or mask.target is aten._to_copy.default:
+        mask = mask.args[0]
+    if mask.target in WHERE:
+        sides = [constant(x, record) for x in mask.args[1:3]]
+        return sorted(sides) == [-math.inf, 0.0] if None not in sides else False
+    if mask.target in FILLS:
+        return constant(mask.args[0], record) == 0.0 and constant(mask.args[2], record) == -math.inf
+    return False
+
+
+# -- from the softmax down to the output
+
+
+def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[fx.Node]:
+    """The products of the weights of a softmax with values.
+
+    Raises:
+        Unrecognised: there is none, or the weights are changed on the way.
+    """
+    found: list[fx.Node] = []
+    problem = Unrecognised("its weights are not multiplied with values", softmax)
+    for node, numbers, masked in weights_below(softmax, record):
+        for user in node.users:
+            if user.target not in PRODUCTS or user.args[0] is not node:
+                continue
+            try:
+                _check_order(user, numbers, scores)
+                _check_final(softmax, scores, masked, record)
+                found.append(user)
+            except Unrecognised as why:
+                problem = why
+    if not found:
+        raise problem
+    return found
+
+
+Weights = list[tuple[fx.Node, Tensor, list[Factor]]]
+
+
+def weights_below(softmax: fx.Node, record: ScanRecord) -> Weights:
+    """The weights of a softmax under all their names: moved, cast, masked once more.
+
+    For each name, the number that each element has in the product of queries and keys, and the conditions under which
+    it was not set to zero.
+    """
+    shape = example(softmax).shape
+    dim = softmax.args[1] % len(shape)
+    order = torch.arange(shape.numel()).reshape(*[s for i, s in enumerate(shape) if i != dim], shape[dim])
+    found: Weights = [(softmax, order.movedim(-1, dim), [])]
+    for node, numbers, masked in found:  # grows while it is walked
+        for user in node.users:
+            if user.target is aten._to_copy.default:
+                found.append((user, numbers, masked))
+            elif user.target in MOVES and user.args[0] is node and len(user.all_input_nodes) == 1:
+                found.append((user, moved(user, numbers, record), masked))
+            elif (factor := _weight_mask(user, node, numbers, record)) is not None:
+                found.append((user, numbers, [*masked, factor]))
+    return found
+
+
+def weights_from(softmax: fx.Node, scores: Scores, record: ScanRecord) -> dict[fx.Node, Tensor]:
+    """The names of the weights under which they are zero where nothing is kept, with the numbers of their elements."""
+    final = {}
+    for node, numbers, masked in weights_below(softmax, record):
+        try:
+            _check_final(softmax, scores, masked, record)
+        except Unrecognised:
+            continue
+        final[node] = numbers
+    return final
+
+
+def _weight_mask(user: fx.Node, node: fx.Node, numbers: Tensor, record: ScanRecord) -> Factor | None:
+    """The condition that sets weights to zero, if that is what a user of them does."""
+    side = side_of_where(user, record)
+    if side is not None and side.value is node and side.constant == 0.0:
+        return Factor(side.condition, side.constant_if_true, numbers)
+    if user.target is aten.mul.Tensor:
+        (other,) = [x for x in user.args if x is not node] or [None]
+        if isinstance(other, fx.Node) and (condition := _as_condition(other)) is not None:
+            return Factor(condition, False, numbers)
+    return None
+
+
+def _as_condition(node: fx.Node) -> fx.Node | None:
+    """The boolean behind a mask that weights are multiplied with."""
+    if example(node).dtype == torch.bool:
+        return node
+    if node.target is aten._to_copy.default and example(node.args[0]).dtype == torch.bool:
+        return node.args[0]
+    return None
+
+
+def _check_order(output: fx.Node, numbers: Tensor, scores: Scores) -> None:
+    """That weights meet the values in the order in which scores met the keys."""
+    same_shape = example(scores.product).shape == example(output.args[0]).shape
+    if not same_shape or not torch.equal(numbers.flatten(), torch.arange(numbers.numel())):
+        raise Unrecognised("its weights meet the values in another order than its scores met the keys", output)
+
+
+def _check_final(softmax: fx.Node, scores: Scores, masked: list[Factor], record: ScanRecord) -> None:
+    """That weights are those of attention: masked as the scores were, and zero where nothing is kept."""
+    keep = conjunction(scores.factors, record)
+    if masked:
+        if not same_mask(conjunction(masked, record), keep, record):
+            raise Unrecognised("its weights are masked differently from its scores", softmax)
+        return
+    if scores.infinite and SOFTMAX[softmax.target]:
+        return
+    if keep.data or not _keeps_one(keep.known, record):
+        raise Unrecognised("at some step no key may be left, and what its softmax makes of that is not zero", softmax)
+
+
+def _keeps_one(known: StepMask | None, record: ScanRecord) -> bool:
+    """Whether some key is kept at every step, for every query."""
+    if known is None:
+        return True
+    if bool(known.outside.any()):
+        return False
+    rows = known.start.reshape(-1, known.shape[-1]), known.stop.reshape(-1, known.shape[-1])
+    change = torch.zeros(rows[0].shape[0], record.length + 1, dtype=torch.int64)
+    one = torch.ones_like(rows[0])
+    change = change.scatter_add(1, rows[0], one).scatter_add(1, rows[1], -one)
+    return bool((change.cumsum(1)[:, : record.length] > 0).all())
+
+
+# -- the new node
+
+
+def replace_output(
+    body: fx.GraphModule, softmax: fx.Node, scores: Scores, mask: Mask, output: fx.Node, record: ScanRecord
+) -> None:
+    """Put an attention node in the place of a product of weights and values."""
+    build = NodeBuilder(body, output)
+    q, k = scores.product.args[:2]
+    v = output.args[1]
+    flat = example(q).dim() == 2  # mm: one sequence
+    if flat:
+        q, k, v = (build(aten.unsqueeze.default, x, 0) for x in (q, k, v))
+    node = build(
+        attention._opoverload,
+        build(aten.unsqueeze.default, q, 1),
+        build(aten.transpose.int, k, 1, 2),
+        v,
+        mask_tensor(build, scores.factors, example(q).shape[:2], example(k).shape[-1], record),
+        None,
+        scores.scale,
+        # The kind says all of a mask, or nothing.
+        "opaque" if mask.data else mask.kind,
+        [] if mask.data else list(mask.params),
+        0,
+    )
+    node.meta[ATTENTION] = AttentionRecord(softmax, scores, mask)
+    result = build(aten.squeeze.dim, node, 1)
+    output.replace_all_uses_with(build(aten.squeeze.dim, result, 0) if flat else result)
