@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor, fx
 
 from nsa_compile.passes import ORDER, verifier
 from nsa_compile.passes.estimate import Estimate, estimate
-from nsa_compile.passes.report import PassReport, Report, ScanReport
+from nsa_compile.passes.report import Guard, PassReport, Report, ScanReport
 from nsa_compile.passes.scans import Decline, Declined, find_scans, subgraphs
 
 log = logging.getLogger("nsa_compile")
@@ -194,6 +194,7 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
     context = PassContext(options, report)
     expected = verifier.Signature.of(gm)
     established: set[str] = set()
+    carry_names: dict[str, list[str]] = {}  # of each scan, in the last form its body had
     for index, p in enumerate(pipeline()):
         entry = PassReport(p.name, nodes_before=count_nodes(gm), nodes_after=count_nodes(gm), estimate=cost)
         report.passes.append(entry)
@@ -221,9 +222,12 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
         entry.nodes_after = count_nodes(gm)
         if options.estimate and entry.changed:
             entry.estimate = cost = _estimate(gm, report)
+        carry_names |= {site.node.name: [n.name for n in site.placeholders()[0]] for site in find_scans(gm)}
         _dump(gm, options, index, p.name, "after")
         established.update(p.ensures)
     report.nodes_final = count_nodes(gm)
+    for scan in report.scans:
+        scan.guards = _guards_by_carry(scan, carry_names.get(scan.name, []))
     _finish(report, options)
     return report
 
@@ -236,6 +240,16 @@ def _estimate(gm: fx.GraphModule, report: Report) -> Estimate | None:
         if note not in report.notes:
             report.notes.append(note)
         return None
+
+
+_VIEWS: tuple[tuple[Literal["found", "left"], str], ...] = (("left", ""), ("found", ".before"))
+
+
+def _guards_by_carry(scan: ScanReport, carry_names: list[str]) -> list[Guard]:
+    """Passes name a guarded view after the body's input: `name` as a step leaves it, `name.before` as it finds it."""
+    verdicts = dict.fromkeys(scan.guards_dropped, False) | dict.fromkeys(scan.guards_kept, True)
+    views = [(i, when, f"{name}{dot}") for i, name in enumerate(carry_names) for when, dot in _VIEWS]
+    return [Guard(carry, when, verdicts[view]) for carry, when, view in views if view in verdicts]
 
 
 def _finish(report: Report, options: Options) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from nsa_compile.passes.estimate import Estimate
 from nsa_compile.passes.scans import Decline
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass
@@ -28,6 +28,15 @@ class PassReport:
     estimate: Estimate | None = None  # of the graph after the pass, with the option of that name
 
 
+@dataclass(frozen=True)
+class Guard:
+    """What became of the guard of one carry: the buffer as each step finds it, or as it leaves it."""
+
+    carry: int  # position among the scan's carries
+    when: Literal["found", "left"]
+    kept: bool
+
+
 @dataclass
 class ScanReport:
     """What became of one scan."""
@@ -38,6 +47,7 @@ class ScanReport:
     carries: list[str] = field(default_factory=list)
     guards_kept: list[str] = field(default_factory=list)
     guards_dropped: list[str] = field(default_factory=list)
+    guards: list[Guard] = field(default_factory=list)  # the same, in terms of carries, ordered by them
     declines: list[Decline] = field(default_factory=list)
     nodes_after: int = 0  # nodes the scan became; 0 while it is a scan
 
@@ -75,7 +85,10 @@ class Report:
             PassReport(**{**p, "declines": _declines(p), "estimate": _estimate(p["estimate"])})
             for p in data.pop("passes")
         ]
-        scans = [ScanReport(**{**s, "declines": _declines(s)}) for s in data.pop("scans")]
+        scans = [
+            ScanReport(**{**s, "declines": _declines(s), "guards": [Guard(**g) for g in s["guards"]]})
+            for s in data.pop("scans")
+        ]
         captured = _estimate(data.pop("estimate_captured"))
         return cls(**data, passes=passes, scans=scans, estimate_captured=captured)
 

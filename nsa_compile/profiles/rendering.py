@@ -110,18 +110,14 @@ def _scan(scan: ScanReport, carry_names: Sequence[str], skipped: Sequence[str]) 
 
 
 def _carry_rows(scan: ScanReport, carry_names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Name, kind and guards of each carry.
-
-    Guards are named after the placeholders of the body, of which the carries are the first: `arg3_1` is carry 3 as a
-    step leaves it, `arg3_1.before` as the step finds it.
-    """
+    """Name, kind and guards of each carry."""
     names = carry_names if len(carry_names) == len(scan.carries) else [f"carry {i}" for i in range(len(scan.carries))]
     rows = []
     for i, (name, kind) in enumerate(zip(names, scan.carries, strict=True)):
-        guards = []
-        for verdict, views in (("dropped", scan.guards_dropped), ("kept", scan.guards_kept)):
-            for view, when in ((f"arg{i}_1", ""), (f"arg{i}_1.before", " (as the step finds it)")):
-                if view in views:
-                    guards.append(f"{verdict}{when}")
+        guards = [
+            f"{'kept' if guard.kept else 'dropped'}{' (as the step finds it)' if guard.when == 'found' else ''}"
+            for guard in scan.guards
+            if guard.carry == i
+        ]
         rows.append((name, kind, ", ".join(guards) or "none needed"))
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import linecache
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from nsa_compile.passes.pipeline import (
     pipeline_key,
     register,
 )
+from nsa_compile.passes.report import Guard, Report
 
 
 def cumulative(x, steps):
@@ -132,6 +134,32 @@ def test_memory_bound_declines_a_kept_guard():
     torch.testing.assert_close(actual, last_row(x))
     assert not report.scans[0].batched
     assert "max_guard_bytes" in report.declines[-1].reason
+
+
+def test_guards_are_told_by_carry():
+    """Carry 0 counts, 1 is read under a causal mask, 2 before its row is written and again after."""
+
+    def f(x):
+        rows = torch.arange(6)
+
+        def step(carry, row):
+            t, masked, seen = carry
+            here = (rows == t)[:, None]
+            early = seen.sum(0)
+            masked, seen = torch.where(here, row, masked), torch.where(here, row, seen)
+            causal = (rows <= t).to(row.dtype)[:, None]
+            return (t + 1, masked, seen), (masked * causal).sum(0) + early + seen.sum(0)
+
+        init = (torch.tensor(0), x.new_zeros(6, 2), x.new_ones(6, 2))
+        return nsa_compile.scan(step, init, x)[1]
+
+    x = torch.randn(6, 2, dtype=torch.float64)
+    actual, report = run(f, x)
+    torch.testing.assert_close(actual, f(x))
+    (scan,) = report.scans
+    assert scan.carries == ["Known", "Rows", "Rows"]
+    assert scan.guards == [Guard(1, "left", False), Guard(2, "left", True), Guard(2, "found", True)]
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import nsa_compile
 from nsa_compile.cli import cli
 from nsa_compile.passes.pipeline import pipeline
+from nsa_compile.passes.report import Guard, Report, ScanReport
 from nsa_compile.profiles.rendering import render_report, with_unit
 
 
@@ -82,6 +83,14 @@ def test_a_guard_that_stays_is_named(explain):
     output = explain(**{"compile.disable": "[eliminate_guards]"})
     assert "eliminate_guards\n  skipped: disabled" in output
     assert "k_slc     Rows    kept" in output
+
+
+def test_guards_are_shown_beside_their_carry():
+    guards = [Guard(1, "left", False), Guard(1, "found", True)]
+    scan = ScanReport("scan", 4, batched=True, carries=["Known", "Rows"], guards=guards)
+    rows = render_report(Report("eager", scans=[scan]), ["t", "keys"]).splitlines()
+    assert rows[-2].split(maxsplit=2) == ["t", "Known", "none needed"]
+    assert rows[-1].split(maxsplit=2) == ["keys", "Rows", "dropped, kept (as the step finds it)"]
 
 
 def test_a_scan_that_stays_a_loop_says_why(explain):
