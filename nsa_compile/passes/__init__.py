@@ -2,4 +2,11 @@
 
 # The passes in the order they run, each the file of its name. Here and not in the pipeline, because whoever only wants
 # the names shall not have to import torch.
-ORDER = ("resolve_carries", "eliminate_guards", "batch_prefill")
+ORDER = (
+    "resolve_carries",
+    "eliminate_guards",
+    "raise_attention",
+    "fuse_selection_scatter",
+    "batch_prefill",
+    "lower_attention",
+)

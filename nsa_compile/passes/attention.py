@@ -86,6 +86,32 @@ def dense(
     return torch.bmm(prob.to(v.dtype).reshape(n, s * m, -1), v).reshape(n, s, m, -1)
 
 
+def gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    indices: Tensor,
+    scale: float,
+    kind: str,
+    params: Sequence[int],
+    select_block: int,
+) -> Tensor:
+    """The attention node for one query, `q [N, 1, m, D]`, over the rows of its blocks. No index may come twice."""
+    keys = k.shape[1]
+    within = torch.arange(select_block, device=k.device)
+    rows = (indices.long()[..., None] * select_block + within).flatten(-2)  # [N, 1, n * select_block]
+    there = (indices >= 0).repeat_interleave(select_block, -1) & (rows < keys)
+    rows = torch.where(there, rows, 0)
+    keep = keep_mask(q, k, mask, None, kind, params, select_block)
+    there = there[:, :, None]
+    if keep is not None:
+        keep = keep.expand(q.shape[0], 1, keep.shape[2], keys)
+        there = there & keep.gather(-1, rows[:, :, None].expand(-1, -1, keep.shape[2], -1))
+    k, v = (x.gather(1, rows[:, 0, :, None].expand(-1, -1, x.shape[-1])) for x in (k, v))
+    return dense(q, k, v, there, None, scale, "opaque", (), select_block)
+
+
 @torch.library.custom_op("nsa_compile::attention", mutates_args=())
 def attention(
     q: Tensor,
@@ -149,8 +175,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("nsa_compile::select_blocks", mutates_args=())
-def select_blocks(
+def rank_blocks(
     q: Tensor,
     k: Tensor,
     mask: Tensor | None,
@@ -193,6 +218,30 @@ def select_blocks(
     best, index = best[..., :num_selected], index[..., :num_selected]
     found = torch.where(best > -float("inf"), index, -1).int()
     return torch.nn.functional.pad(found, (0, num_selected - found.shape[-1]), value=-1)
+
+
+@torch.library.custom_op("nsa_compile::select_blocks", mutates_args=())
+def select_blocks(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    allowed: Tensor | None,
+    forced: Tensor | None,
+    scale: float,
+    params: Sequence[int],
+    select_block: int,
+    n_blocks: int,
+    offsets: Sequence[int],
+    factors: Sequence[int],
+    num_selected: int,
+    num_initial: int,
+    num_local: int,
+) -> Tensor:
+    """`rank_blocks` as one node."""
+    return rank_blocks(
+        *(q, k, mask, allowed, forced, scale, params, select_block, n_blocks),
+        *(offsets, factors, num_selected, num_initial, num_local),
+    )
 
 
 @select_blocks.register_fake

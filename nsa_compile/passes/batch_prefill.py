@@ -126,6 +126,7 @@ class BatchedBody:
         self.carries_under_way: set[int] = set()
         self.full: dict[int, Tensor] = {}
         self.stacks: dict[int, Tensor] = {}
+        self.queries: dict[tuple[fx.Node, Times], Tensor] = {}
 
     def ys(self) -> list[Tensor]:
         """The outputs, `[S, ...]`."""
@@ -216,8 +217,11 @@ class BatchedBody:
         rest = node.args[5:]
         queries = self._spread(q, len(times))
         if together:
-            # [S, N, 1, ...] -> [N, S, ...]
-            inputs = [queries.squeeze(2).transpose(0, 1), *(x for x, _ in caches)]
+            # [S, N, 1, ...] -> [N, S, ...]; one tensor for all who read it, so that they are seen to belong together
+            key = (node.args[0], times)
+            if key not in self.queries:
+                self.queries[key] = queries.squeeze(2).transpose(0, 1)
+            inputs = [self.queries[key], *(x for x, _ in caches)]
             inputs += [None if x is None else x.squeeze(2).transpose(0, 1) for x in narrowing]
             return node.target(*inputs, *rest).transpose(0, 1).unsqueeze(2)
         # Each step sees caches of its own: [S, N, 1, ...] -> [S * N, 1, ...]

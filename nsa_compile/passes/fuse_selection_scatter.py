@@ -137,7 +137,7 @@ def find_selection(node: fx.Node, record: ScanRecord) -> Selection:
     )
 
 
-def _unique(indices: fx.Node) -> bool:
+def _unique(indices: Any) -> bool:
     while indices.target is aten.slice.Tensor or indices.target is aten._to_copy.default:
         indices = indices.args[0]
     return indices.target is operator.getitem and indices.args[0].target in (
@@ -205,7 +205,7 @@ def _find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord
 
 def _sorted_scores(selection: Selection) -> tuple[fx.Node, int]:
     """The sort behind the indices, and how many of them it keeps."""
-    node = selection.indices
+    node: Any = selection.indices
     count = example(node).shape[-1]
     if node.target is aten.slice.Tensor:
         node, dim, start = (*node.args, 0)[:3]
@@ -227,7 +227,7 @@ def _check_taken(selection: Selection, sort: fx.Node, count: int) -> None:
     taken = selection.taken
     if taken is None:
         raise Unrecognised("it takes n blocks even where fewer are allowed", selection.scatter)
-    values = taken.args[0] if taken.target is aten.gt.Scalar and taken.args[1] == -math.inf else None
+    values: Any = taken.args[0] if taken.target is aten.gt.Scalar and taken.args[1] == -math.inf else None
     if isinstance(values, fx.Node) and values.target is aten.slice.Tensor and example(values).shape[-1] == count:
         values = values.args[0]
     if not isinstance(values, fx.Node) or values.target is not operator.getitem or values.args != (sort, 0):

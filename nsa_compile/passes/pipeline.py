@@ -93,6 +93,8 @@ class Options:
         nested: the backend that compiles the rewritten graph: `"inductor"`, `"aot_eager"` or `"eager"`.
         disable: names of passes that do not run.
         stop_after: do no more than this many rewrites, counted over all passes; for finding the one to blame.
+        attention: how attention is computed: `"auto"` as fast as measurements say, `"sparse"` by the operator that
+            follows its mask wherever there is one, `"dense"` over all keys.
         max_guard_bytes: a buffer whose guard cannot be dropped costs a copy for each step; above this many bytes for
             one buffer the scan is left a loop.
         on_decline: `"warn"` leaves a scan that cannot be batched a loop and says so; `"error"` raises.
@@ -105,6 +107,7 @@ class Options:
     nested: str = "inductor"
     disable: tuple[str, ...] = ()
     stop_after: int | None = None
+    attention: str = "auto"
     max_guard_bytes: int = 2**30
     on_decline: str = "warn"
     check: bool = False
@@ -119,6 +122,7 @@ class Options:
             if name not in names:
                 raise ValueError(f"disable names {name!r}, which is no pass; the passes are {', '.join(names)}")
         _require_choice("nested", self.nested, ("inductor", "aot_eager", "eager"))
+        _require_choice("attention", self.attention, ("auto", "sparse", "dense"))
         _require_choice("on_decline", self.on_decline, ("warn", "error"))
         for name in ("stop_after", "max_guard_bytes"):
             value = getattr(self, name)

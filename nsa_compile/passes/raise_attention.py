@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -124,6 +124,8 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
     Raises:
         Unrecognised: there is something on the way that is no part of attention.
     """
+    value: Any
+    dim: Any
     value, dim = softmax.args[:2]
     masked: list[tuple[fx.Node, fx.Node, bool, bool]] = []  # scores, condition, negated, additive
     result = Scores(softmax)
@@ -191,11 +193,13 @@ def _scores_operand(node: fx.Node, record: ScanRecord) -> fx.Node:
     if node.target is aten.add.Tensor:
         return _additive(node, record)[0]
     if node.target in (aten.mul.Tensor, aten.mul.Scalar) and constant(node.args[0], record) is not None:
-        return node.args[1]
-    return node.args[0]
+        return cast(fx.Node, node.args[1])
+    return cast(fx.Node, node.args[0])
 
 
 def _scaled(node: fx.Node, result: Scores, record: ScanRecord) -> fx.Node:
+    a: Any
+    b: Any
     a, b = node.args[:2]
     if node.target in (aten.mul.Tensor, aten.mul.Scalar) and constant(a, record) is not None:
         a, b = b, a
@@ -223,12 +227,11 @@ def _additive(node: fx.Node, record: ScanRecord) -> tuple[fx.Node, fx.Node]:
     raise Unrecognised("something else than a mask of zeros and -inf is added to its scores", node)
 
 
-def _is_additive_mask(mask: fx.Node, record: ScanRecord) -> bool:
+def _is_additive_mask(mask: Any, record: ScanRecord) -> bool:
     while mask.target in MOVES or mask.target is aten._to_copy.default:
         mask = mask.args[0]
     if mask.target in WHERE:
-        sides = [constant(x, record) for x in mask.args[1:3]]
-        return sorted(sides) == [-math.inf, 0.0] if None not in sides else False
+        return {constant(x, record) for x in mask.args[1:3]} == {-math.inf, 0.0}
     if mask.target in FILLS:
         return constant(mask.args[0], record) == 0.0 and constant(mask.args[2], record) == -math.inf
     return False
@@ -313,7 +316,7 @@ def _as_condition(node: fx.Node) -> fx.Node | None:
     if example(node).dtype == torch.bool:
         return node
     if node.target is aten._to_copy.default and example(node.args[0]).dtype == torch.bool:
-        return node.args[0]
+        return cast(fx.Node, node.args[0])
     return None
 
 

@@ -26,6 +26,45 @@ def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, in
     Users of `node` must be `getitem`s; they become users of the graph's outputs. Tensors the graph holds as
     attributes move to `owner`.
     """
+    outputs = _copy_nodes(owner, node, graph, inputs)
+    for user in list(node.users):
+        assert user.target is operator.getitem, f"{node.name} has a user that is no getitem: {user.format_node()}"
+        user.replace_all_uses_with(outputs[user.args[1]])
+        owner.graph.erase_node(user)
+    _erase(owner, [node])
+
+
+def inline_tensors(
+    owner: fx.GraphModule, nodes: Sequence[fx.Node], graph: fx.GraphModule, inputs: Sequence[fx.Node]
+) -> None:
+    """Replace nodes with one tensor each by the outputs of `graph`, in this order, computed where the first stands.
+
+    What `graph` reads must not depend on the nodes; it is moved before the first of them where it comes later.
+    """
+    order = {n: i for i, n in enumerate(owner.graph.nodes)}
+    first = min(nodes, key=order.__getitem__)
+    _move_before(first, inputs, order)
+    for node, output in zip(nodes, _copy_nodes(owner, first, graph, inputs), strict=True):
+        node.replace_all_uses_with(output)
+    _erase(owner, nodes)
+
+
+def _move_before(anchor: fx.Node, wanted: Sequence[fx.Node], order: dict[fx.Node, int]) -> None:
+    late: set[fx.Node] = set()
+    todo = list(wanted)
+    while todo:
+        n = todo.pop()
+        if n not in late and order[n] > order[anchor]:
+            late.add(n)
+            todo += n.all_input_nodes
+    for n in sorted(late, key=order.__getitem__):
+        anchor.prepend(n)
+
+
+def _copy_nodes(
+    owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Copy the nodes of `graph` in front of `node`; what its outputs have become."""
     mapped: dict[fx.Node, Any] = {}
     placeholders = graph.graph.find_nodes(op="placeholder")
     mapped.update(zip(placeholders, inputs, strict=True))
@@ -40,11 +79,12 @@ def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, in
             inherit_meta(copied, node)
             mapped[inner] = copied
     (outputs,) = graph.graph.output_node().args
-    for user in list(node.users):
-        assert user.target is operator.getitem, f"{node.name} has a user that is no getitem: {user.format_node()}"
-        user.replace_all_uses_with(mapped[outputs[user.args[1]]])
-        owner.graph.erase_node(user)
-    owner.graph.erase_node(node)
+    return [mapped[x] for x in outputs]
+
+
+def _erase(owner: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
+    for node in nodes:
+        owner.graph.erase_node(node)
     owner.graph.eliminate_dead_code()
     owner.delete_all_unused_submodules()
     owner.recompile()

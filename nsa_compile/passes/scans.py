@@ -163,12 +163,15 @@ def on_fake_inputs(gm: fx.GraphModule) -> Iterator[list[Any]]:
         mode.allow_non_fake_inputs = allowed
 
 
-def trace_to_aten(fn: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
-    """Trace `fn` to ATen below autograd, keeping each node's source line. Autograd comes later, on the result."""
+def trace_to_aten(fn: Callable[..., Any], inputs: list[Tensor], *, decompose_sdpa: bool = True) -> fx.GraphModule:
+    """Trace `fn` to ATen below autograd, keeping each node's source line. Autograd comes later, on the result.
+
+    SDPA becomes plain operators, if `decompose_sdpa`: the passes see its mask, and every device computes the same.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    # SDPA as plain operators: the passes see its mask, and every device computes the same thing.
-    with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+    sdpa = sdpa_kernel(SDPBackend.MATH) if decompose_sdpa else contextlib.nullcontext()
+    with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa, torch.no_grad():
         gm = make_fx(fn, tracing_mode="real", pre_dispatch=False, _allow_non_fake_inputs=True)(*inputs)
     gm.graph.eliminate_dead_code()
     return gm

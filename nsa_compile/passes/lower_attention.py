@@ -1,0 +1,226 @@
+"""lower_attention: choose an operator for each attention node.
+
+After batch_prefill a graph holds `nsa_compile.attention` and `nsa_compile.select_blocks` nodes over whole sequences.
+Each becomes one of
+
+- `window_attention`, `compressed_attention` (with the selection it feeds, in one go) or `selected_attention` of
+  `nsa_compile.ops`, whose cost follows the mask;
+- dense attention with a mask, where that is faster: below a measured size, or for masks of no such kind.
+
+In the body of a scan that stays a loop, attention on indices gathers the rows it reads, and only these.
+
+Which one is faster is decided by the number of keys each of them touches and by what a key costs, as measured
+(`operator_costs.json`; `benchmarks/operator_costs.py` measures it anew).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from nsa_compile.ops import flops
+from nsa_compile.ops.compressed import compressed_attention
+from nsa_compile.ops.selected import selected_attention
+from nsa_compile.ops.window import window_attention
+from nsa_compile.passes import attention as nodes
+from nsa_compile.passes.pipeline import PassContext, register
+from nsa_compile.passes.rewriting import inline_tensors
+from nsa_compile.passes.scans import example, fake_inputs, find_scans, location, subgraphs, trace_to_aten
+
+ATTENTION = nodes.attention._opoverload
+SELECT = nodes.select_blocks._opoverload
+
+
+@register("lower_attention")
+def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
+    """Choose an operator for each attention node, by its mask, device, dtype and size."""
+    changed = False
+    bodies = {id(site.body) for site in find_scans(gm)}
+    for graph in [*subgraphs(gm), *(site.body for site in find_scans(gm))]:
+        in_loop = id(graph) in bodies
+        for node in list(graph.graph.nodes):
+            if node.target not in (ATTENTION, SELECT) or node not in graph.graph.nodes or not context.may_rewrite():
+                continue
+            if in_loop:
+                name, fn, group = "a step of a loop", _in_loop(node), [node]
+            else:
+                name, fn, group = choose(node, context.options.attention)
+            where, what = location(node), " and ".join(_describe(n) for n in group)
+            _replace(graph, group, fn)
+            context.match(where, f"{what}: {name}")
+            changed = True
+    return changed
+
+
+def _describe(node: fx.Node) -> str:
+    q, k = (example(x).shape for x in node.args[:2])
+    if node.target is SELECT:
+        return f"selection of {node.args[11]} of {node.args[8]} blocks for {q[1]} queries"
+    kind, params = node.args[6:8]
+    masks = {"window": "window of {}", "blocks": "blocks of {}, stride {}", "all": "no mask", "opaque": "opaque mask"}
+    chosen = "" if node.args[4] is None else f", {example(node.args[4]).shape[-1]} selected blocks of {node.args[8]}"
+    return f"attention of {q[1]} queries to {k[1]} keys ({masks[kind].format(*params)}{chosen})"
+
+
+# -- the choice
+
+Choice = tuple[str, Callable[..., Any], list[fx.Node]]
+
+
+def choose(node: fx.Node, wish: str) -> Choice:
+    """An implementation for a node over a whole sequence: its name, its function, and the nodes it stands for."""
+    if node.target is SELECT:
+        partner = next((n for n in node.args[0].users if _same_scores(n, node)), None)
+        return _compressed(node, partner) if _prefers_sparse(node, wish) else _dense(node)
+    _, _, _, mask, indices, _, kind, params, _ = node.args
+    if mask is not None or kind in ("opaque", "all") or not _prefers_sparse(node, wish):
+        return _dense(node)
+    queries = example(node.args[0]).shape[1]
+    if indices is not None:
+        return _selected(node) if kind == "window" and params[0] >= queries else _dense(node)
+    if kind == "blocks":
+        partner = next((n for n in node.args[0].users if n.target is SELECT and _same_scores(node, n)), None)
+        return _compressed(partner, node)
+    return _window(node)
+
+
+def _same_scores(attention: fx.Node, selection: fx.Node) -> bool:
+    """Whether an attention has the scores that a selection ranks."""
+    if attention.target is not ATTENTION or attention.args[3] is not None or attention.args[4] is not None:
+        return False
+    return attention.args[:2] == selection.args[:2] and (attention.args[5], *attention.args[6:8]) == (
+        selection.args[5], "blocks", selection.args[6],
+    )  # fmt: skip
+
+
+@cache
+def _costs() -> dict[str, Any]:
+    return json.loads((Path(__file__).parent / "operator_costs.json").read_text())
+
+
+def _prefers_sparse(node: fx.Node, wish: str) -> bool:
+    """Whether the operator that follows the mask is faster than dense attention, or asked for."""
+    if node.target is SELECT and node.args[2] is not None:
+        return False
+    if wish != "auto":
+        return wish == "sparse"
+    q, k = (example(x) for x in node.args[:2])
+    queries, keys = q.shape[1], k.shape[1]
+    if node.target is SELECT or node.args[6] == "blocks":
+        params = node.args[6] if node.target is SELECT else node.args[7]
+        operator, pairs = "compressed", flops.compressed_pairs(queries, keys, *params)
+    elif node.args[4] is not None:
+        size = example(node.args[4]).shape[-1] * node.args[8]
+        operator, pairs = "selected", flops.window_pairs(queries, keys, size)
+    else:
+        operator, pairs = "window", flops.window_pairs(queries, keys, node.args[7][0])
+    costs = _costs()[q.device.type if q.device.type in _costs() else "cpu"]
+    sparse = costs[operator]["per_query"] * queries + costs[operator]["per_pair"] * pairs
+    return sparse < costs["dense"]["per_pair"] * queries * keys
+
+
+# -- the implementations, on `q [N, S, m, D]`, `k [N, T, D]`, `v [N, T, Dv]`
+
+
+def _window(node: fx.Node) -> Choice:
+    scale, window = node.args[5], node.args[7][0]
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [window_attention(q, k.unsqueeze(2), v.unsqueeze(2), window, scale)[0]]
+
+    return "window_attention", fn, [node]
+
+
+def _selected(node: fx.Node) -> Choice:
+    scale, block = node.args[5], node.args[8]
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[Tensor]:
+        return [selected_attention(q, k.unsqueeze(2), v.unsqueeze(2), indices.unsqueeze(2), block, scale)[0]]
+
+    return "selected_attention", fn, [node]
+
+
+def _compressed(selection: fx.Node | None, attention: fx.Node | None) -> Choice:
+    """Attention to compressed blocks, the selection from its weights, or both in one."""
+    ranking: list[Any] = [1, [], [], 0, 0, 0]
+    params: Any
+    if selection is not None:
+        scale, params, select_block, _, offsets, factors, *counts = selection.args[5:]
+        ranking = [select_block, offsets, factors, *counts]
+    else:
+        assert attention is not None
+        scale, params = attention.args[5], attention.args[7]
+    block, stride = params
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        out, _, indices = compressed_attention(q, k.unsqueeze(2), v.unsqueeze(2), block, stride, scale, *ranking)
+        found = [out] if attention is not None else []
+        return found + ([indices.squeeze(2)] if selection is not None else [])
+
+    group = [n for n in (attention, selection) if n is not None]
+    name = "compressed_attention" + (" with selection" if selection is not None else "")
+    if attention is None:
+        return name, lambda q, k: fn(q, k, k), group  # nobody reads the output
+    return name, fn, group
+
+
+def _dense(node: fx.Node) -> Choice:
+    """Dense attention; SDPA where the mask allows it to be used."""
+    rest = node.args[5:]
+    if node.target is SELECT:
+        return "dense scores", lambda *tensors: [nodes.rank_blocks(*_refill(node, tensors), *rest)], [node]
+    scale, kind, params, block = rest
+    causal = kind == "window" and params[0] >= example(node.args[0]).shape[1] and node.args[4] is None
+
+    def fn(*tensors: Tensor) -> list[Tensor]:
+        q, k, v, mask, indices = _refill(node, tensors)
+        if causal and q.shape[1] == k.shape[1]:
+            return [_sdpa(q, k, v, None, scale, is_causal=True)]
+        if kind != "window" or not _fits_sdpa(node):
+            return [nodes.dense(q, k, v, mask, indices, scale, kind, params, block)]
+        keep = nodes.keep_mask(q, k, mask, indices, kind, params, block)
+        return [_sdpa(q, k, v, keep, scale, is_causal=False)]
+
+    return "dense", fn, [node]
+
+
+def _fits_sdpa(node: fx.Node) -> bool:
+    """A row that sees nothing would be NaN; each query sees at least itself through a window."""
+    q, k = (example(x) for x in node.args[:2])
+    return node.args[4] is None and node.args[3] is None and k.shape[1] >= q.shape[1]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float, *, is_causal: bool) -> Tensor:
+    heads = q.shape[2]
+    k, v = (x.unsqueeze(1).expand(-1, heads, -1, -1) for x in (k, v))
+    keep = None if keep is None else keep.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=keep, is_causal=is_causal, scale=scale)
+    return out.transpose(1, 2)
+
+
+def _in_loop(node: fx.Node) -> Callable[..., Any]:
+    """One step of a loop: dense, or over the rows of the selected blocks alone."""
+    rest = node.args[5:]
+    if node.target is SELECT:
+        return lambda *tensors: [nodes.rank_blocks(*_refill(node, tensors), *rest)]
+    step = nodes.dense if node.args[4] is None else nodes.gathered
+    return lambda *tensors: [step(*_refill(node, tensors), *rest)]
+
+
+def _refill(node: fx.Node, tensors: tuple[Tensor, ...]) -> list[Tensor | None]:
+    """The tensor arguments of a node, with None where it has none."""
+    given = iter(tensors)
+    return [next(given) if isinstance(x, fx.Node) else None for x in node.args[:5]]
+
+
+def _replace(graph: fx.GraphModule, group: list[fx.Node], fn: Callable[..., Any]) -> None:
+    # An attention and the selection from its weights read the same queries and keys; the attention reads values, too.
+    inputs = [x for x in group[0].args[:5] if isinstance(x, fx.Node)]
+    traced = trace_to_aten(fn, fake_inputs(inputs), decompose_sdpa=False)
+    inline_tensors(graph, group, traced, inputs)
