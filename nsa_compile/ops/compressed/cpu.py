@@ -1,0 +1,64 @@
+"""Attention over compressed blocks on the CPU: allocates the outputs and calls `cpu.cpp`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nsa_compile.ops import cpp
+from nsa_compile.ops.tiles import compute_dtype
+
+__all__ = ["backward", "forward", "prepare"]
+
+
+def prepare() -> None:
+    cpp.load("compressed")
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_size: int,
+    stride: int,
+    scale: float,
+    select_block: int,
+    offsets: Sequence[int],
+    weights: Sequence[int],
+    num_selected: int,
+    num_initial: int,
+    num_local: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+    indices = q.new_empty(*q.shape[:2], k.shape[2], num_selected, dtype=torch.int32)
+    cpp.call(
+        "compressed", "forward", cpp.sizes_of(q, k, v), (q, k, v, out, lse, indices), block_size, stride, scale,
+        select_block, list(offsets), list(weights), len(offsets), num_selected, num_initial, num_local,
+    )  # fmt: skip
+    return out, lse, indices
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_size: int,
+    stride: int,
+    scale: float,
+    select_block: int,
+    offsets: Sequence[int],
+    weights: Sequence[int],
+    num_selected: int,
+    num_initial: int,
+    num_local: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    tensors = (grad_out, q, k, v, out, lse, dq, dk, dv)
+    cpp.call("compressed", "backward", cpp.sizes_of(q, k, v), tensors, block_size, stride, scale)
+    return dq, dk, dv

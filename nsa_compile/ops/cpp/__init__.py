@@ -1,0 +1,113 @@
+"""Compiles the C++ kernels at first use and calls them.
+
+Inductor's code cache does the work: its compiler, its flags with the vector width of the machine, its directory. A
+kernel is thus compiled once a machine, not once a process. Its flags switch off what would change the meaning of
+floating-point code, contraction included; the kernels ask for fused multiply-adds where they want them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["call", "load", "sizes_of"]
+
+OPERATORS = ("window", "compressed", "selected")
+_DTYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+}
+_HERE = Path(__file__).parent
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4), ("dtype", ctypes.c_int64))
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("batch", "queries", "keys", "query_heads", "groups", "key_dim", "value_dim")
+    )  # fmt: skip
+
+
+@cache
+def load(operator: str) -> ctypes.CDLL:
+    """The compiled kernels of an operator. Raises whatever Inductor raises where there is no working compiler."""
+    return _load_all()[operator]
+
+
+@cache
+def _load_all() -> dict[str, ctypes.CDLL]:
+    """All operators at once: whoever uses one uses the others, and three compilers together are faster than in turn."""
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    pick_vec_isa()  # runs a compiler itself, and should do so once
+    with ThreadPoolExecutor(len(OPERATORS)) as pool:
+        libraries = pool.map(CppCodeCache.load, map(_source, OPERATORS))
+        return dict(zip(OPERATORS, libraries, strict=True))
+
+
+def _source(operator: str) -> str:
+    """The source of an operator with the headers of this directory put in: the key of the cache must cover them."""
+    included: set[str] = set()
+
+    def put_in(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in included:
+            return ""
+        included.add(name)
+        return expand((_HERE / name).read_text())
+
+    def expand(text: str) -> str:
+        return re.sub(r'^#include "(\w+\.h)"$', put_in, text.replace("#pragma once\n", ""), flags=re.MULTILINE)
+
+    return expand((_HERE.parent / operator / "cpu.cpp").read_text())
+
+
+def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> _Sizes:
+    batch, queries, query_heads, key_dim = q.shape
+    return _Sizes(batch, queries, k.shape[1], query_heads, k.shape[2], key_dim, v.shape[3])
+
+
+def call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor, ...], *parameters: object) -> None:
+    """`<operator>_attention_<direction>(sizes, tensors, parameters…, number of threads)`.
+
+    Parameters are ints, floats and sequences of ints. Raises MemoryError where working memory cannot be allocated.
+    """
+    if sizes.batch == 0 or sizes.queries == 0:
+        return
+    function = getattr(load(operator), f"{operator}_attention_{direction}")
+    described = (_Tensor * len(tensors))(*map(_describe, tensors))
+    arguments = [_to_c(parameter) for parameter in parameters]
+    threads = ctypes.c_int64(torch.get_num_threads())
+    if function(ctypes.byref(sizes), described, *arguments, threads):
+        raise MemoryError(
+            f"{operator}_attention ({direction}) ran out of memory for q [{sizes.batch}, {sizes.queries}, "
+            f"{sizes.query_heads}, {sizes.key_dim}]; use a smaller batch or a shorter sequence"
+        )
+
+
+def _describe(x: Tensor) -> _Tensor:
+    stride = (*x.stride(), *(0 for _ in range(4 - x.dim())))
+    return _Tensor(x.data_ptr(), stride, _DTYPES[x.dtype])
+
+
+def _to_c(parameter: object) -> object:
+    if isinstance(parameter, int):
+        return ctypes.c_int64(parameter)
+    if isinstance(parameter, float):
+        return ctypes.c_double(parameter)
+    assert isinstance(parameter, (list, tuple))
+    return (ctypes.c_int64 * len(parameter))(*parameter)

@@ -1,0 +1,135 @@
+// Keys and values cut into blocks, each packed for the products that read it, and attention over one block backwards.
+#pragma once
+
+#include "tensor.h"
+
+namespace {
+
+// A tensor [B, T, G, width] as blocks of rows: [rows, width] for products that sum over the block's rows, [width, rows]
+// for those that sum over the width, both padded. Rows after the end are zero.
+template <typename T>
+class Blocks {
+ public:
+  int64_t size, count, width;        // rows of a block, blocks of a sequence, columns
+  int64_t padded_size, padded_width;
+
+  Blocks(const Sizes& sizes, int64_t size, int64_t width)
+      : size(size),
+        count(divide_up(sizes.keys, size)),
+        width(width),
+        padded_size(round_up(padded_columns<T>(size), kTileRows)),
+        padded_width(padded_columns<T>(width)) {}
+
+  int64_t elements() const { return padded_size * padded_width; }
+  // Row-major [rows, width] and its transpose [width, rows] of one block.
+  const T* rows(int64_t sequence, int64_t block) const { return rows_.data() + (sequence * count + block) * elements(); }
+  const T* columns(int64_t sequence, int64_t block) const {
+    return columns_.data() + (sequence * count + block) * elements();
+  }
+
+  void pack(const Tensor& x, const Sizes& sizes, bool with_rows, bool with_columns, int64_t threads) {
+    const int64_t blocks = sizes.sequences() * count;
+    if (with_rows) rows_ = Buffer<T>(blocks * elements());
+    if (with_columns) columns_ = Buffer<T>(blocks * elements());
+    const ThreadBuffers<T> scratch(with_rows ? 0 : threads, elements());
+    parallel_for(blocks, threads, [&](int64_t item, int64_t thread) {
+      T* target = with_rows ? rows_.data() + item * elements() : scratch[thread];
+      load_block(x, sizes, item / count, item % count, target);
+      if (with_columns) transpose(target, columns_.data() + item * elements());
+    });
+  }
+
+ private:
+  Buffer<T> rows_, columns_;
+
+  void load_block(const Tensor& x, const Sizes& sizes, int64_t sequence, int64_t block, T* target) const {
+    const int64_t first = block * size;
+    const int64_t valid = std::min(size, sizes.keys - first);
+    for (int64_t i = 0; i < valid; i++) {
+      load_row(x, sequence / sizes.groups, first + i, sequence % sizes.groups, width, T(1), target + i * padded_width);
+    }
+    fill(target + valid * padded_width, (padded_size - valid) * padded_width, T(0));
+  }
+
+  void transpose(const T* source, T* target) const {
+    for (int64_t d = 0; d < width; d++) {
+      for (int64_t i = 0; i < padded_size; i++) target[d * padded_size + i] = source[i * padded_width + d];
+    }
+  }
+};
+
+// The keys [begin, end) that a query sees.
+struct KeyRange {
+  int64_t begin, end;
+};
+
+// Scores of one row against one block become -inf where the query does not see the key.
+template <typename T>
+void hide(T* scores, const KeyRange& range, int64_t first_key, int64_t size, int64_t padded_size) {
+  const int64_t low = std::clamp<int64_t>(range.begin - first_key, 0, padded_size);
+  const int64_t high = std::clamp<int64_t>(range.end - first_key, low, size);
+  if (low == 0 && high == padded_size) return;
+  fill(scores, low, -kInfinity<T>);
+  fill(scores + high, padded_size - high, -kInfinity<T>);
+}
+
+// The queries of a tile in the backward pass: `rows` rows, the heads of a group for some queries.
+template <typename T>
+struct GradientTile {
+  int64_t rows, heads;
+  const T* q;              // [rows, key width], scaled
+  const T* grad;           // [rows, value width], the gradient of the output
+  const T* lse;            // [rows], +inf for a query that sees nothing, which makes its weights zero
+  const T* delta;          // [rows], the sum of gradient times output
+  const KeyRange* ranges;  // [rows / heads]
+};
+
+// lse as the backward pass wants it: exp(-inf - -inf) would be NaN, exp(-inf - inf) is 0.
+template <typename T>
+T finite_or_infinity(T lse) {
+  return lse == -kInfinity<T> ? kInfinity<T> : lse;
+}
+
+// Adds one block's part to dk and dv [padded_size, width], and to dq [rows, key width] if `accumulate`, else writes it.
+// dq lacks the factor of the scores. `weights` and `dscores` are scratch of [rows, padded_size].
+template <typename T>
+void backward_block(
+    const GradientTile<T>& tile, const Blocks<T>& keys, const Blocks<T>& values, int64_t sequence, int64_t block, T* dk,
+    T* dv, T* dq, bool accumulate, T* weights, T* dscores) {
+  const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
+  multiply<T, Left::kPlain>(
+      tile.rows, size, keys.width, tile.q, key_width, keys.columns(sequence, block), size, weights, size, false);
+  multiply<T, Left::kPlain>(
+      tile.rows, size, values.width, tile.grad, value_width, values.columns(sequence, block), size, dscores, size, false);
+  for (int64_t row = 0; row < tile.rows; row++) {
+    T* p = weights + row * size;
+    T* ds = dscores + row * size;
+    hide(p, tile.ranges[row / tile.heads], block * keys.size, keys.size, size);
+    const Vec<T> lse(tile.lse[row]), delta(tile.delta[row]);
+    for (int64_t i = 0; i < size; i += kLanes<T>) {
+      const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(p + i) - lse);
+      weight.store(p + i);
+      (weight * (Vec<T>::loadu(ds + i) - delta)).store(ds + i);
+    }
+  }
+  multiply<T, Left::kTransposed>(
+      keys.size, value_width, tile.rows, weights, size, tile.grad, value_width, dv, value_width, true);
+  multiply<T, Left::kTransposed>(
+      keys.size, key_width, tile.rows, dscores, size, tile.q, key_width, dk, key_width, true);
+  multiply<T, Left::kPlain>(
+      tile.rows, key_width, keys.size, dscores, size, keys.rows(sequence, block), key_width, dq, key_width, accumulate);
+}
+
+// A block of gradients to the rows of a tensor [B, T, G, width].
+template <typename T>
+void store_block(
+    const T* source, const Tensor& x, const Sizes& sizes, const Blocks<T>& blocks, int64_t sequence, int64_t block) {
+  const int64_t first = block * blocks.size;
+  for (int64_t i = 0; i < std::min(blocks.size, sizes.keys - first); i++) {
+    store_row(
+        source + i * blocks.padded_width, T(1), x, sequence / sizes.groups, first + i, sequence % sizes.groups,
+        blocks.width);
+  }
+}
+
+}  // namespace

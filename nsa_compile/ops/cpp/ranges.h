@@ -1,0 +1,241 @@
+// Attention in which every query sees one range of consecutive keys, and later queries no earlier ones: windows and
+// compressed blocks. Keys come in blocks of 64; a tile is the heads of a group for some consecutive queries.
+#pragma once
+
+#include "blocks.h"
+
+namespace {
+
+constexpr int64_t kBlockKeys = 64;
+constexpr int64_t kForwardRows = 64;    // of a tile: its scores stay in the L2 cache
+constexpr int64_t kBackwardRows = 128;  // more, because each block of dk and dv is read and written once a tile
+constexpr int64_t kPassBlocks = 16;     // whose scores a tile holds at once, unless it needs all of them
+
+inline int64_t queries_of_tile(int64_t rows, int64_t heads) {
+  return std::max<int64_t>(1, rows / heads);
+}
+
+// A tile's blocks [first, last) for queries [start, stop) of which the first sees the earliest, the last the latest keys.
+struct BlockSpan {
+  int64_t first, last;
+};
+
+template <typename Range>
+BlockSpan blocks_seen(const Range& range, int64_t start, int64_t stop) {
+  const int64_t begin = range(start).begin, end = range(stop - 1).end;
+  if (begin >= end) return {0, 0};
+  return {begin / kBlockKeys, divide_up(end, kBlockKeys)};
+}
+
+// What one thread needs for a tile of the forward pass; scores are [block][row][64].
+template <typename T>
+struct ForwardTile {
+  int64_t sequence, start, queries, heads, rows;
+  std::vector<KeyRange> ranges;  // of the queries
+  BlockSpan span;
+  T *q, *scores, *out;             // [rows, width], weights without their factor after a pass, [rows, width]
+  T *largest, *sum, *inverse_sum;  // [rows]
+};
+
+// The scores of blocks [first, last) become exp(score - largest), and what earlier passes summed is rescaled.
+template <typename T>
+void softmax_pass(ForwardTile<T>& tile, int64_t first, int64_t last, int64_t value_width) {
+  const int64_t row_stride = kBlockKeys, block_stride = padded_rows(tile.rows) * kBlockKeys;
+  for (int64_t row = 0; row < tile.rows; row++) {
+    const KeyRange& range = tile.ranges[row / tile.heads];
+    Vec<T> largest(-kInfinity<T>);
+    for (int64_t block = first; block < last; block++) {
+      T* scores = tile.scores + (block - first) * block_stride + row * row_stride;
+      hide(scores, range, block * kBlockKeys, kBlockKeys, kBlockKeys);
+      for (int64_t i = 0; i < kBlockKeys; i += kLanes<T>) largest = at::vec::clamp_min(Vec<T>::loadu(scores + i), largest);
+    }
+    const T previous = tile.largest[row];
+    const T current = std::max(previous, largest_lane(largest));
+    const Vec<T> shift(current == -kInfinity<T> ? T(0) : current);
+    Vec<T> sum(T(0));
+    for (int64_t block = first; block < last; block++) {
+      T* scores = tile.scores + (block - first) * block_stride + row * row_stride;
+      for (int64_t i = 0; i < kBlockKeys; i += kLanes<T>) {
+        const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(scores + i) - shift);
+        weight.store(scores + i);
+        sum = sum + weight;
+      }
+    }
+    if (previous != -kInfinity<T> && previous != current) {
+      const T factor = std::exp(previous - current);
+      tile.sum[row] *= factor;
+      for (int64_t i = 0; i < value_width; i++) tile.out[row * value_width + i] *= factor;
+    }
+    tile.largest[row] = current;
+    tile.sum[row] += sum_of_lanes(sum);
+  }
+}
+
+// Output and log-sum-exp for every query. `range(s)` is the KeyRange of query s. With `whole_rows` a tile's scores are
+// all computed before the softmax and passed on: `after(tile, thread)` finds exp(score - largest) in them.
+template <typename T, typename Range, typename After>
+void forward_ranges(
+    const Sizes& sizes, const Tensor* tensors, T scale, int64_t threads, const Range& range, bool whole_rows,
+    const After& after) {
+  const auto& [q, k, v, out, lse] = reinterpret_cast<const Tensor(&)[5]>(*tensors);
+  Blocks<T> keys(sizes, kBlockKeys, sizes.key_dim), values(sizes, kBlockKeys, sizes.value_dim);
+  keys.pack(k, sizes, false, true, threads);
+  values.pack(v, sizes, true, false, threads);
+
+  const int64_t heads = sizes.heads();
+  const int64_t tile_queries = queries_of_tile(kForwardRows, heads);
+  const int64_t tiles = divide_up(sizes.queries, tile_queries), rows = padded_rows(tile_queries * heads);
+  const int64_t pass_blocks = whole_rows ? std::max<int64_t>(1, keys.count) : std::min(kPassBlocks, keys.count);
+  const ThreadBuffers<T> q_tiles(threads, rows * keys.padded_width), out_tiles(threads, rows * values.padded_width);
+  const ThreadBuffers<T> score_tiles(threads, rows * kBlockKeys * pass_blocks), row_values(threads, 3 * rows);
+  std::vector<ForwardTile<T>> of_thread(threads);
+  for (auto& tile : of_thread) tile.ranges.resize(tile_queries);
+
+  // The last tiles see the most keys; starting with them balances the threads.
+  parallel_for(sizes.sequences() * tiles, threads, [&](int64_t item, int64_t thread) {
+    ForwardTile<T>& tile = of_thread[thread];
+    tile.sequence = item % sizes.sequences();
+    tile.start = (tiles - 1 - item / sizes.sequences()) * tile_queries;
+    tile.queries = std::min(tile_queries, sizes.queries - tile.start);
+    tile.heads = heads;
+    tile.rows = tile.queries * heads;
+    tile.span = blocks_seen(range, tile.start, tile.start + tile.queries);
+    tile.q = q_tiles[thread], tile.scores = score_tiles[thread], tile.out = out_tiles[thread];
+    tile.largest = row_values[thread], tile.sum = tile.largest + rows, tile.inverse_sum = tile.sum + rows;
+    const int64_t batch = tile.sequence / sizes.groups, first_head = tile.sequence % sizes.groups * heads;
+
+    for (int64_t i = 0; i < tile.queries; i++) tile.ranges[i] = range(tile.start + i);
+    for (int64_t row = 0; row < tile.rows; row++) {
+      load_row(
+          q, batch, tile.start + row / heads, first_head + row % heads, sizes.key_dim, scale,
+          tile.q + row * keys.padded_width);
+    }
+    fill(tile.q + tile.rows * keys.padded_width, (padded_rows(tile.rows) - tile.rows) * keys.padded_width, T(0));
+    fill(tile.out, padded_rows(tile.rows) * values.padded_width, T(0));
+    fill(tile.largest, rows, -kInfinity<T>);
+    fill(tile.sum, rows, T(0));
+
+    const int64_t block_stride = padded_rows(tile.rows) * kBlockKeys;
+    for (int64_t first = tile.span.first; first < tile.span.last; first += pass_blocks) {
+      const int64_t last = std::min(tile.span.last, first + pass_blocks);
+      for (int64_t block = first; block < last; block++) {
+        multiply<T, Left::kPlain>(
+            tile.rows, kBlockKeys, sizes.key_dim, tile.q, keys.padded_width, keys.columns(tile.sequence, block),
+            kBlockKeys, tile.scores + (block - first) * block_stride, kBlockKeys, false);
+      }
+      softmax_pass(tile, first, last, values.padded_width);
+      for (int64_t block = first; block < last; block++) {
+        multiply<T, Left::kPlain>(
+            tile.rows, values.padded_width, kBlockKeys, tile.scores + (block - first) * block_stride, kBlockKeys,
+            values.rows(tile.sequence, block), values.padded_width, tile.out, values.padded_width, true);
+      }
+    }
+    for (int64_t row = 0; row < tile.rows; row++) {
+      tile.inverse_sum[row] = tile.sum[row] == T(0) ? T(0) : T(1) / tile.sum[row];
+      const int64_t position = tile.start + row / heads, head = first_head + row % heads;
+      store_row(
+          tile.out + row * values.padded_width, tile.inverse_sum[row], out, batch, position, head, sizes.value_dim);
+      element<T>(lse, batch, position, head) = tile.largest[row] + std::log(tile.sum[row]);
+    }
+    after(tile, thread);
+  });
+}
+
+// Tiles first, first + step, … below `last`, computed one after the other by whoever takes the chunk, and the blocks
+// whose gradients it sums up in a buffer of its own.
+struct Chunk {
+  int64_t first_tile, step, last_tile;
+  BlockSpan span;
+  int64_t offset;  // of its first block in the buffers, counted in blocks
+};
+
+// Gradients for every query, key and value. Each chunk of each sequence has its own sums for dk and dv, which are added
+// in the order of the chunks, so that no bit depends on the number of threads.
+template <typename T, typename Range>
+void backward_ranges(
+    const Sizes& sizes, const Tensor* tensors, T scale, int64_t threads, const Range& range, std::vector<Chunk> chunks,
+    int64_t tile_queries) {
+  const auto& [grad, q, k, v, out, lse, dq, dk, dv] = reinterpret_cast<const Tensor(&)[9]>(*tensors);
+  Blocks<T> keys(sizes, kBlockKeys, sizes.key_dim), values(sizes, kBlockKeys, sizes.value_dim);
+  keys.pack(k, sizes, true, true, threads);
+  values.pack(v, sizes, false, true, threads);
+
+  const int64_t heads = sizes.heads(), rows = padded_rows(tile_queries * heads);
+  const int64_t key_width = keys.padded_width, value_width = values.padded_width;
+  int64_t chunk_blocks = 0;  // of all chunks of a sequence
+  for (Chunk& chunk : chunks) {
+    chunk.offset = chunk_blocks;
+    chunk_blocks += chunk.span.last - chunk.span.first;
+  }
+  const Buffer<T> key_sums(sizes.sequences() * chunk_blocks * keys.elements());
+  const Buffer<T> value_sums(sizes.sequences() * chunk_blocks * values.elements());
+  const ThreadBuffers<T> q_tiles(threads, rows * key_width), grad_tiles(threads, rows * value_width);
+  const ThreadBuffers<T> dq_tiles(threads, rows * key_width), out_rows(threads, value_width);
+  const ThreadBuffers<T> weight_tiles(threads, rows * kBlockKeys), dscore_tiles(threads, rows * kBlockKeys);
+  const ThreadBuffers<T> row_values(threads, 2 * rows);
+  std::vector<std::vector<KeyRange>> ranges(threads, std::vector<KeyRange>(tile_queries));
+
+  const int64_t num_chunks = chunks.size();
+  parallel_for(sizes.sequences() * num_chunks, threads, [&](int64_t item, int64_t thread) {
+    const int64_t sequence = item % sizes.sequences();
+    const Chunk& chunk = chunks[num_chunks - 1 - item / sizes.sequences()];
+    const int64_t batch = sequence / sizes.groups, first_head = sequence % sizes.groups * heads;
+    const int64_t first_sum = sequence * chunk_blocks + chunk.offset;
+    T* chunk_dk = key_sums.data() + first_sum * keys.elements();
+    T* chunk_dv = value_sums.data() + first_sum * values.elements();
+    fill(chunk_dk, (chunk.span.last - chunk.span.first) * keys.elements(), T(0));
+    fill(chunk_dv, (chunk.span.last - chunk.span.first) * values.elements(), T(0));
+    T *q_tile = q_tiles[thread], *grad_tile = grad_tiles[thread], *dq_tile = dq_tiles[thread];
+    T *row_lse = row_values[thread], *delta = row_lse + rows;
+
+    for (int64_t index = chunk.first_tile; index < chunk.last_tile; index += chunk.step) {
+      const int64_t start = index * tile_queries, queries = std::min(tile_queries, sizes.queries - start);
+      const GradientTile<T> tile{queries * heads, heads, q_tile, grad_tile, row_lse, delta, ranges[thread].data()};
+      for (int64_t i = 0; i < queries; i++) ranges[thread][i] = range(start + i);
+      for (int64_t row = 0; row < tile.rows; row++) {
+        const int64_t position = start + row / heads, head = first_head + row % heads;
+        T* grad_row = grad_tile + row * value_width;
+        load_row(q, batch, position, head, sizes.key_dim, scale, q_tile + row * key_width);
+        load_row(grad, batch, position, head, sizes.value_dim, T(1), grad_row);
+        load_row(out, batch, position, head, sizes.value_dim, T(1), out_rows[thread]);
+        delta[row] = dot(grad_row, out_rows[thread], value_width);
+        row_lse[row] = finite_or_infinity(element<T>(lse, batch, position, head));
+      }
+      const int64_t padding = padded_rows(tile.rows) - tile.rows;
+      fill(q_tile + tile.rows * key_width, padding * key_width, T(0));
+      fill(grad_tile + tile.rows * value_width, padding * value_width, T(0));
+
+      const BlockSpan span = blocks_seen(range, start, start + queries);
+      if (span.first == span.last) fill(dq_tile, tile.rows * key_width, T(0));
+      for (int64_t block = span.first; block < span.last; block++) {
+        const int64_t local = block - chunk.span.first;
+        backward_block(
+            tile, keys, values, sequence, block, chunk_dk + local * keys.elements(), chunk_dv + local * values.elements(),
+            dq_tile, block > span.first, weight_tiles[thread], dscore_tiles[thread]);
+      }
+      for (int64_t row = 0; row < tile.rows; row++) {
+        const int64_t position = start + row / heads, head = first_head + row % heads;
+        store_row(dq_tile + row * key_width, scale, dq, batch, position, head, sizes.key_dim);
+      }
+    }
+  });
+
+  const ThreadBuffers<T> sums(threads, std::max(keys.elements(), values.elements()));
+  parallel_for(sizes.sequences() * keys.count, threads, [&](int64_t item, int64_t thread) {
+    const int64_t sequence = item / keys.count, block = item % keys.count;
+    const auto reduce = [&](const Buffer<T>& parts, const Blocks<T>& blocks, const Tensor& target) {
+      T* sum = sums[thread];
+      fill(sum, blocks.elements(), T(0));
+      for (const Chunk& chunk : chunks) {
+        if (block < chunk.span.first || block >= chunk.span.last) continue;
+        const int64_t part = sequence * chunk_blocks + chunk.offset + block - chunk.span.first;
+        add_to(sum, parts.data() + part * blocks.elements(), blocks.elements());
+      }
+      store_block(sum, target, sizes, blocks, sequence, block);
+    };
+    reduce(key_sums, keys, dk);
+    reduce(value_sums, values, dv);
+  });
+}
+
+}  // namespace

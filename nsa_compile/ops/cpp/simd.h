@@ -1,0 +1,142 @@
+// Vectors of the machine's width, an exponential, and the matrix product that everything else is made of.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace {
+
+template <typename T>
+using Vec = at::vec::Vectorized<T>;
+
+template <typename T>
+constexpr int64_t kLanes = Vec<T>::size();
+
+// Rows of C that one micro kernel keeps in registers, two vectors each: 16 accumulators where there are 32 vector
+// registers, 8 where there are 16.
+#if defined(CPU_CAPABILITY_AVX512) || defined(__aarch64__)
+constexpr int64_t kTileRows = 8;
+#else
+constexpr int64_t kTileRows = 4;
+#endif
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+constexpr int64_t divide_up(int64_t value, int64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
+// Columns of a matrix in a buffer: whole vectors.
+template <typename T>
+constexpr int64_t padded_columns(int64_t columns) {
+  return round_up(columns, kLanes<T>);
+}
+
+// Rows of a matrix that is the left operand or the result of a product: whole micro kernels.
+constexpr int64_t padded_rows(int64_t rows) {
+  return round_up(rows, kTileRows);
+}
+
+template <typename T>
+constexpr T kInfinity = std::numeric_limits<T>::infinity();
+
+// exp(x) for x <= 0 to about one unit in the last place; exactly 0 below -87, where the true value is at most 1.7e-38.
+inline Vec<float> exp_nonpositive(const Vec<float>& x) {
+  const Vec<float> smallest(-87.0f);
+  // clamp_min keeps NaN, so that broken inputs stay visible.
+  const Vec<float> clamped = at::vec::clamp_min(x, smallest);
+  // exp(x) = 2^n exp(r) with n an integer and |r| <= ln(2) / 2; ln(2) in two parts keeps r exact.
+  const Vec<float> n = (clamped * Vec<float>(1.44269504088896341f)).round();
+  Vec<float> r = at::vec::fmadd(n, Vec<float>(-0.693145751953125f), clamped);
+  r = at::vec::fmadd(n, Vec<float>(-1.42860682030941723212e-6f), r);
+  Vec<float> p(1.3981999507e-3f);
+  p = at::vec::fmadd(p, r, Vec<float>(8.3334519073e-3f));
+  p = at::vec::fmadd(p, r, Vec<float>(4.1665795894e-2f));
+  p = at::vec::fmadd(p, r, Vec<float>(1.6666665459e-1f));
+  p = at::vec::fmadd(p, r, Vec<float>(5.0000001201e-1f));
+  p = at::vec::fmadd(p, r * r, r + Vec<float>(1.0f));
+  const Vec<int32_t> biased = at::vec::convert_to_int_of_same_size<float>(n) + Vec<int32_t>(127);
+  const Vec<float> power = at::vec::cast<float, int32_t>(biased << Vec<int32_t>(23));
+  return Vec<float>::blendv(p * power, Vec<float>(0.0f), x < smallest);
+}
+
+inline Vec<double> exp_nonpositive(const Vec<double>& x) {
+  return x.exp();
+}
+
+template <typename T>
+inline T largest_lane(const Vec<T>& x) {
+  return at::vec::vec_reduce_all<T>([](const Vec<T>& a, const Vec<T>& b) { return at::vec::maximum(a, b); }, x);
+}
+
+template <typename T>
+inline T sum_of_lanes(const Vec<T>& x) {
+  return at::vec::vec_reduce_all<T>([](const Vec<T>& a, const Vec<T>& b) { return a + b; }, x);
+}
+
+// How a product uses its left operand: as it lies, or transposed.
+enum class Left { kPlain, kTransposed };
+
+// C[kRows, kVectors * lanes] = A B, or C + A B. The sum over the depth is completed before it is added to C: long sums
+// in pieces round less.
+template <typename T, int kRows, int kVectors, Left kLeft>
+inline __attribute__((always_inline)) void micro_kernel(
+    int64_t depth, const T* a, int64_t a_stride, const T* b, int64_t b_stride, T* c, int64_t c_stride, bool accumulate) {
+  Vec<T> sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; i++) {
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; j++) sum[i][j] = Vec<T>(T(0));
+  }
+  for (int64_t k = 0; k < depth; k++) {
+    Vec<T> right[kVectors];
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; j++) right[j] = Vec<T>::loadu(b + k * b_stride + j * kLanes<T>);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; i++) {
+      const Vec<T> left(kLeft == Left::kPlain ? a[i * a_stride + k] : a[k * a_stride + i]);
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; j++) sum[i][j] = at::vec::fmadd(left, right[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; i++) {
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; j++) {
+      T* target = c + i * c_stride + j * kLanes<T>;
+      (accumulate ? sum[i][j] + Vec<T>::loadu(target) : sum[i][j]).store(target);
+    }
+  }
+}
+
+// C[rows, columns] = A B, or C + A B, with A[rows, depth] (plain) or A[depth, rows] (transposed) and B[depth, columns].
+// C has padded_rows(rows) rows and, like B, padded_columns(columns) columns; the padding of C is written. So are the
+// rows of a plain A padded, and the columns of a transposed one; what the padding holds reaches only C's padding.
+template <typename T, Left kLeft>
+void multiply(
+    int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_stride, const T* b, int64_t b_stride, T* c,
+    int64_t c_stride, bool accumulate) {
+  const int64_t a_step = kLeft == Left::kPlain ? a_stride : 1;
+  int64_t column = 0;
+  for (; column + 2 * kLanes<T> <= round_up(columns, kLanes<T>); column += 2 * kLanes<T>) {
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      micro_kernel<T, kTileRows, 2, kLeft>(
+          depth, a + row * a_step, a_stride, b + column, b_stride, c + row * c_stride + column, c_stride, accumulate);
+    }
+  }
+  if (column < columns) {
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      micro_kernel<T, kTileRows, 1, kLeft>(
+          depth, a + row * a_step, a_stride, b + column, b_stride, c + row * c_stride + column, c_stride, accumulate);
+    }
+  }
+}
+
+}  // namespace

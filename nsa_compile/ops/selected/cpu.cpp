@@ -1,0 +1,404 @@
+// Attention over selected blocks, block by block.
+//
+// A query reads a few blocks of its own choice, so neighbouring queries share little. A block, however, is read by many
+// queries: the pairs (query, block) of a unit of queries are sorted by block, and each block meets its queries as rows
+// of matrix products. A pair leaves its partial result in a slot, and each query's slots are merged in their order;
+// dk and dv of a block belong to the block alone. So no bit depends on the number of threads, and nothing is atomic.
+
+#include "blocks.h"
+
+namespace {
+
+constexpr int64_t kTileScores = 16384;        // of a tile: 256 rows for blocks of 64 keys
+constexpr int64_t kMaxTileRows = 256;
+constexpr int64_t kUnitElements = 1 << 22;    // of the slots of a unit
+constexpr int64_t kMaxUnitQueries = 1024;
+constexpr int64_t kItemQueries = 32;          // that a thread takes at once where queries do not share anything
+
+// Rows of q, grad_out and the like, packed in the order the kernel reads them: [sequence][query][head][width], where a
+// sequence is a batch entry and a group. A "query" below is one of the flattened [sequence][query].
+template <typename T>
+class PackedRows {
+ public:
+  int64_t width, padded_width;
+
+  PackedRows(const Sizes& sizes, int64_t width) : width(width), padded_width(padded_columns<T>(width)), sizes_(sizes) {}
+
+  void pack(const Tensor& x, T factor, int64_t threads) {
+    const int64_t heads = sizes_.heads(), queries = sizes_.queries * sizes_.sequences();
+    rows_ = Buffer<T>(queries * heads * padded_width);
+    parallel_for(divide_up(queries, kItemQueries), threads, [&](int64_t item, int64_t) {
+      for (int64_t query = item * kItemQueries; query < std::min(queries, (item + 1) * kItemQueries); query++) {
+        const int64_t sequence = query / sizes_.queries, batch = sequence / sizes_.groups;
+        for (int64_t head = 0; head < heads; head++) {
+          load_row(
+              x, batch, query % sizes_.queries, sequence % sizes_.groups * heads + head, width, factor,
+              rows_.data() + (query * heads + head) * padded_width);
+        }
+      }
+    });
+  }
+
+  const T* operator[](int64_t query) const { return rows_.data() + query * sizes_.heads() * padded_width; }
+
+ private:
+  const Sizes& sizes_;
+  Buffer<T> rows_;
+};
+
+int64_t index_at(const Tensor& indices, int64_t batch, int64_t query, int64_t group, int64_t place) {
+  const int64_t offset = row_offset(indices, batch, query, group) + place * indices.stride[3];
+  return indices.dtype == kInt64 ? reinterpret_cast<const int64_t*>(indices.data)[offset]
+                                 : reinterpret_cast<const int32_t*>(indices.data)[offset];
+}
+
+// A pair's query within its unit, and the place of its block among the query's indices.
+struct Pair {
+  int32_t query, place;
+};
+
+// The pairs of the queries [first, last), sorted by block and, within a block, by query.
+class Unit {
+ public:
+  int64_t first, last;
+
+  Unit(const Sizes& sizes, int64_t num_selected, int64_t block_size, int64_t blocks)
+      : sizes_(sizes), num_selected_(num_selected), block_size_(block_size), blocks_(blocks) {}
+
+  void sort(const Tensor& indices, int64_t new_first, int64_t new_last) {
+    first = new_first, last = new_last;
+    first_sequence_ = first / sizes_.queries;
+    const int64_t keys = ((last - 1) / sizes_.queries + 1 - first_sequence_) * blocks_;
+    // A counting sort. begin_[b + 1] first counts the pairs of block b, then says where its next pair goes, and in the
+    // end where its pairs end: where those of b + 1 begin.
+    begin_.assign(keys + 2, 0);
+    visit(indices, keys, [&](int64_t block, Pair) { begin_[block + 2]++; });
+    for (int64_t block = 0; block < keys; block++) begin_[block + 2] += begin_[block + 1];
+    pairs_.resize(begin_[keys + 1]);
+    visit(indices, keys, [&](int64_t block, Pair pair) { pairs_[begin_[block + 1]++] = pair; });
+    used_.clear();
+    for (int64_t block = 0; block < keys; block++) {
+      if (begin_[block] < begin_[block + 1]) used_.push_back(block);
+    }
+  }
+
+  // Blocks that any query reads; `used` numbers them. A block's number counts through all sequences.
+  int64_t num_used() const { return used_.size(); }
+  int64_t block(int64_t used) const { return first_sequence_ * blocks_ + used_[used]; }
+  const Pair* begin(int64_t used) const { return pairs_.data() + begin_[used_[used]]; }
+  const Pair* end(int64_t used) const { return pairs_.data() + begin_[used_[used] + 1]; }
+
+  int64_t slot(const Pair& pair) const { return pair.query * num_selected_ + pair.place; }
+
+ private:
+  const Sizes& sizes_;
+  int64_t num_selected_, block_size_, blocks_, first_sequence_ = 0;
+  std::vector<int64_t> begin_, used_;
+  std::vector<int32_t> last_query_;
+  std::vector<Pair> pairs_;
+
+  // Each pair that sees a key, once: of duplicates only the first counts.
+  template <typename Function>
+  void visit(const Tensor& indices, int64_t keys, const Function& function) {
+    last_query_.assign(keys, -1);
+    for (int64_t query = first; query < last; query++) {
+      const int64_t sequence = query / sizes_.queries, position = query % sizes_.queries;
+      const int64_t batch = sequence / sizes_.groups, group = sequence % sizes_.groups;
+      const Pair pair{static_cast<int32_t>(query - first), 0};
+      for (int64_t place = 0; place < num_selected_; place++) {
+        const int64_t index = index_at(indices, batch, position, group, place);
+        if (index < 0 || index >= blocks_ || index * block_size_ > position) continue;
+        const int64_t block = (sequence - first_sequence_) * blocks_ + index;
+        if (last_query_[block] == pair.query) continue;
+        last_query_[block] = pair.query;
+        function(block, Pair{pair.query, static_cast<int32_t>(place)});
+      }
+    }
+  }
+};
+
+// What both directions need to know about the problem.
+struct Layout {
+  const Sizes& sizes;
+  int64_t num_selected, block_size, heads;
+  int64_t tile_queries, tile_rows, unit_queries;
+
+  Layout(const Sizes& sizes, int64_t num_selected, int64_t block_size, int64_t padded_block, int64_t slot_width)
+      : sizes(sizes),
+        num_selected(num_selected),
+        block_size(block_size),
+        heads(sizes.heads()),
+        tile_queries(std::max<int64_t>(1, std::min(kMaxTileRows, kTileScores / padded_block) / heads)),
+        tile_rows(padded_rows(tile_queries * heads)),
+        unit_queries(std::clamp<int64_t>(
+            kUnitElements / std::max<int64_t>(1, num_selected * heads * slot_width), 16, kMaxUnitQueries)) {}
+
+  int64_t queries() const { return sizes.queries * sizes.sequences(); }
+  int64_t slots() const { return unit_queries * num_selected; }
+
+  // Runs `function(used block, first pair, number of pairs, thread)` for tiles of a unit's pairs. The tiles of one
+  // block come one after the other, by one thread.
+  template <typename Function>
+  void for_tiles(const Unit& unit, int64_t threads, const Function& function) const {
+    parallel_for(unit.num_used(), threads, [&](int64_t used, int64_t thread) {
+      for (const Pair* pair = unit.begin(used); pair < unit.end(used); pair += tile_queries) {
+        function(unit.block(used), pair, std::min<int64_t>(tile_queries, unit.end(used) - pair), thread);
+      }
+    });
+  }
+
+  // Runs `function(query, thread)` for the queries of a unit.
+  template <typename Function>
+  void for_queries(const Unit& unit, int64_t threads, const Function& function) const {
+    parallel_for(divide_up(unit.last - unit.first, kItemQueries), threads, [&](int64_t item, int64_t thread) {
+      const int64_t first = unit.first + item * kItemQueries;
+      for (int64_t query = first; query < std::min(unit.last, first + kItemQueries); query++) function(query, thread);
+    });
+  }
+
+  int64_t batch(int64_t query) const { return query / sizes.queries / sizes.groups; }
+  int64_t position(int64_t query) const { return query % sizes.queries; }
+  int64_t first_head(int64_t query) const { return query / sizes.queries % sizes.groups * heads; }
+  KeyRange range(int64_t query) const { return {0, std::min(sizes.keys, position(query) + 1)}; }
+};
+
+template <typename T>
+void gather(const PackedRows<T>& source, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads, T* target) {
+  const int64_t elements = heads * source.padded_width;
+  for (int64_t i = 0; i < count; i++) {
+    std::memcpy(target + i * elements, source[unit.first + pairs[i].query], elements * sizeof(T));
+  }
+  fill(target + count * elements, (padded_rows(count * heads) - count * heads) * source.padded_width, T(0));
+}
+
+template <typename T>
+void scatter(const T* source, const Unit& unit, const Pair* pairs, int64_t count, int64_t elements, T* slots) {
+  for (int64_t i = 0; i < count; i++) {
+    std::memcpy(slots + unit.slot(pairs[i]) * elements, source + i * elements, elements * sizeof(T));
+  }
+}
+
+// Scores of one row to exp(score - largest); their largest and their sum.
+template <typename T>
+void softmax_row(T* scores, int64_t padded_size, T& largest, T& sum) {
+  Vec<T> running(-kInfinity<T>);
+  for (int64_t i = 0; i < padded_size; i += kLanes<T>) running = at::vec::clamp_min(Vec<T>::loadu(scores + i), running);
+  largest = largest_lane(running);
+  const Vec<T> shift(largest);
+  Vec<T> total(T(0));
+  for (int64_t i = 0; i < padded_size; i += kLanes<T>) {
+    const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(scores + i) - shift);
+    weight.store(scores + i);
+    total = total + weight;
+  }
+  sum = sum_of_lanes(total);
+}
+
+// The largest score and the sum of exp(score - largest) over the slots of a query's head.
+template <typename T>
+struct Merged {
+  T largest, sum;
+};
+
+// The partial results of a unit: for each slot and head the largest score, the sum of exp(score - largest), and the
+// values weighted by these.
+template <typename T>
+struct Slots {
+  int64_t heads, width;
+  Buffer<T> largest, sum, out;
+
+  Slots(int64_t slots, int64_t heads, int64_t width)
+      : heads(heads), width(width), largest(slots * heads), sum(slots * heads), out(slots * heads * width) {}
+
+  // Values of a query's head from `count` slots, beginning with `first`, to `merged`; they lack the division by the sum.
+  // Slots that no pair used have a largest score of -inf.
+  Merged<T> merge(int64_t first, int64_t count, int64_t head, T* merged) const {
+    Merged<T> total{-kInfinity<T>, T(0)};
+    for (int64_t slot = first; slot < first + count; slot++) {
+      total.largest = std::max(total.largest, largest.data()[slot * heads + head]);
+    }
+    fill(merged, width, T(0));
+    for (int64_t slot = first; slot < first + count; slot++) {
+      const int64_t row = slot * heads + head;
+      if (largest.data()[row] == -kInfinity<T>) continue;
+      const T factor = std::exp(largest.data()[row] - total.largest);
+      total.sum += factor * sum.data()[row];
+      const Vec<T> factors(factor);
+      const T* values = out.data() + row * width;
+      for (int64_t i = 0; i < width; i += kLanes<T>) {
+        at::vec::fmadd(factors, Vec<T>::loadu(values + i), Vec<T>::loadu(merged + i)).store(merged + i);
+      }
+    }
+    return total;
+  }
+};
+
+template <typename T>
+void forward(
+    const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads) {
+  const auto& [q, k, v, indices, out, lse] = reinterpret_cast<const Tensor(&)[6]>(*tensors);
+  Blocks<T> keys(sizes, block_size, sizes.key_dim), values(sizes, block_size, sizes.value_dim);
+  keys.pack(k, sizes, false, true, threads);
+  values.pack(v, sizes, true, false, threads);
+  PackedRows<T> queries(sizes, sizes.key_dim);
+  queries.pack(q, static_cast<T>(scale), threads);
+
+  const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
+  const Layout layout(sizes, num_selected, block_size, size, value_width);
+  const int64_t heads = layout.heads;
+  const Slots<T> slots(layout.slots(), heads, value_width);
+  const ThreadBuffers<T> q_tiles(threads, layout.tile_rows * key_width), score_tiles(threads, layout.tile_rows * size);
+  const ThreadBuffers<T> out_tiles(threads, layout.tile_rows * value_width), merged_rows(threads, value_width);
+  Unit unit(sizes, num_selected, block_size, keys.count);
+  for (int64_t first = 0; first < layout.queries(); first += layout.unit_queries) {
+    unit.sort(indices, first, std::min(layout.queries(), first + layout.unit_queries));
+    fill(slots.largest.data(), layout.slots() * heads, -kInfinity<T>);
+
+    layout.for_tiles(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
+      T *q_tile = q_tiles[thread], *scores = score_tiles[thread], *out_tile = out_tiles[thread];
+      const int64_t rows = count * heads, first_key = block % keys.count * block_size;
+      gather(queries, unit, pairs, count, heads, q_tile);
+      multiply<T, Left::kPlain>(
+          rows, size, keys.width, q_tile, key_width, keys.columns(0, block), size, scores, size, false);
+      for (int64_t row = 0; row < rows; row++) {
+        const Pair& pair = pairs[row / heads];
+        const int64_t slot_row = unit.slot(pair) * heads + row % heads;
+        hide(scores + row * size, layout.range(unit.first + pair.query), first_key, block_size, size);
+        softmax_row(scores + row * size, size, slots.largest.data()[slot_row], slots.sum.data()[slot_row]);
+      }
+      multiply<T, Left::kPlain>(
+          rows, value_width, block_size, scores, size, values.rows(0, block), value_width, out_tile, value_width, false);
+      scatter(out_tile, unit, pairs, count, heads * value_width, slots.out.data());
+    });
+
+    layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
+      const int64_t batch = layout.batch(query), position = layout.position(query);
+      for (int64_t head = 0; head < heads; head++) {
+        const Merged<T> total = slots.merge((query - unit.first) * num_selected, num_selected, head, merged_rows[thread]);
+        const T inverse = total.sum == T(0) ? T(0) : T(1) / total.sum;
+        const int64_t query_head = layout.first_head(query) + head;
+        store_row(merged_rows[thread], inverse, out, batch, position, query_head, sizes.value_dim);
+        element<T>(lse, batch, position, query_head) = total.largest + std::log(total.sum);
+      }
+    });
+  }
+}
+
+// lse and the sum of gradient times output for every row of the packed queries: [sequence][query][head].
+template <typename T>
+struct RowTerms {
+  Buffer<T> lse, delta;
+
+  RowTerms(const Layout& layout, const PackedRows<T>& grads, const Tensor& out, const Tensor& lses, int64_t threads)
+      : lse(layout.queries() * layout.heads), delta(layout.queries() * layout.heads) {
+    const ThreadBuffers<T> out_rows(threads, grads.padded_width);
+    parallel_for(divide_up(layout.queries(), kItemQueries), threads, [&](int64_t item, int64_t thread) {
+      const int64_t last = std::min(layout.queries(), (item + 1) * kItemQueries);
+      for (int64_t query = item * kItemQueries; query < last; query++) {
+        const int64_t batch = layout.batch(query), position = layout.position(query);
+        for (int64_t head = 0; head < layout.heads; head++) {
+          const int64_t row = query * layout.heads + head, query_head = layout.first_head(query) + head;
+          load_row(out, batch, position, query_head, grads.width, T(1), out_rows[thread]);
+          delta.data()[row] = dot(grads[query] + head * grads.padded_width, out_rows[thread], grads.padded_width);
+          lse.data()[row] = finite_or_infinity(element<T>(lses, batch, position, query_head));
+        }
+      }
+    });
+  }
+};
+
+template <typename T>
+void backward(
+    const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads) {
+  const auto& [grad, q, k, v, out, lse, indices, dq, dk, dv] = reinterpret_cast<const Tensor(&)[10]>(*tensors);
+  Blocks<T> keys(sizes, block_size, sizes.key_dim), values(sizes, block_size, sizes.value_dim);
+  keys.pack(k, sizes, true, true, threads);
+  values.pack(v, sizes, false, true, threads);
+  PackedRows<T> queries(sizes, sizes.key_dim), grads(sizes, sizes.value_dim);
+  queries.pack(q, static_cast<T>(scale), threads);
+  grads.pack(grad, T(1), threads);
+
+  const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
+  const Layout layout(sizes, num_selected, block_size, size, key_width);
+  const int64_t heads = layout.heads;
+  const RowTerms<T> terms(layout, grads, out, lse, threads);
+  const int64_t blocks = sizes.sequences() * keys.count;
+  const Buffer<T> key_sums(blocks * keys.elements()), value_sums(blocks * values.elements());
+  parallel_for(blocks, threads, [&](int64_t block, int64_t) {
+    fill(key_sums.data() + block * keys.elements(), keys.elements(), T(0));
+    fill(value_sums.data() + block * values.elements(), values.elements(), T(0));
+  });
+
+  const Buffer<T> slot_dq(layout.slots() * heads * key_width);
+  std::vector<uint8_t> slot_used(layout.slots());
+  const ThreadBuffers<T> q_tiles(threads, layout.tile_rows * key_width);
+  const ThreadBuffers<T> grad_tiles(threads, layout.tile_rows * value_width);
+  const ThreadBuffers<T> dq_tiles(threads, layout.tile_rows * key_width), row_values(threads, 2 * layout.tile_rows);
+  const ThreadBuffers<T> weight_tiles(threads, layout.tile_rows * size), dscore_tiles(threads, layout.tile_rows * size);
+  const ThreadBuffers<T> merged_rows(threads, key_width);
+  std::vector<std::vector<KeyRange>> ranges(threads, std::vector<KeyRange>(layout.tile_queries));
+  Unit unit(sizes, num_selected, block_size, keys.count);
+  for (int64_t first = 0; first < layout.queries(); first += layout.unit_queries) {
+    unit.sort(indices, first, std::min(layout.queries(), first + layout.unit_queries));
+    std::fill(slot_used.begin(), slot_used.end(), uint8_t(0));
+
+    layout.for_tiles(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
+      T *row_lse = row_values[thread], *delta = row_lse + layout.tile_rows;
+      gather(queries, unit, pairs, count, heads, q_tiles[thread]);
+      gather(grads, unit, pairs, count, heads, grad_tiles[thread]);
+      for (int64_t i = 0; i < count; i++) {
+        const int64_t query = unit.first + pairs[i].query;
+        ranges[thread][i] = layout.range(query);
+        slot_used[unit.slot(pairs[i])] = 1;
+        std::memcpy(row_lse + i * heads, terms.lse.data() + query * heads, heads * sizeof(T));
+        std::memcpy(delta + i * heads, terms.delta.data() + query * heads, heads * sizeof(T));
+      }
+      const GradientTile<T> tile{count * heads, heads, q_tiles[thread], grad_tiles[thread],
+                                 row_lse,       delta, ranges[thread].data()};
+      backward_block(
+          tile, keys, values, block / keys.count, block % keys.count, key_sums.data() + block * keys.elements(),
+          value_sums.data() + block * values.elements(), dq_tiles[thread], false, weight_tiles[thread],
+          dscore_tiles[thread]);
+      scatter(dq_tiles[thread], unit, pairs, count, heads * key_width, slot_dq.data());
+    });
+
+    layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
+      const int64_t first_slot = (query - unit.first) * num_selected;
+      for (int64_t head = 0; head < heads; head++) {
+        fill(merged_rows[thread], key_width, T(0));
+        for (int64_t slot = first_slot; slot < first_slot + num_selected; slot++) {
+          if (slot_used[slot]) add_to(merged_rows[thread], slot_dq.data() + (slot * heads + head) * key_width, key_width);
+        }
+        store_row(
+            merged_rows[thread], static_cast<T>(scale), dq, layout.batch(query), layout.position(query),
+            layout.first_head(query) + head, sizes.key_dim);
+      }
+    });
+  }
+
+  parallel_for(blocks, threads, [&](int64_t block, int64_t) {
+    const int64_t sequence = block / keys.count, local = block % keys.count;
+    store_block(key_sums.data() + block * keys.elements(), dk, sizes, keys, sequence, local);
+    store_block(value_sums.data() + block * values.elements(), dv, sizes, values, sequence, local);
+  });
+}
+
+}  // namespace
+
+// tensors: q, k, v, indices, out, lse
+extern "C" int selected_attention_forward(
+    const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads) {
+  return guarded([&] {
+    const auto run = tensors[0].dtype == kFloat64 ? forward<double> : forward<float>;
+    run(*sizes, tensors, num_selected, block_size, scale, threads);
+  });
+}
+
+// tensors: grad_out, q, k, v, out, lse, indices, dq, dk, dv
+extern "C" int selected_attention_backward(
+    const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads) {
+  return guarded([&] {
+    const auto run = tensors[0].dtype == kFloat64 ? backward<double> : backward<float>;
+    run(*sizes, tensors, num_selected, block_size, scale, threads);
+  });
+}
