@@ -15,42 +15,13 @@ constexpr int64_t kUnitElements = 1 << 22;    // of the slots of a unit
 constexpr int64_t kMaxUnitQueries = 1024;
 constexpr int64_t kItemQueries = 32;          // that a thread takes at once where queries do not share anything
 
-// Rows of q, grad_out and the like, packed in the order the kernel reads them: [sequence][query][head][width], where a
-// sequence is a batch entry and a group. A "query" below is one of the flattened [sequence][query].
-template <typename T>
-class PackedRows {
- public:
-  int64_t width, padded_width;
-
-  PackedRows(const Sizes& sizes, int64_t width) : width(width), padded_width(padded_columns<T>(width)), sizes_(sizes) {}
-
-  void pack(const Tensor& x, T factor, int64_t threads) {
-    const int64_t heads = sizes_.heads(), queries = sizes_.queries * sizes_.sequences();
-    rows_ = Buffer<T>(queries * heads * padded_width);
-    parallel_for(divide_up(queries, kItemQueries), threads, [&](int64_t item, int64_t) {
-      for (int64_t query = item * kItemQueries; query < std::min(queries, (item + 1) * kItemQueries); query++) {
-        const int64_t sequence = query / sizes_.queries, batch = sequence / sizes_.groups;
-        for (int64_t head = 0; head < heads; head++) {
-          load_row(
-              x, batch, query % sizes_.queries, sequence % sizes_.groups * heads + head, width, factor,
-              rows_.data() + (query * heads + head) * padded_width);
-        }
-      }
-    });
-  }
-
-  const T* operator[](int64_t query) const { return rows_.data() + query * sizes_.heads() * padded_width; }
-
- private:
-  const Sizes& sizes_;
-  Buffer<T> rows_;
-};
-
 int64_t index_at(const Tensor& indices, int64_t batch, int64_t query, int64_t group, int64_t place) {
   const int64_t offset = row_offset(indices, batch, query, group) + place * indices.stride[3];
   return indices.dtype == kInt64 ? reinterpret_cast<const int64_t*>(indices.data)[offset]
                                  : reinterpret_cast<const int32_t*>(indices.data)[offset];
 }
+
+// A sequence is a batch entry and a group; queries are numbered through all sequences: [sequence][query].
 
 // A pair's query within its unit, and the place of its block among the query's indices.
 struct Pair {
@@ -162,13 +133,19 @@ struct Layout {
   KeyRange range(int64_t query) const { return {0, std::min(sizes.keys, position(query) + 1)}; }
 };
 
+// The heads of the pairs' queries as rows [count * heads, width], times a factor.
 template <typename T>
-void gather(const PackedRows<T>& source, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads, T* target) {
-  const int64_t elements = heads * source.padded_width;
+void gather(
+    const Tensor& x, const Layout& layout, const Unit& unit, const Pair* pairs, int64_t count, int64_t width, T factor,
+    T* target) {
+  const int64_t padded_width = padded_columns<T>(width);
   for (int64_t i = 0; i < count; i++) {
-    std::memcpy(target + i * elements, source[unit.first + pairs[i].query], elements * sizeof(T));
+    const int64_t query = unit.first + pairs[i].query;
+    for (int64_t head = 0; head < layout.heads; head++, target += padded_width) {
+      load_row(x, layout.batch(query), layout.position(query), layout.first_head(query) + head, width, factor, target);
+    }
   }
-  fill(target + count * elements, (padded_rows(count * heads) - count * heads) * source.padded_width, T(0));
+  fill(target, (padded_rows(count * layout.heads) - count * layout.heads) * padded_width, T(0));
 }
 
 template <typename T>
@@ -240,8 +217,6 @@ void forward(
   Blocks<T> keys(sizes, block_size, sizes.key_dim), values(sizes, block_size, sizes.value_dim);
   keys.pack(k, sizes, false, true, threads);
   values.pack(v, sizes, true, false, threads);
-  PackedRows<T> queries(sizes, sizes.key_dim);
-  queries.pack(q, static_cast<T>(scale), threads);
 
   const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
   const Layout layout(sizes, num_selected, block_size, size, value_width);
@@ -257,7 +232,7 @@ void forward(
     layout.for_tiles(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
       T *q_tile = q_tiles[thread], *scores = score_tiles[thread], *out_tile = out_tiles[thread];
       const int64_t rows = count * heads, first_key = block % keys.count * block_size;
-      gather(queries, unit, pairs, count, heads, q_tile);
+      gather(q, layout, unit, pairs, count, sizes.key_dim, static_cast<T>(scale), q_tile);
       multiply<T, Left::kPlain>(
           rows, size, keys.width, q_tile, key_width, keys.columns(0, block), size, scores, size, false);
       for (int64_t row = 0; row < rows; row++) {
@@ -284,22 +259,25 @@ void forward(
   }
 }
 
-// lse and the sum of gradient times output for every row of the packed queries: [sequence][query][head].
+// lse and the sum of gradient times output: [sequence][query][head].
 template <typename T>
 struct RowTerms {
   Buffer<T> lse, delta;
 
-  RowTerms(const Layout& layout, const PackedRows<T>& grads, const Tensor& out, const Tensor& lses, int64_t threads)
+  RowTerms(const Layout& layout, const Tensor& grad, const Tensor& out, const Tensor& lses, int64_t threads)
       : lse(layout.queries() * layout.heads), delta(layout.queries() * layout.heads) {
-    const ThreadBuffers<T> out_rows(threads, grads.padded_width);
+    const int64_t width = layout.sizes.value_dim, padded_width = padded_columns<T>(width);
+    const ThreadBuffers<T> row_pairs(threads, 2 * padded_width);
     parallel_for(divide_up(layout.queries(), kItemQueries), threads, [&](int64_t item, int64_t thread) {
       const int64_t last = std::min(layout.queries(), (item + 1) * kItemQueries);
       for (int64_t query = item * kItemQueries; query < last; query++) {
         const int64_t batch = layout.batch(query), position = layout.position(query);
         for (int64_t head = 0; head < layout.heads; head++) {
           const int64_t row = query * layout.heads + head, query_head = layout.first_head(query) + head;
-          load_row(out, batch, position, query_head, grads.width, T(1), out_rows[thread]);
-          delta.data()[row] = dot(grads[query] + head * grads.padded_width, out_rows[thread], grads.padded_width);
+          T *grad_row = row_pairs[thread], *out_row = grad_row + padded_width;
+          load_row(grad, batch, position, query_head, width, T(1), grad_row);
+          load_row(out, batch, position, query_head, width, T(1), out_row);
+          delta.data()[row] = dot(grad_row, out_row, padded_width);
           lse.data()[row] = finite_or_infinity(element<T>(lses, batch, position, query_head));
         }
       }
@@ -314,14 +292,11 @@ void backward(
   Blocks<T> keys(sizes, block_size, sizes.key_dim), values(sizes, block_size, sizes.value_dim);
   keys.pack(k, sizes, true, true, threads);
   values.pack(v, sizes, false, true, threads);
-  PackedRows<T> queries(sizes, sizes.key_dim), grads(sizes, sizes.value_dim);
-  queries.pack(q, static_cast<T>(scale), threads);
-  grads.pack(grad, T(1), threads);
 
   const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
   const Layout layout(sizes, num_selected, block_size, size, key_width);
   const int64_t heads = layout.heads;
-  const RowTerms<T> terms(layout, grads, out, lse, threads);
+  const RowTerms<T> terms(layout, grad, out, lse, threads);
   const int64_t blocks = sizes.sequences() * keys.count;
   const Buffer<T> key_sums(blocks * keys.elements()), value_sums(blocks * values.elements());
   parallel_for(blocks, threads, [&](int64_t block, int64_t) {
@@ -344,8 +319,8 @@ void backward(
 
     layout.for_tiles(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
       T *row_lse = row_values[thread], *delta = row_lse + layout.tile_rows;
-      gather(queries, unit, pairs, count, heads, q_tiles[thread]);
-      gather(grads, unit, pairs, count, heads, grad_tiles[thread]);
+      gather(q, layout, unit, pairs, count, sizes.key_dim, static_cast<T>(scale), q_tiles[thread]);
+      gather(grad, layout, unit, pairs, count, sizes.value_dim, T(1), grad_tiles[thread]);
       for (int64_t i = 0; i < count; i++) {
         const int64_t query = unit.first + pairs[i].query;
         ranges[thread][i] = layout.range(query);
