@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 
 def visible(kind: str, params: Sequence[int], queries: int, keys: int, device: Any) -> Tensor:
@@ -247,3 +248,18 @@ def select_blocks(
 @select_blocks.register_fake
 def _(q, k, mask, allowed, forced, scale, params, select_block, n_blocks, offsets, factors, num_selected, *rest):
     return q.new_empty(*q.shape[:2], num_selected, dtype=torch.int32)
+
+
+@register_flop_formula(torch.ops.nsa_compile.attention)
+def _flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None) -> int:
+    return 2 * q[0] * q[1] * q[2] * k[1] * (q[3] + v[2])
+
+
+@register_flop_formula(torch.ops.nsa_compile.attention_backward)
+def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None) -> int:
+    return 2 * q[0] * q[1] * q[2] * k[1] * (3 * q[3] + 2 * v[2])
+
+
+@register_flop_formula(torch.ops.nsa_compile.select_blocks)
+def _ranking_flops(q: Any, k: Any, *rest: Any, out_shape: Any = None) -> int:
+    return 2 * q[0] * q[1] * q[2] * k[1] * q[3]

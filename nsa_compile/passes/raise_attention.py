@@ -153,6 +153,8 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
         result.infinite &= level == -math.inf
         if level != -math.inf and result.scale != 1:
             raise Unrecognised("its scores are scaled after they were masked with the lowest number", value)
+    if example(value).numel() == 0:
+        raise Unrecognised("there are no keys to attend to", value)
     if example(value).numel() > TRACE_LIMIT:
         raise Unrecognised(f"a step has more than {TRACE_LIMIT} scores", value)
     if example(softmax).dtype == torch.float64 and example(value).dtype != torch.float64:

@@ -40,11 +40,15 @@ def assert_whole(report) -> None:
         assert not record.declines
 
 
-@given(problem=nsa_problems(), nested=st.sampled_from(["eager", "aot_eager"]))
-def test_compiled_attention_equals_the_oracle(problem, nested):
+@given(
+    problem=nsa_problems(),
+    nested=st.sampled_from(["eager", "aot_eager"]),
+    operators=st.sampled_from(["sparse", "sparse", "dense", "auto"]),
+)
+def test_compiled_attention_equals_the_oracle(problem, nested, operators):
     tensors = problem.tensors()
     assume_unambiguous(problem, tensors)
-    actual = value_and_grads(compiled(attention(problem), nested), tensors)
+    actual = value_and_grads(compiled(attention(problem), nested, attention=operators), tensors)
     assert_whole(nsa_compile.last_report())
     torch.testing.assert_close(actual, value_and_grads(oracle(problem), tensors), rtol=1e-9, atol=1e-10)
 
@@ -55,7 +59,7 @@ def test_every_prefix_of_the_pipeline(disable, nested):
     tensors = EXAMPLE.tensors()
     actual = value_and_grads(compiled(attention(EXAMPLE), nested, disable=disable), tensors)
     (record,) = nsa_compile.last_report().scans
-    assert record.batched == (not disable), "the scan goes with the last pass and not before"
+    assert record.batched == ("batch_prefill" not in disable), "the scan goes with the pass for it and not before"
     torch.testing.assert_close(actual, value_and_grads(oracle(EXAMPLE), tensors), rtol=1e-9, atol=1e-10)
 
 
@@ -97,9 +101,11 @@ def test_low_precision_is_no_worse_than_the_loop(dtype, problem):
     exact = value_and_grads(oracle(problem), tensors)
     loop = value_and_grads(attention(problem), tensors)
     fast = value_and_grads(compiled(attention(problem), "aot_eager"), tensors)
+    # Over all tensors, not for each: a gradient that is exactly zero is a difference of equal terms of this size, and
+    # operators that never hold a whole row of weights round the two differently.
+    band = 4 * eps * max(float(x.abs().max()) for x in (exact[0], *exact[1]))
     for a, e, x in zip((fast[0], *fast[1]), (loop[0], *loop[1]), (exact[0], *exact[1]), strict=True):
         x = x.double()
-        band = 4 * eps * float(x.abs().max())
         assert float((a.double() - x).abs().max()) <= 2 * float((e.double() - x).abs().max()) + band
 
 

@@ -70,9 +70,10 @@ def expect_caught(gm, real_inputs, name: str, message: str) -> None:
 
 def test_healthy_pipeline_passes(inputs):
     report = run_pipeline(capture(inputs), Options(nested="eager", check=True), inputs)
-    assert [p.changed for p in report.passes] == [True, True, True]
+    changed = {p.name for p in report.passes if p.changed}
+    assert changed == {"resolve_carries", "eliminate_guards", "batch_prefill"}
     assert report.scans[0].batched
-    assert all(p.max_abs_error is not None and p.max_abs_error < 1e-6 for p in report.passes)
+    assert all(p.max_abs_error is not None and p.max_abs_error < 1e-6 for p in report.passes if p.changed)
 
 
 def test_dropped_node(inputs, broken):
