@@ -1,0 +1,452 @@
+"""What the tests of the Triton kernels run in a process of their own.
+
+    TRITON_INTERPRET=1 python tests/ops/triton_cases.py cpu window [deep]    # the cases of an operator, interpreted
+    python tests/ops/triton_cases.py cuda window [deep]                      # the same on a GPU
+    python tests/ops/triton_cases.py compile window                          # compiled for GPUs that need not exist
+
+Triton reads TRITON_INTERPRET when it is imported, so a process has either the interpreter or the compiler. Exit
+status 0 is success, SKIPPED means that Triton cannot compile here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_compile.ops.dense import masked_attention
+
+SKIPPED = 77
+ROOT = Path(__file__).parents[2]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def run(mode: str, operator: str, config: pytest.Config | None = None) -> None:
+    """This file as a script; fails with what it printed."""
+    deep = config is not None and config.getoption("--hypothesis-profile") == "deep"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    if mode == "cpu":
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, __file__, mode, operator, *["deep"] * deep]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode == SKIPPED:
+        pytest.skip(result.stdout.strip())
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@dataclass(frozen=True)
+class Case:
+    B: int = 1
+    S: int = 21
+    T: int = 21  # keys, or compressed blocks
+    G: int = 1
+    h: int = 2
+    D: int = 16
+    Dv: int = 16
+    dtype: torch.dtype = FP32
+    contents: str = "normal"  # "equal keys", "zero queries", "large"
+    strided: bool = False
+    scale: float = 0.3
+    window: int = 5
+    block_size: int = 4
+    stride: int = 2
+    select_block: int = 4
+    offsets: tuple[int, ...] = (-1, 0, 1)
+    weights: tuple[int, ...] = (1, 2, 1)
+    n: int = 3
+    num_initial: int = 1
+    num_local: int = 1
+    contents_of_indices: str = "any"  # "none", "distinct"
+    index_dtype: torch.dtype = torch.int32
+    seed: int = 0
+
+    def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output."""
+        rng = torch.Generator().manual_seed(self.seed)
+
+        def make(*shape: int) -> Tensor:
+            order = (3, 1, 0, 2) if self.strided else (0, 1, 2, 3)
+            x = torch.randn(*(shape[i] for i in order), generator=rng)
+            if self.contents == "large":
+                x = x * 10
+            return x.permute(*(order.index(i) for i in range(4))).to(self.dtype).to(device)
+
+        heads = self.G * self.h
+        q, k = make(self.B, self.S, heads, self.D), make(self.B, self.T, self.G, self.D)
+        v, grad = make(self.B, self.T, self.G, self.Dv), make(self.B, self.S, heads, self.Dv)
+        if self.contents == "equal keys":  # in runs, so that some blocks tie and others do not
+            k = k[:, torch.arange(self.T) // 7 * 7]
+        elif self.contents == "zero queries":
+            q = torch.zeros_like(q)
+        if self.strided:  # as the gradient of a sum is
+            grad = grad[:1, :1, :1].expand(grad.shape)
+        return q, k, v, grad
+
+    def indices(self, device: str) -> Tensor:
+        """`[B, S, G, n]`: repeated, negative and out of range, and block 0 nearly everywhere."""
+        rng = torch.Generator().manual_seed(self.seed)
+        blocks = -(-self.T // self.block_size)
+        shape = (self.B, self.S, self.G, self.n)
+        if self.contents_of_indices == "none":
+            indices = torch.full(shape, -1)
+        elif self.contents_of_indices == "distinct":
+            indices = torch.rand(*shape[:3], max(blocks, self.n), generator=rng).argsort(-1)[..., : self.n]
+        else:
+            indices = torch.randint(-3, blocks + 2, shape, generator=rng)
+            indices[:, 1:, :, :1] = 0
+            if self.index_dtype == torch.int64:
+                indices[:, ::3, :, 1:2] = 2**40
+        return indices.to(self.index_dtype).to(device)
+
+    @property
+    def selection(self) -> tuple[Any, ...]:
+        names = ("block_size", "stride", "scale", "select_block", "offsets", "weights", "n", "num_initial", "num_local")
+        return tuple(getattr(self, name) for name in names)
+
+    def visible(self, operator: str) -> Tensor:
+        """Boolean, broadcasts to `[B, S, G, h, T]`."""
+        s, p = torch.arange(self.S)[:, None], torch.arange(self.T)
+        if operator == "window":
+            mask = (p <= s) & (p > s - self.window)
+        elif operator == "compressed":
+            mask = p * self.stride + self.block_size - 1 <= s
+        else:
+            chosen = (self.indices("cpu")[..., None] == p // self.block_size).any(-2)  # [B, S, G, T]
+            return (chosen & (p <= s)[:, None])[:, :, :, None]
+        return mask[:, None, None]
+
+
+WINDOW = [
+    Case(S=33, T=33, h=1, D=16, Dv=32, window=7),
+    Case(B=2, S=19, T=30, G=2, h=2, D=80, Dv=24, window=1),  # rows that are their own only key
+    Case(S=37, T=12, h=4, D=16, Dv=16, window=9, dtype=BF16),  # late queries see nothing
+    Case(S=30, T=30, h=16, D=192, Dv=128, window=100, dtype=BF16),
+    Case(S=45, T=45, G=2, h=3, D=24, Dv=16, window=20, dtype=FP16, strided=True),
+    Case(S=70, T=70, h=2, D=32, Dv=32, window=33, contents="large", strided=True),
+    Case(S=1, T=1, h=1, window=1),
+    Case(B=0),
+    Case(S=0),
+    Case(T=0),
+]
+
+COMPRESSED = [
+    Case(S=41, T=19, h=1, D=16, Dv=32),
+    Case(B=2, S=23, T=10, G=2, h=3, D=80, Dv=24, block_size=4, num_local=2, n=4),
+    Case(S=33, T=9, h=4, D=16, Dv=16, dtype=BF16, block_size=8, stride=4, select_block=8, strided=True),
+    Case(S=30, T=14, h=16, D=192, Dv=16, dtype=BF16, n=2),
+    Case(S=71, T=35, G=2, h=2, contents="equal keys", n=5),
+    Case(S=40, T=40, contents="zero queries", n=4, block_size=1, stride=1, select_block=1, offsets=(0,), weights=(1,)),
+    Case(S=40, T=20, h=2, n=3, num_initial=2, num_local=3, dtype=FP16),  # more forced blocks than places
+    Case(S=40, T=20, h=2, n=15, num_initial=0, num_local=0, offsets=(-1, 2), weights=(3, -1)),  # more than blocks
+    Case(S=9, T=3, h=2, n=0),
+    Case(S=9, T=0, h=2, n=2),
+    Case(S=1, T=1, h=1, n=1, block_size=3),  # nothing to see, one block to select
+    Case(B=0),
+    Case(S=0, T=0),
+]  # fmt: skip
+
+SELECTED = [
+    Case(S=25, T=25, h=1, D=16, Dv=32),
+    Case(B=2, S=11, T=18, G=2, h=2, D=80, Dv=24, block_size=5, n=4, index_dtype=torch.int64),
+    Case(S=21, T=12, h=4, D=16, Dv=16, block_size=8, n=2, dtype=BF16, strided=True),
+    Case(S=14, T=14, h=16, D=192, Dv=128, dtype=BF16),
+    Case(S=16, T=16, h=3, dtype=FP16, block_size=40, n=1),  # a block wider than the keys
+    Case(S=40, T=40, h=18, block_size=20, n=2, contents="large"),  # blocks and groups of more than one tile
+    Case(S=90, T=90, h=1, block_size=1, n=2, contents_of_indices="distinct"),
+    Case(S=75, T=75, h=1, block_size=2, n=1),  # the list of block 0 is split among programs
+    Case(S=9, T=9, contents_of_indices="none"),
+    Case(B=0),
+    Case(S=0),
+    Case(T=0),
+    Case(n=0),
+]
+
+CASES = {"window": WINDOW, "compressed": COMPRESSED, "selected": SELECTED}
+
+
+def random_cases(operator: str, count: int = 40) -> Iterator[Case]:
+    rng = random.Random(0)
+    for seed in range(count):
+        stride = rng.choice([1, 2, 3])
+        case = Case(
+            B=rng.choice([1, 2]), S=rng.randint(1, 90), T=rng.randint(1, 90), G=rng.choice([1, 2]),
+            h=rng.choice([1, 2, 3, 4, 7, 16]), D=rng.choice([1, 8, 16, 64, 80, 96, 128, 192]),
+            Dv=rng.choice([4, 16, 48, 128]), dtype=rng.choice([FP32, FP32, BF16, FP16]),
+            contents=rng.choice(["normal", "normal", "equal keys", "zero queries"]), strided=rng.random() < 0.5,
+            scale=rng.choice([0.1, 0.3, -0.2]), window=rng.choice([1, 2, 5, 16, 64, 1000]),
+            block_size=rng.choice([1, 3, 4, 8, 17, 64]), stride=stride, select_block=stride * rng.choice([1, 2, 4]),
+            n=rng.randint(1, 9), num_initial=rng.randint(0, 2), num_local=rng.randint(0, 3),
+            index_dtype=rng.choice([torch.int32, torch.int64]),
+            contents_of_indices=rng.choice(["any", "distinct"]), seed=seed,
+        )  # fmt: skip
+        yield case
+
+
+def dense(
+    case: Case, operator: str, dtype: torch.dtype, inputs: tuple[Tensor, ...]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Output and gradients, log-sum-exp, and weights `[B, S, G, h, T]`, all keys at once in `dtype`."""
+    *leaves, grad = (x.detach().cpu().to(dtype) for x in inputs)
+    for x in leaves:
+        x.requires_grad_()
+    out, lse, weights = masked_attention(*leaves, case.visible(operator), case.scale)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)], lse, weights.detach()
+
+
+def expected_selection(case: Case, weights: Tensor) -> Tensor:
+    """The specification in loops, `[B, S, G, n]`; weights are rounded, far below their differences, for exact ties."""
+    p = ((weights.sum(3) * 2**28).round() / 2**28).tolist()
+    rows = torch.full((case.B, case.S, case.G, case.n), -1, dtype=torch.int32)
+    for b, s, g in itertools.product(range(case.B), range(case.S), range(case.G)):
+        current = s // case.select_block
+
+        def rank(block: int, p: list[float] = p[b][s][g], current: int = current) -> tuple[float, int]:
+            if block < case.num_initial or block > current - case.num_local:
+                return -torch.inf, block
+            at = [block * (case.select_block // case.stride) + offset for offset in case.offsets]
+            return -sum(w * p[j] for w, j in zip(case.weights, at, strict=True) if 0 <= j < case.T), block
+
+        chosen = sorted(range(current + 1), key=rank)[: case.n]
+        rows[b, s, g, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+    return rows
+
+
+def rounding_bands(case: Case, weights: Tensor, inputs: tuple[Tensor, ...]) -> list[float]:
+    """What rounding may do to output, dq, dk and dv: a few units of the sums of absolute values.
+
+    Zero gradients are differences of equal numbers, so their own size says nothing. A score of size s that is rounded
+    once in float32 changes its weight by a factor of s * eps.
+    """
+    q, k, v, grad = (x.detach().cpu().double() for x in inputs)
+    if q.numel() == 0 or k.numel() == 0:
+        return [0.0] * 4
+    q, grad = (x.unflatten(2, (case.G, case.h)) for x in (q, grad))
+    scores = case.scale * torch.einsum("bsgid,btgd->bsgit", q, k)
+    dweights = torch.einsum("bsgie,btge->bsgit", grad.abs(), v.abs())
+    dscores = abs(case.scale) * weights * (dweights + (weights * dweights).sum(-1, keepdim=True))
+    sizes = (
+        torch.einsum("bsgit,btge->bsgie", weights, v.abs()),
+        torch.einsum("bsgit,btgd->bsgid", dscores, k.abs()),
+        torch.einsum("bsgit,bsgid->btgd", dscores, q.abs()),
+        torch.einsum("bsgit,bsgie->btge", weights, grad.abs()),
+    )
+    largest = scores.abs().mul(weights > 0).max().item()
+    units = 4 * torch.finfo(case.dtype).eps + largest * torch.finfo(torch.float32).eps
+    return [units * size.max().item() for size in sizes]
+
+
+def check(case: Case, operator: str, device: str, twice: bool) -> None:
+    """Compare with float64: no further off than the dense computation in the same precision, and a rounding."""
+    module = importlib.import_module(f"nsa_compile.ops.{operator}.triton")
+    inputs = case.tensors(device)
+    q, k, v, grad = inputs
+    if operator == "window":
+        parameters: tuple[Any, ...] = (case.window, case.scale)
+    elif operator == "compressed":
+        parameters = case.selection
+    else:
+        parameters = (case.indices(device), case.block_size, case.scale)
+
+    def compute() -> list[Tensor]:
+        out, lse, *chosen = module.forward(q, k, v, *parameters)
+        return [out, *module.backward(grad, q, k, v, out, lse, *parameters), lse, *chosen]
+
+    results = compute()
+    if twice:
+        for first, second in zip(results, compute(), strict=True):
+            assert torch.equal(first, second), "two runs differ"
+
+    exact, exact_lse, weights = dense(case, operator, torch.float64, inputs)
+    rounded, _, _ = dense(case, operator, case.dtype, inputs)
+    names = ("out", "dq", "dk", "dv")
+    bands = rounding_bands(case, weights, inputs)
+    for name, got, true, eager, band, like in zip(
+        names, results[:4], exact, rounded, bands, (grad, q, k, v), strict=True
+    ):
+        assert got.dtype == case.dtype, name
+        assert got.shape == like.shape, f"{name} has shape {got.shape}"
+        if got.numel() == 0:
+            continue
+        error, allowed = ((x.cpu().double() - true).abs().max().item() for x in (got, eager))
+        assert error <= allowed + band, f"{name}: error {error:.2e}, dense {allowed:.2e}, rounding {band:.2e}"
+
+    lse = results[4].cpu()
+    assert lse.dtype == torch.float32
+    blind = exact_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, blind), "lse is -inf elsewhere than where nothing is seen"
+    assert not results[0].cpu()[blind].any(), "a row that sees nothing has an output"
+    assert not results[1].cpu()[blind].any(), "a row that sees nothing has a gradient"
+    torch.testing.assert_close(lse[~blind], exact_lse[~blind].float(), rtol=2e-6, atol=2e-6)
+    if operator == "compressed":
+        expected = expected_selection(case, weights)
+        wrong = (results[5].cpu() != expected).any(-1)
+        assert results[5].dtype == torch.int32
+        assert not wrong.any(), f"selected {results[5].cpu()[wrong][0]} rather than {expected[wrong][0]}"
+
+
+def check_all(operator: str, device: str, deep: bool) -> int:
+    if device == "cpu" and _interpreter_is_broken():
+        print("the interpreter of Triton 3.6 fails with NumPy 2.4 or newer")
+        return SKIPPED
+    cases = CASES[operator]
+    failed = 0
+    for case in [*cases, *(random_cases(operator) if deep else ())]:
+        try:
+            # The interpreter runs program after program: once is enough to see that it repeats itself.
+            check(case, operator, device, twice=device != "cpu" or case is cases[0])
+        except Exception as error:
+            failed += 1
+            print(f"{case}\n    {type(error).__name__}: {error}")
+    if device == "cpu":
+        check_refusals(operator)
+    return min(1, failed)
+
+
+def _interpreter_is_broken() -> bool:
+    """Triton before 3.7 reads a loop's bounds with `int(array)` of one element, which NumPy 2.4 refuses."""
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    return triton < (3, 7) and numpy >= (2, 4)
+
+
+def check_refusals(operator: str) -> None:
+    module = importlib.import_module(f"nsa_compile.ops.{operator}.triton")
+    case = Case()
+    parameters = {"window": (5, 0.3), "compressed": case.selection, "selected": (case.indices("cpu"), 4, 0.3)}[operator]
+    q, k, v, _ = case.tensors("cpu")
+    with pytest.raises(ValueError, match="float64"):
+        module.forward(q.double(), k.double(), v.double(), *parameters)
+    q, k, v, _ = replace(case, D=272).tensors("cpu")
+    with pytest.raises(ValueError, match="at most 256"):
+        module.forward(q, k, v, *parameters)
+
+
+# Compilation without a GPU. The launchers run on meta tensors, and every launch is recorded in place of being made.
+
+MODULES = {
+    "window": "nsa_compile.ops.triton_common",
+    "compressed": "nsa_compile.ops.compressed.triton",  # beside the kernels of window
+    "selected": "nsa_compile.ops.selected.triton",
+}
+TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+SHARED_MEMORY = 99 * 1024  # bytes a program may have on every GPU since Ampere
+STACK = 0  # bytes of registers spilled, a thread
+
+
+def compile_all(operator: str) -> int:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    if not (_nvidia_tools() / "ptxas").exists() or not (_nvidia_tools() / "cuobjdump").exists():
+        print(f"triton {triton.__version__} brings no NVIDIA tools on this machine")
+        return SKIPPED
+    failed = 0
+    with tempfile.TemporaryDirectory() as cache:
+        triton.knobs.cache.dir = cache
+        for (kernel, arguments, constants), capability in itertools.product(_launches(operator), (80, 90)):
+            compiled = _compile(kernel, arguments, constants, GPUTarget("cuda", capability, 32))
+            registers, stack = _resources(compiled.asm["cubin"])
+            shared = compiled.metadata.shared
+            print(f"sm_{capability} {kernel.__name__}: {registers} registers, {stack} B stack, {shared} B shared")
+            failed += stack > STACK or shared > SHARED_MEMORY
+    return min(1, failed)
+
+
+def _launches(operator: str) -> list[tuple[Any, tuple, dict[str, Any]]]:
+    """Kernel, arguments and constants of every launch of a training step: the paper's sizes, bfloat16, D = 128."""
+    from triton.runtime.jit import JITFunction
+
+    launches: list[tuple[Any, tuple, dict[str, Any]]] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **constants: launches.append((self.kernel, arguments, constants))
+
+    for name in MODULES.values():
+        module = importlib.import_module(name)
+        for attribute, kernel in list(vars(module).items()):
+            if isinstance(kernel, JITFunction) and attribute.endswith("_kernel"):
+                setattr(module, attribute, Recorder(kernel))
+    case = Case(S=8192, T=8192, G=4, h=16, D=128, Dv=128, dtype=BF16, window=512, block_size=64, n=16)
+    if operator == "compressed":
+        case = replace(
+            case, T=511, block_size=32, stride=16, select_block=64, offsets=(-1, 0, 1, 2, 3), weights=(1, 2, 2, 2, 1)
+        )
+    q = torch.empty(1, case.S, case.G * case.h, case.D, dtype=case.dtype, device="meta")
+    k = torch.empty(1, case.T, case.G, case.D, dtype=case.dtype, device="meta")
+    indices = torch.empty(1, case.S, case.G, case.n, dtype=torch.int32, device="meta")
+    parameters = {
+        "window": (case.window, case.scale), "compressed": case.selection, "selected": (indices, 64, case.scale)
+    }[operator]  # fmt: skip
+    module = importlib.import_module(f"nsa_compile.ops.{operator}.triton")
+    out, lse, *_ = module.forward(q, k, k, *parameters)
+    module.backward(out, q, k, k, out, lse, *parameters)
+    chosen = [launch for launch in launches if launch[0].__module__ == MODULES[operator]]
+    assert chosen
+    return chosen
+
+
+def _compile(kernel: Any, arguments: tuple, constants: dict[str, Any], target: Any) -> Any:
+    """As a launch would: an argument of 1 is a constant, multiples of 16 are known as such."""
+    import triton
+
+    options = {name: constants[name] for name in ("num_warps", "num_stages")}
+    signature: dict[str, str] = {}
+    values: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list] = {}
+    for i, name in enumerate(kernel.arg_names):
+        value = arguments[i] if i < len(arguments) else constants[name]
+        if isinstance(value, Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        elif i >= len(arguments) or value == 1:
+            signature[name], values[(i,)] = "constexpr", value
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, values, attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def _nvidia_tools() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and bytes of stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_nvidia_tools() / "cuobjdump", "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+if __name__ == "__main__":
+    mode, operator, *rest = sys.argv[1:]
+    sys.exit(compile_all(operator) if mode == "compile" else check_all(operator, mode, rest == ["deep"]))
