@@ -304,7 +304,8 @@ def _own_sources() -> list[Path]:
     """The passes, the operators they put into graphs, and what keeps the results."""
     package = Path(__file__).parent.parent
     operators = [p for p in (package / "ops").rglob("*") if p.suffix in (".py", ".cpp", ".h", ".cu")]
-    return sorted([*Path(__file__).parent.glob("*.py"), *operators, package / "cache.py"])
+    passes = [p for p in Path(__file__).parent.iterdir() if p.suffix in (".py", ".json")]
+    return sorted([*passes, *operators, package / "cache.py"])
 
 
 def _source_of(entry: Pass) -> str:
