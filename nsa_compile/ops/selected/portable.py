@@ -173,5 +173,5 @@ def _to_blocks(x: Tensor, block_size: int) -> Tensor:
 
 def _from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
     batch, length, groups, dim = like.shape
-    rows = blocks.view(batch, groups, -1 if blocks.numel() else 0, dim)[:, :, :length]
-    return rows.transpose(1, 2).to(like.dtype).contiguous()
+    rows = -(-length // blocks.shape[1]) * blocks.shape[1]
+    return blocks.view(batch, groups, rows, dim)[:, :, :length].transpose(1, 2).to(like.dtype).contiguous()
