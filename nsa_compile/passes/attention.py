@@ -131,7 +131,7 @@ def attention(
 
 @attention.register_fake
 def _(q, k, v, mask, indices, scale, kind, params, select_block):
-    return q.new_empty(*q.shape[:3], v.shape[-1])
+    return v.new_empty(*q.shape[:3], v.shape[-1])
 
 
 @torch.library.custom_op("nsa_compile::attention_backward", mutates_args=())

@@ -80,6 +80,13 @@ class Side:
     value: fx.Node
 
 
+def is_float_cast(node: fx.Node) -> bool:
+    """A cast between floating dtypes: it may round, but to no coarser numbers than attention is computed in."""
+    if node.target is not aten._to_copy.default:
+        return False
+    return example(node).dtype.is_floating_point and example(node.args[0]).dtype.is_floating_point
+
+
 def side_of_where(node: fx.Node, record: ScanRecord) -> Side | None:
     """`where` or `masked_fill` with a constant, or None if a node is neither."""
     if node.target in FILLS:
@@ -216,7 +223,11 @@ def same_mask(a: Mask, b: Mask, record: ScanRecord) -> bool:
             return False
         if bool((parts[2][0] != parts[2][1]).any()):
             return False
-    return all(any(_same_factor(x, y, record) for y in b.data) for x in a.data)
+    return all(
+        any(_same_factor(x, y, record) for y in others)
+        for some, others in ((a.data, b.data), (b.data, a.data))
+        for x in some
+    )
 
 
 def _same_factor(a: Factor, b: Factor, record: ScanRecord) -> bool:

@@ -258,6 +258,8 @@ def _forced_counts(allowed: StepMask, forced: StepMask | None, block: int, sort:
     j = torch.arange(allowed.shape[-1])
     length = allowed.length
     expected = StepMask.inside(j * block, torch.full_like(j, length), length)
+    if len(j) * block < length:
+        raise Unrecognised("some steps lie behind the last of its blocks", sort)
     if allowed.start.dim() != 1 or not _equal(allowed, expected):
         raise Unrecognised("the blocks that are allowed are not those up to the current one", sort)
     if forced is None:
@@ -378,8 +380,8 @@ def _stencil(
             raise Unrecognised("its scores do not weigh the compressed blocks around each block alike", score)
         factors.setdefault(offset, [0.0] * heads)[head] += factor
     for values in factors.values():
-        if any(v != values[0] for v in values) or values[0] != int(values[0]):
-            raise Unrecognised("its scores do not weigh all heads alike, by whole numbers", score)
+        if any(v != values[0] for v in values) or values[0] != int(values[0]) or values[0] <= 0:
+            raise Unrecognised("its scores do not weigh all heads alike, by positive whole numbers", score)
     if not factors:
         raise Unrecognised("its scores weigh no compressed block", score)
     offsets = tuple(sorted(factors))

@@ -108,6 +108,8 @@ def _prefers_sparse(node: fx.Node, wish: str) -> bool:
     """Whether the operator that follows the mask is faster than dense attention, or asked for."""
     if node.target is SELECT and node.args[2] is not None:
         return False
+    if len({example(x).dtype for x in node.args[: 2 if node.target is SELECT else 3]}) > 1:
+        return False  # the operators want one dtype
     if wish != "auto":
         return wish == "sparse"
     q, k = (example(x) for x in node.args[:2])

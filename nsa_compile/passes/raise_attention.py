@@ -38,6 +38,7 @@ from nsa_compile.passes.attention_masks import (
     Unrecognised,
     conjunction,
     constant,
+    is_float_cast,
     mask_tensor,
     moved,
     same_mask,
@@ -132,7 +133,7 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
     while value.target not in PRODUCTS:
         target = value.target
         floor: Any = -math.inf
-        if target in MOVES or target is aten._to_copy.default:
+        if target in MOVES or is_float_cast(value):
             value = value.args[0]
         elif target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
             value = _scaled(value, result, record)
@@ -280,7 +281,7 @@ def weights_below(softmax: fx.Node, record: ScanRecord) -> Weights:
     found: Weights = [(softmax, order.movedim(-1, dim), [])]
     for node, numbers, masked in found:  # grows while it is walked
         for user in node.users:
-            if user.target is aten._to_copy.default:
+            if is_float_cast(user):
                 found.append((user, numbers, masked))
             elif user.target in MOVES and user.args[0] is node and len(user.all_input_nodes) == 1:
                 found.append((user, moved(user, numbers, record), masked))
