@@ -77,6 +77,13 @@ def load(gm: fx.GraphModule, key: str) -> Report | None:
         log.warning("the kept result %s cannot be read (%s); the passes run again", path, error)
         path.unlink(missing_ok=True)
         return None
+    _restore(gm, kept)
+    report.cache_hit = True
+    return report
+
+
+def _restore(gm: fx.GraphModule, kept: fx.GraphModule) -> None:
+    """Give a captured graph, and the regions it calls, the nodes of a kept one."""
     # The inputs keep what this process knows of them, such as where Dynamo found each.
     fresh, old = gm.graph.find_nodes(op="placeholder"), kept.graph.find_nodes(op="placeholder")
     assert [n.name for n in fresh] == [n.name for n in old], "equal keys, different inputs"
@@ -84,24 +91,21 @@ def load(gm: fx.GraphModule, key: str) -> Report | None:
         old_node.__dict__.update({k: v for k, v in new_node.__dict__.items() if k == "_dynamo_source"})
         old_node.meta = new_node.meta
     for node in kept.graph.find_nodes(op="get_attr"):
-        setattr(gm, node.target, getattr(kept, node.target))
+        held = getattr(kept, node.target)
+        if isinstance(held, fx.GraphModule):
+            _restore(getattr(gm, node.target), held)
+        else:
+            setattr(gm, node.target, held)
     gm.graph = kept.graph
     gm.recompile()
-    report.cache_hit = True
-    return report
 
 
 def store(gm: fx.GraphModule, key: str, report: Report) -> None:
     """Keep a result. Graphs that still hold a scan are not kept: their declines shall be seen at every start."""
-    if find_scans(gm) or any(child is not gm for child in subgraphs(gm)):
+    if find_scans(gm):
         return
-    graph = fx.Graph()
-    output = graph.graph_copy(gm.graph, {})
-    graph.output(output)
-    for node in graph.nodes:
-        node.meta = {k: copy.copy(v) for k, v in node.meta.items() if k in KEPT_META}
     try:
-        data = GraphPickler.dumps(fx.GraphModule(gm, graph), PicklerOptions(ops_filter=None))
+        data = GraphPickler.dumps(_stripped(gm), PicklerOptions(ops_filter=None))
     except Exception as error:  # a user's object in the graph that cannot be pickled
         log.info("the result cannot be kept (%s); the passes will run again at the next start", error)
         return
@@ -112,6 +116,19 @@ def store(gm: fx.GraphModule, key: str, report: Report) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(text + b"\n" + data)
     os.replace(file.name, path)
+
+
+def _stripped(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph and the regions it calls, without what belongs to this process."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        node.meta = {k: copy.copy(v) for k, v in node.meta.items() if k in KEPT_META}
+    stripped = fx.GraphModule(gm, graph)
+    for node in graph.find_nodes(op="get_attr"):
+        if isinstance(region := getattr(gm, node.target), fx.GraphModule):
+            setattr(stripped, node.target, _stripped(region))
+    return stripped
 
 
 def _path(key: str) -> Path:

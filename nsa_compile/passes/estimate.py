@@ -11,8 +11,8 @@ The graph is run on fake tensors and every ATen operator noted. Exactly:
   operator that makes them to the end, everything else until the last operator that reads it. Views share a storage.
 
 A scan counts its body S times. Its peak is one step's (the carries it finds, all it makes) plus the final carries and
-the stacked outputs. Checkpointed regions are walked into, once: recomputation belongs to a backward pass. Any other
-higher-order operator counts as one operator without a look inside.
+the stacked outputs. Checkpointed and shared regions are walked into, once a call: recomputation belongs to a backward
+pass. Any other higher-order operator counts as one operator without a look inside.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._ops import HigherOrderOperator
@@ -153,6 +154,10 @@ def _elements_bytes(x: Tensor) -> int:
     return elements * x.element_size()
 
 
+# Higher-order operators that run the graph they are given first, once, and where the inputs of that begin.
+_REGIONS = {tag_activation_checkpoint: 1, invoke_subgraph: 2}
+
+
 class _Costs(fx.Interpreter):
     """Runs a graph on fake tensors under a ledger, and knows the operators that have graphs for arguments."""
 
@@ -165,9 +170,8 @@ class _Costs(fx.Interpreter):
             with self.ledger:
                 return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if n.target is tag_activation_checkpoint:
-            region, *inputs = args
-            return _Costs(region, self.ledger).run(*inputs)
+        if n.target in _REGIONS:
+            return _Costs(args[0], self.ledger).run(*args[_REGIONS[n.target] :])
         outputs = n.meta["example_value"]
         if n.target is scan_op:
             body, init, xs, additional = args

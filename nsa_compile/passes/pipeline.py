@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from nsa_compile.passes import ORDER, verifier
 from nsa_compile.passes.estimate import Estimate, estimate
 from nsa_compile.passes.report import Guard, PassReport, Report, ScanReport
-from nsa_compile.passes.scans import Decline, Declined, find_scans, subgraphs
+from nsa_compile.passes.scans import Decline, Declined, find_scans, name_scans_apart, subgraphs
 
 log = logging.getLogger("nsa_compile")
 
@@ -192,6 +192,7 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
     `real_inputs` are what `check` compares values on. Raises `verifier.VerificationError`, naming the pass, if a pass
     broke the graph or told an untruth about it.
     """
+    name_scans_apart(gm)
     report = Report(nested=options.nested, nodes_captured=count_nodes(gm))
     report.scans = [ScanReport(site.node.name, site.length) for site in find_scans(gm)]
     report.estimate_captured = cost = _estimate(gm, report) if options.estimate else None

@@ -29,7 +29,7 @@ def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, in
     outputs = _copy_nodes(owner, node, graph, inputs)
     for user in list(node.users):
         assert user.target is operator.getitem, f"{node.name} has a user that is no getitem: {user.format_node()}"
-        user.replace_all_uses_with(outputs[user.args[1]])
+        _take_place(outputs[user.args[1]], user)
         owner.graph.erase_node(user)
     _erase(owner, [node])
 
@@ -45,8 +45,17 @@ def inline_tensors(
     first = min(nodes, key=order.__getitem__)
     _move_before(first, inputs, order)
     for node, output in zip(nodes, _copy_nodes(owner, first, graph, inputs), strict=True):
-        node.replace_all_uses_with(output)
+        _take_place(output, node)
     _erase(owner, nodes)
+
+
+def _take_place(new: fx.Node, old: fx.Node) -> None:
+    """Let `new` stand for `old`, and say as `old` did whether a gradient flows: traced below autograd, it knows nothing
+    of that, and a shared region (`nested_compile_region`) believes what its outputs say."""
+    if "val" in new.meta and "example_value" in old.meta:
+        del new.meta["val"]
+        new.meta["example_value"] = old.meta["example_value"]
+    old.replace_all_uses_with(new)
 
 
 def _move_before(anchor: fx.Node, wanted: Sequence[fx.Node], order: dict[fx.Node, int]) -> None:

@@ -111,17 +111,30 @@ def example(node: fx.Node) -> Tensor:
     return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
 
 
-def subgraphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The graph and, depth first, the bodies it calls: a checkpointed region hides its scans in one."""
-    yield gm
-    for node in gm.graph.nodes:
-        child = getattr(gm, node.target, None) if node.op == "get_attr" else None
-        if isinstance(child, fx.GraphModule) and not any(user.target is scan_op for user in node.users):
-            yield from subgraphs(child)
+def subgraphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graph and the bodies it calls, each once: a checkpointed region hides its scans in one, equal regions share
+    one."""
+    found = [gm]
+    for graph in found:
+        for node in graph.graph.find_nodes(op="get_attr"):
+            child = getattr(graph, node.target, None)
+            is_body_of_scan = any(user.target is scan_op for user in node.users)
+            if isinstance(child, fx.GraphModule) and child not in found and not is_body_of_scan:
+                found.append(child)
+    return found
 
 
 def find_scans(gm: fx.GraphModule) -> list[ScanSite]:
     return [ScanSite(g, node) for g in subgraphs(gm) for node in g.graph.nodes if node.target is scan_op]
+
+
+def name_scans_apart(gm: fx.GraphModule) -> None:
+    """Give each scan a name of its own, by which reports tell them apart: bodies count their nodes from the start."""
+    taken: set[str] = set()
+    for site in find_scans(gm):
+        while site.node.name in taken:
+            site.node._rename(f"scan_{len(taken)}")
+        taken.add(site.node.name)
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

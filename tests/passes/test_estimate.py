@@ -135,13 +135,16 @@ def test_the_peak_of_a_scan_is_in_its_body():
     assert estimate_of(wide_steps, torch.randn(20, 5)).peak_bytes > 5 * 1000 * FLOAT
 
 
-def test_a_checkpointed_region_is_walked_into():
-    def region(x, w):
-        return (x @ w).tanh().sin()
+def region(x, w):
+    return (x @ w).tanh().sin()
 
+
+@pytest.mark.parametrize(
+    "called", [lambda *x: checkpoint(region, *x, use_reentrant=False), torch.compiler.nested_compile_region(region)]
+)
+def test_regions_are_walked_into(called):
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
-    inside = estimate_of(lambda x, w: checkpoint(region, x, w, use_reentrant=False), x, w)
-    assert inside == estimate_of(region, x, w)
+    assert estimate_of(lambda x, w: called(x, w), x, w) == estimate_of(region, x, w)
 
 
 def test_the_report_says_what_the_passes_bought():
