@@ -89,7 +89,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def row_offsets(index, head, stride_s, stride_h):
-    """Element offsets of rows; S * H * D may pass 2^31."""
+    """Element offsets of rows. Offsets may pass 2^31 in any dimension, so every index is widened before its stride."""
     return index.to(tl.int64) * stride_s + head.to(tl.int64) * stride_h
 
 
@@ -140,8 +140,8 @@ def _forward_kernel(
     head = group * HEADS + rows % HEADS
     begin = s - window + 1
     end = _seen_end(s, T, block_size, stride)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
 
     q_at = row_offsets(s, head, q_s, q_h)[:, None] + d[None, :] * q_d
@@ -192,8 +192,8 @@ def _dq_kernel(
     head = group * HEADS + rows % HEADS
     begin = s - window + 1
     end = _seen_end(s, T, block_size, stride)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     live_d = live[:, None] & (d < D)[None, :]
     live_dv = live[:, None] & (dv < DV)[None, :]
@@ -247,8 +247,8 @@ def _dkdv_kernel(
     batch = (tl.program_id(0) // tiles // G).to(tl.int64)
 
     keys = start + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     live_d = (keys < T)[:, None] & (d < D)[None, :]
     live_dv = (keys < T)[:, None] & (dv < DV)[None, :]

@@ -17,5 +17,5 @@ def test_values_and_gradients_on_a_gpu(pytestconfig):
 
 
 @needs_triton
-def test_kernels_compile_without_spilling_registers():
-    run("compile", "selected")
+def test_kernels_compile_without_spilling_registers(pytestconfig):
+    run("compile", "selected", pytestconfig)

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python tests/ops/triton_cases.py cpu window [deep]    # the cases of an operator, interpreted
     python tests/ops/triton_cases.py cuda window [deep]                      # the same on a GPU
-    python tests/ops/triton_cases.py compile window                          # compiled for GPUs that need not exist
+    python tests/ops/triton_cases.py compile window [deep]                   # compiled for GPUs that need not exist
 
 Triton reads TRITON_INTERPRET when it is imported, so a process has either the interpreter or the compiler. Exit
 status 0 is success, SKIPPED means that Triton cannot compile here.
@@ -39,9 +39,9 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-def run(mode: str, operator: str, config: pytest.Config | None = None) -> None:
+def run(mode: str, operator: str, config: pytest.Config) -> None:
     """This file as a script; fails with what it printed."""
-    deep = config is not None and config.getoption("--hypothesis-profile") == "deep"
+    deep = config.getoption("--hypothesis-profile") == "deep"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     if mode == "cpu":
@@ -65,6 +65,7 @@ class Case:
     dtype: torch.dtype = FP32
     contents: str = "normal"  # "equal keys", "zero queries", "large"
     strided: bool = False
+    far: str = ""  # the dimension, "S" or "D", along which q, k, v and the gradient reach beyond 2^31 elements
     scale: float = 0.3
     window: int = 5
     block_size: int = 4
@@ -80,15 +81,18 @@ class Case:
     seed: int = 0
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and the gradient of the output."""
+        """q, k, v and the gradient of the output; they hold nothing on the device "meta"."""
         rng = torch.Generator().manual_seed(self.seed)
 
         def make(*shape: int) -> Tensor:
+            if device == "meta":
+                return torch.empty(shape, dtype=self.dtype, device=device)
             order = (3, 1, 0, 2) if self.strided else (0, 1, 2, 3)
             x = torch.randn(*(shape[i] for i in order), generator=rng)
             if self.contents == "large":
                 x = x * 10
-            return x.permute(*(order.index(i) for i in range(4))).to(self.dtype).to(device)
+            x = x.permute(*(order.index(i) for i in range(4))).to(self.dtype).to(device)
+            return far_apart(x, "BSHD".index(self.far)) if self.far else x
 
         heads = self.G * self.h
         q, k = make(self.B, self.S, heads, self.D), make(self.B, self.T, self.G, self.D)
@@ -106,6 +110,8 @@ class Case:
         rng = torch.Generator().manual_seed(self.seed)
         blocks = -(-self.T // self.block_size)
         shape = (self.B, self.S, self.G, self.n)
+        if device == "meta":
+            return torch.empty(shape, dtype=self.index_dtype, device=device)
         if self.contents_of_indices == "none":
             indices = torch.full(shape, -1)
         elif self.contents_of_indices == "distinct":
@@ -117,8 +123,11 @@ class Case:
                 indices[:, ::3, :, 1:2] = 2**40
         return indices.to(self.index_dtype).to(device)
 
-    @property
-    def selection(self) -> tuple[Any, ...]:
+    def parameters(self, operator: str, device: str) -> tuple[Any, ...]:
+        if operator == "window":
+            return self.window, self.scale
+        if operator == "selected":
+            return self.indices(device), self.block_size, self.scale
         names = ("block_size", "stride", "scale", "select_block", "offsets", "weights", "n", "num_initial", "num_local")
         return tuple(getattr(self, name) for name in names)
 
@@ -133,6 +142,15 @@ class Case:
             chosen = (self.indices("cpu")[..., None] == p // self.block_size).any(-2)  # [B, S, G, T]
             return (chosen & (p <= s)[:, None])[:, :, :, None]
         return mask[:, None, None]
+
+
+def far_apart(x: Tensor, dim: int) -> Tensor:
+    """`x` with a stride so large that its last element lies beyond 2^31; memory in between is never touched."""
+    strides = list(x.stride())
+    strides[dim] = (2**31 + 2**10) // (x.shape[dim] - 1)
+    last = sum(stride * (size - 1) for stride, size in zip(strides, x.shape, strict=True))
+    spread = torch.empty(last + 1, dtype=x.dtype, device=x.device).as_strided(x.shape, strides)
+    return spread.copy_(x)
 
 
 WINDOW = [
@@ -183,7 +201,9 @@ SELECTED = [
 CASES = {"window": WINDOW, "compressed": COMPRESSED, "selected": SELECTED}
 
 
-def random_cases(operator: str, count: int = 40) -> Iterator[Case]:
+def deep_cases(count: int = 40) -> Iterator[Case]:
+    yield Case(dtype=BF16, far="S")
+    yield Case(dtype=BF16, far="D")
     rng = random.Random(0)
     for seed in range(count):
         stride = rng.choice([1, 2, 3])
@@ -259,12 +279,7 @@ def check(case: Case, operator: str, device: str, twice: bool) -> None:
     module = importlib.import_module(f"nsa_compile.ops.{operator}.triton")
     inputs = case.tensors(device)
     q, k, v, grad = inputs
-    if operator == "window":
-        parameters: tuple[Any, ...] = (case.window, case.scale)
-    elif operator == "compressed":
-        parameters = case.selection
-    else:
-        parameters = (case.indices(device), case.block_size, case.scale)
+    parameters = case.parameters(operator, device)
 
     def compute() -> list[Tensor]:
         out, lse, *chosen = module.forward(q, k, v, *parameters)
@@ -309,7 +324,7 @@ def check_all(operator: str, device: str, deep: bool) -> int:
         return SKIPPED
     cases = CASES[operator]
     failed = 0
-    for case in [*cases, *(random_cases(operator) if deep else ())]:
+    for case in [*cases, *(deep_cases() if deep else ())]:
         try:
             # The interpreter runs program after program: once is enough to see that it repeats itself.
             check(case, operator, device, twice=device != "cpu" or case is cases[0])
@@ -330,7 +345,7 @@ def _interpreter_is_broken() -> bool:
 def check_refusals(operator: str) -> None:
     module = importlib.import_module(f"nsa_compile.ops.{operator}.triton")
     case = Case()
-    parameters = {"window": (5, 0.3), "compressed": case.selection, "selected": (case.indices("cpu"), 4, 0.3)}[operator]
+    parameters = case.parameters(operator, "cpu")
     q, k, v, _ = case.tensors("cpu")
     with pytest.raises(ValueError, match="float64"):
         module.forward(q.double(), k.double(), v.double(), *parameters)
@@ -339,7 +354,9 @@ def check_refusals(operator: str) -> None:
         module.forward(q, k, v, *parameters)
 
 
-# Compilation without a GPU. The launchers run on meta tensors, and every launch is recorded in place of being made.
+# Compilation without a GPU. The launchers run on the CPU or on meta tensors, and a launch is recorded, not made.
+
+Launch = tuple[Any, tuple, dict[str, Any]]  # kernel, arguments, constants
 
 MODULES = {
     "window": "nsa_compile.ops.triton_common",
@@ -350,31 +367,45 @@ TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", torch.int
 SHARED_MEMORY = 99 * 1024  # bytes a program may have on every GPU since Ampere
 STACK = 0  # bytes of registers spilled, a thread
 
+PAPER = Case(S=8192, T=8192, G=4, h=16, D=128, Dv=128, dtype=BF16, window=512, block_size=64, n=16)
+PAPER_COMPRESSED = replace(
+    PAPER, T=511, block_size=32, stride=16, select_block=64, offsets=(-1, 0, 1, 2, 3), weights=(1, 2, 2, 2, 1)
+)
 
-def compile_all(operator: str) -> int:
+
+def compile_all(operator: str, deep: bool) -> int:
+    """With the paper's sizes no kernel spills registers; deep: what the other cases launch compiles as well."""
     import triton
-    from triton.backends.compiler import GPUTarget
 
     if not (_nvidia_tools() / "ptxas").exists() or not (_nvidia_tools() / "cuobjdump").exists():
         print(f"triton {triton.__version__} brings no NVIDIA tools on this machine")
         return SKIPPED
+    recorded = _record_launches()
     failed = 0
     with tempfile.TemporaryDirectory() as cache:
         triton.knobs.cache.dir = cache
-        for (kernel, arguments, constants), capability in itertools.product(_launches(operator), (80, 90)):
-            compiled = _compile(kernel, arguments, constants, GPUTarget("cuda", capability, 32))
+        launches = _launches(operator, PAPER_COMPRESSED if operator == "compressed" else PAPER, "meta", recorded)
+        assert launches
+        for (kernel, arguments, constants), capability in itertools.product(launches, (80, 90)):
+            compiled = _compile(kernel, arguments, constants, capability)
             registers, stack = _resources(compiled.asm["cubin"])
             shared = compiled.metadata.shared
             print(f"sm_{capability} {kernel.__name__}: {registers} registers, {stack} B stack, {shared} B shared")
             failed += stack > STACK or shared > SHARED_MEMORY
+        for case in CASES[operator] if deep else ():
+            for kernel, arguments, constants in _launches(operator, case, "cpu", recorded):
+                shared = _compile(kernel, arguments, constants, 90).metadata.shared
+                if shared > SHARED_MEMORY:
+                    failed += 1
+                    print(f"{kernel.__name__} takes {shared} B of shared memory for {case}")
     return min(1, failed)
 
 
-def _launches(operator: str) -> list[tuple[Any, tuple, dict[str, Any]]]:
-    """Kernel, arguments and constants of every launch of a training step: the paper's sizes, bfloat16, D = 128."""
+def _record_launches() -> list[Launch]:
+    """From here on, launches go into the list that is returned."""
     from triton.runtime.jit import JITFunction
 
-    launches: list[tuple[Any, tuple, dict[str, Any]]] = []
+    launches: list[Launch] = []
 
     class Recorder:
         def __init__(self, kernel: Any) -> None:
@@ -388,28 +419,24 @@ def _launches(operator: str) -> list[tuple[Any, tuple, dict[str, Any]]]:
         for attribute, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and attribute.endswith("_kernel"):
                 setattr(module, attribute, Recorder(kernel))
-    case = Case(S=8192, T=8192, G=4, h=16, D=128, Dv=128, dtype=BF16, window=512, block_size=64, n=16)
-    if operator == "compressed":
-        case = replace(
-            case, T=511, block_size=32, stride=16, select_block=64, offsets=(-1, 0, 1, 2, 3), weights=(1, 2, 2, 2, 1)
-        )
-    q = torch.empty(1, case.S, case.G * case.h, case.D, dtype=case.dtype, device="meta")
-    k = torch.empty(1, case.T, case.G, case.D, dtype=case.dtype, device="meta")
-    indices = torch.empty(1, case.S, case.G, case.n, dtype=torch.int32, device="meta")
-    parameters = {
-        "window": (case.window, case.scale), "compressed": case.selection, "selected": (indices, 64, case.scale)
-    }[operator]  # fmt: skip
+    return launches
+
+
+def _launches(operator: str, case: Case, device: str, recorded: list[Launch]) -> list[Launch]:
+    """The launches of forward and backward that are the operator's own."""
+    recorded.clear()
     module = importlib.import_module(f"nsa_compile.ops.{operator}.triton")
-    out, lse, *_ = module.forward(q, k, k, *parameters)
-    module.backward(out, q, k, k, out, lse, *parameters)
-    chosen = [launch for launch in launches if launch[0].__module__ == MODULES[operator]]
-    assert chosen
-    return chosen
+    q, k, v, grad = case.tensors(device)
+    parameters = case.parameters(operator, device)
+    out, lse, *_ = module.forward(q, k, v, *parameters)
+    module.backward(grad, q, k, v, out, lse, *parameters)
+    return [launch for launch in recorded if launch[0].__module__ == MODULES[operator]]
 
 
-def _compile(kernel: Any, arguments: tuple, constants: dict[str, Any], target: Any) -> Any:
+def _compile(kernel: Any, arguments: tuple, constants: dict[str, Any], capability: int) -> Any:
     """As a launch would: an argument of 1 is a constant, multiples of 16 are known as such."""
     import triton
+    from triton.backends.compiler import GPUTarget
 
     options = {name: constants[name] for name in ("num_warps", "num_stages")}
     signature: dict[str, str] = {}
@@ -426,7 +453,7 @@ def _compile(kernel: Any, arguments: tuple, constants: dict[str, Any], target: A
         if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def _nvidia_tools() -> Path:
@@ -449,4 +476,5 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 if __name__ == "__main__":
     mode, operator, *rest = sys.argv[1:]
-    sys.exit(compile_all(operator) if mode == "compile" else check_all(operator, mode, rest == ["deep"]))
+    deep = rest == ["deep"]
+    sys.exit(compile_all(operator, deep) if mode == "compile" else check_all(operator, mode, deep))

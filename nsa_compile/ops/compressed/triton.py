@@ -116,7 +116,7 @@ def _select_kernel(
     s = tile * QUERIES + rows // ROW_HEADS
     head = group * HEADS + rows % ROW_HEADS
     live = (s < S) & (rows % ROW_HEADS < HEADS)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     q_at = row_offsets(s, head, q_s, q_h)[:, None] + d[None, :] * q_d
     q = tl.load(Q + batch * q_b + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)

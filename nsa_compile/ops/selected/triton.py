@@ -202,8 +202,8 @@ def _forward_kernel(
 
     live = heads < HEADS
     head = group * HEADS + heads
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     q_at = batch * q_b + s.to(tl.int64) * q_s + head[:, None] * q_h + d[None, :] * q_d
     q = tl.load(Q + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
@@ -253,8 +253,8 @@ def _dq_kernel(
 
     live = heads < HEADS
     head = group * HEADS + heads
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     live_d = live[:, None] & (d < D)[None, :]
     live_dv = live[:, None] & (dv < DV)[None, :]
@@ -317,8 +317,8 @@ def _dkdv_kernel(
     within = tl.program_id(0) % per_block * BLOCK_N + tl.arange(0, BLOCK_N)
     keys = block * block_size + within
     here = (within < block_size) & (keys < T)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     live_d = here[:, None] & (d < D)[None, :]
     live_dv = here[:, None] & (dv < DV)[None, :]
@@ -383,8 +383,8 @@ def _add_parts_kernel(
     batch = (owner // num_blocks // G).to(tl.int64)
     within = tl.program_id(0) % per_block * BLOCK_N + tl.arange(0, BLOCK_N)
     keys = block * block_size + within
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     here = (within < block_size) & (keys < T)
     live_d = here[:, None] & (d < D)[None, :]
     live_dv = here[:, None] & (dv < DV)[None, :]
