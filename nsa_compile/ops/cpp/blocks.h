@@ -63,6 +63,11 @@ struct KeyRange {
   int64_t begin, end;
 };
 
+// Whether queries with these ranges, whose ends never decrease, all see the whole block.
+inline bool sees_all(const KeyRange& first, const KeyRange& last, int64_t first_key, int64_t padded_size) {
+  return last.begin <= first_key && first.end >= first_key + padded_size;
+}
+
 // Scores of one row against one block become -inf where the query does not see the key.
 template <typename T>
 void hide(T* scores, const KeyRange& range, int64_t first_key, int64_t size, int64_t padded_size) {
@@ -81,7 +86,7 @@ struct GradientTile {
   const T* grad;           // [rows, value width], the gradient of the output
   const T* lse;            // [rows], +inf for a query that sees nothing, which makes its weights zero
   const T* delta;          // [rows], the sum of gradient times output
-  const KeyRange* ranges;  // [rows / heads]
+  const KeyRange* ranges;  // [rows / heads], neither end ever decreasing
 };
 
 // lse as the backward pass wants it: exp(-inf - -inf) would be NaN, exp(-inf - inf) is 0.
@@ -101,10 +106,12 @@ void backward_block(
       tile.rows, size, keys.width, tile.q, key_width, keys.columns(sequence, block), size, weights, size, false);
   multiply<T, Left::kPlain>(
       tile.rows, size, values.width, tile.grad, value_width, values.columns(sequence, block), size, dscores, size, false);
+  const int64_t first_key = block * keys.size;
+  const bool whole = sees_all(tile.ranges[0], tile.ranges[tile.rows / tile.heads - 1], first_key, size);
   for (int64_t row = 0; row < tile.rows; row++) {
     T* p = weights + row * size;
     T* ds = dscores + row * size;
-    hide(p, tile.ranges[row / tile.heads], block * keys.size, keys.size, size);
+    if (!whole) hide(p, tile.ranges[row / tile.heads], first_key, keys.size, size);
     const Vec<T> lse(tile.lse[row]), delta(tile.delta[row]);
     for (int64_t i = 0; i < size; i += kLanes<T>) {
       const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(p + i) - lse);

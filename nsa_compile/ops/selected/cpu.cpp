@@ -21,11 +21,21 @@ int64_t index_at(const Tensor& indices, int64_t batch, int64_t query, int64_t gr
                                  : reinterpret_cast<const int32_t*>(indices.data)[offset];
 }
 
-// A sequence is a batch entry and a group; queries are numbered through all sequences: [sequence][query].
+// A sequence is a batch entry and a group; queries are numbered through all sequences: [sequence][query]. This is where
+// one of them stands.
+struct Place {
+  int64_t sequence, batch, group, position;
 
-// A pair's query within its unit, and the place of its block among the query's indices.
+  Place(const Sizes& sizes, int64_t query)
+      : sequence(query / sizes.queries),
+        batch(sequence / sizes.groups),
+        group(sequence % sizes.groups),
+        position(query % sizes.queries) {}
+};
+
+// A pair's query within its unit, and which of the query's indices its block is.
 struct Pair {
-  int32_t query, place;
+  int32_t query, choice;
 };
 
 // The pairs of the queries [first, last), sorted by block and, within a block, by query.
@@ -38,17 +48,21 @@ class Unit {
 
   void sort(const Tensor& indices, int64_t new_first, int64_t new_last) {
     first = new_first, last = new_last;
-    first_sequence_ = first / sizes_.queries;
-    const int64_t keys = ((last - 1) / sizes_.queries + 1 - first_sequence_) * blocks_;
-    // A counting sort. begin_[b + 1] first counts the pairs of block b, then says where its next pair goes, and in the
-    // end where its pairs end: where those of b + 1 begin.
-    begin_.assign(keys + 2, 0);
-    visit(indices, keys, [&](int64_t block, Pair) { begin_[block + 2]++; });
-    for (int64_t block = 0; block < keys; block++) begin_[block + 2] += begin_[block + 1];
-    pairs_.resize(begin_[keys + 1]);
-    visit(indices, keys, [&](int64_t block, Pair pair) { pairs_[begin_[block + 1]++] = pair; });
+    // Divisions are slow, and each query is met many times.
+    places_.clear();
+    for (int64_t query = first; query < last; query++) places_.emplace_back(sizes_, query);
+    first_sequence_ = places_.front().sequence;
+    const int64_t num_blocks = (places_.back().sequence + 1 - first_sequence_) * blocks_;
+
+    // A counting sort. begin_[b + 2] counts the pairs of block b; after the running sum begin_[b + 1] is where its first
+    // pair goes, and moves on with each pair to where those of block b + 1 begin.
+    begin_.assign(num_blocks + 2, 0);
+    visit(indices, num_blocks, [&](int64_t block, Pair) { begin_[block + 2]++; });
+    for (int64_t block = 0; block < num_blocks; block++) begin_[block + 2] += begin_[block + 1];
+    pairs_.resize(begin_[num_blocks + 1]);
+    visit(indices, num_blocks, [&](int64_t block, Pair pair) { pairs_[begin_[block + 1]++] = pair; });
     used_.clear();
-    for (int64_t block = 0; block < keys; block++) {
+    for (int64_t block = 0; block < num_blocks; block++) {
       if (begin_[block] < begin_[block + 1]) used_.push_back(block);
     }
   }
@@ -59,7 +73,8 @@ class Unit {
   const Pair* begin(int64_t used) const { return pairs_.data() + begin_[used_[used]]; }
   const Pair* end(int64_t used) const { return pairs_.data() + begin_[used_[used] + 1]; }
 
-  int64_t slot(const Pair& pair) const { return pair.query * num_selected_ + pair.place; }
+  int64_t slot(const Pair& pair) const { return pair.query * num_selected_ + pair.choice; }
+  const Place& place(int64_t query) const { return places_[query]; }  // of a query within the unit
 
  private:
   const Sizes& sizes_;
@@ -67,22 +82,21 @@ class Unit {
   std::vector<int64_t> begin_, used_;
   std::vector<int32_t> last_query_;
   std::vector<Pair> pairs_;
+  std::vector<Place> places_;
 
   // Each pair that sees a key, once: of duplicates only the first counts.
   template <typename Function>
-  void visit(const Tensor& indices, int64_t keys, const Function& function) {
-    last_query_.assign(keys, -1);
-    for (int64_t query = first; query < last; query++) {
-      const int64_t sequence = query / sizes_.queries, position = query % sizes_.queries;
-      const int64_t batch = sequence / sizes_.groups, group = sequence % sizes_.groups;
-      const Pair pair{static_cast<int32_t>(query - first), 0};
-      for (int64_t place = 0; place < num_selected_; place++) {
-        const int64_t index = index_at(indices, batch, position, group, place);
-        if (index < 0 || index >= blocks_ || index * block_size_ > position) continue;
-        const int64_t block = (sequence - first_sequence_) * blocks_ + index;
-        if (last_query_[block] == pair.query) continue;
-        last_query_[block] = pair.query;
-        function(block, Pair{pair.query, static_cast<int32_t>(place)});
+  void visit(const Tensor& indices, int64_t num_blocks, const Function& function) {
+    last_query_.assign(num_blocks, -1);
+    for (int32_t query = 0; query < last - first; query++) {
+      const Place& at = places_[query];
+      for (int32_t choice = 0; choice < num_selected_; choice++) {
+        const int64_t index = index_at(indices, at.batch, at.position, at.group, choice);
+        if (index < 0 || index >= blocks_ || index * block_size_ > at.position) continue;
+        const int64_t block = (at.sequence - first_sequence_) * blocks_ + index;
+        if (last_query_[block] == query) continue;
+        last_query_[block] = query;
+        function(block, Pair{query, choice});
       }
     }
   }
@@ -118,34 +132,37 @@ struct Layout {
     });
   }
 
-  // Runs `function(query, thread)` for the queries of a unit.
+  // Runs `function(query within the unit, thread)` for the queries of a unit.
   template <typename Function>
   void for_queries(const Unit& unit, int64_t threads, const Function& function) const {
-    parallel_for(divide_up(unit.last - unit.first, kItemQueries), threads, [&](int64_t item, int64_t thread) {
-      const int64_t first = unit.first + item * kItemQueries;
-      for (int64_t query = first; query < std::min(unit.last, first + kItemQueries); query++) function(query, thread);
+    const int64_t count = unit.last - unit.first;
+    parallel_for(divide_up(count, kItemQueries), threads, [&](int64_t item, int64_t thread) {
+      const int64_t first = item * kItemQueries;
+      for (int64_t query = first; query < std::min(count, first + kItemQueries); query++) function(query, thread);
     });
   }
 
-  int64_t batch(int64_t query) const { return query / sizes.queries / sizes.groups; }
-  int64_t position(int64_t query) const { return query % sizes.queries; }
-  int64_t first_head(int64_t query) const { return query / sizes.queries % sizes.groups * heads; }
-  KeyRange range(int64_t query) const { return {0, std::min(sizes.keys, position(query) + 1)}; }
+  KeyRange range(const Place& place) const { return {0, std::min(sizes.keys, place.position + 1)}; }
 };
+
+// The heads of a query as rows [heads, width], times a factor.
+template <typename T>
+void load_heads(const Tensor& x, const Place& at, int64_t heads, int64_t width, T factor, T* target) {
+  for (int64_t head = at.group * heads; head < (at.group + 1) * heads; head++, target += padded_columns<T>(width)) {
+    load_row(x, at.batch, at.position, head, width, factor, target);
+  }
+}
 
 // The heads of the pairs' queries as rows [count * heads, width], times a factor.
 template <typename T>
 void gather(
-    const Tensor& x, const Layout& layout, const Unit& unit, const Pair* pairs, int64_t count, int64_t width, T factor,
+    const Tensor& x, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads, int64_t width, T factor,
     T* target) {
-  const int64_t padded_width = padded_columns<T>(width);
+  const int64_t elements = heads * padded_columns<T>(width);
   for (int64_t i = 0; i < count; i++) {
-    const int64_t query = unit.first + pairs[i].query;
-    for (int64_t head = 0; head < layout.heads; head++, target += padded_width) {
-      load_row(x, layout.batch(query), layout.position(query), layout.first_head(query) + head, width, factor, target);
-    }
+    load_heads(x, unit.place(pairs[i].query), heads, width, factor, target + i * elements);
   }
-  fill(target, (padded_rows(count * layout.heads) - count * layout.heads) * padded_width, T(0));
+  fill(target + count * elements, (padded_rows(count * heads) - count * heads) * padded_columns<T>(width), T(0));
 }
 
 template <typename T>
@@ -232,14 +249,17 @@ void forward(
     layout.for_tiles(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
       T *q_tile = q_tiles[thread], *scores = score_tiles[thread], *out_tile = out_tiles[thread];
       const int64_t rows = count * heads, first_key = block % keys.count * block_size;
-      gather(q, layout, unit, pairs, count, sizes.key_dim, static_cast<T>(scale), q_tile);
+      gather(q, unit, pairs, count, heads, sizes.key_dim, static_cast<T>(scale), q_tile);
       multiply<T, Left::kPlain>(
           rows, size, keys.width, q_tile, key_width, keys.columns(0, block), size, scores, size, false);
-      for (int64_t row = 0; row < rows; row++) {
-        const Pair& pair = pairs[row / heads];
-        const int64_t slot_row = unit.slot(pair) * heads + row % heads;
-        hide(scores + row * size, layout.range(unit.first + pair.query), first_key, block_size, size);
-        softmax_row(scores + row * size, size, slots.largest.data()[slot_row], slots.sum.data()[slot_row]);
+      for (int64_t i = 0; i < count; i++) {
+        const KeyRange range = layout.range(unit.place(pairs[i].query));
+        const int64_t slot_row = unit.slot(pairs[i]) * heads;
+        for (int64_t head = 0; head < heads; head++) {
+          T* row = scores + (i * heads + head) * size;
+          hide(row, range, first_key, block_size, size);
+          softmax_row(row, size, slots.largest.data()[slot_row + head], slots.sum.data()[slot_row + head]);
+        }
       }
       multiply<T, Left::kPlain>(
           rows, value_width, block_size, scores, size, values.rows(0, block), value_width, out_tile, value_width, false);
@@ -247,13 +267,13 @@ void forward(
     });
 
     layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
-      const int64_t batch = layout.batch(query), position = layout.position(query);
+      const Place& at = unit.place(query);
       for (int64_t head = 0; head < heads; head++) {
-        const Merged<T> total = slots.merge((query - unit.first) * num_selected, num_selected, head, merged_rows[thread]);
+        const Merged<T> total = slots.merge(query * num_selected, num_selected, head, merged_rows[thread]);
         const T inverse = total.sum == T(0) ? T(0) : T(1) / total.sum;
-        const int64_t query_head = layout.first_head(query) + head;
-        store_row(merged_rows[thread], inverse, out, batch, position, query_head, sizes.value_dim);
-        element<T>(lse, batch, position, query_head) = total.largest + std::log(total.sum);
+        const int64_t query_head = at.group * heads + head;
+        store_row(merged_rows[thread], inverse, out, at.batch, at.position, query_head, sizes.value_dim);
+        element<T>(lse, at.batch, at.position, query_head) = total.largest + std::log(total.sum);
       }
     });
   }
@@ -266,19 +286,19 @@ struct RowTerms {
 
   RowTerms(const Layout& layout, const Tensor& grad, const Tensor& out, const Tensor& lses, int64_t threads)
       : lse(layout.queries() * layout.heads), delta(layout.queries() * layout.heads) {
-    const int64_t width = layout.sizes.value_dim, padded_width = padded_columns<T>(width);
-    const ThreadBuffers<T> row_pairs(threads, 2 * padded_width);
+    const int64_t heads = layout.heads, width = layout.sizes.value_dim, padded_width = padded_columns<T>(width);
+    const ThreadBuffers<T> grad_rows(threads, heads * padded_width), out_rows(threads, heads * padded_width);
     parallel_for(divide_up(layout.queries(), kItemQueries), threads, [&](int64_t item, int64_t thread) {
       const int64_t last = std::min(layout.queries(), (item + 1) * kItemQueries);
       for (int64_t query = item * kItemQueries; query < last; query++) {
-        const int64_t batch = layout.batch(query), position = layout.position(query);
-        for (int64_t head = 0; head < layout.heads; head++) {
-          const int64_t row = query * layout.heads + head, query_head = layout.first_head(query) + head;
-          T *grad_row = row_pairs[thread], *out_row = grad_row + padded_width;
-          load_row(grad, batch, position, query_head, width, T(1), grad_row);
-          load_row(out, batch, position, query_head, width, T(1), out_row);
-          delta.data()[row] = dot(grad_row, out_row, padded_width);
-          lse.data()[row] = finite_or_infinity(element<T>(lses, batch, position, query_head));
+        const Place at(layout.sizes, query);
+        load_heads(grad, at, heads, width, T(1), grad_rows[thread]);
+        load_heads(out, at, heads, width, T(1), out_rows[thread]);
+        for (int64_t head = 0; head < heads; head++) {
+          const T* grad_row = grad_rows[thread] + head * padded_width;
+          delta.data()[query * heads + head] = dot(grad_row, out_rows[thread] + head * padded_width, padded_width);
+          const T row_lse = element<T>(lses, at.batch, at.position, at.group * heads + head);
+          lse.data()[query * heads + head] = finite_or_infinity(row_lse);
         }
       }
     });
@@ -319,11 +339,11 @@ void backward(
 
     layout.for_tiles(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
       T *row_lse = row_values[thread], *delta = row_lse + layout.tile_rows;
-      gather(q, layout, unit, pairs, count, sizes.key_dim, static_cast<T>(scale), q_tiles[thread]);
-      gather(grad, layout, unit, pairs, count, sizes.value_dim, T(1), grad_tiles[thread]);
+      gather(q, unit, pairs, count, heads, sizes.key_dim, static_cast<T>(scale), q_tiles[thread]);
+      gather(grad, unit, pairs, count, heads, sizes.value_dim, T(1), grad_tiles[thread]);
       for (int64_t i = 0; i < count; i++) {
         const int64_t query = unit.first + pairs[i].query;
-        ranges[thread][i] = layout.range(query);
+        ranges[thread][i] = layout.range(unit.place(pairs[i].query));
         slot_used[unit.slot(pairs[i])] = 1;
         std::memcpy(row_lse + i * heads, terms.lse.data() + query * heads, heads * sizeof(T));
         std::memcpy(delta + i * heads, terms.delta.data() + query * heads, heads * sizeof(T));
@@ -338,15 +358,16 @@ void backward(
     });
 
     layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
-      const int64_t first_slot = (query - unit.first) * num_selected;
+      const Place& at = unit.place(query);
+      const int64_t first_slot = query * num_selected;
       for (int64_t head = 0; head < heads; head++) {
         fill(merged_rows[thread], key_width, T(0));
         for (int64_t slot = first_slot; slot < first_slot + num_selected; slot++) {
           if (slot_used[slot]) add_to(merged_rows[thread], slot_dq.data() + (slot * heads + head) * key_width, key_width);
         }
         store_row(
-            merged_rows[thread], static_cast<T>(scale), dq, layout.batch(query), layout.position(query),
-            layout.first_head(query) + head, sizes.key_dim);
+            merged_rows[thread], static_cast<T>(scale), dq, at.batch, at.position, at.group * heads + head,
+            sizes.key_dim);
       }
     });
   }
