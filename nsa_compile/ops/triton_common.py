@@ -27,6 +27,7 @@ __all__ = [
     "check_supported",
     "dot",
     "padded",
+    "prepare",
     "row_offsets",
     "softmax_end",
     "softmax_step",
@@ -47,6 +48,19 @@ class Tiles(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
+
+
+def prepare() -> None:
+    """Compile and run a kernel: a missing C compiler or driver, or too old a GPU, is better found now than later."""
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        raise RuntimeError(f"the GPU has compute capability {major}.{minor}, the Triton kernels need 8.0")
+    _probe_kernel[(1,)](torch.zeros(1, device="cuda"))
+
+
+@triton.jit
+def _probe_kernel(X):
+    tl.store(X, 1.0)
 
 
 def check_supported(q: Tensor, v: Tensor) -> None:

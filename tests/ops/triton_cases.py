@@ -24,6 +24,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -322,6 +323,8 @@ def check_all(operator: str, device: str, deep: bool) -> int:
     if device == "cpu" and _interpreter_is_broken():
         print("the interpreter of Triton 3.6 fails with NumPy 2.4 or newer")
         return SKIPPED
+    if device == "cuda":
+        importlib.import_module(f"nsa_compile.ops.{operator}.triton").prepare()
     cases = CASES[operator]
     failed = 0
     for case in [*cases, *(deep_cases() if deep else ())]:
@@ -352,6 +355,11 @@ def check_refusals(operator: str) -> None:
     q, k, v, _ = replace(case, D=272).tensors("cpu")
     with pytest.raises(ValueError, match="at most 256"):
         module.forward(q, k, v, *parameters)
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(7, 5)),
+        pytest.raises(RuntimeError, match=r"8\.0"),
+    ):
+        module.prepare()
 
 
 # Compilation without a GPU. The launchers run on the CPU or on meta tensors, and a launch is recorded, not made.

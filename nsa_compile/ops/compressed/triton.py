@@ -25,10 +25,11 @@ from nsa_compile.ops.triton_common import (
     check_supported,
     dot,
     padded,
+    prepare,
     row_offsets,
 )
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "prepare"]
 
 MAX_SELECTED = 256
 MAX_HEADS = 64

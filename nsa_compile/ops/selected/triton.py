@@ -23,12 +23,13 @@ from nsa_compile.ops.triton_common import (
     check_supported,
     dot,
     padded,
+    prepare,
     row_offsets,
     softmax_end,
     softmax_step,
 )
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "prepare"]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, scale: float) -> tuple[Tensor, Tensor]:

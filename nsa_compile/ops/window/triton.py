@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa_compile.ops.triton_common import band_backward, band_forward
+from nsa_compile.ops.triton_common import band_backward, band_forward, prepare
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "prepare"]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
