@@ -205,6 +205,8 @@ CASES = {"window": WINDOW, "compressed": COMPRESSED, "selected": SELECTED}
 def deep_cases(count: int = 40) -> Iterator[Case]:
     yield Case(dtype=BF16, far="S")
     yield Case(dtype=BF16, far="D")
+    yield Case(S=150, T=74, h=1, n=70, num_local=2)  # more places than a tile has columns
+    yield Case(S=70, T=34, h=40, n=10, dtype=BF16)
     rng = random.Random(0)
     for seed in range(count):
         stride = rng.choice([1, 2, 3])
