@@ -18,8 +18,16 @@ def check_compiler(config: RunConfig) -> None:
     Raises:
         UserError: the configuration asks for Inductor and there is none.
     """
-    if not config.compile.enabled or config.compile.nested != "inductor":
-        return
+    if config.compile.enabled and config.compile.nested == "inductor":
+        require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
+
+
+def require_cxx(what: str, way_out: str) -> None:
+    """Make sure that Inductor will find a C++ compiler, for `what`; `way_out` names what does without one.
+
+    Raises:
+        UserError: there is none.
+    """
     chosen = os.environ.get("CXX")
     if chosen is not None:
         # CXX may carry arguments, as in "ccache g++".
@@ -27,8 +35,8 @@ def check_compiler(config: RunConfig) -> None:
         if words and shutil.which(words[0]):
             return
         raise UserError(
-            f"CXX = '{chosen}' is no program, and compile.nested = 'inductor' needs a C++ compiler; point CXX at one, "
-            "unset it, or use --set compile.nested=aot_eager"
+            f"CXX = '{chosen}' is no program, and {what} needs a C++ compiler; point CXX at one, unset it, "
+            f"or use {way_out}"
         )
     if shutil.which("g++"):
         return
@@ -36,8 +44,8 @@ def check_compiler(config: RunConfig) -> None:
         os.environ["CXX"] = "clang++"  # Inductor looks for g++ only, unless CXX says otherwise
         return
     raise UserError(
-        "compile.nested = 'inductor' needs a C++ compiler and neither g++ nor clang++ is on the PATH; "
-        "install one, point CXX at one, or use --set compile.nested=aot_eager"
+        f"{what} needs a C++ compiler and neither g++ nor clang++ is on the PATH; "
+        f"install one, point CXX at one, or use {way_out}"
     )
 
 

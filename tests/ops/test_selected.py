@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa_compile import ops
+from nsa_compile.ops.selected.ranges import selected_attention_v1, token_ranges
 from tests.ops.problems import IMPLEMENTATIONS, Problem, check, module, problems
-from tests.ops.selection_v1 import selected_attention_v1, token_ranges
 
 ORDINARY = Problem(1, 300, 300, 2, 4, 64, 64, "normal", "contiguous", torch.float32, 0)
 PATTERNS = ("random", "sequential", "duplicates", "gaps", "single block", "all invalid", "out of range")

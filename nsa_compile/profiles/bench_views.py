@@ -1,0 +1,188 @@
+"""What `nsa-compile bench` shows of its rows: sizes, a table, and the lines of the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from nsa_compile.profiles.measure import show
+from nsa_compile.profiles.rendering import with_unit
+
+Row = Mapping[str, Any]
+Series = dict[str, list[tuple[int, Mapping[str, Any]]]]
+
+
+@dataclass(frozen=True)
+class View:
+    """How one benchmark is shown: its title, a function for its table, and one for the lines of its picture."""
+
+    title: str
+    table: Callable[[Sequence[Row]], str]
+    series: Callable[[Sequence[Row]], Series]
+
+
+def describe(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
+    """Sizes, and where it was measured, on one line."""
+    machine = environment["machine"]
+    name = machine["processor"] if machine["device"] == "cpu" else machine["device"]
+    sizes = ", ".join(f"{key} {value}" for key, value in settings.items())
+    return f"{sizes}; {name}, threads {machine['torch_threads']}, torch {environment['packages']['torch']}"
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} ×"
+
+
+def _table(rows: Iterable[Sequence[Any]], headers: Sequence[str], left: int) -> str:
+    """The first `left` columns to the left, the others to the right."""
+    rows = list(rows)
+    align = ["left"] * left + ["right"] * (len(headers) - left)
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=align if rows else None)
+
+
+def _operators(row: Row) -> str:
+    """`compressed: compressed_attention (cpu), ...`: the operator of each branch and what runs it."""
+    implementations = row["implementations"]
+    return "\n".join(
+        f"{branch}: {operator}{f' ({implementations[branch]})' if branch in implementations else ''}"
+        for branch, operator in sorted(row["operators"].items())
+    )
+
+
+def _attention_table(rows: Sequence[Row]) -> str:
+    memory = any("peak_bytes" in row for row in rows)
+    headers = ["S", "direction", "NSA, ms (range)", "dense, ms (range)", "dense / NSA"]
+    table = _table(
+        (
+            [row["seq_len"], row["direction"], show(row["sparse"]), show(row["dense"]), _times(row["ratio"])]
+            + ([f"{_bytes(row, 'sparse')} / {_bytes(row, 'dense')}"] if memory else [])
+            for row in rows
+        ),
+        headers + (["peak memory, NSA / dense"] if memory else []),
+        left=2,
+    )
+    chosen = ((row["seq_len"], row["direction"], _operators(row)) for row in rows)
+    return f"{table}\n\n{_table(chosen, ('S', 'direction', 'operators'), left=3)}"
+
+
+def _bytes(row: Row, name: str) -> str:
+    value = row["peak_bytes"].get(name)
+    return "not measured" if value is None else with_unit(value, "B")
+
+
+def _attention_series(rows: Sequence[Row]) -> Series:
+    return {
+        f"{label}, {direction}": [(row["seq_len"], row[name]) for row in rows if row["direction"] == direction]
+        for direction in ("forward", "forward+backward")
+        for name, label in (("sparse", "NSA"), ("dense", "dense causal SDPA"))
+    }
+
+
+def _prefill_table(rows: Sequence[Row]) -> str:
+    return _table(
+        (
+            (
+                row["seq_len"], show(row["eager"]), show(row["compiled"]), show(row["dense"]), _times(row["ratio"]),
+                _times(row["dense_ratio"]), "yes" if row["batched"] else "no",
+            )
+            for row in rows
+        ),
+        (
+            "S", "loop, ms (range)", "compiled, ms (range)", "dense, ms (range)", "loop / compiled",
+            "dense / compiled", "batched",
+        ),
+        left=1,
+    )  # fmt: skip
+
+
+def _prefill_series(rows: Sequence[Row]) -> Series:
+    labels = {"eager": "NSA, loop over the tokens", "compiled": "NSA, compiled", "dense": "dense, compiled"}
+    return {label: [(row["seq_len"], row[name]) for row in rows] for name, label in labels.items()}
+
+
+def _selection_table(rows: Sequence[Row]) -> str:
+    def difference(row: Row, dtype: str) -> str:
+        found = row["parity"][dtype]["max_abs_difference"]
+        gradients = [found[name] for name in ("dq", "dk", "dv")]
+        worst = None if None in gradients else max(gradients)
+        return f"{_number(found['out'])} / {_number(worst)}"
+
+    table = _table(
+        (
+            (
+                row["seq_len"], row["pattern"], difference(row, "float32"), difference(row, "float64"),
+                "yes" if row["equal"] else "NO", show(row["v1"]), show(row["v2"]), show(row["dense"]),
+                _times(row["ratio"]),
+            )
+            for row in rows
+        ),
+        (
+            "S", "pattern", "float32: out / gradients", "float64: out / gradients", "equal", "v1, ms (range)",
+            "v2, ms (range)", "dense, ms (range)", "v1 / v2",
+        ),
+        left=2,
+    )  # fmt: skip
+    tolerances = ", ".join(f"{p['tolerance']:g} ({dtype})" for dtype, p in rows[0]["parity"].items())
+    return (
+        f"{table}\n\nDifferences are the largest absolute ones between v1 and v2; equal means within {tolerances}\n"
+        "of the largest value, or of 1 if that is more. Times are of forward + backward in float32; v1 is the loop,\n"
+        "v2 the operator, dense is causal SDPA over all keys."
+    )
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.1e}"
+
+
+def _selection_series(rows: Sequence[Row]) -> Series:
+    labels = {"v1": "v1 (loop), random pattern", "v2": "v2 (operator), random pattern", "dense": "dense causal SDPA"}
+    return {
+        label: [(row["seq_len"], row[name]) for row in rows if row["pattern"] == "random"]
+        for name, label in labels.items()
+    }
+
+
+def _step_table(rows: Sequence[Row]) -> str:
+    table = _table(
+        (
+            (
+                row["seq_len"], label, f"{row[name]['parameters']:,}", show(row[name]), _spread(row[name]),
+                _rate(row[name]), _share(row[name]), _times(row["ratio"]) if name == "sparse" else "",
+            )
+            for row in rows
+            for name, label in (("sparse", "NSA"), ("dense", "dense"))
+        ),
+        ("S", "attention", "parameters", "step, ms (range)", "std, ms", "tokens/s", "MFU", "dense / NSA"),
+        left=2,
+    )  # fmt: skip
+    chosen = _table(((row["seq_len"], _operators(row)) for row in rows), ("S", "operators"), left=2)
+    return f"{table}\n\n{chosen}"
+
+
+def _spread(timing: Row) -> str:
+    return "–" if timing.get("std_s") is None else f"{timing['std_s'] * 1e3:,.1f}"
+
+
+def _rate(timing: Row) -> str:
+    return f"{timing['tokens_per_s']:,.0f}" if "tokens_per_s" in timing else "not measured"
+
+
+def _share(timing: Row) -> str:
+    return f"{timing['mfu']:.1%}" if "mfu" in timing else "–"
+
+
+def _step_series(rows: Sequence[Row]) -> Series:
+    return {
+        label: [(row["seq_len"], row[name]) for row in rows] for name, label in (("sparse", "NSA"), ("dense", "dense"))
+    }
+
+
+VIEWS = {
+    "attention": View("NSA attention against dense attention", _attention_table, _attention_series),
+    "prefill": View("Forward + backward of the model: loop, compiled, dense", _prefill_table, _prefill_series),
+    "selection": View("Selected attention: loop (v1) against operator (v2)", _selection_table, _selection_series),
+    "step": View("Training step, NSA against dense attention", _step_table, _step_series),
+}

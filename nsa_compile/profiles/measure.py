@@ -1,0 +1,190 @@
+"""What every measurement shares: the model, timing in turns, peak memory, and a record of where it was made."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
+from nsa_compile.train.environment import describe_environment, synchronize
+
+__all__ = [
+    "build",
+    "forward_backward",
+    "interleave",
+    "make_record",
+    "model_config",
+    "not_measured",
+    "peak_memory",
+    "random_tokens",
+    "ratio",
+    "seconds_of",
+    "show",
+    "summarize",
+    "write_record",
+]
+
+SEED = 1337
+CPU = torch.device("cpu")
+
+
+def model_config(layers: int, dim: int, head_dim: int, pattern: SparsePattern | None = None) -> NSAConfig:
+    """The model of the measurements: bytes, 4 heads in 2 groups, and the paper's pattern, 32/16/64/16/512."""
+    return NSAConfig(
+        vocab_size=256,
+        dim=dim,
+        n_layers=layers,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=head_dim,
+        pattern=pattern or SparsePattern(),
+    )
+
+
+def build(config: NSAConfig) -> NSATransformer:
+    """The same weights at every call."""
+    torch.manual_seed(SEED)
+    return NSATransformer(config)
+
+
+def random_tokens(config: NSAConfig, seq_len: int, batch_size: int = 1) -> Tensor:
+    """Random tokens `[B, S]`, the same at every call."""
+    return torch.randint(config.vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(SEED))
+
+
+def forward_backward(model: nn.Module, tokens: Tensor) -> None:
+    """The work of a training step without the optimizer, with fresh gradients."""
+    model.zero_grad(set_to_none=True)
+    model(tokens).square().mean().backward()
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device = CPU) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def interleave(
+    works: Mapping[str, Callable[[], Any]],
+    repeats: int | Mapping[str, int],
+    device: torch.device = CPU,
+    warm_up: bool = True,
+) -> dict[str, dict[str, Any]]:
+    """Time each of `works` `repeats` times, in turns, so that a slow minute of the machine falls on all of them.
+
+    Each runs once before, unless the caller saw to that. One that runs out of memory is recorded as not measured, and
+    the others go on.
+    """
+    counts = {name: repeats if isinstance(repeats, int) else repeats[name] for name in works}
+    samples: dict[str, list[float]] = {name: [] for name in works}
+    failed: set[str] = set()
+    for turn in range(-1 if warm_up else 0, max(counts.values(), default=0)):
+        for name, work in works.items():
+            if turn >= counts[name] or name in failed:
+                continue
+            try:
+                seconds = seconds_of(work, device)
+                if turn >= 0:
+                    samples[name].append(seconds)
+            except (RuntimeError, MemoryError) as error:
+                if not ran_out_of_memory(error):
+                    raise
+                failed.add(name)
+    return {
+        name: not_measured("does not fit into memory") if name in failed else summarize(samples[name]) for name in works
+    }
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        sign in text for sign in ("can't allocate memory", "not enough memory", "out of memory")
+    )
+
+
+def summarize(samples: Sequence[float]) -> dict[str, Any]:
+    """Median and spread of repeated measurements, with the measurements themselves."""
+    if not samples:
+        return not_measured("skipped")
+    return {
+        "median_s": statistics.median(samples),
+        "min_s": min(samples),
+        "max_s": max(samples),
+        "samples_s": list(samples),
+    }
+
+
+def not_measured(reason: str) -> dict[str, Any]:
+    """What stands where a timing would, with the reason it does not."""
+    return {"not_measured": reason}
+
+
+def ratio(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> float | None:
+    """How many times longer `slow` took, from the medians; None where one of them was not measured."""
+    return slow["median_s"] / fast["median_s"] if "median_s" in slow and "median_s" in fast else None
+
+
+def show(timing: Mapping[str, Any] | None, unit: float = 1e3) -> str:
+    """A timing for a table: median and range, in milliseconds unless told otherwise."""
+    if timing is None or "median_s" not in timing:
+        return "not measured"
+    median, low, high = (timing[key] * unit for key in ("median_s", "min_s", "max_s"))
+    digits = 1 if median >= 10 or unit == 1 else 3
+    return f"{median:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
+
+
+def peak_memory(work: Callable[[], Any], device: torch.device = CPU) -> int | None:
+    """Bytes that `work` needs at its peak above what is in use before; None where the system does not tell.
+
+    On the CPU this is resident memory, counted by Linux in pages; run `work` once before, or what it loads counts, too.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        # Freed memory that the C library keeps would be used again unseen.
+        ctypes.CDLL(None).malloc_trim(0)
+        # Sets the peak back to what is resident now.
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _resident_peak()
+        work()
+        return _resident_peak() - before
+    except (OSError, AttributeError):
+        return None
+
+
+def _resident_peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def make_record(
+    name: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: torch.device = CPU, **more: Any
+) -> dict[str, Any]:
+    """A measurement as plain data: machine, versions and source revision, settings, results."""
+    return {
+        "benchmark": name,
+        "environment": describe_environment(device),
+        "settings": dict(settings),
+        **more,
+        "results": list(rows),
+    }
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON. Meant to be called after each row: an interruption loses one at most."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
