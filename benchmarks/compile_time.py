@@ -14,13 +14,27 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from record import build, forward_backward, model_config, print_table, random_tokens, seconds_of, show, summarize, write
+from tabulate import tabulate
+
+from nsa_compile.profiles.measure import (
+    build,
+    forward_backward,
+    make_record,
+    model_config,
+    random_tokens,
+    seconds_of,
+    show,
+    summarize,
+    write_record,
+)
 
 WORKER_FLAG = "--worker"
+RECORD = Path(__file__).parent / "results" / "compile_time.json"
 
 
 def worker(layers: int, seq_len: int, dim: int, head_dim: int, nested: str) -> None:
@@ -84,17 +98,18 @@ def main(layers, seq_lens, dim, head_dim, repeats, nested, out) -> None:
     """Time compilation with an empty and with a filled cache."""
     layer_counts, lengths = numbers(layers), numbers(seq_lens)
     sizes = [(n, lengths[0]) for n in layer_counts] + [(layer_counts[0], s) for s in lengths[1:]]
+    settings = {"repeats": repeats, "nested": nested, "batch_size": 1, "dtype": "float32", "device": "cpu"}
+    # The model of the first size; each row says its own number of layers.
+    model = asdict(model_config(layer_counts[0], dim, head_dim))
+    path = Path(out) if out else RECORD
     rows: list[dict[str, Any]] = []
     for n, seq_len in sizes:
         rows.append(measure(n, seq_len, dim, head_dim, nested, repeats))
-        # The model of the first size; each row says its own number of layers.
-        config = model_config(layer_counts[0], dim, head_dim)
-        path = write("compile_time", out, config, {"repeats": repeats, "nested": nested}, rows)
+        write_record(path, make_record("compile_time", settings, rows, model=model))
         print(f"{n} layers, S = {seq_len}: cold {show(rows[-1]['cold'], 1)} s", flush=True)
-    print_table(
-        [(r["layers"], r["seq_len"], *(show(r[key], 1) for key in ("cold", "warm", "passes"))) for r in rows],
-        ("layers", "S", "cold, s (range)", "warm, s (range)", "passes, s (range)"),
-    )
+    table = [(r["layers"], r["seq_len"], *(show(r[key], 1) for key in ("cold", "warm", "passes"))) for r in rows]
+    headers = ("layers", "S", "cold, s (range)", "warm, s (range)", "passes, s (range)")
+    print(tabulate(table, headers=headers, disable_numparse=True))
     print(path)
 
 
