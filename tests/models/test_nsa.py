@@ -13,12 +13,14 @@ from tests.strategies import NSAProblem, nsa_problems
 
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=4, window=8)
 
+QUERY_HEADS = 4
+
 
 def tiny_model(seed: int = 0, **changes) -> NSATransformer:
     """Two layers in float64: a window of 8, four of the selection blocks."""
     torch.manual_seed(seed)
     config = {
-        "vocab_size": 19, "dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4,
+        "vocab_size": 19, "dim": 16, "n_layers": 2, "n_heads": QUERY_HEADS, "n_kv_heads": 2, "head_dim": 4,
         "pattern": PATTERN, "mlp_hidden": 32,
     }  # fmt: skip
     model = NSATransformer(NSAConfig(**{**config, **changes})).double()
@@ -160,12 +162,7 @@ def test_later_keys_change_no_earlier_selection():
 def test_decoding_equals_the_forward_pass(changes):
     model = tiny_model(**changes)
     tokens = tokens_for(model, 2, 26)
-    state = model.init_state(2, 26)
-    logits = []
-    for t in range(26):
-        state, row = model.decode_step(state, tokens[:, t])
-        logits.append(row)
-    torch.testing.assert_close(torch.stack(logits, 1), model(tokens), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(decode(model, tokens), model(tokens), rtol=1e-9, atol=1e-10)
 
 
 def test_decoding_with_room_to_spare():
@@ -199,9 +196,48 @@ def test_rope_scores_depend_on_relative_position_only():
     q, k = (torch.randn(1, 3, 8, generator=rng, dtype=torch.float64).expand(30, 3, 8) for _ in range(2))
     position = torch.arange(30)
     scores = torch.einsum("ihd,jhd->hij", apply_rope(q, position, 100.0), apply_rope(k, position, 100.0))
-    for shift in (1, 7):  # angles are float32
-        torch.testing.assert_close(scores[:, shift:, shift:], scores[:, :-shift, :-shift], rtol=0, atol=1e-5)
+    for shift in (1, 7):
+        torch.testing.assert_close(scores[:, shift:, shift:], scores[:, :-shift, :-shift], rtol=0, atol=1e-12)
     assert (scores[:, 10, 3] - scores[:, 10, 4]).abs().min() > 1e-3
+
+
+@pytest.fixture
+def shifted(monkeypatch):
+    """`shifted(k)`: from now on every token is k positions further on, for RoPE."""
+
+    def shift(by_query: int, by_key: int | None = None) -> None:
+        by_key = by_query if by_key is None else by_key
+
+        def rope(x, position, theta):
+            return apply_rope(x, position + (by_query if x.shape[-2] == QUERY_HEADS else by_key), theta)
+
+        monkeypatch.setattr("nsa_compile.models.transformer.apply_rope", rope)
+
+    return shift
+
+
+def decode(model, tokens) -> torch.Tensor:
+    """The logits of each token, by the decode step."""
+    state = model.init_state(tokens.shape[0], tokens.shape[1])
+    rows = []
+    for t in range(tokens.shape[1]):
+        state, logits = model.decode_step(state, tokens[:, t])
+        rows.append(logits)
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize("run", [lambda model, tokens: model(tokens), decode], ids=["forward", "decode"])
+@pytest.mark.parametrize("changes", [{"attention": "dense"}, {}, {"shared_kv": True}])
+def test_logits_depend_on_relative_position_only(changes, run, shifted):
+    """Through the whole model: all positions shifted alike change nothing, queries shifted against keys do."""
+    model = tiny_model(**changes)
+    tokens = tokens_for(model, 2, 26)
+    expected = run(model, tokens)
+    for by in (1, 1000):
+        shifted(by)
+        torch.testing.assert_close(run(model, tokens), expected, rtol=1e-8, atol=1e-8)
+    shifted(1, 0)
+    assert (run(model, tokens) - expected).abs().max() > 1e-2
 
 
 def test_rope_is_the_same_for_every_head():

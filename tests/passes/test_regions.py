@@ -13,7 +13,6 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
-from nsa_compile import backend
 from nsa_compile.passes.scans import find_scans
 from tests.models.test_nsa import tiny_model, tokens_for
 from tests.passes.test_pipeline_nsa import assert_whole, compiled, loss_and_grads
@@ -31,20 +30,6 @@ class Checkpointed(nn.Module):
         for block in self.model.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return self.model.head(self.model.norm(x))
-
-
-@pytest.fixture
-def final_graphs(monkeypatch):
-    """The rewritten graphs as the nested backend gets them."""
-    graphs = []
-    original = backend.compile_nested
-
-    def keep(gm, *args):
-        graphs.append(gm)
-        return original(gm, *args)
-
-    monkeypatch.setattr(backend, "compile_nested", keep)
-    return graphs
 
 
 @pytest.mark.parametrize(
