@@ -160,9 +160,14 @@ def test_later_keys_change_no_earlier_selection():
     "changes", [{}, {"phi": "mean"}, {"shared_kv": True}, {"v_head_dim": 6}, {"attention": "dense"}]
 )
 def test_decoding_equals_the_forward_pass(changes):
+    """In values and in gradients."""
     model = tiny_model(**changes)
     tokens = tokens_for(model, 2, 26)
-    torch.testing.assert_close(decode(model, tokens), model(tokens), rtol=1e-9, atol=1e-10)
+    runs = []
+    for logits in (decode(model, tokens), model(tokens)):
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        runs.append((logits.detach(), torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-10)
 
 
 def test_decoding_with_room_to_spare():

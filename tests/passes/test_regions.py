@@ -37,7 +37,7 @@ class Checkpointed(nn.Module):
 )
 def test_checkpointed_blocks_equal_the_loop_without_checkpointing(nested, changes, final_graphs):
     model = tiny_model(**changes)
-    tokens = tokens_for(model, 2, 34)
+    tokens = tokens_for(model, 2, 25)
     actual = loss_and_grads(compiled(Checkpointed(model), nested), model, tokens)
     report = nsa_compile.last_report()
     assert_whole(report)
@@ -47,6 +47,13 @@ def test_checkpointed_blocks_equal_the_loop_without_checkpointing(nested, change
     regions = [node for node in graph.graph.nodes if node.target is tag_activation_checkpoint]
     assert len(regions) == model.config.n_layers, "the blocks are recomputed still"
     torch.testing.assert_close(actual, loss_and_grads(model, model, tokens), rtol=1e-8, atol=1e-10)
+
+
+def test_checkpointed_blocks_that_are_not_compiled():
+    model = tiny_model()
+    tokens = tokens_for(model, 2, 20)
+    actual = loss_and_grads(Checkpointed(model), model, tokens)
+    torch.testing.assert_close(actual, loss_and_grads(model, model, tokens))
 
 
 def windows(x, w):
