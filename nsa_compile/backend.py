@@ -37,7 +37,8 @@ def compile(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any
 def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
     """Compile each of `model.blocks` in place, and return the model. Equal blocks are compiled once."""
     parse_options(options)
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         block.compile(backend="nsa_compile", fullgraph=True, dynamic=False, options=options)
     return model
 
@@ -104,8 +105,8 @@ def compile_nested(gm: fx.GraphModule, example_inputs: Sequence[Tensor], nested:
     from torch._dynamo.backends.registry import lookup_backend
 
     if nested == "aot_eager":
-        return lookup_backend("aot_eager")(gm, example_inputs)
+        return lookup_backend("aot_eager")(gm, list(example_inputs))
     from nsa_compile.workarounds import inductor_config
 
     with inductor_config(has_scans=bool(find_scans(gm))):
-        return lookup_backend("inductor")(gm, example_inputs)
+        return lookup_backend("inductor")(gm, list(example_inputs))
