@@ -219,6 +219,7 @@ def attention(
     nsa-compile bench attention --seq-lens 1024,8192,32768 --max-dense-seq-len 8192 --memory
     """
     _check_heads(heads, groups)
+    _check_lengths(seq_lens, pattern)
     to = Output(**output)
     device = to.prepare(nested)
 
@@ -251,6 +252,7 @@ def prefill(
     nsa-compile bench prefill --seq-lens 2048 --max-eager-seconds 0
     """
     _check_even(head_dim)
+    _check_lengths(seq_lens, pattern)
     to = Output(**output)
     device = to.prepare(nested)
 
@@ -329,6 +331,7 @@ def step(
     nsa-compile bench step --seq-lens 2048,4096 --layers 12 --dim 768
     """
     _check_even(head_dim)
+    _check_lengths(seq_lens, pattern)
     to = Output(**output)
     device = to.prepare(nested)
 
@@ -364,3 +367,11 @@ def _check_heads(heads: int, groups: int) -> None:
 def _check_even(head_dim: int) -> None:
     if head_dim % 2:
         raise UserError(f"--head-dim {head_dim} must be even, because RoPE rotates pairs; use {head_dim + 1}")
+
+
+def _check_lengths(seq_lens: list[int], pattern: SparsePattern) -> None:
+    if seq_lens[0] < pattern.compress_block:
+        raise UserError(
+            f"--seq-lens {seq_lens[0]} must be at least {pattern.compress_block}, the compressed block of --pattern, or no "
+            "query ever sees a compressed block; use longer sequences or another --pattern"
+        )

@@ -44,9 +44,10 @@ def _table(rows: Iterable[Sequence[Any]], headers: Sequence[str], left: int) -> 
 
 
 def _operators(row: Row) -> str:
-    """`compressed: compressed_attention (cpu), ...`: the operator of each branch and what runs it."""
+    """`compressed: compressed_attention (cpu)`, a line a branch: its operator and what runs it."""
     implementations = row["implementations"]
-    return "\n".join(
+    loop = "" if row["batched"] else "STAYED A LOOP over the tokens; see nsa-compile passes explain\n"
+    return loop + "\n".join(
         f"{branch}: {operator}{f' ({implementations[branch]})' if branch in implementations else ''}"
         for branch, operator in sorted(row["operators"].items())
     )

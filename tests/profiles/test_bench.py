@@ -239,6 +239,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         (["attention", "--dtype", "float8"], "'float8' is not one of 'float32', 'bfloat16', 'float16'"),
         (["step", "--dtype", "float16"], "'float16' is not one of"),
         (["attention", "--heads", "6", "--groups", "4"], "--heads 6 must be a multiple of --groups 4"),
+        (["step", "--seq-lens", "16,512"], "--seq-lens 16 must be at least 32, the compressed block of --pattern"),
         (["step", "--head-dim", "7"], "--head-dim 7 must be even"),
         (["selection", "--pattern", "32/16/64"], "'32/16/64' must be five numbers l/d/l'/n/w"),
         (["prefill", "--pattern", "32/12/64/16/512"], "compress_block = 32 must be a multiple of compress_stride = 12"),
