@@ -46,6 +46,7 @@ class Factor:
     node: fx.Node
     negated: bool
     level: Tensor  # for each of these scores, its number in the product of queries and keys
+    keys: int  # T
     additive: bool = False  # a number: 0 keeps, -inf removes
     # What happens to the node on its way: broadcast to a shape, then moved, if there is an operator that moves it.
     moves: tuple[tuple[torch.Size, fx.Node | None], ...] = ()
@@ -154,10 +155,9 @@ def _known_factor(factor: Factor, record: ScanRecord) -> StepMask | None:
     if mask is None:
         return None
     mask = ~mask if factor.negated else mask
-    keys = factor.level.shape[-1] if factor.level.dim() else 1
 
     def by_key(x: Tensor) -> Tensor:
-        return factor.spread(x, record).reshape(-1, keys)
+        return factor.spread(x, record).reshape(-1, factor.keys)
 
     by_keys = mask.map(by_key)
     parts = (by_keys.start, by_keys.stop, by_keys.outside)

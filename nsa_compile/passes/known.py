@@ -39,6 +39,9 @@ def evaluate_known(site: ScanSite, record: ScanRecord) -> None:
 
 
 def _evaluate(node: fx.Node, record: ScanRecord) -> None:
+    if node.op == "get_attr" and isinstance(value := getattr(node.graph.owning_module, node.target, None), Tensor):
+        record.constant[node] = value.cpu()
+        return
     if node.op != "call_function" or node in record.known or node in record.constant:
         return
     if not isinstance(node.target, OpOverload) or not isinstance(node.meta.get("val"), Tensor):

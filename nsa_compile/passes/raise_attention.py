@@ -49,16 +49,54 @@ from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_s
 from nsa_compile.passes.step_values import StepMask
 
 SOFTMAX = {aten._softmax.default: False, aten._safe_softmax.default: True}
-PRODUCTS = {aten.bmm.default, aten.mm.default}
+PRODUCTS = {aten.bmm.default, aten.mm.default, aten.mv.default}
 # Elements of a tensor of element numbers.
 TRACE_LIMIT = 2**25
+
+
+@dataclass(frozen=True)
+class Product:
+    """Rows `[N, m, ·]` times columns `[N, ·, T]`, as a node has it: the other way round, if `flipped`."""
+
+    node: fx.Node
+    flipped: bool
+
+    @property
+    def written(self) -> tuple[int, int, int]:
+        """The shape as it is written, with all three dimensions; mv has a matrix of one column."""
+        *batch, rows, columns = *example(self.node).shape, *([1] if self.node.target is aten.mv.default else [])
+        return math.prod(batch), rows, columns
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`[N, m, T]`."""
+        n, a, b = self.written
+        return (n, b, a) if self.flipped else (n, a, b)
+
+    def numbers(self) -> Tensor:
+        """For each element of the node, its number in `[N, m, T]`."""
+        numbers = torch.arange(example(self.node).numel()).reshape(self.shape)
+        return (numbers.transpose(1, 2) if self.flipped else numbers).reshape(example(self.node).shape)
+
+    def operands(self, build: NodeBuilder) -> tuple[fx.Node, fx.Node]:
+        """`[N, m, ·]` and `[N, ·, T]`."""
+        a: Any
+        b: Any
+        a, b = self.node.args[:2]
+        if self.node.target is aten.mv.default:
+            b = build(aten.unsqueeze.default, b, 1)
+        if example(a).dim() == 2:  # one sequence
+            a, b = (build(aten.unsqueeze.default, x, 0) for x in (a, b))
+        if self.flipped:
+            a, b = (build(aten.transpose.int, x, 1, 2) for x in (b, a))
+        return a, b
 
 
 @dataclass
 class Scores:
     """The way from the product of queries and keys to a softmax."""
 
-    product: fx.Node
+    product: Product
     scale: float = 1.0
     factors: list[Factor] = field(default_factory=list)
     infinite: bool = True  # everything removed was set to -inf, not to the lowest number
@@ -129,7 +167,7 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
     dim: Any
     value, dim = softmax.args[:2]
     masked: list[tuple[fx.Node, fx.Node, bool, bool]] = []  # scores, condition, negated, additive
-    result = Scores(softmax)
+    result = Scores(Product(softmax, False))
     while value.target not in PRODUCTS:
         target = value.target
         floor: Any = -math.inf
@@ -160,17 +198,21 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
         raise Unrecognised(f"a step has more than {TRACE_LIMIT} scores", value)
     if example(softmax).dtype == torch.float64 and example(value).dtype != torch.float64:
         raise Unrecognised("its softmax is more precise than float32, its scores are not", softmax)
-    result.product = value
-    numbers = {value: torch.arange(example(value).numel()).reshape(example(value).shape)}
-    last = _number(numbers, softmax.args[0], record).movedim(dim, -1)
-    if any(n.numel() != example(value).numel() for n in numbers.values()):
-        raise Unrecognised("scores are dropped or repeated on the way to its softmax", softmax)
-    if last.shape[-1:] != example(value).shape[-1:] or not torch.equal(last.flatten(), torch.arange(last.numel())):
+    for flipped in (False, True):  # queries times keys, or keys times queries
+        result.product = Product(value, flipped)
+        numbers = {value: result.product.numbers()}
+        last = _number(numbers, softmax.args[0], record).movedim(dim, -1)
+        if any(n.numel() != example(value).numel() for n in numbers.values()):
+            raise Unrecognised("scores are dropped or repeated on the way to its softmax", softmax)
+        if last.shape[-1] == result.product.shape[-1] and torch.equal(last.flatten(), torch.arange(last.numel())):
+            break
+    else:
         raise Unrecognised("its softmax does not run over the keys, one query after the other", softmax)
     if any(not torch.equal(numbers[x].flatten(), torch.arange(numbers[x].numel())) for x, *_ in masked):
         raise Unrecognised("its scores are masked in another layout than that of keys by queries", softmax)
     result.factors = [
-        Factor(condition, negated, numbers[scores], additive) for scores, condition, negated, additive in masked
+        Factor(condition, negated, numbers[scores], last.shape[-1], additive)
+        for scores, condition, negated, additive in masked
     ]
     return result
 
@@ -243,22 +285,23 @@ def _is_additive_mask(mask: Any, record: ScanRecord) -> bool:
 # -- from the softmax down to the output
 
 
-def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[fx.Node]:
+def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Product]:
     """The products of the weights of a softmax with values.
 
     Raises:
         Unrecognised: there is none, or the weights are changed on the way.
     """
-    found: list[fx.Node] = []
+    found: list[Product] = []
     problem = Unrecognised("its weights are not multiplied with values", softmax)
     for node, numbers, masked in weights_below(softmax, record):
         for user in node.users:
-            if user.target not in PRODUCTS or user.args[0] is not node:
+            if user.target not in PRODUCTS:
                 continue
+            output = Product(user, flipped=user.args[1] is node)
             try:
-                _check_order(user, numbers, scores)
+                _check_order(output, node, numbers, scores)
                 _check_final(softmax, scores, masked, record)
-                found.append(user)
+                found.append(output)
             except Unrecognised as why:
                 problem = why
     if not found:
@@ -285,7 +328,7 @@ def weights_below(softmax: fx.Node, record: ScanRecord) -> Weights:
                 found.append((user, numbers, masked))
             elif user.target in MOVES and user.args[0] is node and len(user.all_input_nodes) == 1:
                 found.append((user, moved(user, numbers, record), masked))
-            elif (factor := _weight_mask(user, node, numbers, record)) is not None:
+            elif (factor := _weight_mask(user, node, numbers, shape[dim], record)) is not None:
                 found.append((user, numbers, [*masked, factor]))
     return found
 
@@ -302,15 +345,15 @@ def weights_from(softmax: fx.Node, scores: Scores, record: ScanRecord) -> dict[f
     return final
 
 
-def _weight_mask(user: fx.Node, node: fx.Node, numbers: Tensor, record: ScanRecord) -> Factor | None:
+def _weight_mask(user: fx.Node, node: fx.Node, numbers: Tensor, keys: int, record: ScanRecord) -> Factor | None:
     """The condition that sets weights to zero, if that is what a user of them does."""
     side = side_of_where(user, record)
     if side is not None and side.value is node and side.constant == 0.0:
-        return Factor(side.condition, side.constant_if_true, numbers)
+        return Factor(side.condition, side.constant_if_true, numbers, keys)
     if user.target is aten.mul.Tensor:
         (other,) = [x for x in user.args if x is not node] or [None]
         if isinstance(other, fx.Node) and (condition := _as_condition(other)) is not None:
-            return Factor(condition, False, numbers)
+            return Factor(condition, False, numbers, keys)
     return None
 
 
@@ -323,11 +366,15 @@ def _as_condition(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _check_order(output: fx.Node, numbers: Tensor, scores: Scores) -> None:
+def _check_order(output: Product, weights: fx.Node, numbers: Tensor, scores: Scores) -> None:
     """That weights meet the values in the order in which scores met the keys."""
-    same_shape = example(scores.product).shape == example(output.args[0]).shape
-    if not same_shape or not torch.equal(numbers.flatten(), torch.arange(numbers.numel())):
-        raise Unrecognised("its weights meet the values in another order than its scores met the keys", output)
+    n, m, keys = scores.product.shape
+    expected = torch.arange(n * m * keys).reshape(n, m, keys)
+    if output.flipped:
+        expected = expected.transpose(1, 2)
+    same_shape = output.shape[:2] == (n, m) and output.node.args.count(weights) == 1
+    if not same_shape or not torch.equal(numbers.flatten(), expected.flatten()):
+        raise Unrecognised("its weights meet the values in another order than its scores met the keys", output.node)
 
 
 def _check_final(softmax: fx.Node, scores: Scores, masked: list[Factor], record: ScanRecord) -> None:
@@ -360,21 +407,19 @@ def _keeps_one(known: StepMask | None, record: ScanRecord) -> bool:
 
 
 def replace_output(
-    body: fx.GraphModule, softmax: fx.Node, scores: Scores, mask: Mask, output: fx.Node, record: ScanRecord
+    body: fx.GraphModule, softmax: fx.Node, scores: Scores, mask: Mask, output: Product, record: ScanRecord
 ) -> None:
     """Put an attention node in the place of a product of weights and values."""
-    build = NodeBuilder(body, output)
-    q, k = scores.product.args[:2]
-    v = output.args[1]
-    flat = example(q).dim() == 2  # mm: one sequence
-    if flat:
-        q, k, v = (build(aten.unsqueeze.default, x, 0) for x in (q, k, v))
+    build = NodeBuilder(body, output.node)
+    n, m, keys = scores.product.shape
+    q, k = scores.product.operands(build)
+    _, v = output.operands(build)
     node = build(
         attention._opoverload,
         build(aten.unsqueeze.default, q, 1),
         build(aten.transpose.int, k, 1, 2),
         v,
-        mask_tensor(build, scores.factors, example(q).shape[:2], example(k).shape[-1], record),
+        mask_tensor(build, scores.factors, (n, m), keys, record),
         None,
         scores.scale,
         # The kind says all of a mask, or nothing.
@@ -384,4 +429,6 @@ def replace_output(
     )
     node.meta[ATTENTION] = AttentionRecord(softmax, scores, mask)
     result = build(aten.squeeze.dim, node, 1)
-    output.replace_all_uses_with(build(aten.squeeze.dim, result, 0) if flat else result)
+    if output.flipped:
+        result = build(aten.transpose.int, result, 1, 2)
+    output.node.replace_all_uses_with(build(aten.reshape.default, result, list(example(output.node).shape)))

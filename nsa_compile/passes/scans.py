@@ -248,6 +248,8 @@ def _strip_copies(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.target in _COPIES:
             node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.squeeze_.dim and len(node.args[0].users) == 1:
+            node.target = aten.squeeze.dim  # matmul squeezes its product in place
         elif node.target in _VIEWS:
             node.target = aten.reshape.default
         elif node.target is aten.view.dtype and getattr(node.args[0], "target", None) is aten.view.dtype:
