@@ -134,7 +134,7 @@ class Selector {
 // has sums for all blocks; fewer still where batch and groups give enough parallel work. Depends on the shapes only.
 std::vector<Chunk> make_chunks(const Sizes& sizes, const CompressedRange& range, int64_t tile_queries) {
   const int64_t tiles = divide_up(sizes.queries, tile_queries);
-  const int64_t count = std::min(tiles, std::clamp<int64_t>(64 / sizes.sequences(), 1, 16));
+  const int64_t count = std::min(tiles, std::clamp<int64_t>(16 / sizes.sequences(), 1, 16));
   std::vector<Chunk> chunks;
   for (int64_t first = 0; first < count; first++) {
     const int64_t last = first + (tiles - 1 - first) / count * count;

@@ -21,13 +21,15 @@ class Blocks {
         padded_width(padded_columns<T>(width)) {}
 
   int64_t elements() const { return padded_size * padded_width; }
-  // Row-major [rows, width] and its transpose [width, rows] of one block.
-  const T* rows(int64_t sequence, int64_t block) const { return rows_.data() + (sequence * count + block) * elements(); }
-  const T* columns(int64_t sequence, int64_t block) const {
-    return columns_.data() + (sequence * count + block) * elements();
+  // One block as [rows, width], and as [width, rows], the latter times the factor it was packed with.
+  Strided<const T> rows(int64_t sequence, int64_t block) const {
+    return {rows_.data() + (sequence * count + block) * elements(), padded_width};
+  }
+  Strided<const T> columns(int64_t sequence, int64_t block) const {
+    return {columns_.data() + (sequence * count + block) * elements(), padded_size};
   }
 
-  void pack(const Tensor& x, const Sizes& sizes, bool with_rows, bool with_columns, int64_t threads) {
+  void pack(const Tensor& x, const Sizes& sizes, bool with_rows, bool with_columns, T factor, int64_t threads) {
     const int64_t blocks = sizes.sequences() * count;
     if (with_rows) rows_ = Buffer<T>(blocks * elements());
     if (with_columns) columns_ = Buffer<T>(blocks * elements());
@@ -35,7 +37,7 @@ class Blocks {
     parallel_for(blocks, threads, [&](int64_t item, int64_t thread) {
       T* target = with_rows ? rows_.data() + item * elements() : scratch[thread];
       load_block(x, sizes, item / count, item % count, target);
-      if (with_columns) transpose(target, columns_.data() + item * elements());
+      if (with_columns) transpose(target, factor, columns_.data() + item * elements());
     });
   }
 
@@ -46,14 +48,14 @@ class Blocks {
     const int64_t first = block * size;
     const int64_t valid = std::min(size, sizes.keys - first);
     for (int64_t i = 0; i < valid; i++) {
-      load_row(x, sequence / sizes.groups, first + i, sequence % sizes.groups, width, T(1), target + i * padded_width);
+      load_row(x, sequence / sizes.groups, first + i, sequence % sizes.groups, width, target + i * padded_width);
     }
     fill(target + valid * padded_width, (padded_size - valid) * padded_width, T(0));
   }
 
-  void transpose(const T* source, T* target) const {
+  void transpose(const T* source, T factor, T* target) const {
     for (int64_t d = 0; d < width; d++) {
-      for (int64_t i = 0; i < padded_size; i++) target[d * padded_size + i] = source[i * padded_width + d];
+      for (int64_t i = 0; i < padded_size; i++) target[d * padded_size + i] = factor * source[i * padded_width + d];
     }
   }
 };
@@ -79,11 +81,11 @@ void hide(T* scores, const KeyRange& range, int64_t first_key, int64_t size, int
 }
 
 // The queries of a tile in the backward pass: `rows` rows, the heads of a group for some queries.
-template <typename T>
+template <typename T, typename Rows>
 struct GradientTile {
   int64_t rows, heads;
-  const T* q;              // [rows, key width], scaled
-  const T* grad;           // [rows, value width], the gradient of the output
+  Rows q;                  // [rows, key width]
+  Rows grad;               // [rows, value width], the gradient of the output
   const T* lse;            // [rows], +inf for a query that sees nothing, which makes its weights zero
   const T* delta;          // [rows], the sum of gradient times output
   const KeyRange* ranges;  // [rows / heads], neither end ever decreasing
@@ -96,16 +98,17 @@ T finite_or_infinity(T lse) {
 }
 
 // Adds one block's part to dk and dv [padded_size, width], and to dq [rows, key width] if `accumulate`, else writes it.
-// dq lacks the factor of the scores. `weights` and `dscores` are scratch of [rows, padded_size].
-template <typename T>
+// The columns of the keys are packed with the factor of the scores; dk and dq lack it. `weights` and `dscores` are scratch
+// of [rows, padded_size].
+template <typename T, typename Rows, typename GradientRows>
 void backward_block(
-    const GradientTile<T>& tile, const Blocks<T>& keys, const Blocks<T>& values, int64_t sequence, int64_t block, T* dk,
-    T* dv, T* dq, bool accumulate, T* weights, T* dscores) {
-  const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
+    const GradientTile<T, Rows>& tile, const Blocks<T>& keys, const Blocks<T>& values, int64_t sequence, int64_t block, T* dk,
+    T* dv, const GradientRows& dq, bool accumulate, T* weights, T* dscores) {
+  const int64_t size = keys.padded_size;
+  const Strided<T> weight_rows{weights, size}, dscore_rows{dscores, size};
+  multiply<T, Left::kPlain>(tile.rows, size, keys.width, tile.q, keys.columns(sequence, block), weight_rows, false);
   multiply<T, Left::kPlain>(
-      tile.rows, size, keys.width, tile.q, key_width, keys.columns(sequence, block), size, weights, size, false);
-  multiply<T, Left::kPlain>(
-      tile.rows, size, values.width, tile.grad, value_width, values.columns(sequence, block), size, dscores, size, false);
+      tile.rows, size, values.width, tile.grad, values.columns(sequence, block), dscore_rows, false);
   const int64_t first_key = block * keys.size;
   const bool whole = sees_all(tile.ranges[0], tile.ranges[tile.rows / tile.heads - 1], first_key, size);
   for (int64_t row = 0; row < tile.rows; row++) {
@@ -120,21 +123,22 @@ void backward_block(
     }
   }
   multiply<T, Left::kTransposed>(
-      keys.size, value_width, tile.rows, weights, size, tile.grad, value_width, dv, value_width, true);
+      keys.size, values.width, tile.rows, weight_rows, tile.grad, Strided<T>{dv, values.padded_width}, true);
   multiply<T, Left::kTransposed>(
-      keys.size, key_width, tile.rows, dscores, size, tile.q, key_width, dk, key_width, true);
+      keys.size, keys.width, tile.rows, dscore_rows, tile.q, Strided<T>{dk, keys.padded_width}, true);
   multiply<T, Left::kPlain>(
-      tile.rows, key_width, keys.size, dscores, size, keys.rows(sequence, block), key_width, dq, key_width, accumulate);
+      tile.rows, keys.width, keys.size, dscore_rows, keys.rows(sequence, block), dq, accumulate);
 }
 
-// A block of gradients to the rows of a tensor [B, T, G, width].
+// A block of gradients, times a factor, to the rows of a tensor [B, T, G, width].
 template <typename T>
 void store_block(
-    const T* source, const Tensor& x, const Sizes& sizes, const Blocks<T>& blocks, int64_t sequence, int64_t block) {
+    const T* source, T factor, const Tensor& x, const Sizes& sizes, const Blocks<T>& blocks, int64_t sequence,
+    int64_t block) {
   const int64_t first = block * blocks.size;
   for (int64_t i = 0; i < std::min(blocks.size, sizes.keys - first); i++) {
     store_row(
-        source + i * blocks.padded_width, T(1), x, sequence / sizes.groups, first + i, sequence % sizes.groups,
+        source + i * blocks.padded_width, factor, x, sequence / sizes.groups, first + i, sequence % sizes.groups,
         blocks.width);
   }
 }

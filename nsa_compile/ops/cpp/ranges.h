@@ -33,7 +33,7 @@ struct ForwardTile {
   int64_t sequence, start, queries, heads, rows;
   std::vector<KeyRange> ranges;  // of the queries
   BlockSpan span;
-  T *q, *scores, *out;             // [rows, width], weights without their factor after a pass, [rows, width]
+  T *scores, *out;  // scores, after a pass exp(score - largest), and the sum of values weighted by these [rows, width]
   T *largest, *sum, *inverse_sum;  // [rows]
 };
 
@@ -82,8 +82,8 @@ void forward_ranges(
     const After& after) {
   const auto& [q, k, v, out, lse] = reinterpret_cast<const Tensor(&)[5]>(*tensors);
   Blocks<T> keys(sizes, kBlockKeys, sizes.key_dim), values(sizes, kBlockKeys, sizes.value_dim);
-  keys.pack(k, sizes, false, true, threads);
-  values.pack(v, sizes, true, false, threads);
+  keys.pack(k, sizes, false, true, scale, threads);
+  values.pack(v, sizes, true, false, T(1), threads);
 
   const int64_t heads = sizes.heads();
   const int64_t tile_queries = queries_of_tile(kForwardRows, heads);
@@ -103,17 +103,16 @@ void forward_ranges(
     tile.heads = heads;
     tile.rows = tile.queries * heads;
     tile.span = blocks_seen(range, tile.start, tile.start + tile.queries);
-    tile.q = q_tiles[thread], tile.scores = score_tiles[thread], tile.out = out_tiles[thread];
+    tile.scores = score_tiles[thread], tile.out = out_tiles[thread];
+    const Strided<T> q_rows{q_tiles[thread], keys.padded_width};
     tile.largest = row_values[thread], tile.sum = tile.largest + rows, tile.inverse_sum = tile.sum + rows;
     const int64_t batch = tile.sequence / sizes.groups, first_head = tile.sequence % sizes.groups * heads;
 
     for (int64_t i = 0; i < tile.queries; i++) tile.ranges[i] = range(tile.start + i);
     for (int64_t row = 0; row < tile.rows; row++) {
-      load_row(
-          q, batch, tile.start + row / heads, first_head + row % heads, sizes.key_dim, scale,
-          tile.q + row * keys.padded_width);
+      load_row(q, batch, tile.start + row / heads, first_head + row % heads, sizes.key_dim, q_rows[row]);
     }
-    fill(tile.q + tile.rows * keys.padded_width, (padded_rows(tile.rows) - tile.rows) * keys.padded_width, T(0));
+    clear_padding(q_rows, tile.rows);
     fill(tile.out, padded_rows(tile.rows) * values.padded_width, T(0));
     fill(tile.largest, rows, -kInfinity<T>);
     fill(tile.sum, rows, T(0));
@@ -122,15 +121,16 @@ void forward_ranges(
     for (int64_t first = tile.span.first; first < tile.span.last; first += pass_blocks) {
       const int64_t last = std::min(tile.span.last, first + pass_blocks);
       for (int64_t block = first; block < last; block++) {
+        const Strided<T> scores{tile.scores + (block - first) * block_stride, kBlockKeys};
         multiply<T, Left::kPlain>(
-            tile.rows, kBlockKeys, sizes.key_dim, tile.q, keys.padded_width, keys.columns(tile.sequence, block),
-            kBlockKeys, tile.scores + (block - first) * block_stride, kBlockKeys, false);
+            tile.rows, kBlockKeys, sizes.key_dim, q_rows, keys.columns(tile.sequence, block), scores, false);
       }
       softmax_pass(tile, first, last, values.padded_width);
       for (int64_t block = first; block < last; block++) {
+        const Strided<T> weights{tile.scores + (block - first) * block_stride, kBlockKeys};
         multiply<T, Left::kPlain>(
-            tile.rows, values.padded_width, kBlockKeys, tile.scores + (block - first) * block_stride, kBlockKeys,
-            values.rows(tile.sequence, block), values.padded_width, tile.out, values.padded_width, true);
+            tile.rows, sizes.value_dim, kBlockKeys, weights, values.rows(tile.sequence, block),
+            Strided<T>{tile.out, values.padded_width}, true);
       }
     }
     for (int64_t row = 0; row < tile.rows; row++) {
@@ -160,8 +160,8 @@ void backward_ranges(
     int64_t tile_queries) {
   const auto& [grad, q, k, v, out, lse, dq, dk, dv] = reinterpret_cast<const Tensor(&)[9]>(*tensors);
   Blocks<T> keys(sizes, kBlockKeys, sizes.key_dim), values(sizes, kBlockKeys, sizes.value_dim);
-  keys.pack(k, sizes, true, true, threads);
-  values.pack(v, sizes, false, true, threads);
+  keys.pack(k, sizes, true, true, scale, threads);
+  values.pack(v, sizes, false, true, T(1), threads);
 
   const int64_t heads = sizes.heads(), rows = padded_rows(tile_queries * heads);
   const int64_t key_width = keys.padded_width, value_width = values.padded_width;
@@ -188,37 +188,37 @@ void backward_ranges(
     T* chunk_dv = value_sums.data() + first_sum * values.elements();
     fill(chunk_dk, (chunk.span.last - chunk.span.first) * keys.elements(), T(0));
     fill(chunk_dv, (chunk.span.last - chunk.span.first) * values.elements(), T(0));
-    T *q_tile = q_tiles[thread], *grad_tile = grad_tiles[thread], *dq_tile = dq_tiles[thread];
+    const Strided<T> q_rows{q_tiles[thread], key_width}, grad_rows{grad_tiles[thread], value_width};
+    const Strided<T> dq_rows{dq_tiles[thread], key_width};
     T *row_lse = row_values[thread], *delta = row_lse + rows;
 
     for (int64_t index = chunk.first_tile; index < chunk.last_tile; index += chunk.step) {
       const int64_t start = index * tile_queries, queries = std::min(tile_queries, sizes.queries - start);
-      const GradientTile<T> tile{queries * heads, heads, q_tile, grad_tile, row_lse, delta, ranges[thread].data()};
+      const GradientTile<T, Strided<T>> tile{queries * heads, heads, q_rows, grad_rows,
+                                             row_lse,         delta, ranges[thread].data()};
       for (int64_t i = 0; i < queries; i++) ranges[thread][i] = range(start + i);
       for (int64_t row = 0; row < tile.rows; row++) {
         const int64_t position = start + row / heads, head = first_head + row % heads;
-        T* grad_row = grad_tile + row * value_width;
-        load_row(q, batch, position, head, sizes.key_dim, scale, q_tile + row * key_width);
-        load_row(grad, batch, position, head, sizes.value_dim, T(1), grad_row);
-        load_row(out, batch, position, head, sizes.value_dim, T(1), out_rows[thread]);
-        delta[row] = dot(grad_row, out_rows[thread], value_width);
+        load_row(q, batch, position, head, sizes.key_dim, q_rows[row]);
+        load_row(grad, batch, position, head, sizes.value_dim, grad_rows[row]);
+        load_row(out, batch, position, head, sizes.value_dim, out_rows[thread]);
+        delta[row] = dot(grad_rows[row], out_rows[thread], value_width);
         row_lse[row] = finite_or_infinity(element<T>(lse, batch, position, head));
       }
-      const int64_t padding = padded_rows(tile.rows) - tile.rows;
-      fill(q_tile + tile.rows * key_width, padding * key_width, T(0));
-      fill(grad_tile + tile.rows * value_width, padding * value_width, T(0));
+      clear_padding(q_rows, tile.rows);
+      clear_padding(grad_rows, tile.rows);
 
       const BlockSpan span = blocks_seen(range, start, start + queries);
-      if (span.first == span.last) fill(dq_tile, tile.rows * key_width, T(0));
+      if (span.first == span.last) fill(dq_rows[0], tile.rows * key_width, T(0));
       for (int64_t block = span.first; block < span.last; block++) {
         const int64_t local = block - chunk.span.first;
         backward_block(
             tile, keys, values, sequence, block, chunk_dk + local * keys.elements(), chunk_dv + local * values.elements(),
-            dq_tile, block > span.first, weight_tiles[thread], dscore_tiles[thread]);
+            dq_rows, block > span.first, weight_tiles[thread], dscore_tiles[thread]);
       }
       for (int64_t row = 0; row < tile.rows; row++) {
         const int64_t position = start + row / heads, head = first_head + row % heads;
-        store_row(dq_tile + row * key_width, scale, dq, batch, position, head, sizes.key_dim);
+        store_row(dq_rows[row], scale, dq, batch, position, head, sizes.key_dim);
       }
     }
   });
@@ -226,7 +226,7 @@ void backward_ranges(
   const ThreadBuffers<T> sums(threads, std::max(keys.elements(), values.elements()));
   parallel_for(sizes.sequences() * keys.count, threads, [&](int64_t item, int64_t thread) {
     const int64_t sequence = item / keys.count, block = item % keys.count;
-    const auto reduce = [&](const Buffer<T>& parts, const Blocks<T>& blocks, const Tensor& target) {
+    const auto reduce = [&](const Buffer<T>& parts, const Blocks<T>& blocks, T factor, const Tensor& target) {
       T* sum = sums[thread];
       fill(sum, blocks.elements(), T(0));
       for (const Chunk& chunk : chunks) {
@@ -234,10 +234,10 @@ void backward_ranges(
         const int64_t part = sequence * chunk_blocks + chunk.offset + block - chunk.span.first;
         add_to(sum, parts.data() + part * blocks.elements(), blocks.elements());
       }
-      store_block(sum, target, sizes, blocks, sequence, block);
+      store_block(sum, factor, target, sizes, blocks, sequence, block);
     };
-    reduce(key_sums, keys, dk);
-    reduce(value_sums, values, dv);
+    reduce(key_sums, keys, scale, dk);
+    reduce(value_sums, values, T(1), dv);
   });
 }
 

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 namespace {
 
@@ -81,14 +82,46 @@ inline T sum_of_lanes(const Vec<T>& x) {
   return at::vec::vec_reduce_all<T>([](const Vec<T>& a, const Vec<T>& b) { return a + b; }, x);
 }
 
+// The rows of a matrix, at a fixed distance from one another or wherever pointers say.
+template <typename T>
+struct Strided {
+  T* first;
+  int64_t stride;
+  T* operator[](int64_t row) const { return first + row * stride; }
+};
+
+template <typename T>
+struct Scattered {
+  T* const* rows;
+  T* operator[](int64_t row) const { return rows[row]; }
+};
+
+// Asks for `count` rows of `bytes` that a product will need soon. Rows at fixed distances come by themselves; scattered
+// ones would each be waited for.
+template <typename T>
+inline void prefetch(const Strided<T>&, int64_t, int64_t, int64_t) {}
+
+template <typename T>
+inline void prefetch(const Scattered<T>& rows, int64_t first, int64_t count, int64_t bytes) {
+  for (int64_t row = first; row < first + count; row++) {
+    const char* start = reinterpret_cast<const char*>(rows[row]);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(start + at, !std::is_const_v<T>, 3);
+  }
+}
+
 // How a product uses its left operand: as it lies, or transposed.
 enum class Left { kPlain, kTransposed };
 
-// C[kRows, kVectors * lanes] = A B, or C + A B. The sum over the depth is completed before it is added to C: long sums
-// in pieces round less.
-template <typename T, int kRows, int kVectors, Left kLeft>
+// C[row : row + kRows, column : column + kVectors * lanes] = A B, or C + A B. The sum over the depth is completed before
+// it is added to C: long sums in pieces round less.
+template <typename T, int kRows, int kVectors, Left kLeft, typename A, typename B, typename C>
 inline __attribute__((always_inline)) void micro_kernel(
-    int64_t depth, const T* a, int64_t a_stride, const T* b, int64_t b_stride, T* c, int64_t c_stride, bool accumulate) {
+    int64_t row, int64_t column, int64_t depth, const A& a, const B& b, const C& c, bool accumulate) {
+  const T* left_rows[kRows];
+  if constexpr (kLeft == Left::kPlain) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; i++) left_rows[i] = a[row + i];
+  }
   Vec<T> sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; i++) {
@@ -96,22 +129,23 @@ inline __attribute__((always_inline)) void micro_kernel(
     for (int j = 0; j < kVectors; j++) sum[i][j] = Vec<T>(T(0));
   }
   for (int64_t k = 0; k < depth; k++) {
+    const T* right_row = b[k] + column;
     Vec<T> right[kVectors];
 #pragma GCC unroll 2
-    for (int j = 0; j < kVectors; j++) right[j] = Vec<T>::loadu(b + k * b_stride + j * kLanes<T>);
+    for (int j = 0; j < kVectors; j++) right[j] = Vec<T>::loadu(right_row + j * kLanes<T>);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; i++) {
-      const Vec<T> left(kLeft == Left::kPlain ? a[i * a_stride + k] : a[k * a_stride + i]);
+      const Vec<T> left(kLeft == Left::kPlain ? left_rows[i][k] : a[k][row + i]);
 #pragma GCC unroll 2
       for (int j = 0; j < kVectors; j++) sum[i][j] = at::vec::fmadd(left, right[j], sum[i][j]);
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; i++) {
+    T* target = c[row + i] + column;
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; j++) {
-      T* target = c + i * c_stride + j * kLanes<T>;
-      (accumulate ? sum[i][j] + Vec<T>::loadu(target) : sum[i][j]).store(target);
+      (accumulate ? sum[i][j] + Vec<T>::loadu(target + j * kLanes<T>) : sum[i][j]).store(target + j * kLanes<T>);
     }
   }
 }
@@ -119,22 +153,21 @@ inline __attribute__((always_inline)) void micro_kernel(
 // C[rows, columns] = A B, or C + A B, with A[rows, depth] (plain) or A[depth, rows] (transposed) and B[depth, columns].
 // C has padded_rows(rows) rows and, like B, padded_columns(columns) columns; the padding of C is written. So are the
 // rows of a plain A padded, and the columns of a transposed one; what the padding holds reaches only C's padding.
-template <typename T, Left kLeft>
-void multiply(
-    int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_stride, const T* b, int64_t b_stride, T* c,
-    int64_t c_stride, bool accumulate) {
-  const int64_t a_step = kLeft == Left::kPlain ? a_stride : 1;
+template <typename T, Left kLeft, typename A, typename B, typename C>
+void multiply(int64_t rows, int64_t columns, int64_t depth, const A& a, const B& b, const C& c, bool accumulate) {
   int64_t column = 0;
-  for (; column + 2 * kLanes<T> <= round_up(columns, kLanes<T>); column += 2 * kLanes<T>) {
+  for (; column + 2 * kLanes<T> <= padded_columns<T>(columns); column += 2 * kLanes<T>) {
     for (int64_t row = 0; row < rows; row += kTileRows) {
-      micro_kernel<T, kTileRows, 2, kLeft>(
-          depth, a + row * a_step, a_stride, b + column, b_stride, c + row * c_stride + column, c_stride, accumulate);
+      if (column == 0 && row + kTileRows < rows) {
+        if (kLeft == Left::kPlain) prefetch(a, row + kTileRows, kTileRows, depth * sizeof(T));
+        prefetch(c, row + kTileRows, kTileRows, columns * sizeof(T));
+      }
+      micro_kernel<T, kTileRows, 2, kLeft>(row, column, depth, a, b, c, accumulate);
     }
   }
   if (column < columns) {
     for (int64_t row = 0; row < rows; row += kTileRows) {
-      micro_kernel<T, kTileRows, 1, kLeft>(
-          depth, a + row * a_step, a_stride, b + column, b_stride, c + row * c_stride + column, c_stride, accumulate);
+      micro_kernel<T, kTileRows, 1, kLeft>(row, column, depth, a, b, c, accumulate);
     }
   }
 }

@@ -93,10 +93,10 @@ void fill(T* target, int64_t count, T value) {
 template <typename T, typename Stored>
 struct Converter {
   static constexpr int64_t kStep = Vec<Stored>::size();
-  static void load(const Stored* source, const Vec<T>& factor, T* target) {
+  static void load(const Stored* source, T* target) {
     const auto [low, high] = at::vec::convert_to_float<Stored>(Vec<Stored>::loadu(source));
-    (low * factor).store(target);
-    (high * factor).store(target + kLanes<T>);
+    low.store(target);
+    high.store(target + kLanes<T>);
   }
   static void store(const T* source, const Vec<T>& factor, Stored* target) {
     const Vec<T> low = Vec<T>::loadu(source) * factor, high = Vec<T>::loadu(source + kLanes<T>) * factor;
@@ -107,19 +107,18 @@ struct Converter {
 template <typename T>
 struct Converter<T, T> {
   static constexpr int64_t kStep = kLanes<T>;
-  static void load(const T* source, const Vec<T>& factor, T* target) { (Vec<T>::loadu(source) * factor).store(target); }
-  static void store(const T* source, const Vec<T>& factor, T* target) { load(source, factor, target); }
+  static void load(const T* source, T* target) { Vec<T>::loadu(source).store(target); }
+  static void store(const T* source, const Vec<T>& factor, T* target) { (Vec<T>::loadu(source) * factor).store(target); }
 };
 
 template <typename T, typename Stored>
-void load_elements(const Stored* source, int64_t stride, int64_t count, T factor, T* target) {
+void load_elements(const Stored* source, int64_t stride, int64_t count, T* target) {
   int64_t i = 0;
   if (stride == 1) {
-    const Vec<T> factors(factor);
     constexpr int64_t step = Converter<T, Stored>::kStep;
-    for (; i + step <= count; i += step) Converter<T, Stored>::load(source + i, factors, target + i);
+    for (; i + step <= count; i += step) Converter<T, Stored>::load(source + i, target + i);
   }
-  for (; i < count; i++) target[i] = static_cast<T>(source[i * stride]) * factor;
+  for (; i < count; i++) target[i] = static_cast<T>(source[i * stride]);
 }
 
 template <typename T, typename Stored>
@@ -137,20 +136,55 @@ inline int64_t row_offset(const Tensor& x, int64_t batch, int64_t position, int6
   return batch * x.stride[0] + position * x.stride[1] + head * x.stride[2];
 }
 
-// x[batch, position, head, :count] * factor, converted, to `target`, zeros up to whole vectors.
+// x[batch, position, head, :count], converted, to `target`, zeros up to whole vectors.
 template <typename T>
-void load_row(const Tensor& x, int64_t batch, int64_t position, int64_t head, int64_t count, T factor, T* target) {
+void load_row(const Tensor& x, int64_t batch, int64_t position, int64_t head, int64_t count, T* target) {
   const int64_t offset = row_offset(x, batch, position, head), stride = x.stride[3];
   if constexpr (std::is_same_v<T, double>) {
-    load_elements(reinterpret_cast<const double*>(x.data) + offset, stride, count, factor, target);
+    load_elements(reinterpret_cast<const double*>(x.data) + offset, stride, count, target);
   } else if (x.dtype == kFloat32) {
-    load_elements(reinterpret_cast<const float*>(x.data) + offset, stride, count, factor, target);
+    load_elements(reinterpret_cast<const float*>(x.data) + offset, stride, count, target);
   } else if (x.dtype == kBFloat16) {
-    load_elements(reinterpret_cast<const c10::BFloat16*>(x.data) + offset, stride, count, factor, target);
+    load_elements(reinterpret_cast<const c10::BFloat16*>(x.data) + offset, stride, count, target);
   } else {
-    load_elements(reinterpret_cast<const c10::Half*>(x.data) + offset, stride, count, factor, target);
+    load_elements(reinterpret_cast<const c10::Half*>(x.data) + offset, stride, count, target);
   }
   fill(target + count, padded_columns<T>(count) - count, T(0));
+}
+
+// The rows of a tensor as the products read them: where they lie if type, stride and width allow it, else as copies.
+template <typename T>
+class RowSource {
+ public:
+  RowSource(const Tensor& x, int64_t width)
+      : x_(x),
+        width_(width),
+        in_place_(x.dtype == (std::is_same_v<T, double> ? kFloat64 : kFloat32) && x.stride[3] == 1 &&
+                  width % kLanes<T> == 0) {}
+
+  // Row [batch, position, head], in place or copied to `copy`, zeros up to whole vectors.
+  const T* row(int64_t batch, int64_t position, int64_t head, T* copy) const {
+    if (in_place_) return reinterpret_cast<const T*>(x_.data) + row_offset(x_, batch, position, head);
+    load_row(x_, batch, position, head, width_, copy);
+    return copy;
+  }
+
+ private:
+  const Tensor& x_;
+  int64_t width_;
+  bool in_place_;
+};
+
+// Pointers to rows, up to whole micro kernels. The last ones repeat a row that can be read.
+template <typename T>
+void pad_rows(const T** rows, int64_t count) {
+  for (int64_t row = count; row < padded_rows(count); row++) rows[row] = rows[0];
+}
+
+// Zeros in the rows that fill up a micro kernel.
+template <typename T>
+void clear_padding(const Strided<T>& rows, int64_t count) {
+  fill(rows[count], (padded_rows(count) - count) * rows.stride, T(0));
 }
 
 // x[batch, position, head, :count] = source * factor, converted.

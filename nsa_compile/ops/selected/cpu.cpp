@@ -145,31 +145,30 @@ struct Layout {
   KeyRange range(const Place& place) const { return {0, std::min(sizes.keys, place.position + 1)}; }
 };
 
-// The heads of a query as rows [heads, width], times a factor.
-template <typename T>
-void load_heads(const Tensor& x, const Place& at, int64_t heads, int64_t width, T factor, T* target) {
-  for (int64_t head = at.group * heads; head < (at.group + 1) * heads; head++, target += padded_columns<T>(width)) {
-    load_row(x, at.batch, at.position, head, width, factor, target);
-  }
-}
-
-// The heads of the pairs' queries as rows [count * heads, width], times a factor.
+// Pointers to the rows of the pairs' queries, one for each head; `copies` has room for all rows.
 template <typename T>
 void gather(
-    const Tensor& x, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads, int64_t width, T factor,
-    T* target) {
-  const int64_t elements = heads * padded_columns<T>(width);
+    const RowSource<T>& source, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads, int64_t padded_width,
+    T* copies, const T** rows) {
   for (int64_t i = 0; i < count; i++) {
-    load_heads(x, unit.place(pairs[i].query), heads, width, factor, target + i * elements);
+    const Place& at = unit.place(pairs[i].query);
+    for (int64_t head = 0; head < heads; head++) {
+      const int64_t row = i * heads + head;
+      rows[row] = source.row(at.batch, at.position, at.group * heads + head, copies + row * padded_width);
+    }
   }
-  fill(target + count * elements, (padded_rows(count * heads) - count * heads) * padded_columns<T>(width), T(0));
+  pad_rows(rows, count * heads);
 }
 
+// Pointers to the rows of the pairs' slots; those that only fill up a micro kernel share `unused`.
 template <typename T>
-void scatter(const T* source, const Unit& unit, const Pair* pairs, int64_t count, int64_t elements, T* slots) {
+void slot_rows(
+    T* slots, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads, int64_t width, T* unused, T** rows) {
   for (int64_t i = 0; i < count; i++) {
-    std::memcpy(slots + unit.slot(pairs[i]) * elements, source + i * elements, elements * sizeof(T));
+    T* first = slots + unit.slot(pairs[i]) * heads * width;
+    for (int64_t head = 0; head < heads; head++) rows[i * heads + head] = first + head * width;
   }
+  for (int64_t row = count * heads; row < padded_rows(count * heads); row++) rows[row] = unused;
 }
 
 // Scores of one row to exp(score - largest); their largest and their sum.
@@ -232,26 +231,32 @@ void forward(
     const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads) {
   const auto& [q, k, v, indices, out, lse] = reinterpret_cast<const Tensor(&)[6]>(*tensors);
   Blocks<T> keys(sizes, block_size, sizes.key_dim), values(sizes, block_size, sizes.value_dim);
-  keys.pack(k, sizes, false, true, threads);
-  values.pack(v, sizes, true, false, threads);
+  keys.pack(k, sizes, false, true, static_cast<T>(scale), threads);
+  values.pack(v, sizes, true, false, T(1), threads);
+  const RowSource<T> q_source(q, sizes.key_dim);
 
   const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
   const Layout layout(sizes, num_selected, block_size, size, value_width);
   const int64_t heads = layout.heads;
   const Slots<T> slots(layout.slots(), heads, value_width);
   const ThreadBuffers<T> q_tiles(threads, layout.tile_rows * key_width), score_tiles(threads, layout.tile_rows * size);
-  const ThreadBuffers<T> out_tiles(threads, layout.tile_rows * value_width), merged_rows(threads, value_width);
+  const ThreadBuffers<const T*> q_pointers(threads, layout.tile_rows);
+  const ThreadBuffers<T*> out_pointers(threads, layout.tile_rows);
+  const ThreadBuffers<T> merged_rows(threads, value_width);
   Unit unit(sizes, num_selected, block_size, keys.count);
   for (int64_t first = 0; first < layout.queries(); first += layout.unit_queries) {
     unit.sort(indices, first, std::min(layout.queries(), first + layout.unit_queries));
     fill(slots.largest.data(), layout.slots() * heads, -kInfinity<T>);
 
     layout.for_tiles(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
-      T *q_tile = q_tiles[thread], *scores = score_tiles[thread], *out_tile = out_tiles[thread];
+      const T** q_rows = q_pointers[thread];
+      T** out_rows = out_pointers[thread];
+      T* scores = score_tiles[thread];
       const int64_t rows = count * heads, first_key = block % keys.count * block_size;
-      gather(q, unit, pairs, count, heads, sizes.key_dim, static_cast<T>(scale), q_tile);
+      gather(q_source, unit, pairs, count, heads, key_width, q_tiles[thread], q_rows);
+      slot_rows(slots.out.data(), unit, pairs, count, heads, value_width, merged_rows[thread], out_rows);
       multiply<T, Left::kPlain>(
-          rows, size, keys.width, q_tile, key_width, keys.columns(0, block), size, scores, size, false);
+          rows, size, keys.width, Scattered<const T>{q_rows}, keys.columns(0, block), Strided<T>{scores, size}, false);
       for (int64_t i = 0; i < count; i++) {
         const KeyRange range = layout.range(unit.place(pairs[i].query));
         const int64_t slot_row = unit.slot(pairs[i]) * heads;
@@ -262,8 +267,7 @@ void forward(
         }
       }
       multiply<T, Left::kPlain>(
-          rows, value_width, block_size, scores, size, values.rows(0, block), value_width, out_tile, value_width, false);
-      scatter(out_tile, unit, pairs, count, heads * value_width, slots.out.data());
+          rows, values.width, block_size, Strided<T>{scores, size}, values.rows(0, block), Scattered<T>{out_rows}, false);
     });
 
     layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
@@ -284,20 +288,20 @@ template <typename T>
 struct RowTerms {
   Buffer<T> lse, delta;
 
-  RowTerms(const Layout& layout, const Tensor& grad, const Tensor& out, const Tensor& lses, int64_t threads)
+  RowTerms(const Layout& layout, const RowSource<T>& grad_source, const RowSource<T>& out_source, const Tensor& lses, int64_t threads)
       : lse(layout.queries() * layout.heads), delta(layout.queries() * layout.heads) {
-    const int64_t heads = layout.heads, width = layout.sizes.value_dim, padded_width = padded_columns<T>(width);
-    const ThreadBuffers<T> grad_rows(threads, heads * padded_width), out_rows(threads, heads * padded_width);
+    const int64_t heads = layout.heads, padded_width = padded_columns<T>(layout.sizes.value_dim);
+    const ThreadBuffers<T> grad_copies(threads, padded_width), out_copies(threads, padded_width);
     parallel_for(divide_up(layout.queries(), kItemQueries), threads, [&](int64_t item, int64_t thread) {
       const int64_t last = std::min(layout.queries(), (item + 1) * kItemQueries);
       for (int64_t query = item * kItemQueries; query < last; query++) {
         const Place at(layout.sizes, query);
-        load_heads(grad, at, heads, width, T(1), grad_rows[thread]);
-        load_heads(out, at, heads, width, T(1), out_rows[thread]);
         for (int64_t head = 0; head < heads; head++) {
-          const T* grad_row = grad_rows[thread] + head * padded_width;
-          delta.data()[query * heads + head] = dot(grad_row, out_rows[thread] + head * padded_width, padded_width);
-          const T row_lse = element<T>(lses, at.batch, at.position, at.group * heads + head);
+          const int64_t query_head = at.group * heads + head;
+          const T* grad_row = grad_source.row(at.batch, at.position, query_head, grad_copies[thread]);
+          const T* out_row = out_source.row(at.batch, at.position, query_head, out_copies[thread]);
+          delta.data()[query * heads + head] = dot(grad_row, out_row, padded_width);
+          const T row_lse = element<T>(lses, at.batch, at.position, query_head);
           lse.data()[query * heads + head] = finite_or_infinity(row_lse);
         }
       }
@@ -310,13 +314,14 @@ void backward(
     const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads) {
   const auto& [grad, q, k, v, out, lse, indices, dq, dk, dv] = reinterpret_cast<const Tensor(&)[10]>(*tensors);
   Blocks<T> keys(sizes, block_size, sizes.key_dim), values(sizes, block_size, sizes.value_dim);
-  keys.pack(k, sizes, true, true, threads);
-  values.pack(v, sizes, false, true, threads);
+  keys.pack(k, sizes, true, true, static_cast<T>(scale), threads);
+  values.pack(v, sizes, false, true, T(1), threads);
+  const RowSource<T> q_source(q, sizes.key_dim), grad_source(grad, sizes.value_dim), out_source(out, sizes.value_dim);
 
   const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
   const Layout layout(sizes, num_selected, block_size, size, key_width);
   const int64_t heads = layout.heads;
-  const RowTerms<T> terms(layout, grad, out, lse, threads);
+  const RowTerms<T> terms(layout, grad_source, out_source, lse, threads);
   const int64_t blocks = sizes.sequences() * keys.count;
   const Buffer<T> key_sums(blocks * keys.elements()), value_sums(blocks * values.elements());
   parallel_for(blocks, threads, [&](int64_t block, int64_t) {
@@ -328,7 +333,9 @@ void backward(
   std::vector<uint8_t> slot_used(layout.slots());
   const ThreadBuffers<T> q_tiles(threads, layout.tile_rows * key_width);
   const ThreadBuffers<T> grad_tiles(threads, layout.tile_rows * value_width);
-  const ThreadBuffers<T> dq_tiles(threads, layout.tile_rows * key_width), row_values(threads, 2 * layout.tile_rows);
+  const ThreadBuffers<const T*> q_pointers(threads, layout.tile_rows), grad_pointers(threads, layout.tile_rows);
+  const ThreadBuffers<T*> dq_pointers(threads, layout.tile_rows);
+  const ThreadBuffers<T> row_values(threads, 2 * layout.tile_rows);
   const ThreadBuffers<T> weight_tiles(threads, layout.tile_rows * size), dscore_tiles(threads, layout.tile_rows * size);
   const ThreadBuffers<T> merged_rows(threads, key_width);
   std::vector<std::vector<KeyRange>> ranges(threads, std::vector<KeyRange>(layout.tile_queries));
@@ -339,8 +346,9 @@ void backward(
 
     layout.for_tiles(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
       T *row_lse = row_values[thread], *delta = row_lse + layout.tile_rows;
-      gather(q, unit, pairs, count, heads, sizes.key_dim, static_cast<T>(scale), q_tiles[thread]);
-      gather(grad, unit, pairs, count, heads, sizes.value_dim, T(1), grad_tiles[thread]);
+      gather(q_source, unit, pairs, count, heads, key_width, q_tiles[thread], q_pointers[thread]);
+      gather(grad_source, unit, pairs, count, heads, value_width, grad_tiles[thread], grad_pointers[thread]);
+      slot_rows(slot_dq.data(), unit, pairs, count, heads, key_width, merged_rows[thread], dq_pointers[thread]);
       for (int64_t i = 0; i < count; i++) {
         const int64_t query = unit.first + pairs[i].query;
         ranges[thread][i] = layout.range(unit.place(pairs[i].query));
@@ -348,13 +356,12 @@ void backward(
         std::memcpy(row_lse + i * heads, terms.lse.data() + query * heads, heads * sizeof(T));
         std::memcpy(delta + i * heads, terms.delta.data() + query * heads, heads * sizeof(T));
       }
-      const GradientTile<T> tile{count * heads, heads, q_tiles[thread], grad_tiles[thread],
-                                 row_lse,       delta, ranges[thread].data()};
+      const GradientTile<T, Scattered<const T>> tile{
+          count * heads, heads, {q_pointers[thread]}, {grad_pointers[thread]}, row_lse, delta, ranges[thread].data()};
       backward_block(
           tile, keys, values, block / keys.count, block % keys.count, key_sums.data() + block * keys.elements(),
-          value_sums.data() + block * values.elements(), dq_tiles[thread], false, weight_tiles[thread],
+          value_sums.data() + block * values.elements(), Scattered<T>{dq_pointers[thread]}, false, weight_tiles[thread],
           dscore_tiles[thread]);
-      scatter(dq_tiles[thread], unit, pairs, count, heads * key_width, slot_dq.data());
     });
 
     layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
@@ -374,8 +381,8 @@ void backward(
 
   parallel_for(blocks, threads, [&](int64_t block, int64_t) {
     const int64_t sequence = block / keys.count, local = block % keys.count;
-    store_block(key_sums.data() + block * keys.elements(), dk, sizes, keys, sequence, local);
-    store_block(value_sums.data() + block * values.elements(), dv, sizes, values, sequence, local);
+    store_block(key_sums.data() + block * keys.elements(), static_cast<T>(scale), dk, sizes, keys, sequence, local);
+    store_block(value_sums.data() + block * values.elements(), T(1), dv, sizes, values, sequence, local);
   });
 }
 

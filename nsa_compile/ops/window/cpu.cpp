@@ -22,7 +22,7 @@ void forward(const Sizes& sizes, const Tensor* tensors, int64_t window, double s
 // their sums take at most five times the memory of dk and dv. Below that, shorter chunks give small problems parallel
 // work. Depends on the shapes only, never on the number of threads.
 std::vector<Chunk> make_chunks(const Sizes& sizes, const WindowRange& range, int64_t tile_queries) {
-  const int64_t even_share = std::clamp<int64_t>(sizes.queries * sizes.sequences() / 64, 256, 1024);
+  const int64_t even_share = std::clamp<int64_t>(sizes.queries * sizes.sequences() / 16, 256, 2048);
   const int64_t chunk_tiles = divide_up(std::max(even_share, std::min(range.window, sizes.queries) / 4), tile_queries);
   const int64_t tiles = divide_up(sizes.queries, tile_queries);
   std::vector<Chunk> chunks;
