@@ -372,6 +372,6 @@ def _check_even(head_dim: int) -> None:
 def _check_lengths(seq_lens: list[int], pattern: SparsePattern) -> None:
     if seq_lens[0] < pattern.compress_block:
         raise UserError(
-            f"--seq-lens {seq_lens[0]} must be at least {pattern.compress_block}, the compressed block of --pattern, or no "
-            "query ever sees a compressed block; use longer sequences or another --pattern"
+            f"--seq-lens {seq_lens[0]} must be at least {pattern.compress_block}, the compressed block of --pattern, "
+            "or no query ever sees a compressed block; use longer sequences or another --pattern"
         )

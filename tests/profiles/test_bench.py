@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from nsa_compile.cli import cli
 from nsa_compile.ops.selected.ranges import selected_attention_v1
+from nsa_compile.passes import lower_attention
 from nsa_compile.profiles import bench, measure
 from nsa_compile.profiles.bench_views import VIEWS, describe
 
@@ -221,6 +222,21 @@ def test_peak_memory_sees_what_is_freed_again():
     peak = measure.peak_memory(lambda: torch.ones(2**24).sum())
     assert peak is not None
     assert abs(peak / 2**26 - 1) < 0.1  # the kernel counts pages thread by thread, and adds up now and then
+
+
+def test_measured_costs_are_what_the_compiler_reads(tmp_path):
+    out = tmp_path / "costs.json"
+    out.write_text('{"other": {"dense": {"per_pair": 1.0}}}', encoding="utf-8")
+    script = Path(__file__).parents[2] / "benchmarks" / "operator_costs.py"
+    words = [sys.executable, str(script), "--seq-lens", "64,96", "--repeats", "1", "--out", str(out)]
+    subprocess.run(words, check=True, capture_output=True)
+    measured, shipped = json.loads(out.read_text()), lower_attention._costs()["cpu"]
+    for operator, costs in shipped.items():
+        assert set(costs) <= set(measured["cpu"][operator])
+        assert all(cost >= 0 for cost in measured["cpu"][operator].values())
+    assert measured["other"] == {"dense": {"per_pair": 1.0}}
+    record = measured["measured"]["cpu"]
+    check_record({**record, "results": [{"timing": row} for row in record["results"]]}, "operator_costs", 1)
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
