@@ -40,7 +40,7 @@ SELECT = nodes.select_blocks._opoverload
 @register("lower_attention")
 def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     """Choose an operator for each attention node, by its mask, device, dtype and size."""
-    changed = False
+    changed = _drop_needless_indices(gm, context)
     bodies = {id(site.body) for site in find_scans(gm)}
     for graph in [*subgraphs(gm), *(site.body for site in find_scans(gm))]:
         in_loop = id(graph) in bodies
@@ -55,6 +55,24 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
             _replace(graph, group, fn)
             context.match(where, f"{what}: {name}")
             changed = True
+    return changed
+
+
+def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
+    """Where a query may take as many blocks as there are, it takes all it is allowed: the indices narrow nothing."""
+    changed = False
+    for graph in subgraphs(gm):
+        for node in graph.graph.find_nodes(op="call_function", target=ATTENTION):
+            indices = node.args[4]
+            if indices is None or indices.target is not SELECT or node.args[3] is not None:
+                continue
+            blocks, selected = indices.args[8], indices.args[11]
+            causal = node.args[6] == "window" and node.args[7][0] >= example(node.args[0]).shape[1]
+            if selected >= blocks and causal and context.may_rewrite():
+                context.match(location(node), f"all {blocks} blocks are selected: no indices")
+                node.update_arg(4, None)
+                changed = True
+        graph.graph.eliminate_dead_code()
     return changed
 
 
@@ -123,8 +141,9 @@ def _prefers_sparse(node: fx.Node, wish: str) -> bool:
     else:
         operator, pairs = "window", flops.window_pairs(queries, keys, node.args[7][0])
     costs = _costs()[q.device.type if q.device.type in _costs() else "cpu"]
+    causal = operator == "window" and node.args[7][0] >= queries == keys
     sparse = costs[operator]["per_query"] * queries + costs[operator]["per_pair"] * pairs
-    return sparse < costs["dense"]["per_pair"] * queries * keys
+    return sparse < costs["dense_causal" if causal else "dense"]["per_pair"] * queries * keys
 
 
 # -- the implementations, on `q [N, S, m, D]`, `k [N, T, D]`, `v [N, T, Dv]`
