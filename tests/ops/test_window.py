@@ -47,3 +47,16 @@ def test_nan_is_not_hidden(implementation):
     out, _ = module("window", implementation).forward(q, k, v, 8, 0.5)
     assert out[0, 30:38, :4].isnan().all()
     assert out[0, 64:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_exponential_is_accurate(dtype):
+    # Two keys with scores 0 and -x and values 0 and 1: the output is 1 / (1 + exp(x)).
+    x = torch.linspace(0, 86, 4001, dtype=torch.float64).to(dtype)
+    k = torch.stack([torch.zeros_like(x), -x], 1).view(-1, 2, 1, 1)
+    v = torch.tensor([0.0, 1.0], dtype=dtype).view(1, 2, 1, 1).expand_as(k)
+    out, _ = module("window", "cpu").forward(torch.ones_like(k), k, v, 2, 1.0)
+    exact = 1 / (1 + x.double().exp())
+    error = (out[:, 1, 0, 0].double() - exact).abs() / exact
+    assert error.max() < 3 * torch.finfo(dtype).eps
+    assert (module("window", "cpu").forward(torch.ones_like(k), k * 10 - 900, v, 2, 1.0)[0]).isfinite().all()

@@ -158,7 +158,7 @@ void forward(
 
 template <typename T>
 void backward(const Sizes& sizes, const Tensor* tensors, const CompressedRange& range, double scale, int64_t threads) {
-  const int64_t tile_queries = queries_of_tile(kBackwardRows, sizes.heads());
+  const int64_t tile_queries = queries_of_tile(sizes);
   const std::vector<Chunk> chunks = make_chunks(sizes, range, tile_queries);
   backward_ranges<T>(sizes, tensors, static_cast<T>(scale), threads, range, chunks, tile_queries);
 }

@@ -7,12 +7,11 @@
 namespace {
 
 constexpr int64_t kBlockKeys = 64;
-constexpr int64_t kForwardRows = 64;    // of a tile: its scores stay in the L2 cache
-constexpr int64_t kBackwardRows = 128;  // more, because each block of dk and dv is read and written once a tile
-constexpr int64_t kPassBlocks = 16;     // whose scores a tile holds at once, unless it needs all of them
+constexpr int64_t kQueryRows = 64;  // of a tile: its scores stay in the L2 cache
+constexpr int64_t kPassBlocks = 16;  // whose scores a tile holds at once, unless it needs all of them
 
-inline int64_t queries_of_tile(int64_t rows, int64_t heads) {
-  return std::max<int64_t>(1, rows / heads);
+inline int64_t queries_of_tile(const Sizes& sizes) {
+  return std::max<int64_t>(1, kQueryRows / sizes.heads());
 }
 
 // A tile's blocks [first, last) for queries [start, stop) of which the first sees the earliest, the last the latest keys.
@@ -86,7 +85,7 @@ void forward_ranges(
   values.pack(v, sizes, true, false, T(1), threads);
 
   const int64_t heads = sizes.heads();
-  const int64_t tile_queries = queries_of_tile(kForwardRows, heads);
+  const int64_t tile_queries = queries_of_tile(sizes);
   const int64_t tiles = divide_up(sizes.queries, tile_queries), rows = padded_rows(tile_queries * heads);
   const int64_t pass_blocks = whole_rows ? std::max<int64_t>(1, keys.count) : std::min(kPassBlocks, keys.count);
   const ThreadBuffers<T> q_tiles(threads, rows * keys.padded_width), out_tiles(threads, rows * values.padded_width);

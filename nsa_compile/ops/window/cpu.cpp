@@ -37,7 +37,7 @@ std::vector<Chunk> make_chunks(const Sizes& sizes, const WindowRange& range, int
 template <typename T>
 void backward(const Sizes& sizes, const Tensor* tensors, int64_t window, double scale, int64_t threads) {
   const WindowRange range{sizes.keys, window};
-  const int64_t tile_queries = queries_of_tile(kBackwardRows, sizes.heads());
+  const int64_t tile_queries = queries_of_tile(sizes);
   const std::vector<Chunk> chunks = make_chunks(sizes, range, tile_queries);
   backward_ranges<T>(sizes, tensors, static_cast<T>(scale), threads, range, chunks, tile_queries);
 }
