@@ -177,7 +177,7 @@ def _parts(factor: Factor, record: ScanRecord) -> list[Factor]:
     if factor.additive and node.target in FILLS:
         return [replace(factor, node=node.args[1], negated=True, additive=False, moves=(here, *factor.moves))]
     source = node.args[0]
-    if node.target in MOVES and all(n is source for n in node.all_input_nodes):
+    if node.target in MOVES and all(n is source or n in record.constant for n in node.all_input_nodes):
         return [replace(factor, node=source, moves=((example(source).shape, node), *factor.moves))]
     if node.target is aten._to_copy.default and factor.additive:
         return [replace(factor, node=source)]

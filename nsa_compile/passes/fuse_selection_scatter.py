@@ -208,9 +208,9 @@ def _sorted_scores(selection: Selection) -> tuple[fx.Node, int]:
     node: Any = selection.indices
     count = example(node).shape[-1]
     if node.target is aten.slice.Tensor:
-        node, dim, start = (*node.args, 0)[:3]
-        if dim % example(node).dim() != example(node).dim() - 1 or start not in (0, None):
+        if not _takes_first(node):
             raise Unrecognised("it takes other blocks than the first of the sorted ones", selection.indices)
+        node = node.args[0]
     if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target is not aten.sort.stable:
         raise Unrecognised("it does not take the order of a stable sort, so ties are open", node)
     sort = node.args[0]
@@ -222,14 +222,21 @@ def _sorted_scores(selection: Selection) -> tuple[fx.Node, int]:
     return sort, count
 
 
+def _takes_first(node: fx.Node) -> bool:
+    """Whether a slice takes the first elements of each row, one after the other."""
+    x: Any
+    x, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
+    return dim % example(x).dim() == example(x).dim() - 1 and start in (0, None) and step == 1
+
+
 def _check_taken(selection: Selection, sort: fx.Node, count: int) -> None:
     """That exactly the blocks with a score above -inf are taken."""
     taken = selection.taken
     if taken is None:
         raise Unrecognised("it takes n blocks even where fewer are allowed", selection.scatter)
     values: Any = taken.args[0] if taken.target is aten.gt.Scalar and taken.args[1] == -math.inf else None
-    if isinstance(values, fx.Node) and values.target is aten.slice.Tensor and example(values).shape[-1] == count:
-        values = values.args[0]
+    if isinstance(values, fx.Node) and values.target is aten.slice.Tensor and _takes_first(values):
+        values = values.args[0] if example(values).shape[-1] == count else None
     if not isinstance(values, fx.Node) or values.target is not operator.getitem or values.args != (sort, 0):
         raise Unrecognised("which blocks are taken depends on something else than their scores", selection.scatter)
 
@@ -289,6 +296,9 @@ def _weights_below(score: fx.Node, body: fx.GraphModule, record: ScanRecord) -> 
     for node in body.graph.nodes:
         if ATTENTION in node.meta and node.meta[ATTENTION].softmax in inputs:
             known: AttentionRecord = node.meta[ATTENTION]
+            computed = torch.promote_types(example(node.args[0]).dtype, torch.float32)
+            if example(known.softmax).dtype != computed:
+                raise Unrecognised(f"its weights are rounded, and those of an attention node are {computed}", score)
             return node, weights_from(known.softmax, known.scores, record)
     raise Unrecognised("its scores are not computed from the weights of an attention", score)
 
@@ -320,12 +330,14 @@ def _linear(node: Any, leaves: dict[fx.Node, Tensor], record: ScanRecord) -> Ter
         raise Unrecognised("a number is added to its scores", next(iter(leaves)))
     if node in leaves:
         return [(1.0, leaves[node])]
+    if example(node).dtype != example(next(iter(leaves))).dtype:
+        raise Unrecognised("its scores are rounded on their way", node)
     target = node.target
     if target is aten.zeros_like.default:
         return []
     if target is aten.detach.default:
         return _linear(node.args[0], leaves, record)
-    if target is aten._to_copy.default and example(node).dtype == example(next(iter(leaves))).dtype:
+    if target is aten._to_copy.default:
         return _linear(node.args[0], leaves, record)
     if target in MOVES:
         return [(c, moved(node, x, record)) for c, x in _linear(node.args[0], leaves, record)]

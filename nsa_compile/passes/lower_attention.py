@@ -31,10 +31,12 @@ from nsa_compile.ops.window import window_attention
 from nsa_compile.passes import attention as nodes
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.rewriting import inline_tensors
-from nsa_compile.passes.scans import example, fake_inputs, find_scans, location, subgraphs, trace_to_aten
+from nsa_compile.passes.scans import aten, example, fake_inputs, find_scans, location, subgraphs, trace_to_aten
 
 ATTENTION = nodes.attention._opoverload
 SELECT = nodes.select_blocks._opoverload
+# What batch_prefill puts between the two.
+LAYOUT = {aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim}
 
 
 @register("lower_attention")
@@ -64,6 +66,8 @@ def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
     for graph in subgraphs(gm):
         for node in graph.graph.find_nodes(op="call_function", target=ATTENTION):
             indices = node.args[4]
+            while indices is not None and indices.target in LAYOUT:
+                indices = indices.args[0]
             if indices is None or indices.target is not SELECT or node.args[3] is not None:
                 continue
             blocks, selected = indices.args[8], indices.args[11]

@@ -334,9 +334,16 @@ def weights_below(softmax: fx.Node, record: ScanRecord) -> Weights:
 
 
 def weights_from(softmax: fx.Node, scores: Scores, record: ScanRecord) -> dict[fx.Node, Tensor]:
-    """The names of the weights under which they are zero where nothing is kept, with the numbers of their elements."""
+    """The names of the weights under which they are zero where nothing is kept, with the numbers of their elements.
+
+    Weights that were cast belong to them only as long as they keep their dtype: rounded ones may rank differently.
+    """
     final = {}
+    rounded: set[fx.Node] = set()
     for node, numbers, masked in weights_below(softmax, record):
+        if example(node).dtype != example(softmax).dtype or any(n in rounded for n in node.all_input_nodes):
+            rounded.add(node)
+            continue
         try:
             _check_final(softmax, scores, masked, record)
         except Unrecognised:
