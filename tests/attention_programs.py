@@ -125,6 +125,7 @@ class AttentionProgram:
         written: the step that writes row `position`.
         mask: the mask as the report describes it, or None where attention need not be found.
         outside: keys and values come from outside, the same at all steps.
+        outside_rows: rows of what comes from outside, where they are others.
         data: shape of a mask of numbers that each step is given as `m`.
         dtype, soft: of everything, and of the softmax where the lines say so.
     """
@@ -136,6 +137,7 @@ class AttentionProgram:
     written: str = "position"
     mask: str | None = None
     outside: bool = False
+    outside_rows: int | None = None
     data: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float64
     soft: torch.dtype = torch.float64
@@ -182,7 +184,7 @@ class AttentionProgram:
 
         value = (*lay.key[:-1], Dv)
         xs = {"q": leaf(self.S, *lay.query), "k": leaf(self.S, *lay.key), "v": leaf(self.S, *value)}
-        w = leaf(*lay.cache(self.rows, D + Dv))
+        w = leaf(*lay.cache(self.outside_rows or self.rows, D + Dv))
         if self.data is not None:
             xs["m"] = leaf(self.S, *self.data, self.rows)
         # The source is registered so that reports can quote its lines.
@@ -227,6 +229,67 @@ def attention(
         f"out = {out or lay.outs[0]}",
     ]
     return AttentionProgram(layout, tuple(lines), **fields)
+
+
+SCORE = "torch.where(allowed, torch.where(forced, math.inf, importance), -math.inf)"
+
+
+def selection(
+    *,
+    S: int = 16,
+    l: int = 4,  # noqa: E741
+    d: int = 2,
+    block: int = 4,
+    n: int = 3,
+    mass: str = "pc.detach().sum(2)",
+    importance: str | None = None,
+    allowed: str = "block <= current",
+    forced: str = "(block < 1) | (block > current - 1)",
+    score: str = SCORE,
+    rank: str = "torch.sort(score, dim=-1, descending=True, stable=True)",
+    first: str | None = None,
+    taken: str = "best > -inf",
+    chosen: str = "torch.zeros_like(score, dtype=torch.bool).scatter(-1, index, taken)",
+    tokens: str | None = None,
+    keep: str = "(tokens & (position <= t))[:, :, None]",
+    out: str = "oc + o",
+    **fields: Any,
+) -> AttentionProgram:
+    """Selected attention from its pieces: compressed keys from outside rank the blocks of `block` tokens of a cache."""
+    compressed, blocks = (S - l) // d + 1, -(-S // block)
+    overlap = {i - j for i in range(block // d) for j in range(l // d)}
+    left, right = -min(overlap), max(0, block // d * (blocks - 1) + max(overlap) + 1 - compressed)
+    terms = [
+        f"{sum(i - j == o for i in range(block // d) for j in range(l // d))} * padded[..., {left + o} : "
+        f"{left + o + block // d * (blocks - 1) + 1} : {block // d}]"
+        for o in sorted(overlap)
+    ]
+    n = min(n, blocks)
+    lines = (
+        f"kc, vc = w[..., :{D}], w[..., {D}:]",
+        f"visible = torch.arange({compressed}) * {d} + {l - 1} <= t",
+        'sc = torch.einsum("bghd,bngd->bghn", q, kc) * 0.6',
+        "pc = torch.softmax(sc.masked_fill(~visible, torch.finfo(sc.dtype).min), -1).masked_fill(~visible, 0.0)",
+        'oc = torch.einsum("bghn,bngd->bghd", pc, vc)',
+        f"block, current = torch.arange({blocks}), t // {block}",
+        f"allowed = {allowed}",
+        f"forced = {forced}",
+        f"mass = {mass}",
+        f"padded = F.pad(mass, ({left}, {right}))",
+        f"importance = {importance or ' + '.join(terms)}",
+        f"score = {score}",
+        f"best, index = {rank}",
+        f"best, index = {first or f'best[..., :{n}], index[..., :{n}]'}",
+        f"taken = {taken}",
+        f"chosen = {chosen}",
+        f"tokens = {tokens or f'chosen.repeat_interleave({block}, -1)[..., :{S}]'}",
+        f"keep = {keep}",
+        'ss = torch.einsum("bghd,btgd->bght", q, k) * 0.5',
+        "p = torch.softmax(ss.masked_fill(~keep, torch.finfo(ss.dtype).min), -1).masked_fill(~keep, 0.0)",
+        'o = torch.einsum("bght,btgd->bghd", p, v)',
+        f"out = {out}",
+    )
+    return AttentionProgram("tokens", lines, S=S, rows=S, outside_rows=compressed, **fields)
 
 
 def together(programs: list[AttentionProgram]) -> AttentionProgram:
@@ -423,3 +486,8 @@ def _sdpa(pick: Callable[..., Any], name: str, masking: Masking, fields: dict[st
         mask = pick(("attn_mask=keep", "attn_mask=keep, scale=0.6"))
     lines.append(f"out = {LAYOUTS[name].sdpa.format(mask)}")
     return AttentionProgram(name, tuple(lines), mask=masking.described, **fields)
+
+
+def fused(report: Report) -> list[str]:
+    """What of each selection became attention on indices."""
+    return [match.split(": ", 1)[1].split(" at ")[0] for match in entry(report, "fuse_selection_scatter").matches]

@@ -201,14 +201,13 @@ def _dense(node: fx.Node) -> Choice:
     if node.target is SELECT:
         return "dense scores", lambda *tensors: [nodes.rank_blocks(*_refill(node, tensors), *rest)], [node]
     scale, kind, params, block = rest
-    causal = kind == "window" and params[0] >= example(node.args[0]).shape[1] and node.args[4] is None
 
     def fn(*tensors: Tensor) -> list[Tensor]:
         q, k, v, mask, indices = _refill(node, tensors)
-        if causal and q.shape[1] == k.shape[1]:
-            return [_sdpa(q, k, v, None, scale, is_causal=True)]
-        if kind != "window" or not _fits_sdpa(node):
+        if not _fits_sdpa(node):
             return [nodes.dense(q, k, v, mask, indices, scale, kind, params, block)]
+        if params[0] >= q.shape[1] == k.shape[1]:
+            return [_sdpa(q, k, v, None, scale, is_causal=True)]
         keep = nodes.keep_mask(q, k, mask, indices, kind, params, block)
         return [_sdpa(q, k, v, keep, scale, is_causal=False)]
 
@@ -216,9 +215,10 @@ def _dense(node: fx.Node) -> Choice:
 
 
 def _fits_sdpa(node: fx.Node) -> bool:
-    """A row that sees nothing would be NaN; each query sees at least itself through a window."""
-    q, k = (example(x) for x in node.args[:2])
-    return node.args[4] is None and node.args[3] is None and k.shape[1] >= q.shape[1]
+    """A row that sees nothing would be NaN; each query sees at least itself through a window. SDPA wants one dtype."""
+    q, k, v = (example(x) for x in node.args[:3])
+    by_window = node.args[6] == "window" and node.args[3] is None and node.args[4] is None
+    return by_window and k.shape[1] >= q.shape[1] and q.dtype == k.dtype == v.dtype
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float, *, is_causal: bool) -> Tensor:
