@@ -23,7 +23,7 @@ from nsa_compile.passes.step_values import StepMask, step_mask
 MOVES = {
     aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
     aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
-    aten.slice.Tensor, aten.index_select.default, aten.select.int,
+    aten.repeat.default, aten.slice.Tensor, aten.index_select.default, aten.select.int,
 }  # fmt: skip
 WHERE = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
 FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}

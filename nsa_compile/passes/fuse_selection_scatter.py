@@ -90,8 +90,8 @@ class Ranking:
     """Scores that are those of eq. 8 to 11."""
 
     source: fx.Node  # the compressed attention
-    allowed: fx.Node
-    forced: fx.Node | None
+    allowed: tuple[fx.Node, bool]  # a condition, and whether it is negated
+    forced: tuple[fx.Node, bool] | None
     offsets: tuple[int, ...]
     factors: tuple[int, ...]
     num_initial: int
@@ -192,7 +192,7 @@ def _find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord
     forced_steps = None if forced is None else _by_block(*forced, example(sort.args[0]).shape, record)
     num_initial, num_local = _forced_counts(allowed_steps, forced_steps, selection.block, sort)
     for condition in (allowed, forced):
-        if condition is not None and (condition[1] or example(condition[0]).numel() != blocks):
+        if condition is not None and example(condition[0]).numel() != blocks:
             raise Unrecognised("the conditions on its blocks are not written as one boolean a block", sort)
     source, leaves = _weights_below(score, body, record)
     kind, params = source.args[6], source.args[7]
@@ -200,7 +200,7 @@ def _find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord
         raise Unrecognised("its scores do not come from attention to compressed blocks", score)
     terms = _linear(score, leaves, record)
     offsets, factors = _stencil(terms, source, rows, blocks, selection.block // params[1], score)
-    return Ranking(source, allowed[0], forced and forced[0], offsets, factors, num_initial, num_local)
+    return Ranking(source, allowed, forced, offsets, factors, num_initial, num_local)
 
 
 def _sorted_scores(selection: Selection) -> tuple[fx.Node, int]:
@@ -428,12 +428,13 @@ def rewrite(
 def _ranked(build: NodeBuilder, selection: Selection, ranking: Ranking) -> fx.Node:
     q, k, _, mask, _, scale, _, params, _ = ranking.source.args
     blocks = example(selection.scatter).shape[-1]
-    allowed = build(aten.reshape.default, ranking.allowed, [1, 1, blocks])
-    forced = (
-        build(aten.zeros_like.default, allowed)
-        if ranking.forced is None
-        else build(aten.reshape.default, ranking.forced, [1, 1, blocks])
-    )
+
+    def by_block(condition: fx.Node, negated: bool) -> fx.Node:
+        row = build(aten.reshape.default, condition, [1, 1, blocks])
+        return build(aten.bitwise_not.default, row) if negated else row
+
+    allowed = by_block(*ranking.allowed)
+    forced = build(aten.zeros_like.default, allowed) if ranking.forced is None else by_block(*ranking.forced)
     return build(
         select_blocks._opoverload,
         *(q, k, mask, allowed, forced, scale, params, selection.block, blocks),
