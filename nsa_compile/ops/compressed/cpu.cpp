@@ -61,6 +61,7 @@ class Selector {
         indices_(indices),
         first_(selection.terms ? std::max<int64_t>(0, -selection.offsets[0]) : 0),
         importance_(threads, importance_size()),
+        scores_(threads, sizes.queries / selection.block + 1),
         best_(threads, selection.count) {
     for (int64_t thread = 0; thread < threads; thread++) fill(importance_[thread], importance_size(), T(0));
   }
@@ -69,7 +70,7 @@ class Selector {
     T* importance = importance_[thread];
     for (int64_t query = 0; query < tile.queries; query++) {
       sum_heads(tile, query, importance + first_);
-      choose(tile.sequence, tile.start + query, importance + first_, best_[thread]);
+      choose(tile.sequence, tile.start + query, importance + first_, scores_[thread], best_[thread]);
     }
     // Later tiles of this thread may see fewer blocks, and rely on zeros after them.
     fill(importance + first_, tile.span.last * kBlockKeys, T(0));
@@ -80,7 +81,7 @@ class Selector {
   const Selection& selection_;
   const Tensor& indices_;
   int64_t first_;  // zeros before the importance of compressed block 0, so that offsets may reach there
-  ThreadBuffers<T> importance_, best_;
+  ThreadBuffers<T> importance_, scores_, best_;
 
   int64_t importance_size() const {
     const int64_t last_offset = selection_.terms ? std::max<int64_t>(0, selection_.offsets[selection_.terms - 1]) : 0;
@@ -103,17 +104,20 @@ class Selector {
     }
   }
 
-  // eq. 9: the terms in the order of the offsets.
-  T score(const T* importance, int64_t block) const {
-    T sum(0);
+  // eq. 9 for the blocks [begin, end): the terms in the order of the offsets, each for all blocks, which keeps the
+  // inner loop free of lookups.
+  void compute_scores(const T* importance, int64_t begin, int64_t end, T* scores) const {
+    fill(scores + begin, end - begin, T(0));
     for (int64_t term = 0; term < selection_.terms; term++) {
-      sum += static_cast<T>(selection_.weights[term]) * importance[block * selection_.ratio + selection_.offsets[term]];
+      const T weight = static_cast<T>(selection_.weights[term]);
+      const T* p = importance + selection_.offsets[term];
+      const int64_t ratio = selection_.ratio;
+      for (int64_t block = begin; block < end; block++) scores[block] += weight * p[block * ratio];
     }
-    return sum;
   }
 
   // eq. 11: forced blocks, ascending, then the best of the others, then -1.
-  void choose(int64_t sequence, int64_t query, const T* importance, T* best_scores) const {
+  void choose(int64_t sequence, int64_t query, const T* importance, T* scores, T* best_scores) const {
     int32_t* chosen = &element<int32_t>(indices_, sequence / sizes_.groups, query, sequence % sizes_.groups);
     const int64_t current = query / selection_.block;
     const int64_t first_free = std::min(selection_.initial, current + 1);
@@ -125,7 +129,8 @@ class Selector {
     force(0, first_free);
     force(first_local, current + 1);
     Best<T> best(selection_.count - size, best_scores, chosen + size);
-    for (int64_t block = first_free; block < first_local; block++) best.offer(score(importance, block), block);
+    compute_scores(importance, first_free, first_local, scores);
+    for (int64_t block = first_free; block < first_local; block++) best.offer(scores[block], block);
     for (size += best.size(); size < selection_.count; size++) chosen[size] = -1;
   }
 };
