@@ -231,6 +231,7 @@ def attention(
     return AttentionProgram(layout, tuple(lines), **fields)
 
 
+COMPRESSED = 6  # lines of a selection that are the compressed attention
 SCORE = "torch.where(allowed, torch.where(forced, math.inf, importance), -math.inf)"
 
 
@@ -292,11 +293,13 @@ def selection(
     return AttentionProgram("tokens", lines, S=S, rows=S, outside_rows=compressed, **fields)
 
 
-def together(programs: list[AttentionProgram]) -> AttentionProgram:
-    """Several programs of equal shapes as one step: compiling costs more than running."""
-    lines = ["token, outs = (q, k, v), []"]
+def together(programs: list[AttentionProgram], shared: int = 0) -> AttentionProgram:
+    """Several programs of equal shapes as one step, with their first `shared` lines once: compiling takes its time."""
+    head = programs[0].lines[:shared]
+    assert all(p.lines[:shared] == head for p in programs)
+    lines = [*head, "token, outs = (q, k, v), []"]
     for program in programs:
-        lines += ["q, k, v = token", *program.lines, "outs.append(out)"]
+        lines += ["q, k, v = token", *program.lines[shared:], "outs.append(out)"]
     data = next((p.data for p in programs if p.data is not None), None)
     same = [replace(p, lines=(), mask=None, data=data) for p in programs]
     assert all(p == same[0] for p in same)

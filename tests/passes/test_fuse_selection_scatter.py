@@ -4,11 +4,12 @@ does."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, note
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from nsa_compile.passes import ORDER
 from tests.attention_programs import (
+    COMPRESSED,
     SCORE,
     AttentionProgram,
     assert_equals_loop,
@@ -74,6 +75,7 @@ def selections(draw) -> tuple[AttentionProgram, int]:
     return program, block
 
 
+@settings(max_examples=max(4, settings().max_examples // 3))
 @given(
     case=selections(),
     nested=st.sampled_from(["eager"] * 7 + ["aot_eager"]),
@@ -105,7 +107,7 @@ OTHERS = {
 
 
 def test_other_numbers_are_taken_as_they_are():
-    program = together(list(OTHERS.values()))
+    program = together(list(OTHERS.values()), COMPRESSED)
     actual, report = run_compiled(program, attention="sparse")
     assert fused(report) == [WHOLE.format(4)] * len(OTHERS)
     assert_equals_loop(program, actual)
@@ -179,7 +181,7 @@ OTHER_RANKINGS = {
 
 @pytest.mark.parametrize("kind", OTHER_RANKINGS)
 def test_other_rankings_stay_and_their_mask_goes(kind):
-    program = together(list(OTHER_RANKINGS[kind].values()))
+    program = together(list(OTHER_RANKINGS[kind].values()), COMPRESSED)
     actual, report = run_compiled(program, attention="sparse")
     assert fused(report) == [MASK_ONLY.format(4)] * len(OTHER_RANKINGS[kind])
     assert_equals_loop(program, actual)
@@ -229,7 +231,7 @@ OTHER_MASKS = {
 
 @pytest.mark.parametrize("kind", OTHER_MASKS)
 def test_other_masks_are_left_alone(kind):
-    program = together(list(OTHER_MASKS[kind].values()))
+    program = together(list(OTHER_MASKS[kind].values()), COMPRESSED)
     actual, report = run_compiled(program, attention="sparse")
     assert [line_of(program, match) for match in entry(report, "fuse_selection_scatter").matches] == []
     assert len(entry(report, "fuse_selection_scatter").declines) >= len(OTHER_MASKS[kind])
