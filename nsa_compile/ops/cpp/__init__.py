@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import cache
 from pathlib import Path
 
@@ -55,8 +56,9 @@ def _load_all() -> dict[str, ctypes.CDLL]:
 
     pick_vec_isa()  # runs a compiler itself, and should do so once
     with ThreadPoolExecutor(len(OPERATORS)) as pool:
-        libraries = pool.map(CppCodeCache.load, map(_source, OPERATORS))
-        return dict(zip(OPERATORS, libraries, strict=True))
+        # Inductor's configuration lives in the context of the calling thread.
+        loading = [pool.submit(copy_context().run, CppCodeCache.load, _source(operator)) for operator in OPERATORS]
+        return {operator: library.result() for operator, library in zip(OPERATORS, loading, strict=True)}
 
 
 def _source(operator: str) -> str:

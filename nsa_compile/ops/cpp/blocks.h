@@ -10,7 +10,7 @@ namespace {
 template <typename T>
 class Blocks {
  public:
-  int64_t size, count, width;        // rows of a block, blocks of a sequence, columns
+  int64_t size, count, width;  // rows of a block, blocks of a sequence, columns
   int64_t padded_size, padded_width;
 
   Blocks(const Sizes& sizes, int64_t size, int64_t width)
@@ -98,12 +98,12 @@ T finite_or_infinity(T lse) {
 }
 
 // Adds one block's part to dk and dv [padded_size, width], and to dq [rows, key width] if `accumulate`, else writes it.
-// The columns of the keys are packed with the factor of the scores; dk and dq lack it. `weights` and `dscores` are scratch
-// of [rows, padded_size].
+// The columns of the keys are packed with the factor of the scores; dk and dq lack it. `weights` and `dscores` are
+// scratch of [rows, padded_size].
 template <typename T, typename Rows, typename GradientRows>
 void backward_block(
-    const GradientTile<T, Rows>& tile, const Blocks<T>& keys, const Blocks<T>& values, int64_t sequence, int64_t block, T* dk,
-    T* dv, const GradientRows& dq, bool accumulate, T* weights, T* dscores) {
+    const GradientTile<T, Rows>& tile, const Blocks<T>& keys, const Blocks<T>& values, int64_t sequence, int64_t block,
+    T* dk, T* dv, const GradientRows& dq, bool accumulate, T* weights, T* dscores) {
   const int64_t size = keys.padded_size;
   const Strided<T> weight_rows{weights, size}, dscore_rows{dscores, size};
   multiply<T, Left::kPlain>(tile.rows, size, keys.width, tile.q, keys.columns(sequence, block), weight_rows, false);
@@ -126,8 +126,7 @@ void backward_block(
       keys.size, values.width, tile.rows, weight_rows, tile.grad, Strided<T>{dv, values.padded_width}, true);
   multiply<T, Left::kTransposed>(
       keys.size, keys.width, tile.rows, dscore_rows, tile.q, Strided<T>{dk, keys.padded_width}, true);
-  multiply<T, Left::kPlain>(
-      tile.rows, keys.width, keys.size, dscore_rows, keys.rows(sequence, block), dq, accumulate);
+  multiply<T, Left::kPlain>(tile.rows, keys.width, keys.size, dscore_rows, keys.rows(sequence, block), dq, accumulate);
 }
 
 // A block of gradients, times a factor, to the rows of a tensor [B, T, G, width].

@@ -7,14 +7,15 @@
 namespace {
 
 constexpr int64_t kBlockKeys = 64;
-constexpr int64_t kQueryRows = 64;  // of a tile: its scores stay in the L2 cache
+constexpr int64_t kQueryRows = 64;   // of a tile: its scores stay in the L2 cache
 constexpr int64_t kPassBlocks = 16;  // whose scores a tile holds at once, unless it needs all of them
 
 inline int64_t queries_of_tile(const Sizes& sizes) {
   return std::max<int64_t>(1, kQueryRows / sizes.heads());
 }
 
-// A tile's blocks [first, last) for queries [start, stop) of which the first sees the earliest, the last the latest keys.
+// A tile's blocks [first, last) for queries [start, stop) of which the first sees the earliest, the last the latest
+// keys.
 struct BlockSpan {
   int64_t first, last;
 };
@@ -49,7 +50,8 @@ void softmax_pass(ForwardTile<T>& tile, int64_t first, int64_t last, int64_t val
       if (!sees_all(first_range, last_range, block * kBlockKeys, kBlockKeys)) {
         hide(scores, range, block * kBlockKeys, kBlockKeys, kBlockKeys);
       }
-      for (int64_t i = 0; i < kBlockKeys; i += kLanes<T>) largest = at::vec::clamp_min(Vec<T>::loadu(scores + i), largest);
+      for (int64_t i = 0; i < kBlockKeys; i += kLanes<T>)
+        largest = at::vec::clamp_min(Vec<T>::loadu(scores + i), largest);
     }
     const T previous = tile.largest[row];
     const T current = std::max(previous, largest_lane(largest));
@@ -193,8 +195,8 @@ void backward_ranges(
 
     for (int64_t index = chunk.first_tile; index < chunk.last_tile; index += chunk.step) {
       const int64_t start = index * tile_queries, queries = std::min(tile_queries, sizes.queries - start);
-      const GradientTile<T, Strided<T>> tile{queries * heads, heads, q_rows, grad_rows,
-                                             row_lse,         delta, ranges[thread].data()};
+      const GradientTile<T, Strided<T>> tile{
+          queries * heads, heads, q_rows, grad_rows, row_lse, delta, ranges[thread].data()};
       for (int64_t i = 0; i < queries; i++) ranges[thread][i] = range(start + i);
       for (int64_t row = 0; row < tile.rows; row++) {
         const int64_t position = start + row / heads, head = first_head + row % heads;
@@ -212,8 +214,9 @@ void backward_ranges(
       for (int64_t block = span.first; block < span.last; block++) {
         const int64_t local = block - chunk.span.first;
         backward_block(
-            tile, keys, values, sequence, block, chunk_dk + local * keys.elements(), chunk_dv + local * values.elements(),
-            dq_rows, block > span.first, weight_tiles[thread], dscore_tiles[thread]);
+            tile, keys, values, sequence, block, chunk_dk + local * keys.elements(),
+            chunk_dv + local * values.elements(), dq_rows, block > span.first, weight_tiles[thread],
+            dscore_tiles[thread]);
       }
       for (int64_t row = 0; row < tile.rows; row++) {
         const int64_t position = start + row / heads, head = first_head + row % heads;

@@ -112,8 +112,8 @@ inline void prefetch(const Scattered<T>& rows, int64_t first, int64_t count, int
 // How a product uses its left operand: as it lies, or transposed.
 enum class Left { kPlain, kTransposed };
 
-// C[row : row + kRows, column : column + kVectors * lanes] = A B, or C + A B. The sum over the depth is completed before
-// it is added to C: long sums in pieces round less.
+// C[row : row + kRows, column : column + kVectors * lanes] = A B, or C + A B. The sum over the depth is completed
+// before it is added to C: long sums in pieces round less.
 template <typename T, int kRows, int kVectors, Left kLeft, typename A, typename B, typename C>
 inline __attribute__((always_inline)) void micro_kernel(
     int64_t row, int64_t column, int64_t depth, const A& a, const B& b, const C& c, bool accumulate) {

@@ -108,7 +108,9 @@ template <typename T>
 struct Converter<T, T> {
   static constexpr int64_t kStep = kLanes<T>;
   static void load(const T* source, T* target) { Vec<T>::loadu(source).store(target); }
-  static void store(const T* source, const Vec<T>& factor, T* target) { (Vec<T>::loadu(source) * factor).store(target); }
+  static void store(const T* source, const Vec<T>& factor, T* target) {
+    (Vec<T>::loadu(source) * factor).store(target);
+  }
 };
 
 template <typename T, typename Stored>
@@ -159,8 +161,9 @@ class RowSource {
   RowSource(const Tensor& x, int64_t width)
       : x_(x),
         width_(width),
-        in_place_(x.dtype == (std::is_same_v<T, double> ? kFloat64 : kFloat32) && x.stride[3] == 1 &&
-                  width % kLanes<T> == 0) {}
+        in_place_(
+            x.dtype == (std::is_same_v<T, double> ? kFloat64 : kFloat32) && x.stride[3] == 1 &&
+            width % kLanes<T> == 0) {}
 
   // Row [batch, position, head], in place or copied to `copy`, zeros up to whole vectors.
   const T* row(int64_t batch, int64_t position, int64_t head, T* copy) const {
@@ -189,7 +192,8 @@ void clear_padding(const Strided<T>& rows, int64_t count) {
 
 // x[batch, position, head, :count] = source * factor, converted.
 template <typename T>
-void store_row(const T* source, T factor, const Tensor& x, int64_t batch, int64_t position, int64_t head, int64_t count) {
+void store_row(
+    const T* source, T factor, const Tensor& x, int64_t batch, int64_t position, int64_t head, int64_t count) {
   const int64_t offset = row_offset(x, batch, position, head), stride = x.stride[3];
   if constexpr (std::is_same_v<T, double>) {
     store_elements(source, stride, count, factor, reinterpret_cast<double*>(x.data) + offset);
@@ -218,7 +222,8 @@ T dot(const T* a, const T* b, int64_t padded) {
 // target += source
 template <typename T>
 void add_to(T* target, const T* source, int64_t padded) {
-  for (int64_t i = 0; i < padded; i += kLanes<T>) (Vec<T>::loadu(target + i) + Vec<T>::loadu(source + i)).store(target + i);
+  for (int64_t i = 0; i < padded; i += kLanes<T>)
+    (Vec<T>::loadu(target + i) + Vec<T>::loadu(source + i)).store(target + i);
 }
 
 // Runs an operator and reports whether memory sufficed: exceptions must not reach ctypes.

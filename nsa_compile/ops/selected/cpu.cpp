@@ -9,12 +9,12 @@
 
 namespace {
 
-// Sizes that measured best on AVX-512 with 2 MB of L2 cache. Larger units meet each block with more queries at once, but
-// their slots leave the cache before they are merged.
+// Sizes that measured best on AVX-512 with 2 MB of L2 cache. Larger units meet each block with more queries at once,
+// but their slots leave the cache before they are merged.
 constexpr int64_t kTileScores = 8192;  // of a tile: 128 rows for blocks of 64 keys
 constexpr int64_t kMaxTileRows = 128;
 constexpr int64_t kMaxUnitQueries = 512;
-constexpr int64_t kMaxSlotElements = 1 << 21;  // of a unit, which thus has fewer queries where heads or choices are many
+constexpr int64_t kMaxSlotElements = 1 << 21;  // of a unit: fewer queries where heads or choices are many
 constexpr int64_t kItemQueries = 32;           // that a thread takes at once where queries share nothing
 
 int64_t index_at(const Tensor& indices, int64_t batch, int64_t query, int64_t group, int64_t place) {
@@ -56,8 +56,8 @@ class Unit {
     first_sequence_ = places_.front().sequence;
     const int64_t num_blocks = (places_.back().sequence + 1 - first_sequence_) * blocks_;
 
-    // A counting sort. begin_[b + 2] counts the pairs of block b; after the running sum begin_[b + 1] is where its first
-    // pair goes, and moves on with each pair to where those of block b + 1 begin.
+    // A counting sort. begin_[b + 2] counts the pairs of block b; after the running sum begin_[b + 1] is where its
+    // first pair goes, and moves on with each pair to where those of block b + 1 begin.
     begin_.assign(num_blocks + 2, 0);
     visit(indices, num_blocks, [&](int64_t block, Pair) { begin_[block + 2]++; });
     for (int64_t block = 0; block < num_blocks; block++) begin_[block + 2] += begin_[block + 1];
@@ -117,8 +117,9 @@ struct Layout {
         heads(sizes.heads()),
         tile_queries(std::max<int64_t>(1, std::min(kMaxTileRows, kTileScores / padded_block) / heads)),
         tile_rows(padded_rows(tile_queries * heads)),
-        unit_queries(std::clamp<int64_t>(
-            kMaxSlotElements / std::max<int64_t>(1, num_selected * heads * slot_width), 16, kMaxUnitQueries)) {}
+        unit_queries(
+            std::clamp<int64_t>(
+                kMaxSlotElements / std::max<int64_t>(1, num_selected * heads * slot_width), 16, kMaxUnitQueries)) {}
 
   int64_t queries() const { return sizes.queries * sizes.sequences(); }
   int64_t slots() const { return unit_queries * num_selected; }
@@ -205,8 +206,8 @@ struct Slots {
   Slots(int64_t slots, int64_t heads, int64_t width)
       : heads(heads), width(width), largest(slots * heads), sum(slots * heads), out(slots * heads * width) {}
 
-  // Values of a query's head from `count` slots, beginning with `first`, to `merged`; they lack the division by the sum.
-  // Slots that no pair used have a largest score of -inf.
+  // Values of a query's head from `count` slots, beginning with `first`, to `merged`; they lack the division by the
+  // sum. Slots that no pair used have a largest score of -inf.
   Merged<T> merge(int64_t first, int64_t count, int64_t head, T* merged) const {
     Merged<T> total{-kInfinity<T>, T(0)};
     for (int64_t slot = first; slot < first + count; slot++) {
@@ -230,7 +231,8 @@ struct Slots {
 
 template <typename T>
 void forward(
-    const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads) {
+    const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale,
+    int64_t threads) {
   const auto& [q, k, v, indices, out, lse] = reinterpret_cast<const Tensor(&)[6]>(*tensors);
   Blocks<T> keys(sizes, block_size, sizes.key_dim), values(sizes, block_size, sizes.value_dim);
   keys.pack(k, sizes, false, true, static_cast<T>(scale), threads);
@@ -269,7 +271,8 @@ void forward(
         }
       }
       multiply<T, Left::kPlain>(
-          rows, values.width, block_size, Strided<T>{scores, size}, values.rows(0, block), Scattered<T>{out_rows}, false);
+          rows, values.width, block_size, Strided<T>{scores, size}, values.rows(0, block), Scattered<T>{out_rows},
+          false);
     });
 
     layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
@@ -290,7 +293,9 @@ template <typename T>
 struct RowTerms {
   Buffer<T> lse, delta;
 
-  RowTerms(const Layout& layout, const RowSource<T>& grad_source, const RowSource<T>& out_source, const Tensor& lses, int64_t threads)
+  RowTerms(
+      const Layout& layout, const RowSource<T>& grad_source, const RowSource<T>& out_source, const Tensor& lses,
+      int64_t threads)
       : lse(layout.queries() * layout.heads), delta(layout.queries() * layout.heads) {
     const int64_t heads = layout.heads, padded_width = padded_columns<T>(layout.sizes.value_dim);
     const ThreadBuffers<T> grad_copies(threads, padded_width), out_copies(threads, padded_width);
@@ -313,7 +318,8 @@ struct RowTerms {
 
 template <typename T>
 void backward(
-    const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads) {
+    const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale,
+    int64_t threads) {
   const auto& [grad, q, k, v, out, lse, indices, dq, dk, dv] = reinterpret_cast<const Tensor(&)[10]>(*tensors);
   Blocks<T> keys(sizes, block_size, sizes.key_dim), values(sizes, block_size, sizes.value_dim);
   keys.pack(k, sizes, true, true, static_cast<T>(scale), threads);
@@ -372,7 +378,8 @@ void backward(
       for (int64_t head = 0; head < heads; head++) {
         fill(merged_rows[thread], key_width, T(0));
         for (int64_t slot = first_slot; slot < first_slot + num_selected; slot++) {
-          if (slot_used[slot]) add_to(merged_rows[thread], slot_dq.data() + (slot * heads + head) * key_width, key_width);
+          if (slot_used[slot])
+            add_to(merged_rows[thread], slot_dq.data() + (slot * heads + head) * key_width, key_width);
         }
         store_row(
             merged_rows[thread], static_cast<T>(scale), dq, at.batch, at.position, at.group * heads + head,
@@ -392,7 +399,8 @@ void backward(
 
 // tensors: q, k, v, indices, out, lse
 extern "C" int selected_attention_forward(
-    const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads) {
+    const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale,
+    int64_t threads) {
   return guarded([&] {
     const auto run = tensors[0].dtype == kFloat64 ? forward<double> : forward<float>;
     run(*sizes, tensors, num_selected, block_size, scale, threads);
@@ -401,7 +409,8 @@ extern "C" int selected_attention_forward(
 
 // tensors: grad_out, q, k, v, out, lse, indices, dq, dk, dv
 extern "C" int selected_attention_backward(
-    const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads) {
+    const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale,
+    int64_t threads) {
   return guarded([&] {
     const auto run = tensors[0].dtype == kFloat64 ? backward<double> : backward<float>;
     run(*sizes, tensors, num_selected, block_size, scale, threads);
