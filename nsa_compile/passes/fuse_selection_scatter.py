@@ -225,8 +225,9 @@ def _sorted_scores(selection: Selection) -> tuple[fx.Node, int]:
 def _takes_first(node: fx.Node) -> bool:
     """Whether a slice takes the first elements of each row, one after the other."""
     x: Any
+    dim: Any
     x, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
-    return dim % example(x).dim() == example(x).dim() - 1 and start in (0, None) and step == 1
+    return bool(dim % example(x).dim() == example(x).dim() - 1 and start in (0, None) and step == 1)
 
 
 def _check_taken(selection: Selection, sort: fx.Node, count: int) -> None:
