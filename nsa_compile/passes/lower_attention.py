@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
@@ -215,10 +216,14 @@ def _dense(node: fx.Node) -> Choice:
 
 
 def _fits_sdpa(node: fx.Node) -> bool:
-    """A row that sees nothing would be NaN; each query sees at least itself through a window. SDPA wants one dtype."""
+    """A row that sees nothing would be NaN; each query sees at least itself through a window. SDPA wants one dtype.
+
+    In low precision SDPA may be taken apart into float32 products, which an ambient autocast would round again.
+    """
     q, k, v = (example(x) for x in node.args[:3])
     by_window = node.args[6] == "window" and node.args[3] is None and node.args[4] is None
-    return by_window and k.shape[1] >= q.shape[1] and q.dtype == k.dtype == v.dtype
+    precise = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.float64)
+    return by_window and k.shape[1] >= q.shape[1] and precise
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float, *, is_causal: bool) -> Tensor:
