@@ -77,7 +77,8 @@ def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
                 context.match(location(node), f"all {blocks} blocks are selected: no indices")
                 node.update_arg(4, None)
                 changed = True
-        graph.graph.eliminate_dead_code()
+        if changed:
+            graph.graph.eliminate_dead_code()  # the ranking, if nobody else reads it
     return changed
 
 

@@ -150,7 +150,11 @@ def test_regions_are_walked_into(called):
 def test_the_report_says_what_the_passes_bought():
     torch._dynamo.reset()
     fast = nsa_compile.compile(
-        lambda *x: nsa_attention(*x, pattern=EXAMPLE.pattern), nested="eager", cache=False, estimate=True
+        lambda *x: nsa_attention(*x, pattern=EXAMPLE.pattern),
+        nested="eager",
+        cache=False,
+        estimate=True,
+        attention="sparse",
     )
     fast(*EXAMPLE.tensors())
     report = nsa_compile.last_report()
