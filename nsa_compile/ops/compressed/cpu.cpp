@@ -91,9 +91,9 @@ class Selector {
 
   // eq. 10: the weights of a query summed over its heads, one after the other.
   void sum_heads(const ForwardTile<T>& tile, int64_t query, T* importance) const {
-    const int64_t block_stride = padded_rows(tile.rows) * kBlockKeys, first_row = query * tile.heads;
+    const int64_t first_row = query * tile.heads;
     for (int64_t block = 0; block < tile.span.last; block++) {
-      const T* weights = tile.scores + block * block_stride + first_row * kBlockKeys;
+      const T* weights = tile.scores + block * tile.block_stride + first_row * kBlockKeys;
       for (int64_t i = 0; i < kBlockKeys; i += kLanes<T>) {
         Vec<T> sum(T(0));
         for (int64_t head = 0; head < tile.heads; head++) {
@@ -149,47 +149,35 @@ std::vector<Chunk> make_chunks(const Sizes& sizes, const CompressedRange& range,
   return chunks;
 }
 
-template <typename T>
-void forward(
-    const Sizes& sizes, const Tensor* tensors, const CompressedRange& range, double scale, const Selection& selection,
-    int64_t threads) {
-  if (selection.count == 0) {
-    forward_ranges<T>(sizes, tensors, static_cast<T>(scale), threads, range, false, [](const auto&, int64_t) {});
-  } else {
-    const Selector<T> select(sizes, selection, tensors[5], threads);
-    forward_ranges<T>(sizes, tensors, static_cast<T>(scale), threads, range, true, select);
-  }
-}
-
-template <typename T>
-void backward(const Sizes& sizes, const Tensor* tensors, const CompressedRange& range, double scale, int64_t threads) {
-  const int64_t tile_queries = queries_of_tile(sizes);
-  const std::vector<Chunk> chunks = make_chunks(sizes, range, tile_queries);
-  backward_ranges<T>(sizes, tensors, static_cast<T>(scale), threads, range, chunks, tile_queries);
-}
-
 }  // namespace
 
 // tensors: q, k, v, out, lse, indices
 extern "C" int compressed_attention_forward(
     const Sizes* sizes, const Tensor* tensors, int64_t block_size, int64_t stride, double scale, int64_t select_block,
     const int64_t* offsets, const int64_t* weights, int64_t terms, int64_t num_selected, int64_t num_initial,
-    int64_t num_local, int64_t threads) {
-  return guarded([&] {
+    int64_t num_local, int64_t threads, int64_t matrix_unit) {
+  return with_engine(tensors[0].dtype, matrix_unit, [&](const auto& engine) {
+    using T = typename std::decay_t<decltype(engine)>::Value;
     const CompressedRange range{sizes->keys, block_size, stride};
     const Selection selection{select_block, select_block / stride, offsets,     weights,
                               terms,        num_selected,          num_initial, num_local};
-    const auto run = tensors[0].dtype == kFloat64 ? forward<double> : forward<float>;
-    run(*sizes, tensors, range, scale, selection, threads);
+    if (num_selected == 0) {
+      forward_ranges(engine, *sizes, tensors, scale, threads, range, false, [](const auto&, int64_t) {});
+    } else {
+      const Selector<T> select(*sizes, selection, tensors[5], threads);
+      forward_ranges(engine, *sizes, tensors, scale, threads, range, true, select);
+    }
   });
 }
 
 // tensors: grad_out, q, k, v, out, lse, dq, dk, dv
 extern "C" int compressed_attention_backward(
-    const Sizes* sizes, const Tensor* tensors, int64_t block_size, int64_t stride, double scale, int64_t threads) {
-  return guarded([&] {
+    const Sizes* sizes, const Tensor* tensors, int64_t block_size, int64_t stride, double scale, int64_t threads,
+    int64_t matrix_unit) {
+  return with_engine(tensors[0].dtype, matrix_unit, [&](const auto& engine) {
     const CompressedRange range{sizes->keys, block_size, stride};
-    const auto run = tensors[0].dtype == kFloat64 ? backward<double> : backward<float>;
-    run(*sizes, tensors, range, scale, threads);
+    const int64_t tile_queries = queries_of_tile(*sizes);
+    const std::vector<Chunk> chunks = make_chunks(*sizes, range, tile_queries);
+    backward_ranges(engine, *sizes, tensors, scale, threads, range, chunks, tile_queries);
   });
 }

@@ -3,13 +3,17 @@
 Inductor's code cache does the work: its compiler, its flags with the vector width of the machine, its directory. A
 kernel is thus compiled once a machine, not once a process. Its flags switch off what would change the meaning of
 floating-point code, contraction included; the kernels ask for fused multiply-adds where they want them.
+
+Where the machine has a matrix unit (AMX), products of float32 and below run on it, as exactly as on its vectors.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache
 from pathlib import Path
@@ -17,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["call", "load", "sizes_of"]
+__all__ = ["call", "has_matrix_unit", "load", "sizes_of", "vectors_only"]
 
 OPERATORS = ("window", "compressed", "selected")
 _DTYPES = {
@@ -40,6 +44,27 @@ class _Sizes(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in ("batch", "queries", "keys", "query_heads", "groups", "key_dim", "value_dim")
     )  # fmt: skip
+
+
+_vectors_only: list[bool] = []
+
+
+@cache
+def has_matrix_unit() -> bool:
+    """Whether the processor has a matrix unit that the kernels can use, and the system lets this process use it."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return "amx_tile" in str(pick_vec_isa()) and torch.cpu._init_amx()
+
+
+@contextmanager
+def vectors_only() -> Iterator[None]:
+    """Inside this context the kernels leave the matrix unit alone, as on machines that have none."""
+    _vectors_only.append(True)
+    try:
+        yield
+    finally:
+        _vectors_only.pop()
 
 
 @cache
@@ -84,7 +109,7 @@ def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> _Sizes:
 
 
 def call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor, ...], *parameters: object) -> None:
-    """`<operator>_attention_<direction>(sizes, tensors, parameters…, number of threads)`.
+    """`<operator>_attention_<direction>(sizes, tensors, parameters…, number of threads, use of the matrix unit)`.
 
     Parameters are ints, floats and sequences of ints. Raises MemoryError where working memory cannot be allocated.
     """
@@ -94,7 +119,8 @@ def call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor, ..
     described = (_Tensor * len(tensors))(*map(_describe, tensors))
     arguments = [_to_c(parameter) for parameter in parameters]
     threads = ctypes.c_int64(torch.get_num_threads())
-    if function(ctypes.byref(sizes), described, *arguments, threads):
+    matrix_unit = ctypes.c_int64(has_matrix_unit() and not _vectors_only)
+    if function(ctypes.byref(sizes), described, *arguments, threads, matrix_unit):
         raise MemoryError(
             f"{operator}_attention ({direction}) ran out of memory for q [{sizes.batch}, {sizes.queries}, "
             f"{sizes.query_heads}, {sizes.key_dim}]; use a smaller batch or a shorter sequence"

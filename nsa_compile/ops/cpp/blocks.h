@@ -1,48 +1,74 @@
 // Keys and values cut into blocks, each packed for the products that read it, and attention over one block backwards.
 #pragma once
 
-#include "tensor.h"
+#include "amx.h"
+#include "vectors.h"
 
 namespace {
 
-// A tensor [B, T, G, width] as blocks of rows: [rows, width] for products that sum over the block's rows, [width, rows]
-// for those that sum over the width, both padded. Rows after the end are zero.
-template <typename T>
+// Rows of a left operand or of a result.
+template <typename E>
+constexpr int64_t padded_rows(int64_t rows) {
+  return round_up(rows, E::kRows);
+}
+
+// A tensor [B, T, G, width] as blocks of rows, packed as right operands: [rows, width] for products that sum over the
+// block's rows, [width, rows] for those that sum over the width. Rows after the end are zero.
+template <typename E>
 class Blocks {
  public:
+  using T = typename E::Value;
   int64_t size, count, width;  // rows of a block, blocks of a sequence, columns
   int64_t padded_size, padded_width;
 
-  Blocks(const Sizes& sizes, int64_t size, int64_t width)
+  Blocks(const E& engine, const Sizes& sizes, int64_t size, int64_t width)
       : size(size),
         count(divide_up(sizes.keys, size)),
         width(width),
-        padded_size(round_up(padded_columns<T>(size), kTileRows)),
-        padded_width(padded_columns<T>(width)) {}
+        padded_size(round_up(round_up(size, E::kColumns), E::kRows)),
+        padded_width(round_up(width, E::kColumns)),
+        engine_(engine) {}
 
-  int64_t elements() const { return padded_size * padded_width; }
+  int64_t elements() const { return padded_size * padded_width; }  // of a block's gradients
   // One block as [rows, width], and as [width, rows], the latter times the factor it was packed with.
-  Strided<const T> rows(int64_t sequence, int64_t block) const {
-    return {rows_.data() + (sequence * count + block) * elements(), padded_width};
+  typename E::Right rows(int64_t sequence, int64_t block) const {
+    return engine_.right(rows_.data() + (sequence * count + block) * rows_size(), size, width, row_pieces());
   }
-  Strided<const T> columns(int64_t sequence, int64_t block) const {
-    return {columns_.data() + (sequence * count + block) * elements(), padded_size};
+  typename E::Right columns(int64_t sequence, int64_t block) const {
+    return engine_.right(
+        columns_.data() + (sequence * count + block) * columns_size(), width, padded_size, column_pieces_);
   }
 
   void pack(const Tensor& x, const Sizes& sizes, bool with_rows, bool with_columns, T factor, int64_t threads) {
     const int64_t blocks = sizes.sequences() * count;
-    if (with_rows) rows_ = Buffer<T>(blocks * elements());
-    if (with_columns) columns_ = Buffer<T>(blocks * elements());
-    const ThreadBuffers<T> scratch(with_rows ? 0 : threads, elements());
+    column_pieces_ = engine_.pieces(factor);
+    if (with_rows) rows_ = Buffer<Packed>(blocks * rows_size());
+    if (with_columns) columns_ = Buffer<Packed>(blocks * columns_size());
+    const ThreadBuffers<T> loaded(threads, elements()), transposed(threads, with_columns ? elements() : 0);
     parallel_for(blocks, threads, [&](int64_t item, int64_t thread) {
-      T* target = with_rows ? rows_.data() + item * elements() : scratch[thread];
-      load_block(x, sizes, item / count, item % count, target);
-      if (with_columns) transpose(target, factor, columns_.data() + item * elements());
+      load_block(x, sizes, item / count, item % count, loaded[thread]);
+      if (with_rows) {
+        const Strided<const T> rows{loaded[thread], padded_width};
+        engine_.pack_right(rows, size, width, row_pieces(), rows_.data() + item * rows_size());
+      }
+      if (with_columns) {
+        transpose(loaded[thread], factor, transposed[thread]);
+        const Strided<const T> columns{transposed[thread], padded_size};
+        engine_.pack_right(columns, width, padded_size, column_pieces_, columns_.data() + item * columns_size());
+      }
     });
   }
 
  private:
-  Buffer<T> rows_, columns_;
+  using Packed = typename E::Packed;
+
+  const E& engine_;
+  int64_t column_pieces_ = 1;
+  Buffer<Packed> rows_, columns_;
+
+  int64_t row_pieces() const { return engine_.pieces(T(1)); }
+  int64_t rows_size() const { return engine_.right_size(size, width, row_pieces()); }
+  int64_t columns_size() const { return engine_.right_size(width, padded_size, column_pieces_); }
 
   void load_block(const Tensor& x, const Sizes& sizes, int64_t sequence, int64_t block, T* target) const {
     const int64_t first = block * size;
@@ -81,11 +107,9 @@ void hide(T* scores, const KeyRange& range, int64_t first_key, int64_t size, int
 }
 
 // The queries of a tile in the backward pass: `rows` rows, the heads of a group for some queries.
-template <typename T, typename Rows>
+template <typename T>
 struct GradientTile {
   int64_t rows, heads;
-  Rows q;                  // [rows, key width]
-  Rows grad;               // [rows, value width], the gradient of the output
   const T* lse;            // [rows], +inf for a query that sees nothing, which makes its weights zero
   const T* delta;          // [rows], the sum of gradient times output
   const KeyRange* ranges;  // [rows / heads], neither end ever decreasing
@@ -97,18 +121,29 @@ T finite_or_infinity(T lse) {
   return lse == -kInfinity<T> ? kInfinity<T> : lse;
 }
 
-// Adds one block's part to dk and dv [padded_size, width], and to dq [rows, key width] if `accumulate`, else writes it.
-// The columns of the keys are packed with the factor of the scores; dk and dq lack it. `weights` and `dscores` are
-// scratch of [rows, padded_size].
-template <typename T, typename Rows, typename GradientRows>
+// The scores and what they need of a tile of queries in the backward pass.
+template <typename E>
+struct GradientScratch {
+  ThreadBuffers<typename E::Value> weights, dscores;    // [rows, padded size of a block]
+  ThreadBuffers<typename E::Packed> products;
+
+  GradientScratch(const E& engine, const Blocks<E>& keys, const Blocks<E>& values, int64_t rows, int64_t threads)
+      : weights(threads, rows * keys.padded_size),
+        dscores(threads, rows * keys.padded_size),
+        products(threads, E::template Gradients<Strided<typename E::Value>>::scratch_size(
+            engine, rows, keys.padded_size, keys.width, values.width)) {}
+};
+
+// Adds one block's part to the sums of dk and dv, and to dq [rows, key width] if `accumulate`, else writes it. The columns
+// of the keys are packed with the factor of the scores; dk and dq lack it. `weights` and `dscores` are scratch.
+template <typename E, typename Products, typename GradientRows>
 void backward_block(
-    const GradientTile<T, Rows>& tile, const Blocks<T>& keys, const Blocks<T>& values, int64_t sequence, int64_t block,
-    T* dk, T* dv, const GradientRows& dq, bool accumulate, T* weights, T* dscores) {
+    const GradientTile<typename E::Value>& tile, const Products& products, const Blocks<E>& keys,
+    const Blocks<E>& values, int64_t sequence, int64_t block, typename E::Value* dk, typename E::Value* dv,
+    const GradientRows& dq, bool accumulate, typename E::Value* weights, typename E::Value* dscores) {
+  using T = typename E::Value;
   const int64_t size = keys.padded_size;
-  const Strided<T> weight_rows{weights, size}, dscore_rows{dscores, size};
-  multiply<T, Left::kPlain>(tile.rows, size, keys.width, tile.q, keys.columns(sequence, block), weight_rows, false);
-  multiply<T, Left::kPlain>(
-      tile.rows, size, values.width, tile.grad, values.columns(sequence, block), dscore_rows, false);
+  products.scores(keys.columns(sequence, block), values.columns(sequence, block), size, weights, dscores);
   const int64_t first_key = block * keys.size;
   const bool whole = sees_all(tile.ranges[0], tile.ranges[tile.rows / tile.heads - 1], first_key, size);
   for (int64_t row = 0; row < tile.rows; row++) {
@@ -122,24 +157,31 @@ void backward_block(
       (weight * (Vec<T>::loadu(ds + i) - delta)).store(ds + i);
     }
   }
-  multiply<T, Left::kTransposed>(
-      keys.size, values.width, tile.rows, weight_rows, tile.grad, Strided<T>{dv, values.padded_width}, true);
-  multiply<T, Left::kTransposed>(
-      keys.size, keys.width, tile.rows, dscore_rows, tile.q, Strided<T>{dk, keys.padded_width}, true);
-  multiply<T, Left::kPlain>(tile.rows, keys.width, keys.size, dscore_rows, keys.rows(sequence, block), dq, accumulate);
+  products.add(weights, dscores, keys.size, size, keys.rows(sequence, block), dk, dv, dq, accumulate);
 }
 
-// A block of gradients, times a factor, to the rows of a tensor [B, T, G, width].
-template <typename T>
+// A block's sums of gradients, times a factor, to the rows of a tensor [B, T, G, width]. `scratch` has room for them.
+template <typename E>
 void store_block(
-    const T* source, T factor, const Tensor& x, const Sizes& sizes, const Blocks<T>& blocks, int64_t sequence,
-    int64_t block) {
+    const E& engine, const typename E::Value* sums, typename E::Value factor, const Tensor& x, const Sizes& sizes,
+    const Blocks<E>& blocks, int64_t sequence, int64_t block, typename E::Value* scratch) {
+  const auto rows = engine.sum_rows(sums, blocks.padded_size, blocks.padded_width, scratch);
   const int64_t first = block * blocks.size;
   for (int64_t i = 0; i < std::min(blocks.size, sizes.keys - first); i++) {
-    store_row(
-        source + i * blocks.padded_width, factor, x, sequence / sizes.groups, first + i, sequence % sizes.groups,
-        blocks.width);
+    store_row(rows[i], factor, x, sequence / sizes.groups, first + i, sequence % sizes.groups, blocks.width);
   }
+}
+
+// Runs `function(engine)` with the engine for inputs of a type: the matrix unit where there is one and it is wanted.
+template <typename Function>
+int with_engine(int64_t dtype, int64_t matrix_unit, const Function& function) {
+  return guarded([&] {
+    if (dtype == kFloat64) return function(Vectors<double>());
+#ifdef HAS_AMX
+    if (matrix_unit) return function(Amx(dtype));
+#endif
+    function(Vectors<float>());
+  });
 }
 
 }  // namespace

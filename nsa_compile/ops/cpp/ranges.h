@@ -33,6 +33,7 @@ struct ForwardTile {
   int64_t sequence, start, queries, heads, rows;
   std::vector<KeyRange> ranges;  // of the queries
   BlockSpan span;
+  int64_t block_stride;  // of the scores
   T *scores, *out;  // scores, after a pass exp(score - largest), and the sum of values weighted by these [rows, width]
   T *largest, *sum, *inverse_sum;  // [rows]
 };
@@ -40,7 +41,7 @@ struct ForwardTile {
 // The scores of blocks [first, last) become exp(score - largest), and what earlier passes summed is rescaled.
 template <typename T>
 void softmax_pass(ForwardTile<T>& tile, int64_t first, int64_t last, int64_t value_width) {
-  const int64_t row_stride = kBlockKeys, block_stride = padded_rows(tile.rows) * kBlockKeys;
+  const int64_t row_stride = kBlockKeys, block_stride = tile.block_stride;
   const KeyRange &first_range = tile.ranges[0], &last_range = tile.ranges[tile.queries - 1];
   for (int64_t row = 0; row < tile.rows; row++) {
     const KeyRange& range = tile.ranges[row / tile.heads];
@@ -77,26 +78,30 @@ void softmax_pass(ForwardTile<T>& tile, int64_t first, int64_t last, int64_t val
 
 // Output and log-sum-exp for every query. `range(s)` is the KeyRange of query s. With `whole_rows` a tile's scores are
 // all computed before the softmax and passed on: `after(tile, thread)` finds exp(score - largest) in them.
-template <typename T, typename Range, typename After>
+template <typename E, typename Range, typename After>
 void forward_ranges(
-    const Sizes& sizes, const Tensor* tensors, T scale, int64_t threads, const Range& range, bool whole_rows,
-    const After& after) {
+    const E& engine, const Sizes& sizes, const Tensor* tensors, typename E::Value scale, int64_t threads,
+    const Range& range, bool whole_rows, const After& after) {
+  using T = typename E::Value;
   const auto& [q, k, v, out, lse] = reinterpret_cast<const Tensor(&)[5]>(*tensors);
-  Blocks<T> keys(sizes, kBlockKeys, sizes.key_dim), values(sizes, kBlockKeys, sizes.value_dim);
+  Blocks<E> keys(engine, sizes, kBlockKeys, sizes.key_dim), values(engine, sizes, kBlockKeys, sizes.value_dim);
   keys.pack(k, sizes, false, true, scale, threads);
   values.pack(v, sizes, true, false, T(1), threads);
 
   const int64_t heads = sizes.heads();
   const int64_t tile_queries = queries_of_tile(sizes);
-  const int64_t tiles = divide_up(sizes.queries, tile_queries), rows = padded_rows(tile_queries * heads);
+  const int64_t tiles = divide_up(sizes.queries, tile_queries), rows = padded_rows<E>(tile_queries * heads);
   const int64_t pass_blocks = whole_rows ? std::max<int64_t>(1, keys.count) : std::min(kPassBlocks, keys.count);
   const ThreadBuffers<T> q_tiles(threads, rows * keys.padded_width), out_tiles(threads, rows * values.padded_width);
   const ThreadBuffers<T> score_tiles(threads, rows * kBlockKeys * pass_blocks), row_values(threads, 3 * rows);
+  const ThreadBuffers<typename E::Packed> packed_queries(threads, engine.left_size(rows, sizes.key_dim));
+  const ThreadBuffers<typename E::Packed> packed_weights(threads, engine.left_size(rows, kBlockKeys));
   std::vector<ForwardTile<T>> of_thread(threads);
   for (auto& tile : of_thread) tile.ranges.resize(tile_queries);
 
   // The last tiles see the most keys; starting with them balances the threads.
   parallel_for(sizes.sequences() * tiles, threads, [&](int64_t item, int64_t thread) {
+    [[maybe_unused]] const typename E::Session session;
     ForwardTile<T>& tile = of_thread[thread];
     tile.sequence = item % sizes.sequences();
     tile.start = (tiles - 1 - item / sizes.sequences()) * tile_queries;
@@ -113,23 +118,25 @@ void forward_ranges(
     for (int64_t row = 0; row < tile.rows; row++) {
       load_row(q, batch, tile.start + row / heads, first_head + row % heads, sizes.key_dim, q_rows[row]);
     }
-    clear_padding(q_rows, tile.rows);
-    fill(tile.out, padded_rows(tile.rows) * values.padded_width, T(0));
+    clear_padding(q_rows, tile.rows, padded_rows<E>(tile.rows));
+    fill(tile.out, padded_rows<E>(tile.rows) * values.padded_width, T(0));
     fill(tile.largest, rows, -kInfinity<T>);
     fill(tile.sum, rows, T(0));
 
-    const int64_t block_stride = padded_rows(tile.rows) * kBlockKeys;
+    const auto queries = engine.left(q_rows, tile.rows, sizes.key_dim, packed_queries[thread]);
+    tile.block_stride = padded_rows<E>(tile.rows) * kBlockKeys;
     for (int64_t first = tile.span.first; first < tile.span.last; first += pass_blocks) {
       const int64_t last = std::min(tile.span.last, first + pass_blocks);
       for (int64_t block = first; block < last; block++) {
-        const Strided<T> scores{tile.scores + (block - first) * block_stride, kBlockKeys};
-        multiply<T, Left::kPlain>(
-            tile.rows, kBlockKeys, sizes.key_dim, q_rows, keys.columns(tile.sequence, block), scores, false);
+        const Strided<T> scores{tile.scores + (block - first) * tile.block_stride, kBlockKeys};
+        engine.multiply(
+            tile.rows, kBlockKeys, sizes.key_dim, queries, keys.columns(tile.sequence, block), scores, false);
       }
       softmax_pass(tile, first, last, values.padded_width);
       for (int64_t block = first; block < last; block++) {
-        const Strided<T> weights{tile.scores + (block - first) * block_stride, kBlockKeys};
-        multiply<T, Left::kPlain>(
+        const Strided<T> weight_rows{tile.scores + (block - first) * tile.block_stride, kBlockKeys};
+        const auto weights = engine.computed_left(weight_rows, tile.rows, kBlockKeys, packed_weights[thread]);
+        engine.multiply(
             tile.rows, sizes.value_dim, kBlockKeys, weights, values.rows(tile.sequence, block),
             Strided<T>{tile.out, values.padded_width}, true);
       }
@@ -155,16 +162,17 @@ struct Chunk {
 
 // Gradients for every query, key and value. Each chunk of each sequence has its own sums for dk and dv, which are added
 // in the order of the chunks, so that no bit depends on the number of threads.
-template <typename T, typename Range>
+template <typename E, typename Range>
 void backward_ranges(
-    const Sizes& sizes, const Tensor* tensors, T scale, int64_t threads, const Range& range, std::vector<Chunk> chunks,
-    int64_t tile_queries) {
+    const E& engine, const Sizes& sizes, const Tensor* tensors, typename E::Value scale, int64_t threads,
+    const Range& range, std::vector<Chunk> chunks, int64_t tile_queries) {
+  using T = typename E::Value;
   const auto& [grad, q, k, v, out, lse, dq, dk, dv] = reinterpret_cast<const Tensor(&)[9]>(*tensors);
-  Blocks<T> keys(sizes, kBlockKeys, sizes.key_dim), values(sizes, kBlockKeys, sizes.value_dim);
+  Blocks<E> keys(engine, sizes, kBlockKeys, sizes.key_dim), values(engine, sizes, kBlockKeys, sizes.value_dim);
   keys.pack(k, sizes, true, true, scale, threads);
   values.pack(v, sizes, false, true, T(1), threads);
 
-  const int64_t heads = sizes.heads(), rows = padded_rows(tile_queries * heads);
+  const int64_t heads = sizes.heads(), rows = padded_rows<E>(tile_queries * heads);
   const int64_t key_width = keys.padded_width, value_width = values.padded_width;
   int64_t chunk_blocks = 0;  // of all chunks of a sequence
   for (Chunk& chunk : chunks) {
@@ -175,12 +183,13 @@ void backward_ranges(
   const Buffer<T> value_sums(sizes.sequences() * chunk_blocks * values.elements());
   const ThreadBuffers<T> q_tiles(threads, rows * key_width), grad_tiles(threads, rows * value_width);
   const ThreadBuffers<T> dq_tiles(threads, rows * key_width), out_rows(threads, value_width);
-  const ThreadBuffers<T> weight_tiles(threads, rows * kBlockKeys), dscore_tiles(threads, rows * kBlockKeys);
+  const GradientScratch<E> scratch(engine, keys, values, rows, threads);
   const ThreadBuffers<T> row_values(threads, 2 * rows);
   std::vector<std::vector<KeyRange>> ranges(threads, std::vector<KeyRange>(tile_queries));
 
   const int64_t num_chunks = chunks.size();
   parallel_for(sizes.sequences() * num_chunks, threads, [&](int64_t item, int64_t thread) {
+    [[maybe_unused]] const typename E::Session session;
     const int64_t sequence = item % sizes.sequences();
     const Chunk& chunk = chunks[num_chunks - 1 - item / sizes.sequences()];
     const int64_t batch = sequence / sizes.groups, first_head = sequence % sizes.groups * heads;
@@ -195,8 +204,7 @@ void backward_ranges(
 
     for (int64_t index = chunk.first_tile; index < chunk.last_tile; index += chunk.step) {
       const int64_t start = index * tile_queries, queries = std::min(tile_queries, sizes.queries - start);
-      const GradientTile<T, Strided<T>> tile{
-          queries * heads, heads, q_rows, grad_rows, row_lse, delta, ranges[thread].data()};
+      const GradientTile<T> tile{queries * heads, heads, row_lse, delta, ranges[thread].data()};
       for (int64_t i = 0; i < queries; i++) ranges[thread][i] = range(start + i);
       for (int64_t row = 0; row < tile.rows; row++) {
         const int64_t position = start + row / heads, head = first_head + row % heads;
@@ -206,17 +214,19 @@ void backward_ranges(
         delta[row] = dot(grad_rows[row], out_rows[thread], value_width);
         row_lse[row] = finite_or_infinity(element<T>(lse, batch, position, head));
       }
-      clear_padding(q_rows, tile.rows);
-      clear_padding(grad_rows, tile.rows);
+      clear_padding(q_rows, tile.rows, padded_rows<E>(tile.rows));
+      clear_padding(grad_rows, tile.rows, padded_rows<E>(tile.rows));
+      const typename E::template Gradients<Strided<T>> products(
+          engine, q_rows, grad_rows, tile.rows, sizes.key_dim, sizes.value_dim, scratch.products[thread]);
 
       const BlockSpan span = blocks_seen(range, start, start + queries);
       if (span.first == span.last) fill(dq_rows[0], tile.rows * key_width, T(0));
       for (int64_t block = span.first; block < span.last; block++) {
         const int64_t local = block - chunk.span.first;
         backward_block(
-            tile, keys, values, sequence, block, chunk_dk + local * keys.elements(),
-            chunk_dv + local * values.elements(), dq_rows, block > span.first, weight_tiles[thread],
-            dscore_tiles[thread]);
+            tile, products, keys, values, sequence, block, chunk_dk + local * keys.elements(),
+            chunk_dv + local * values.elements(), dq_rows, block > span.first, scratch.weights[thread],
+            scratch.dscores[thread]);
       }
       for (int64_t row = 0; row < tile.rows; row++) {
         const int64_t position = start + row / heads, head = first_head + row % heads;
@@ -226,9 +236,10 @@ void backward_ranges(
   });
 
   const ThreadBuffers<T> sums(threads, std::max(keys.elements(), values.elements()));
+  const ThreadBuffers<T> sum_rows(threads, std::max(keys.elements(), values.elements()));
   parallel_for(sizes.sequences() * keys.count, threads, [&](int64_t item, int64_t thread) {
     const int64_t sequence = item / keys.count, block = item % keys.count;
-    const auto reduce = [&](const Buffer<T>& parts, const Blocks<T>& blocks, T factor, const Tensor& target) {
+    const auto reduce = [&](const Buffer<T>& parts, const Blocks<E>& blocks, T factor, const Tensor& target) {
       T* sum = sums[thread];
       fill(sum, blocks.elements(), T(0));
       for (const Chunk& chunk : chunks) {
@@ -236,7 +247,7 @@ void backward_ranges(
         const int64_t part = sequence * chunk_blocks + chunk.offset + block - chunk.span.first;
         add_to(sum, parts.data() + part * blocks.elements(), blocks.elements());
       }
-      store_block(sum, factor, target, sizes, blocks, sequence, block);
+      store_block(engine, sum, factor, target, sizes, blocks, sequence, block, sum_rows[thread]);
     };
     reduce(key_sums, keys, scale, dk);
     reduce(value_sums, values, T(1), dv);

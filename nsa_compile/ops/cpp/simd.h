@@ -1,4 +1,4 @@
-// Vectors of the machine's width, an exponential, and the matrix product that everything else is made of.
+// Vectors of the machine's width, an exponential, and the matrix product made of these.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -38,11 +38,6 @@ constexpr int64_t divide_up(int64_t value, int64_t divisor) {
 template <typename T>
 constexpr int64_t padded_columns(int64_t columns) {
   return round_up(columns, kLanes<T>);
-}
-
-// Rows of a matrix that is the left operand or the result of a product: whole micro kernels.
-constexpr int64_t padded_rows(int64_t rows) {
-  return round_up(rows, kTileRows);
 }
 
 template <typename T>
@@ -151,8 +146,8 @@ inline __attribute__((always_inline)) void micro_kernel(
 }
 
 // C[rows, columns] = A B, or C + A B, with A[rows, depth] (plain) or A[depth, rows] (transposed) and B[depth, columns].
-// C has padded_rows(rows) rows and, like B, padded_columns(columns) columns; the padding of C is written. So are the
-// rows of a plain A padded, and the columns of a transposed one; what the padding holds reaches only C's padding.
+// C has rows up to a multiple of kTileRows and, like B, padded_columns(columns) columns; the padding of C is written. So
+// are the rows of a plain A padded, and the columns of a transposed one; what the padding holds reaches only C's padding.
 template <typename T, Left kLeft, typename A, typename B, typename C>
 void multiply(int64_t rows, int64_t columns, int64_t depth, const A& a, const B& b, const C& c, bool accumulate) {
   int64_t column = 0;

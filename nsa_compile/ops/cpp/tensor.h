@@ -180,14 +180,14 @@ class RowSource {
 
 // Pointers to rows, up to whole micro kernels. The last ones repeat a row that can be read.
 template <typename T>
-void pad_rows(const T** rows, int64_t count) {
-  for (int64_t row = count; row < padded_rows(count); row++) rows[row] = rows[0];
+void pad_rows(const T** rows, int64_t count, int64_t padded_count) {
+  for (int64_t row = count; row < padded_count; row++) rows[row] = rows[0];
 }
 
 // Zeros in the rows that fill up a micro kernel.
 template <typename T>
-void clear_padding(const Strided<T>& rows, int64_t count) {
-  fill(rows[count], (padded_rows(count) - count) * rows.stride, T(0));
+void clear_padding(const Strided<T>& rows, int64_t count, int64_t padded_count) {
+  fill(rows[count], (padded_count - count) * rows.stride, T(0));
 }
 
 // x[batch, position, head, :count] = source * factor, converted.

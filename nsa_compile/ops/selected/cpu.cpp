@@ -110,13 +110,15 @@ struct Layout {
   int64_t num_selected, block_size, heads;
   int64_t tile_queries, tile_rows, unit_queries;
 
-  Layout(const Sizes& sizes, int64_t num_selected, int64_t block_size, int64_t padded_block, int64_t slot_width)
+  Layout(
+      const Sizes& sizes, int64_t num_selected, int64_t block_size, int64_t padded_block, int64_t slot_width,
+      int64_t row_multiple)
       : sizes(sizes),
         num_selected(num_selected),
         block_size(block_size),
         heads(sizes.heads()),
         tile_queries(std::max<int64_t>(1, std::min(kMaxTileRows, kTileScores / padded_block) / heads)),
-        tile_rows(padded_rows(tile_queries * heads)),
+        tile_rows(round_up(tile_queries * heads, row_multiple)),
         unit_queries(
             std::clamp<int64_t>(
                 kMaxSlotElements / std::max<int64_t>(1, num_selected * heads * slot_width), 16, kMaxUnitQueries)) {}
@@ -126,9 +128,10 @@ struct Layout {
 
   // Runs `function(used block, first pair, number of pairs, thread)` for tiles of a unit's pairs. The tiles of one
   // block come one after the other, by one thread.
-  template <typename Function>
+  template <typename E, typename Function>
   void for_tiles(const Unit& unit, int64_t threads, const Function& function) const {
     parallel_for(unit.num_used(), threads, [&](int64_t used, int64_t thread) {
+      [[maybe_unused]] const typename E::Session session;
       for (const Pair* pair = unit.begin(used); pair < unit.end(used); pair += tile_queries) {
         function(unit.block(used), pair, std::min<int64_t>(tile_queries, unit.end(used) - pair), thread);
       }
@@ -151,8 +154,8 @@ struct Layout {
 // Pointers to the rows of the pairs' queries, one for each head; `copies` has room for all rows.
 template <typename T>
 void gather(
-    const RowSource<T>& source, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads, int64_t padded_width,
-    T* copies, const T** rows) {
+    const RowSource<T>& source, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads,
+    int64_t padded_count, int64_t padded_width, T* copies, const T** rows) {
   for (int64_t i = 0; i < count; i++) {
     const Place& at = unit.place(pairs[i].query);
     for (int64_t head = 0; head < heads; head++) {
@@ -160,18 +163,19 @@ void gather(
       rows[row] = source.row(at.batch, at.position, at.group * heads + head, copies + row * padded_width);
     }
   }
-  pad_rows(rows, count * heads);
+  pad_rows(rows, count * heads, padded_count);
 }
 
 // Pointers to the rows of the pairs' slots; those that only fill up a micro kernel share `unused`.
 template <typename T>
 void slot_rows(
-    T* slots, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads, int64_t width, T* unused, T** rows) {
+    T* slots, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads, int64_t padded_count, int64_t width,
+    T* unused, T** rows) {
   for (int64_t i = 0; i < count; i++) {
     T* first = slots + unit.slot(pairs[i]) * heads * width;
     for (int64_t head = 0; head < heads; head++) rows[i * heads + head] = first + head * width;
   }
-  for (int64_t row = count * heads; row < padded_rows(count * heads); row++) rows[row] = unused;
+  for (int64_t row = count * heads; row < padded_count; row++) rows[row] = unused;
 }
 
 // Scores of one row to exp(score - largest); their largest and their sum.
@@ -229,38 +233,40 @@ struct Slots {
   }
 };
 
-template <typename T>
+template <typename E>
 void forward(
-    const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale,
-    int64_t threads) {
+    const E& engine, const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size,
+    typename E::Value scale, int64_t threads) {
+  using T = typename E::Value;
   const auto& [q, k, v, indices, out, lse] = reinterpret_cast<const Tensor(&)[6]>(*tensors);
-  Blocks<T> keys(sizes, block_size, sizes.key_dim), values(sizes, block_size, sizes.value_dim);
-  keys.pack(k, sizes, false, true, static_cast<T>(scale), threads);
+  Blocks<E> keys(engine, sizes, block_size, sizes.key_dim), values(engine, sizes, block_size, sizes.value_dim);
+  keys.pack(k, sizes, false, true, scale, threads);
   values.pack(v, sizes, true, false, T(1), threads);
   const RowSource<T> q_source(q, sizes.key_dim);
 
   const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
-  const Layout layout(sizes, num_selected, block_size, size, value_width);
+  const Layout layout(sizes, num_selected, block_size, size, value_width, E::kRows);
   const int64_t heads = layout.heads;
   const Slots<T> slots(layout.slots(), heads, value_width);
   const ThreadBuffers<T> q_tiles(threads, layout.tile_rows * key_width), score_tiles(threads, layout.tile_rows * size);
   const ThreadBuffers<const T*> q_pointers(threads, layout.tile_rows);
   const ThreadBuffers<T*> out_pointers(threads, layout.tile_rows);
   const ThreadBuffers<T> merged_rows(threads, value_width);
+  const ThreadBuffers<typename E::Packed> packed(threads, engine.left_size(layout.tile_rows, std::max(sizes.key_dim, size)));
   Unit unit(sizes, num_selected, block_size, keys.count);
   for (int64_t first = 0; first < layout.queries(); first += layout.unit_queries) {
     unit.sort(indices, first, std::min(layout.queries(), first + layout.unit_queries));
     fill(slots.largest.data(), layout.slots() * heads, -kInfinity<T>);
 
-    layout.for_tiles(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
+    layout.template for_tiles<E>(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
       const T** q_rows = q_pointers[thread];
       T** out_rows = out_pointers[thread];
       T* scores = score_tiles[thread];
-      const int64_t rows = count * heads, first_key = block % keys.count * block_size;
-      gather(q_source, unit, pairs, count, heads, key_width, q_tiles[thread], q_rows);
-      slot_rows(slots.out.data(), unit, pairs, count, heads, value_width, merged_rows[thread], out_rows);
-      multiply<T, Left::kPlain>(
-          rows, size, keys.width, Scattered<const T>{q_rows}, keys.columns(0, block), Strided<T>{scores, size}, false);
+      const int64_t rows = count * heads, padded = padded_rows<E>(rows), first_key = block % keys.count * block_size;
+      gather(q_source, unit, pairs, count, heads, padded, key_width, q_tiles[thread], q_rows);
+      slot_rows(slots.out.data(), unit, pairs, count, heads, padded, value_width, merged_rows[thread], out_rows);
+      const auto queries = engine.left(Scattered<const T>{q_rows}, rows, keys.width, packed[thread]);
+      engine.multiply(rows, size, keys.width, queries, keys.columns(0, block), Strided<T>{scores, size}, false);
       for (int64_t i = 0; i < count; i++) {
         const KeyRange range = layout.range(unit.place(pairs[i].query));
         const int64_t slot_row = unit.slot(pairs[i]) * heads;
@@ -270,9 +276,8 @@ void forward(
           softmax_row(row, size, slots.largest.data()[slot_row + head], slots.sum.data()[slot_row + head]);
         }
       }
-      multiply<T, Left::kPlain>(
-          rows, values.width, block_size, Strided<T>{scores, size}, values.rows(0, block), Scattered<T>{out_rows},
-          false);
+      const auto weights = engine.computed_left(Strided<T>{scores, size}, rows, block_size, packed[thread]);
+      engine.multiply(rows, values.width, block_size, weights, values.rows(0, block), Scattered<T>{out_rows}, false);
     });
 
     layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
@@ -316,18 +321,19 @@ struct RowTerms {
   }
 };
 
-template <typename T>
+template <typename E>
 void backward(
-    const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale,
-    int64_t threads) {
+    const E& engine, const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size,
+    typename E::Value scale, int64_t threads) {
+  using T = typename E::Value;
   const auto& [grad, q, k, v, out, lse, indices, dq, dk, dv] = reinterpret_cast<const Tensor(&)[10]>(*tensors);
-  Blocks<T> keys(sizes, block_size, sizes.key_dim), values(sizes, block_size, sizes.value_dim);
-  keys.pack(k, sizes, true, true, static_cast<T>(scale), threads);
+  Blocks<E> keys(engine, sizes, block_size, sizes.key_dim), values(engine, sizes, block_size, sizes.value_dim);
+  keys.pack(k, sizes, true, true, scale, threads);
   values.pack(v, sizes, false, true, T(1), threads);
   const RowSource<T> q_source(q, sizes.key_dim), grad_source(grad, sizes.value_dim), out_source(out, sizes.value_dim);
 
   const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
-  const Layout layout(sizes, num_selected, block_size, size, key_width);
+  const Layout layout(sizes, num_selected, block_size, size, key_width, E::kRows);
   const int64_t heads = layout.heads;
   const RowTerms<T> terms(layout, grad_source, out_source, lse, threads);
   const int64_t blocks = sizes.sequences() * keys.count;
@@ -344,7 +350,7 @@ void backward(
   const ThreadBuffers<const T*> q_pointers(threads, layout.tile_rows), grad_pointers(threads, layout.tile_rows);
   const ThreadBuffers<T*> dq_pointers(threads, layout.tile_rows);
   const ThreadBuffers<T> row_values(threads, 2 * layout.tile_rows);
-  const ThreadBuffers<T> weight_tiles(threads, layout.tile_rows * size), dscore_tiles(threads, layout.tile_rows * size);
+  const GradientScratch<E> scratch(engine, keys, values, layout.tile_rows, threads);
   const ThreadBuffers<T> merged_rows(threads, key_width);
   std::vector<std::vector<KeyRange>> ranges(threads, std::vector<KeyRange>(layout.tile_queries));
   Unit unit(sizes, num_selected, block_size, keys.count);
@@ -352,11 +358,12 @@ void backward(
     unit.sort(indices, first, std::min(layout.queries(), first + layout.unit_queries));
     std::fill(slot_used.begin(), slot_used.end(), uint8_t(0));
 
-    layout.for_tiles(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
+    layout.template for_tiles<E>(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
       T *row_lse = row_values[thread], *delta = row_lse + layout.tile_rows;
-      gather(q_source, unit, pairs, count, heads, key_width, q_tiles[thread], q_pointers[thread]);
-      gather(grad_source, unit, pairs, count, heads, value_width, grad_tiles[thread], grad_pointers[thread]);
-      slot_rows(slot_dq.data(), unit, pairs, count, heads, key_width, merged_rows[thread], dq_pointers[thread]);
+      const int64_t rows = count * heads, padded = padded_rows<E>(rows);
+      gather(q_source, unit, pairs, count, heads, padded, key_width, q_tiles[thread], q_pointers[thread]);
+      gather(grad_source, unit, pairs, count, heads, padded, value_width, grad_tiles[thread], grad_pointers[thread]);
+      slot_rows(slot_dq.data(), unit, pairs, count, heads, padded, key_width, merged_rows[thread], dq_pointers[thread]);
       for (int64_t i = 0; i < count; i++) {
         const int64_t query = unit.first + pairs[i].query;
         ranges[thread][i] = layout.range(unit.place(pairs[i].query));
@@ -364,12 +371,14 @@ void backward(
         std::memcpy(row_lse + i * heads, terms.lse.data() + query * heads, heads * sizeof(T));
         std::memcpy(delta + i * heads, terms.delta.data() + query * heads, heads * sizeof(T));
       }
-      const GradientTile<T, Scattered<const T>> tile{
-          count * heads, heads, {q_pointers[thread]}, {grad_pointers[thread]}, row_lse, delta, ranges[thread].data()};
+      const GradientTile<T> tile{rows, heads, row_lse, delta, ranges[thread].data()};
+      const Scattered<const T> q_rows{q_pointers[thread]}, grad_rows{grad_pointers[thread]};
+      const typename E::template Gradients<Scattered<const T>> products(
+          engine, q_rows, grad_rows, rows, sizes.key_dim, sizes.value_dim, scratch.products[thread]);
       backward_block(
-          tile, keys, values, block / keys.count, block % keys.count, key_sums.data() + block * keys.elements(),
-          value_sums.data() + block * values.elements(), Scattered<T>{dq_pointers[thread]}, false, weight_tiles[thread],
-          dscore_tiles[thread]);
+          tile, products, keys, values, block / keys.count, block % keys.count, key_sums.data() + block * keys.elements(),
+          value_sums.data() + block * values.elements(), Scattered<T>{dq_pointers[thread]}, false, scratch.weights[thread],
+          scratch.dscores[thread]);
     });
 
     layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
@@ -382,16 +391,18 @@ void backward(
             add_to(merged_rows[thread], slot_dq.data() + (slot * heads + head) * key_width, key_width);
         }
         store_row(
-            merged_rows[thread], static_cast<T>(scale), dq, at.batch, at.position, at.group * heads + head,
+            merged_rows[thread], scale, dq, at.batch, at.position, at.group * heads + head,
             sizes.key_dim);
       }
     });
   }
 
-  parallel_for(blocks, threads, [&](int64_t block, int64_t) {
-    const int64_t sequence = block / keys.count, local = block % keys.count;
-    store_block(key_sums.data() + block * keys.elements(), static_cast<T>(scale), dk, sizes, keys, sequence, local);
-    store_block(value_sums.data() + block * values.elements(), T(1), dv, sizes, values, sequence, local);
+  const ThreadBuffers<T> sum_rows(threads, std::max(keys.elements(), values.elements()));
+  parallel_for(blocks, threads, [&](int64_t item, int64_t thread) {
+    const int64_t sequence = item / keys.count, block = item % keys.count;
+    T* rows = sum_rows[thread];
+    store_block(engine, key_sums.data() + item * keys.elements(), scale, dk, sizes, keys, sequence, block, rows);
+    store_block(engine, value_sums.data() + item * values.elements(), T(1), dv, sizes, values, sequence, block, rows);
   });
 }
 
@@ -399,20 +410,18 @@ void backward(
 
 // tensors: q, k, v, indices, out, lse
 extern "C" int selected_attention_forward(
-    const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale,
-    int64_t threads) {
-  return guarded([&] {
-    const auto run = tensors[0].dtype == kFloat64 ? forward<double> : forward<float>;
-    run(*sizes, tensors, num_selected, block_size, scale, threads);
+    const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads,
+    int64_t matrix_unit) {
+  return with_engine(tensors[0].dtype, matrix_unit, [&](const auto& engine) {
+    forward(engine, *sizes, tensors, num_selected, block_size, scale, threads);
   });
 }
 
 // tensors: grad_out, q, k, v, out, lse, indices, dq, dk, dv
 extern "C" int selected_attention_backward(
-    const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale,
-    int64_t threads) {
-  return guarded([&] {
-    const auto run = tensors[0].dtype == kFloat64 ? backward<double> : backward<float>;
-    run(*sizes, tensors, num_selected, block_size, scale, threads);
+    const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads,
+    int64_t matrix_unit) {
+  return with_engine(tensors[0].dtype, matrix_unit, [&](const auto& engine) {
+    backward(engine, *sizes, tensors, num_selected, block_size, scale, threads);
   });
 }

@@ -12,12 +12,6 @@ struct WindowRange {
   }
 };
 
-template <typename T>
-void forward(const Sizes& sizes, const Tensor* tensors, int64_t window, double scale, int64_t threads) {
-  const WindowRange range{sizes.keys, window};
-  forward_ranges<T>(sizes, tensors, static_cast<T>(scale), threads, range, false, [](const auto&, int64_t) {});
-}
-
 // Chunks of consecutive queries. Neighbours overlap by a window of keys, so a chunk is at least a quarter of one: then
 // their sums take at most five times the memory of dk and dv. Below that, shorter chunks give small problems parallel
 // work. Depends on the shapes only, never on the number of threads.
@@ -34,30 +28,24 @@ std::vector<Chunk> make_chunks(const Sizes& sizes, const WindowRange& range, int
   return chunks;
 }
 
-template <typename T>
-void backward(const Sizes& sizes, const Tensor* tensors, int64_t window, double scale, int64_t threads) {
-  const WindowRange range{sizes.keys, window};
-  const int64_t tile_queries = queries_of_tile(sizes);
-  const std::vector<Chunk> chunks = make_chunks(sizes, range, tile_queries);
-  backward_ranges<T>(sizes, tensors, static_cast<T>(scale), threads, range, chunks, tile_queries);
-}
-
 }  // namespace
 
 // tensors: q, k, v, out, lse
 extern "C" int window_attention_forward(
-    const Sizes* sizes, const Tensor* tensors, int64_t window, double scale, int64_t threads) {
-  return guarded([&] {
-    const auto run = tensors[0].dtype == kFloat64 ? forward<double> : forward<float>;
-    run(*sizes, tensors, window, scale, threads);
+    const Sizes* sizes, const Tensor* tensors, int64_t window, double scale, int64_t threads, int64_t matrix_unit) {
+  return with_engine(tensors[0].dtype, matrix_unit, [&](const auto& engine) {
+    const WindowRange range{sizes->keys, window};
+    forward_ranges(engine, *sizes, tensors, scale, threads, range, false, [](const auto&, int64_t) {});
   });
 }
 
 // tensors: grad_out, q, k, v, out, lse, dq, dk, dv
 extern "C" int window_attention_backward(
-    const Sizes* sizes, const Tensor* tensors, int64_t window, double scale, int64_t threads) {
-  return guarded([&] {
-    const auto run = tensors[0].dtype == kFloat64 ? backward<double> : backward<float>;
-    run(*sizes, tensors, window, scale, threads);
+    const Sizes* sizes, const Tensor* tensors, int64_t window, double scale, int64_t threads, int64_t matrix_unit) {
+  return with_engine(tensors[0].dtype, matrix_unit, [&](const auto& engine) {
+    const WindowRange range{sizes->keys, window};
+    const int64_t tile_queries = queries_of_tile(*sizes);
+    const std::vector<Chunk> chunks = make_chunks(*sizes, range, tile_queries);
+    backward_ranges(engine, *sizes, tensors, scale, threads, range, chunks, tile_queries);
   });
 }

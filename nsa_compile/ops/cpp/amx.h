@@ -1,0 +1,284 @@
+// Products by the matrix unit of x86 (AMX), for inputs of float32 and below.
+//
+// The unit multiplies bfloat16 and adds in float32. A float32 is the exact sum of three bfloat16: x = x0 + x1 + x2, each
+// eight bits of the significand. Of the nine products of the parts of two numbers the six with i + j < 3 are computed;
+// the others are below 2^-24 of the whole, a rounding of float32. The small ones are added first: then only the last
+// sixteenth of the additions round at the size of the result, which leaves the error of a sum in float32 or less.
+// bfloat16 inputs need one part, float16 ones two. Infinities become NaN, and subnormals zero.
+//
+// The unit takes 16 rows of 16 pairs of numbers. Which numbers are a pair is free, as long as both operands agree: number
+// d of 32 goes with d + 16. So a pair of vectors is packed lane by lane, whether its numbers lie in a row or in a column.
+#pragma once
+
+#include "tensor.h"
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define HAS_AMX 1
+
+#include <immintrin.h>
+
+namespace {
+
+class Amx {
+ public:
+  using Value = float;
+  using Packed = uint16_t;
+  static constexpr int64_t kRows = 16, kColumns = 16;
+
+  // Tiles of an operand: [rows or columns / 16][depth / 32][pieces], each 1 KB.
+  struct Operand {
+    const uint16_t* tiles;
+    int64_t depth_tiles, pieces;
+
+    const uint16_t* tile(int64_t index, int64_t depth, int64_t piece) const {
+      return tiles + ((index * depth_tiles + depth) * pieces + piece) * kTile;
+    }
+  };
+  using Right = Operand;
+
+  // The unit's configuration belongs to a thread, and others use the unit, too.
+  struct Session {
+    Session() {
+      struct {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+      } config;
+      _tile_loadconfig(&config);
+    }
+    ~Session() { _tile_release(); }
+  };
+
+  explicit Amx(int64_t dtype)
+      : input_pieces_(dtype == kBFloat16 ? 1 : dtype == kFloat16 ? 2 : 3), computed_pieces_(dtype == kFloat32 ? 3 : 2) {}
+
+  // Parts of an input times a factor: a power of two keeps the number of significant bits.
+  int64_t pieces(float factor) const {
+    int exponent;
+    return std::frexp(factor, &exponent) == 0.5f ? input_pieces_ : std::min<int64_t>(3, input_pieces_ + 1);
+  }
+  int64_t right_size(int64_t depth, int64_t columns, int64_t pieces) const {
+    return divide_up(columns, 16) * divide_up(depth, 32) * pieces * kTile;
+  }
+  Right right(const Packed* packed, int64_t depth, int64_t, int64_t pieces) const {
+    return {packed, divide_up(depth, 32), pieces};
+  }
+  // Packs [depth, columns], the columns padded to whole vectors.
+  void pack_right(const Strided<const float>& source, int64_t depth, int64_t columns, int64_t pieces, Packed* target) const {
+    for (int64_t column = 0; column < columns; column += 16) {
+      for (int64_t first = 0; first < depth; first += 32, target += pieces * kTile) {
+        for (int64_t i = 0; i < 16; i++) {
+          const __m512 low = first + i < depth ? _mm512_loadu_ps(source[first + i] + column) : _mm512_setzero_ps();
+          const __m512 high =
+              first + i + 16 < depth ? _mm512_loadu_ps(source[first + i + 16] + column) : _mm512_setzero_ps();
+          split(low, high, pieces, target + i * 32);
+        }
+      }
+    }
+  }
+
+  int64_t left_size(int64_t rows, int64_t depth) const {
+    return divide_up(rows, 16) * divide_up(depth, 32) * 3 * kTile;
+  }
+  // Rows of an input, or of what was computed from inputs.
+  template <typename Rows>
+  Operand left(const Rows& rows, int64_t count, int64_t depth, Packed* target) const {
+    return pack_left(rows, count, depth, input_pieces_, target);
+  }
+  template <typename Rows>
+  Operand computed_left(const Rows& rows, int64_t count, int64_t depth, Packed* target) const {
+    return pack_left(rows, count, depth, computed_pieces_, target);
+  }
+
+  template <typename C>
+  void multiply(
+      int64_t rows, int64_t columns, int64_t, const Operand& a, const Operand& b, const C& c, bool accumulate) const {
+    const int64_t row_tiles = divide_up(rows, 16), column_tiles = divide_up(columns, 16);
+    for (int64_t row = 0; row < row_tiles; row += 2) {
+      for (int64_t column = 0; column < column_tiles; column += 2) {
+        const bool two_rows = row + 1 < row_tiles, two_columns = column + 1 < column_tiles;
+        const auto run = two_rows ? (two_columns ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)
+                                  : (two_columns ? multiply_tiles<1, 2> : multiply_tiles<1, 1>);
+        if constexpr (std::is_same_v<C, Strided<float>>) {
+          if (!accumulate) {
+            run(a, b, row, column, c[row * 16] + column * 16, c.stride);
+            continue;
+          }
+        }
+        alignas(64) float sums[32 * 32];
+        run(a, b, row, column, sums, 32);
+        for (int64_t i = 0; i < std::min<int64_t>(32, rows - row * 16); i++) {
+          float* target = c[row * 16 + i] + column * 16;
+          for (int64_t j = 0; j < (two_columns ? 32 : 16); j += 16) {
+            const __m512 sum = _mm512_load_ps(sums + i * 32 + j);
+            _mm512_storeu_ps(target + j, accumulate ? _mm512_add_ps(_mm512_loadu_ps(target + j), sum) : sum);
+          }
+        }
+      }
+    }
+  }
+
+  // As of `Vectors`, but for the sums of dk and dv, which are [width, size] here: their products want the queries along
+  // the rows of the left operand, and q and grad are turned once a tile.
+  template <typename Rows>
+  class Gradients {
+   public:
+    static int64_t scratch_size(const Amx& engine, int64_t rows, int64_t size, int64_t key_dim, int64_t value_dim) {
+      return engine.left_size(rows, key_dim) + engine.left_size(rows, value_dim) + engine.left_size(key_dim, rows) +
+          engine.left_size(value_dim, rows) + engine.left_size(rows, size) + engine.right_size(rows, size, 3);
+    }
+
+    Gradients(
+        const Amx& engine, const Rows& q, const Rows& grad, int64_t rows, int64_t key_dim, int64_t value_dim,
+        Packed* scratch)
+        : engine_(engine), rows_(rows), key_dim_(key_dim), value_dim_(value_dim) {
+      const auto take = [&](int64_t size) { return std::exchange(scratch, scratch + size); };
+      q_ = engine.left(q, rows, key_dim, take(engine.left_size(rows, key_dim)));
+      grad_ = engine.left(grad, rows, value_dim, take(engine.left_size(rows, value_dim)));
+      q_columns_ = engine.pack_left_columns(q, rows, key_dim, take(engine.left_size(key_dim, rows)));
+      grad_columns_ = engine.pack_left_columns(grad, rows, value_dim, take(engine.left_size(value_dim, rows)));
+      scratch_ = scratch;
+    }
+
+    void scores(const Right& key_columns, const Right& value_columns, int64_t size, float* scores, float* dweights) const {
+      engine_.multiply(rows_, size, key_dim_, q_, key_columns, Strided<float>{scores, size}, false);
+      engine_.multiply(rows_, size, value_dim_, grad_, value_columns, Strided<float>{dweights, size}, false);
+    }
+
+    template <typename GradientRows>
+    void add(
+        const float* weights, const float* dscores, int64_t keys, int64_t size, const Right& key_rows, float* dk, float* dv,
+        const GradientRows& dq, bool accumulate) const {
+      const int64_t pieces = engine_.computed_pieces_;
+      const Strided<const float> weight_rows{weights, size}, dscore_rows{dscores, size};
+      engine_.pack_right(weight_rows, rows_, size, pieces, scratch_);
+      const Operand right = engine_.right(scratch_, rows_, size, pieces);
+      engine_.multiply(value_dim_, size, rows_, grad_columns_, right, Strided<float>{dv, size}, true);
+      engine_.pack_right(dscore_rows, rows_, size, pieces, scratch_);
+      engine_.multiply(key_dim_, size, rows_, q_columns_, right, Strided<float>{dk, size}, true);
+      const Operand left = engine_.computed_left(dscore_rows, rows_, keys, scratch_);
+      engine_.multiply(rows_, key_dim_, keys, left, key_rows, dq, accumulate);
+    }
+
+   private:
+    const Amx& engine_;
+    int64_t rows_, key_dim_, value_dim_;
+    Operand q_, grad_, q_columns_, grad_columns_;
+    Packed* scratch_;
+  };
+
+  Strided<const float> sum_rows(const float* sums, int64_t padded_size, int64_t padded_width, float* scratch) const {
+    for (int64_t i = 0; i < padded_size; i += 16) {
+      for (int64_t d = 0; d < padded_width; d += 16) {
+        at::vec::transpose_mxn<float>(sums + d * padded_size + i, padded_size, scratch + i * padded_width + d, padded_width, 16, 16);
+      }
+    }
+    return {scratch, padded_width};
+  }
+
+ private:
+  static constexpr int64_t kTile = 512;  // numbers
+
+  int64_t input_pieces_, computed_pieces_;
+
+  // The nearest bfloat16, in the upper half of each lane.
+  static __m512i round(__m512 x) {
+    const __m512i bits = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+    return _mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000));
+  }
+
+  static void store_pair(__m512i low, __m512i high, uint16_t* target) {
+    _mm512_storeu_si512(target, _mm512_or_si512(_mm512_srli_epi32(low, 16), high));
+  }
+
+  // The parts of two vectors as pairs, one tile after the other. The last part is cut off: of three it is exact, and
+  // NaN stays NaN.
+  static inline __attribute__((always_inline)) void split(__m512 low, __m512 high, int64_t pieces, uint16_t* target) {
+    for (int64_t piece = 1; piece < pieces; piece++, target += kTile) {
+      const __m512i low_part = round(low), high_part = round(high);
+      store_pair(low_part, high_part, target);
+      low = _mm512_sub_ps(low, _mm512_castsi512_ps(low_part));
+      high = _mm512_sub_ps(high, _mm512_castsi512_ps(high_part));
+    }
+    const __m512i upper = _mm512_set1_epi32(0xffff0000);
+    store_pair(_mm512_castps_si512(low), _mm512_and_si512(_mm512_castps_si512(high), upper), target);
+  }
+
+  // Packs [count, depth], the rows padded to whole vectors.
+  template <typename Rows>
+  static Operand pack_left(const Rows& rows, int64_t count, int64_t depth, int64_t pieces, Packed* target) {
+    const Operand operand{target, divide_up(depth, 32), pieces};
+    for (int64_t row = 0; row < count; row += 16) {
+      for (int64_t first = 0; first < depth; first += 32, target += pieces * kTile) {
+        for (int64_t i = 0; i < 16; i++) {
+          __m512 low = _mm512_setzero_ps(), high = low;
+          if (row + i < count) {
+            low = _mm512_loadu_ps(rows[row + i] + first);
+            if (first + 16 < depth) high = _mm512_loadu_ps(rows[row + i] + first + 16);
+          }
+          split(low, high, pieces, target + i * 32);
+        }
+      }
+    }
+    return operand;
+  }
+
+  // Packs the columns of [count, width] as rows.
+  template <typename Rows>
+  Operand pack_left_columns(const Rows& rows, int64_t count, int64_t width, Packed* target) const {
+    const Operand operand{target, divide_up(count, 32), input_pieces_};
+    alignas(64) float source[16 * 16], columns[2][16 * 16];
+    for (int64_t column = 0; column < width; column += 16) {
+      for (int64_t first = 0; first < count; first += 32, target += input_pieces_ * kTile) {
+        for (int64_t half = 0; half < 2; half++) {
+          for (int64_t i = 0; i < 16; i++) {
+            const int64_t row = first + half * 16 + i;
+            _mm512_store_ps(source + i * 16, row < count ? _mm512_loadu_ps(rows[row] + column) : _mm512_setzero_ps());
+          }
+          at::vec::transpose_mxn<float>(source, 16, columns[half], 16, 16, 16);
+        }
+        for (int64_t i = 0; i < 16; i++) {
+          split(_mm512_load_ps(columns[0] + i * 16), _mm512_load_ps(columns[1] + i * 16), input_pieces_, target + i * 32);
+        }
+      }
+    }
+    return operand;
+  }
+
+  // 16 · kRowTiles rows and 16 · kColumnTiles columns of A B.
+  template <int kRowTiles, int kColumnTiles>
+  static void multiply_tiles(
+      const Operand& a, const Operand& b, int64_t row, int64_t column, float* target, int64_t target_stride) {
+    _tile_zero(0);
+    if (kColumnTiles == 2) _tile_zero(1);
+    if (kRowTiles == 2) _tile_zero(2);
+    if (kRowTiles == 2 && kColumnTiles == 2) _tile_zero(3);
+    for (int64_t order = std::max(a.pieces, b.pieces) - 1; order >= 0; order--) {
+      for (int64_t i = std::max<int64_t>(0, order - b.pieces + 1); i <= std::min(order, a.pieces - 1); i++) {
+        for (int64_t depth = 0; depth < a.depth_tiles; depth++) {
+          _tile_loadd(4, a.tile(row, depth, i), 64);
+          _tile_loadd(6, b.tile(column, depth, order - i), 64);
+          _tile_dpbf16ps(0, 4, 6);
+          if (kColumnTiles == 2) {
+            _tile_loadd(7, b.tile(column + 1, depth, order - i), 64);
+            _tile_dpbf16ps(1, 4, 7);
+          }
+          if (kRowTiles == 2) {
+            _tile_loadd(5, a.tile(row + 1, depth, i), 64);
+            _tile_dpbf16ps(2, 5, 6);
+          }
+          if (kRowTiles == 2 && kColumnTiles == 2) _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+    }
+    const int64_t stride = target_stride * sizeof(float);
+    _tile_stored(0, target, stride);
+    if (kColumnTiles == 2) _tile_stored(1, target + 16, stride);
+    if (kRowTiles == 2) _tile_stored(2, target + 16 * target_stride, stride);
+    if (kRowTiles == 2 && kColumnTiles == 2) _tile_stored(3, target + 16 * target_stride + 16, stride);
+  }
+};
+
+}  // namespace
+
+#endif

@@ -1,0 +1,86 @@
+// Products by fused multiply-adds on vectors: for every machine and every type.
+#pragma once
+
+#include "tensor.h"
+
+namespace {
+
+// An engine multiplies matrices. This one and `Amx` offer the same: operands on the right are packed once by `Blocks`,
+// those on the left belong to a tile of queries.
+template <typename T>
+class Vectors {
+ public:
+  using Value = T;
+  using Packed = T;
+  using Right = Strided<const T>;
+  static constexpr int64_t kRows = kTileRows;     // to a multiple of which a result's rows are padded,
+  static constexpr int64_t kColumns = kLanes<T>;  // and its columns
+  struct Session {};                              // what a thread holds while it multiplies
+
+  // A right operand [depth, columns] is kept as it is.
+  int64_t pieces(T) const { return 1; }
+  int64_t right_size(int64_t depth, int64_t columns, int64_t) const { return depth * padded_columns<T>(columns); }
+  Right right(const Packed* packed, int64_t, int64_t columns, int64_t) const {
+    return {packed, padded_columns<T>(columns)};
+  }
+  void pack_right(const Strided<const T>& source, int64_t depth, int64_t columns, int64_t, Packed* target) const {
+    for (int64_t row = 0; row < depth; row++) {
+      std::memcpy(target + row * padded_columns<T>(columns), source[row], padded_columns<T>(columns) * sizeof(T));
+    }
+  }
+
+  // A left operand [rows, depth] is read where it lies.
+  int64_t left_size(int64_t, int64_t) const { return 0; }
+  template <typename Rows>
+  Rows left(const Rows& rows, int64_t, int64_t, Packed*) const {
+    return rows;
+  }
+  template <typename Rows>
+  Rows computed_left(const Rows& rows, int64_t, int64_t, Packed*) const {
+    return rows;
+  }
+
+  // C[rows, columns] = A B, or C + A B.
+  template <typename Left, typename C>
+  void multiply(
+      int64_t rows, int64_t columns, int64_t depth, const Left& a, const Right& b, const C& c, bool accumulate) const {
+    ::multiply<T, ::Left::kPlain>(rows, columns, depth, a, b, c, accumulate);
+  }
+
+  // The products of the backward pass for a tile of queries: q [rows, key_dim], grad [rows, value_dim].
+  template <typename Rows>
+  class Gradients {
+   public:
+    static int64_t scratch_size(const Vectors&, int64_t, int64_t, int64_t, int64_t) { return 0; }
+
+    Gradients(const Vectors&, const Rows& q, const Rows& grad, int64_t rows, int64_t key_dim, int64_t value_dim, Packed*)
+        : q_(q), grad_(grad), rows_(rows), key_dim_(key_dim), value_dim_(value_dim) {}
+
+    // q Kᵀ and grad Vᵀ: [rows, size]
+    void scores(const Right& key_columns, const Right& value_columns, int64_t size, T* scores, T* dweights) const {
+      ::multiply<T, ::Left::kPlain>(rows_, size, key_dim_, q_, key_columns, Strided<T>{scores, size}, false);
+      ::multiply<T, ::Left::kPlain>(rows_, size, value_dim_, grad_, value_columns, Strided<T>{dweights, size}, false);
+    }
+
+    // dv += weightsᵀ grad, dk += dscoresᵀ q, and dq (+)= dscores K, for `keys` of the block's `size` padded keys.
+    template <typename GradientRows>
+    void add(
+        const T* weights, const T* dscores, int64_t keys, int64_t size, const Right& key_rows, T* dk, T* dv,
+        const GradientRows& dq, bool accumulate) const {
+      const Strided<const T> weight_rows{weights, size}, dscore_rows{dscores, size};
+      const Strided<T> dv_rows{dv, padded_columns<T>(value_dim_)}, dk_rows{dk, padded_columns<T>(key_dim_)};
+      ::multiply<T, ::Left::kTransposed>(keys, value_dim_, rows_, weight_rows, grad_, dv_rows, true);
+      ::multiply<T, ::Left::kTransposed>(keys, key_dim_, rows_, dscore_rows, q_, dk_rows, true);
+      ::multiply<T, ::Left::kPlain>(rows_, key_dim_, keys, dscore_rows, key_rows, dq, accumulate);
+    }
+
+   private:
+    const Rows &q_, &grad_;
+    int64_t rows_, key_dim_, value_dim_;
+  };
+
+  // Sums of dk or dv as rows [size, width].
+  Strided<const T> sum_rows(const T* sums, int64_t, int64_t padded_width, T*) const { return {sums, padded_width}; }
+};
+
+}  // namespace
