@@ -144,7 +144,7 @@ std::vector<Chunk> make_chunks(const Sizes& sizes, const CompressedRange& range,
   for (int64_t first = 0; first < count; first++) {
     const int64_t last = first + (tiles - 1 - first) / count * count;
     const int64_t stop = std::min(sizes.queries, (last + 1) * tile_queries);
-    chunks.push_back({first, count, last + 1, blocks_seen(range, stop - 1, stop), 0});
+    chunks.push_back({first, count, last + 1, blocks_seen(range, stop - 1, stop)});
   }
   return chunks;
 }

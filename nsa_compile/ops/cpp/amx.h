@@ -245,6 +245,30 @@ class Amx {
     return operand;
   }
 
+  // One or two neighbouring tiles to registers 4 and 5, or 6 and 7.
+  template <int kRowTiles>
+  static inline __attribute__((always_inline)) void load_left(
+      const Operand& x, int64_t row, int64_t depth, int64_t piece) {
+    _tile_loadd(4, x.tile(row, depth, piece), 64);
+    if (kRowTiles == 2) _tile_loadd(5, x.tile(row + 1, depth, piece), 64);
+  }
+
+  template <int kColumnTiles>
+  static inline __attribute__((always_inline)) void load_right(
+      const Operand& x, int64_t column, int64_t depth, int64_t piece) {
+    _tile_loadd(6, x.tile(column, depth, piece), 64);
+    if (kColumnTiles == 2) _tile_loadd(7, x.tile(column + 1, depth, piece), 64);
+  }
+
+  // Registers 0 to 3 += 4, 5 times 6, 7.
+  template <int kRowTiles, int kColumnTiles>
+  static inline __attribute__((always_inline)) void add_products() {
+    _tile_dpbf16ps(0, 4, 6);
+    if (kColumnTiles == 2) _tile_dpbf16ps(1, 4, 7);
+    if (kRowTiles == 2) _tile_dpbf16ps(2, 5, 6);
+    if (kRowTiles == 2 && kColumnTiles == 2) _tile_dpbf16ps(3, 5, 7);
+  }
+
   // 16 · kRowTiles rows and 16 · kColumnTiles columns of A B.
   template <int kRowTiles, int kColumnTiles>
   static void multiply_tiles(
@@ -253,23 +277,23 @@ class Amx {
     if (kColumnTiles == 2) _tile_zero(1);
     if (kRowTiles == 2) _tile_zero(2);
     if (kRowTiles == 2 && kColumnTiles == 2) _tile_zero(3);
-    for (int64_t order = std::max(a.pieces, b.pieces) - 1; order >= 0; order--) {
-      for (int64_t i = std::max<int64_t>(0, order - b.pieces + 1); i <= std::min(order, a.pieces - 1); i++) {
-        for (int64_t depth = 0; depth < a.depth_tiles; depth++) {
-          _tile_loadd(4, a.tile(row, depth, i), 64);
-          _tile_loadd(6, b.tile(column, depth, order - i), 64);
-          _tile_dpbf16ps(0, 4, 6);
-          if (kColumnTiles == 2) {
-            _tile_loadd(7, b.tile(column + 1, depth, order - i), 64);
-            _tile_dpbf16ps(1, 4, 7);
-          }
-          if (kRowTiles == 2) {
-            _tile_loadd(5, a.tile(row + 1, depth, i), 64);
-            _tile_dpbf16ps(2, 5, 6);
-          }
-          if (kRowTiles == 2 && kColumnTiles == 2) _tile_dpbf16ps(3, 5, 7);
+    // The products of parts but the first, in an order in which each shares an operand with the one before.
+    const int64_t orders = std::max(a.pieces, b.pieces);
+    for (int64_t depth = 0; depth < a.depth_tiles; depth++) {
+      int64_t loaded = -1;
+      for (int64_t i = a.pieces - 1; i >= 0; i--) {
+        load_left<kRowTiles>(a, row, depth, i);
+        for (int64_t j = i == 0; j < std::min(b.pieces, orders - i); j++) {
+          if (j != loaded) load_right<kColumnTiles>(b, column, depth, j);
+          loaded = j;
+          add_products<kRowTiles, kColumnTiles>();
         }
       }
+    }
+    for (int64_t depth = 0; depth < a.depth_tiles; depth++) {
+      load_left<kRowTiles>(a, row, depth, 0);
+      load_right<kColumnTiles>(b, column, depth, 0);
+      add_products<kRowTiles, kColumnTiles>();
     }
     const int64_t stride = target_stride * sizeof(float);
     _tile_stored(0, target, stride);

@@ -14,12 +14,7 @@ inline int64_t queries_of_tile(const Sizes& sizes) {
   return std::max<int64_t>(1, kQueryRows / sizes.heads());
 }
 
-// A tile's blocks [first, last) for queries [start, stop) of which the first sees the earliest, the last the latest
-// keys.
-struct BlockSpan {
-  int64_t first, last;
-};
-
+// The blocks for queries [start, stop) of which the first sees the earliest, the last the latest keys.
 template <typename Range>
 BlockSpan blocks_seen(const Range& range, int64_t start, int64_t stop) {
   const int64_t begin = range(start).begin, end = range(stop - 1).end;
@@ -69,7 +64,7 @@ void softmax_pass(ForwardTile<T>& tile, int64_t first, int64_t last, int64_t val
     if (previous != -kInfinity<T> && previous != current) {
       const T factor = std::exp(previous - current);
       tile.sum[row] *= factor;
-      for (int64_t i = 0; i < value_width; i++) tile.out[row * value_width + i] *= factor;
+      scale_row(tile.out + row * value_width, factor, value_width);
     }
     tile.largest[row] = current;
     tile.sum[row] += sum_of_lanes(sum);
@@ -152,20 +147,11 @@ void forward_ranges(
   });
 }
 
-// Tiles first, first + step, … below `last`, computed one after the other by whoever takes the chunk, and the blocks
-// whose gradients it sums up in a buffer of its own.
-struct Chunk {
-  int64_t first_tile, step, last_tile;
-  BlockSpan span;
-  int64_t offset;  // of its first block in the buffers, counted in blocks
-};
-
-// Gradients for every query, key and value. Each chunk of each sequence has its own sums for dk and dv, which are added
-// in the order of the chunks, so that no bit depends on the number of threads.
+// Gradients for every query, key and value.
 template <typename E, typename Range>
 void backward_ranges(
     const E& engine, const Sizes& sizes, const Tensor* tensors, typename E::Value scale, int64_t threads,
-    const Range& range, std::vector<Chunk> chunks, int64_t tile_queries) {
+    const Range& range, const std::vector<Chunk>& chunks, int64_t tile_queries) {
   using T = typename E::Value;
   const auto& [grad, q, k, v, out, lse, dq, dk, dv] = reinterpret_cast<const Tensor(&)[9]>(*tensors);
   Blocks<E> keys(engine, sizes, kBlockKeys, sizes.key_dim), values(engine, sizes, kBlockKeys, sizes.value_dim);
@@ -174,13 +160,7 @@ void backward_ranges(
 
   const int64_t heads = sizes.heads(), rows = padded_rows<E>(tile_queries * heads);
   const int64_t key_width = keys.padded_width, value_width = values.padded_width;
-  int64_t chunk_blocks = 0;  // of all chunks of a sequence
-  for (Chunk& chunk : chunks) {
-    chunk.offset = chunk_blocks;
-    chunk_blocks += chunk.span.last - chunk.span.first;
-  }
-  const Buffer<T> key_sums(sizes.sequences() * chunk_blocks * keys.elements());
-  const Buffer<T> value_sums(sizes.sequences() * chunk_blocks * values.elements());
+  const ChunkSums<E> sums(sizes, keys, values, chunks);
   const ThreadBuffers<T> q_tiles(threads, rows * key_width), grad_tiles(threads, rows * value_width);
   const ThreadBuffers<T> dq_tiles(threads, rows * key_width), out_rows(threads, value_width);
   const GradientScratch<E> scratch(engine, keys, values, rows, threads);
@@ -191,13 +171,10 @@ void backward_ranges(
   parallel_for(sizes.sequences() * num_chunks, threads, [&](int64_t item, int64_t thread) {
     [[maybe_unused]] const typename E::Session session;
     const int64_t sequence = item % sizes.sequences();
-    const Chunk& chunk = chunks[num_chunks - 1 - item / sizes.sequences()];
+    const int64_t chunk_index = num_chunks - 1 - item / sizes.sequences();
+    const Chunk& chunk = chunks[chunk_index];
     const int64_t batch = sequence / sizes.groups, first_head = sequence % sizes.groups * heads;
-    const int64_t first_sum = sequence * chunk_blocks + chunk.offset;
-    T* chunk_dk = key_sums.data() + first_sum * keys.elements();
-    T* chunk_dv = value_sums.data() + first_sum * values.elements();
-    fill(chunk_dk, (chunk.span.last - chunk.span.first) * keys.elements(), T(0));
-    fill(chunk_dv, (chunk.span.last - chunk.span.first) * values.elements(), T(0));
+    sums.clear(sequence, chunk_index);
     const Strided<T> q_rows{q_tiles[thread], key_width}, grad_rows{grad_tiles[thread], value_width};
     const Strided<T> dq_rows{dq_tiles[thread], key_width};
     T *row_lse = row_values[thread], *delta = row_lse + rows;
@@ -222,10 +199,9 @@ void backward_ranges(
       const BlockSpan span = blocks_seen(range, start, start + queries);
       if (span.first == span.last) fill(dq_rows[0], tile.rows * key_width, T(0));
       for (int64_t block = span.first; block < span.last; block++) {
-        const int64_t local = block - chunk.span.first;
         backward_block(
-            tile, products, keys, values, sequence, block, chunk_dk + local * keys.elements(),
-            chunk_dv + local * values.elements(), dq_rows, block > span.first, scratch.weights[thread],
+            tile, products, keys, values, sequence, block, sums.of_keys(sequence, chunk_index, block),
+            sums.of_values(sequence, chunk_index, block), dq_rows, block > span.first, scratch.weights[thread],
             scratch.dscores[thread]);
       }
       for (int64_t row = 0; row < tile.rows; row++) {
@@ -235,23 +211,7 @@ void backward_ranges(
     }
   });
 
-  const ThreadBuffers<T> sums(threads, std::max(keys.elements(), values.elements()));
-  const ThreadBuffers<T> sum_rows(threads, std::max(keys.elements(), values.elements()));
-  parallel_for(sizes.sequences() * keys.count, threads, [&](int64_t item, int64_t thread) {
-    const int64_t sequence = item / keys.count, block = item % keys.count;
-    const auto reduce = [&](const Buffer<T>& parts, const Blocks<E>& blocks, T factor, const Tensor& target) {
-      T* sum = sums[thread];
-      fill(sum, blocks.elements(), T(0));
-      for (const Chunk& chunk : chunks) {
-        if (block < chunk.span.first || block >= chunk.span.last) continue;
-        const int64_t part = sequence * chunk_blocks + chunk.offset + block - chunk.span.first;
-        add_to(sum, parts.data() + part * blocks.elements(), blocks.elements());
-      }
-      store_block(engine, sum, factor, target, sizes, blocks, sequence, block, sum_rows[thread]);
-    };
-    reduce(key_sums, keys, scale, dk);
-    reduce(value_sums, values, T(1), dv);
-  });
+  sums.store(engine, scale, dk, dv, threads);
 }
 
 }  // namespace

@@ -16,6 +16,9 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 // Mirrors of the ctypes structures in cpp/__init__.py.
 struct Tensor {
@@ -54,8 +57,14 @@ class Buffer {
   Buffer() = default;
   explicit Buffer(int64_t count) {
     if (count <= 0) return;
-    data_ = static_cast<T*>(std::aligned_alloc(64, round_up(count * sizeof(T), 64)));
+    // Large buffers ask for large pages: their first use would spend more time on page faults than on work.
+    constexpr int64_t kLargePage = 1 << 21;
+    const int64_t bytes = count * sizeof(T), alignment = bytes < 2 * kLargePage ? 64 : kLargePage;
+    data_ = static_cast<T*>(std::aligned_alloc(alignment, round_up(bytes, alignment)));
     if (data_ == nullptr) throw std::bad_alloc();
+#ifdef __linux__
+    if (alignment == kLargePage) madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -217,6 +226,13 @@ T dot(const T* a, const T* b, int64_t padded) {
   Vec<T> sum(T(0));
   for (int64_t i = 0; i < padded; i += kLanes<T>) sum = at::vec::fmadd(Vec<T>::loadu(a + i), Vec<T>::loadu(b + i), sum);
   return sum_of_lanes(sum);
+}
+
+// row *= factor
+template <typename T>
+void scale_row(T* row, T factor, int64_t padded) {
+  const Vec<T> factors(factor);
+  for (int64_t i = 0; i < padded; i += kLanes<T>) (Vec<T>::loadu(row + i) * factors).store(row + i);
 }
 
 // target += source

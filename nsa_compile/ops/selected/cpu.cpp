@@ -2,20 +2,19 @@
 //
 // A query reads a few blocks of its own choice, so neighbouring queries share little. A block, however, is read by many
 // queries: the pairs (query, block) of a unit of queries are sorted by block, and each block meets its queries as rows
-// of matrix products. A pair leaves its partial result in a slot, and each query's slots are merged in their order;
-// dk and dv of a block belong to the block alone. So no bit depends on the number of threads, and nothing is atomic.
+// of matrix products. A unit belongs to one thread, which adds to its queries' results block after block, in ascending
+// order; sums of dk and dv belong to a chunk of units. So no bit depends on the number of threads.
 
 #include "blocks.h"
 
 namespace {
 
-// Sizes that measured best on AVX-512 with 2 MB of L2 cache. Larger units meet each block with more queries at once,
-// but their slots leave the cache before they are merged.
+// Sizes that measured best with 2 MB of L2 cache. Larger units meet each block with more queries at once, but their
+// results leave the cache between blocks.
 constexpr int64_t kTileScores = 8192;  // of a tile: 128 rows for blocks of 64 keys
 constexpr int64_t kMaxTileRows = 128;
 constexpr int64_t kMaxUnitQueries = 512;
-constexpr int64_t kMaxSlotElements = 1 << 21;  // of a unit: fewer queries where heads or choices are many
-constexpr int64_t kItemQueries = 32;           // that a thread takes at once where queries share nothing
+constexpr int64_t kMaxUnitElements = 1 << 18;  // of its results: fewer queries where heads are many or wide
 
 int64_t index_at(const Tensor& indices, int64_t batch, int64_t query, int64_t group, int64_t place) {
   const int64_t offset = row_offset(indices, batch, query, group) + place * indices.stride[3];
@@ -23,167 +22,115 @@ int64_t index_at(const Tensor& indices, int64_t batch, int64_t query, int64_t gr
                                  : reinterpret_cast<const int32_t*>(indices.data)[offset];
 }
 
-// A sequence is a batch entry and a group; queries are numbered through all sequences: [sequence][query]. This is where
-// one of them stands.
-struct Place {
-  int64_t sequence, batch, group, position;
-
-  Place(const Sizes& sizes, int64_t query)
-      : sequence(query / sizes.queries),
-        batch(sequence / sizes.groups),
-        group(sequence % sizes.groups),
-        position(query % sizes.queries) {}
-};
-
-// A pair's query within its unit, and which of the query's indices its block is.
-struct Pair {
-  int32_t query, choice;
-};
-
-// The pairs of the queries [first, last), sorted by block and, within a block, by query.
-class Unit {
- public:
-  int64_t first, last;
-
-  Unit(const Sizes& sizes, int64_t num_selected, int64_t block_size, int64_t blocks)
-      : sizes_(sizes), num_selected_(num_selected), block_size_(block_size), blocks_(blocks) {}
-
-  void sort(const Tensor& indices, int64_t new_first, int64_t new_last) {
-    first = new_first, last = new_last;
-    // Divisions are slow, and each query is met many times.
-    places_.clear();
-    for (int64_t query = first; query < last; query++) places_.emplace_back(sizes_, query);
-    first_sequence_ = places_.front().sequence;
-    const int64_t num_blocks = (places_.back().sequence + 1 - first_sequence_) * blocks_;
-
-    // A counting sort. begin_[b + 2] counts the pairs of block b; after the running sum begin_[b + 1] is where its
-    // first pair goes, and moves on with each pair to where those of block b + 1 begin.
-    begin_.assign(num_blocks + 2, 0);
-    visit(indices, num_blocks, [&](int64_t block, Pair) { begin_[block + 2]++; });
-    for (int64_t block = 0; block < num_blocks; block++) begin_[block + 2] += begin_[block + 1];
-    pairs_.resize(begin_[num_blocks + 1]);
-    visit(indices, num_blocks, [&](int64_t block, Pair pair) { pairs_[begin_[block + 1]++] = pair; });
-    used_.clear();
-    for (int64_t block = 0; block < num_blocks; block++) {
-      if (begin_[block] < begin_[block + 1]) used_.push_back(block);
-    }
-  }
-
-  // Blocks that any query reads; `used` numbers them. A block's number counts through all sequences.
-  int64_t num_used() const { return used_.size(); }
-  int64_t block(int64_t used) const { return first_sequence_ * blocks_ + used_[used]; }
-  const Pair* begin(int64_t used) const { return pairs_.data() + begin_[used_[used]]; }
-  const Pair* end(int64_t used) const { return pairs_.data() + begin_[used_[used] + 1]; }
-
-  int64_t slot(const Pair& pair) const { return pair.query * num_selected_ + pair.choice; }
-  const Place& place(int64_t query) const { return places_[query]; }  // of a query within the unit
-
- private:
-  const Sizes& sizes_;
-  int64_t num_selected_, block_size_, blocks_, first_sequence_ = 0;
-  std::vector<int64_t> begin_, used_;
-  std::vector<int32_t> last_query_;
-  std::vector<Pair> pairs_;
-  std::vector<Place> places_;
-
-  // Each pair that sees a key, once: of duplicates only the first counts.
-  template <typename Function>
-  void visit(const Tensor& indices, int64_t num_blocks, const Function& function) {
-    last_query_.assign(num_blocks, -1);
-    for (int32_t query = 0; query < last - first; query++) {
-      const Place& at = places_[query];
-      for (int32_t choice = 0; choice < num_selected_; choice++) {
-        const int64_t index = index_at(indices, at.batch, at.position, at.group, choice);
-        if (index < 0 || index >= blocks_ || index * block_size_ > at.position) continue;
-        const int64_t block = (at.sequence - first_sequence_) * blocks_ + index;
-        if (last_query_[block] == query) continue;
-        last_query_[block] = query;
-        function(block, Pair{query, choice});
-      }
-    }
-  }
-};
-
-// What both directions need to know about the problem.
+// How the queries of a sequence are cut into units, and the pairs of a unit into tiles.
 struct Layout {
   const Sizes& sizes;
-  int64_t num_selected, block_size, heads;
-  int64_t tile_queries, tile_rows, unit_queries;
+  int64_t num_selected, block_size, blocks, heads;
+  int64_t tile_queries, tile_rows, unit_queries, units;  // units of a sequence
 
-  Layout(
-      const Sizes& sizes, int64_t num_selected, int64_t block_size, int64_t padded_block, int64_t slot_width,
-      int64_t row_multiple)
+  template <typename E>
+  Layout(int64_t num_selected, int64_t block_size, const Sizes& sizes, const Blocks<E>& keys, int64_t result_width)
       : sizes(sizes),
         num_selected(num_selected),
         block_size(block_size),
+        blocks(keys.count),
         heads(sizes.heads()),
-        tile_queries(std::max<int64_t>(1, std::min(kMaxTileRows, kTileScores / padded_block) / heads)),
-        tile_rows(round_up(tile_queries * heads, row_multiple)),
-        unit_queries(
-            std::clamp<int64_t>(
-                kMaxSlotElements / std::max<int64_t>(1, num_selected * heads * slot_width), 16, kMaxUnitQueries)) {}
-
-  int64_t queries() const { return sizes.queries * sizes.sequences(); }
-  int64_t slots() const { return unit_queries * num_selected; }
-
-  // Runs `function(used block, first pair, number of pairs, thread)` for tiles of a unit's pairs. The tiles of one
-  // block come one after the other, by one thread.
-  template <typename E, typename Function>
-  void for_tiles(const Unit& unit, int64_t threads, const Function& function) const {
-    parallel_for(unit.num_used(), threads, [&](int64_t used, int64_t thread) {
-      [[maybe_unused]] const typename E::Session session;
-      for (const Pair* pair = unit.begin(used); pair < unit.end(used); pair += tile_queries) {
-        function(unit.block(used), pair, std::min<int64_t>(tile_queries, unit.end(used) - pair), thread);
-      }
-    });
+        tile_queries(std::max<int64_t>(1, std::min(kMaxTileRows, kTileScores / keys.padded_size) / heads)),
+        tile_rows(padded_rows<E>(tile_queries * heads)) {
+    const int64_t most = std::clamp<int64_t>(kMaxUnitElements / (heads * result_width), 16, kMaxUnitQueries);
+    // Small problems: units for several threads. Depends on the shapes only.
+    unit_queries = std::clamp<int64_t>(sizes.queries * sizes.sequences() / 16, std::min<int64_t>(64, most), most);
+    units = divide_up(sizes.queries, unit_queries);
   }
-
-  // Runs `function(query within the unit, thread)` for the queries of a unit.
-  template <typename Function>
-  void for_queries(const Unit& unit, int64_t threads, const Function& function) const {
-    const int64_t count = unit.last - unit.first;
-    parallel_for(divide_up(count, kItemQueries), threads, [&](int64_t item, int64_t thread) {
-      const int64_t first = item * kItemQueries;
-      for (int64_t query = first; query < std::min(count, first + kItemQueries); query++) function(query, thread);
-    });
-  }
-
-  KeyRange range(const Place& place) const { return {0, std::min(sizes.keys, place.position + 1)}; }
 };
 
-// Pointers to the rows of the pairs' queries, one for each head; `copies` has room for all rows.
-template <typename T>
-void gather(
-    const RowSource<T>& source, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads,
-    int64_t padded_count, int64_t padded_width, T* copies, const T** rows) {
-  for (int64_t i = 0; i < count; i++) {
-    const Place& at = unit.place(pairs[i].query);
-    for (int64_t head = 0; head < heads; head++) {
-      const int64_t row = i * heads + head;
-      rows[row] = source.row(at.batch, at.position, at.group * heads + head, copies + row * padded_width);
+// The queries [first, last) of a sequence, and for each block those that see a key of it.
+class Unit {
+ public:
+  int64_t sequence, batch, group, first, last;
+
+  void sort(const Layout& layout, const Tensor& indices, int64_t new_sequence, int64_t number) {
+    sequence = new_sequence, batch = sequence / layout.sizes.groups, group = sequence % layout.sizes.groups;
+    first = number * layout.unit_queries, last = std::min(layout.sizes.queries, first + layout.unit_queries);
+
+    // A counting sort. begin_[b + 2] counts the pairs of block b; after the running sum begin_[b + 1] is where its
+    // first pair goes, and moves on with each pair to where those of block b + 1 begin.
+    begin_.assign(layout.blocks + 2, 0);
+    visit(layout, indices, [&](int64_t block, int32_t) { begin_[block + 2]++; });
+    for (int64_t block = 0; block < layout.blocks; block++) begin_[block + 2] += begin_[block + 1];
+    queries_.resize(begin_[layout.blocks + 1]);
+    visit(layout, indices, [&](int64_t block, int32_t query) { queries_[begin_[block + 1]++] = query; });
+  }
+
+  // Runs `function(block, queries, count)` for tiles of pairs: blocks ascend, and so do the queries of a block.
+  template <typename Function>
+  void for_tiles(const Layout& layout, const Function& function) const {
+    for (int64_t block = 0; block < layout.blocks; block++) {
+      for (int64_t pair = begin_[block]; pair < begin_[block + 1]; pair += layout.tile_queries) {
+        function(block, queries_.data() + pair, std::min(layout.tile_queries, begin_[block + 1] - pair));
+      }
     }
   }
-  pad_rows(rows, count * heads, padded_count);
-}
 
-// Pointers to the rows of the pairs' slots; those that only fill up a micro kernel share `unused`.
-template <typename T>
-void slot_rows(
-    T* slots, const Unit& unit, const Pair* pairs, int64_t count, int64_t heads, int64_t padded_count, int64_t width,
-    T* unused, T** rows) {
-  for (int64_t i = 0; i < count; i++) {
-    T* first = slots + unit.slot(pairs[i]) * heads * width;
-    for (int64_t head = 0; head < heads; head++) rows[i * heads + head] = first + head * width;
+  // The keys that a query sees of the blocks it selects; queries count from `first`.
+  KeyRange range(const Layout& layout, int32_t query) const {
+    return {0, std::min(layout.sizes.keys, first + query + 1)};
   }
-  for (int64_t row = count * heads; row < padded_count; row++) rows[row] = unused;
+
+ private:
+  std::vector<int64_t> begin_;
+  std::vector<int32_t> last_query_, queries_;
+
+  // Each pair that sees a key, once: of duplicates only the first counts.
+  template <typename Function>
+  void visit(const Layout& layout, const Tensor& indices, const Function& function) {
+    last_query_.assign(layout.blocks, -1);
+    for (int32_t query = 0; query < last - first; query++) {
+      for (int32_t choice = 0; choice < layout.num_selected; choice++) {
+        const int64_t block = index_at(indices, batch, first + query, group, choice);
+        if (block < 0 || block >= layout.blocks || block * layout.block_size > first + query) continue;
+        if (last_query_[block] == query) continue;
+        last_query_[block] = query;
+        function(block, query);
+      }
+    }
+  }
+};
+
+// Pointers to the rows of a tile's queries in a tensor, one for each head; `copies` has room for all rows.
+template <typename E, typename T>
+Scattered<const T> gather(
+    const RowSource<T>& source, const Unit& unit, const int32_t* queries, int64_t count, int64_t heads, int64_t width,
+    T* copies, const T** rows) {
+  for (int64_t i = 0; i < count; i++) {
+    for (int64_t head = 0; head < heads; head++) {
+      const int64_t row = i * heads + head;
+      rows[row] = source.row(unit.batch, unit.first + queries[i], unit.group * heads + head, copies + row * width);
+    }
+  }
+  pad_rows(rows, count * heads, padded_rows<E>(count * heads));
+  return {rows};
 }
 
-// Scores of one row to exp(score - largest); their largest and their sum.
+// Pointers to the results of a tile's queries; those that only fill up a micro kernel share `unused`.
+template <typename E, typename T>
+Scattered<T> result_rows(
+    T* results, const int32_t* queries, int64_t count, int64_t heads, int64_t width, T* unused, T** rows) {
+  for (int64_t i = 0; i < count; i++) {
+    for (int64_t head = 0; head < heads; head++) rows[i * heads + head] = results + (queries[i] * heads + head) * width;
+  }
+  for (int64_t row = count * heads; row < padded_rows<E>(count * heads); row++) rows[row] = unused;
+  return {rows};
+}
+
+// Adds the scores of one row to a softmax in progress: they become exp(score - largest), and what was summed up before,
+// `out` included, is rescaled where the largest score changes.
 template <typename T>
-void softmax_row(T* scores, int64_t padded_size, T& largest, T& sum) {
+void softmax_row(T* scores, int64_t padded_size, T& largest, T& sum, T* out, int64_t width) {
   Vec<T> running(-kInfinity<T>);
   for (int64_t i = 0; i < padded_size; i += kLanes<T>) running = at::vec::clamp_min(Vec<T>::loadu(scores + i), running);
-  largest = largest_lane(running);
+  const T previous = largest;
+  largest = std::max(previous, largest_lane(running));
   const Vec<T> shift(largest);
   Vec<T> total(T(0));
   for (int64_t i = 0; i < padded_size; i += kLanes<T>) {
@@ -191,47 +138,13 @@ void softmax_row(T* scores, int64_t padded_size, T& largest, T& sum) {
     weight.store(scores + i);
     total = total + weight;
   }
-  sum = sum_of_lanes(total);
-}
-
-// The largest score and the sum of exp(score - largest) over the slots of a query's head.
-template <typename T>
-struct Merged {
-  T largest, sum;
-};
-
-// The partial results of a unit: for each slot and head the largest score, the sum of exp(score - largest), and the
-// values weighted by these.
-template <typename T>
-struct Slots {
-  int64_t heads, width;
-  Buffer<T> largest, sum, out;
-
-  Slots(int64_t slots, int64_t heads, int64_t width)
-      : heads(heads), width(width), largest(slots * heads), sum(slots * heads), out(slots * heads * width) {}
-
-  // Values of a query's head from `count` slots, beginning with `first`, to `merged`; they lack the division by the
-  // sum. Slots that no pair used have a largest score of -inf.
-  Merged<T> merge(int64_t first, int64_t count, int64_t head, T* merged) const {
-    Merged<T> total{-kInfinity<T>, T(0)};
-    for (int64_t slot = first; slot < first + count; slot++) {
-      total.largest = std::max(total.largest, largest.data()[slot * heads + head]);
-    }
-    fill(merged, width, T(0));
-    for (int64_t slot = first; slot < first + count; slot++) {
-      const int64_t row = slot * heads + head;
-      if (largest.data()[row] == -kInfinity<T>) continue;
-      const T factor = std::exp(largest.data()[row] - total.largest);
-      total.sum += factor * sum.data()[row];
-      const Vec<T> factors(factor);
-      const T* values = out.data() + row * width;
-      for (int64_t i = 0; i < width; i += kLanes<T>) {
-        at::vec::fmadd(factors, Vec<T>::loadu(values + i), Vec<T>::loadu(merged + i)).store(merged + i);
-      }
-    }
-    return total;
+  if (largest != previous) {
+    const T factor = std::exp(previous - largest);
+    sum *= factor;
+    scale_row(out, factor, width);
   }
-};
+  sum += sum_of_lanes(total);
+}
 
 template <typename E>
 void forward(
@@ -245,81 +158,67 @@ void forward(
   const RowSource<T> q_source(q, sizes.key_dim);
 
   const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
-  const Layout layout(sizes, num_selected, block_size, size, value_width, E::kRows);
-  const int64_t heads = layout.heads;
-  const Slots<T> slots(layout.slots(), heads, value_width);
+  const Layout layout(num_selected, block_size, sizes, keys, value_width);
+  const int64_t heads = layout.heads, unit_rows = layout.unit_queries * heads;
+  const ThreadBuffers<T> results(threads, unit_rows * value_width), largest(threads, unit_rows), sums(threads, unit_rows);
   const ThreadBuffers<T> q_tiles(threads, layout.tile_rows * key_width), score_tiles(threads, layout.tile_rows * size);
   const ThreadBuffers<const T*> q_pointers(threads, layout.tile_rows);
-  const ThreadBuffers<T*> out_pointers(threads, layout.tile_rows);
-  const ThreadBuffers<T> merged_rows(threads, value_width);
-  const ThreadBuffers<typename E::Packed> packed(threads, engine.left_size(layout.tile_rows, std::max(sizes.key_dim, size)));
-  Unit unit(sizes, num_selected, block_size, keys.count);
-  for (int64_t first = 0; first < layout.queries(); first += layout.unit_queries) {
-    unit.sort(indices, first, std::min(layout.queries(), first + layout.unit_queries));
-    fill(slots.largest.data(), layout.slots() * heads, -kInfinity<T>);
+  const ThreadBuffers<T*> result_pointers(threads, layout.tile_rows);
+  const ThreadBuffers<T> unused(threads, value_width);
+  const int64_t packed_size = engine.left_size(layout.tile_rows, std::max(sizes.key_dim, size));
+  const ThreadBuffers<typename E::Packed> packed(threads, packed_size);
+  std::vector<Unit> units(threads);
 
-    layout.template for_tiles<E>(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
-      const T** q_rows = q_pointers[thread];
-      T** out_rows = out_pointers[thread];
-      T* scores = score_tiles[thread];
-      const int64_t rows = count * heads, padded = padded_rows<E>(rows), first_key = block % keys.count * block_size;
-      gather(q_source, unit, pairs, count, heads, padded, key_width, q_tiles[thread], q_rows);
-      slot_rows(slots.out.data(), unit, pairs, count, heads, padded, value_width, merged_rows[thread], out_rows);
-      const auto queries = engine.left(Scattered<const T>{q_rows}, rows, keys.width, packed[thread]);
-      engine.multiply(rows, size, keys.width, queries, keys.columns(0, block), Strided<T>{scores, size}, false);
-      for (int64_t i = 0; i < count; i++) {
-        const KeyRange range = layout.range(unit.place(pairs[i].query));
-        const int64_t slot_row = unit.slot(pairs[i]) * heads;
-        for (int64_t head = 0; head < heads; head++) {
-          T* row = scores + (i * heads + head) * size;
-          hide(row, range, first_key, block_size, size);
-          softmax_row(row, size, slots.largest.data()[slot_row + head], slots.sum.data()[slot_row + head]);
-        }
+  // The last units have the most pairs.
+  parallel_for(sizes.sequences() * layout.units, threads, [&](int64_t item, int64_t thread) {
+    [[maybe_unused]] const typename E::Session session;
+    Unit& unit = units[thread];
+    unit.sort(layout, indices, item % sizes.sequences(), layout.units - 1 - item / sizes.sequences());
+    fill(results[thread], unit_rows * value_width, T(0));
+    fill(largest[thread], unit_rows, -kInfinity<T>);
+    fill(sums[thread], unit_rows, T(0));
+
+    unit.for_tiles(layout, [&](int64_t block, const int32_t* queries, int64_t count) {
+      const int64_t rows = count * heads;
+      const Strided<T> scores{score_tiles[thread], size};
+      const auto q_rows =
+          gather<E>(q_source, unit, queries, count, heads, key_width, q_tiles[thread], q_pointers[thread]);
+      const auto result = result_rows<E>(
+          results[thread], queries, count, heads, value_width, unused[thread], result_pointers[thread]);
+      const auto left = engine.left(q_rows, rows, keys.width, packed[thread]);
+      engine.multiply(rows, size, keys.width, left, keys.columns(unit.sequence, block), scores, false);
+      for (int64_t row = 0; row < rows; row++) {
+        const int32_t query = queries[row / heads];
+        const int64_t place = query * heads + row % heads;
+        hide(scores[row], unit.range(layout, query), block * block_size, block_size, size);
+        softmax_row(scores[row], size, largest[thread][place], sums[thread][place], result[row], value_width);
       }
-      const auto weights = engine.computed_left(Strided<T>{scores, size}, rows, block_size, packed[thread]);
-      engine.multiply(rows, values.width, block_size, weights, values.rows(0, block), Scattered<T>{out_rows}, false);
+      const auto weights = engine.computed_left(scores, rows, block_size, packed[thread]);
+      engine.multiply(rows, values.width, block_size, weights, values.rows(unit.sequence, block), result, true);
     });
 
-    layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
-      const Place& at = unit.place(query);
-      for (int64_t head = 0; head < heads; head++) {
-        const Merged<T> total = slots.merge(query * num_selected, num_selected, head, merged_rows[thread]);
-        const T inverse = total.sum == T(0) ? T(0) : T(1) / total.sum;
-        const int64_t query_head = at.group * heads + head;
-        store_row(merged_rows[thread], inverse, out, at.batch, at.position, query_head, sizes.value_dim);
-        element<T>(lse, at.batch, at.position, query_head) = total.largest + std::log(total.sum);
-      }
-    });
-  }
+    for (int64_t row = 0; row < (unit.last - unit.first) * heads; row++) {
+      const T sum = sums[thread][row];
+      const int64_t position = unit.first + row / heads, head = unit.group * heads + row % heads;
+      const T inverse = sum == T(0) ? T(0) : T(1) / sum;
+      store_row(results[thread] + row * value_width, inverse, out, unit.batch, position, head, sizes.value_dim);
+      element<T>(lse, unit.batch, position, head) = largest[thread][row] + std::log(sum);
+    }
+  });
 }
 
-// lse and the sum of gradient times output: [sequence][query][head].
-template <typename T>
-struct RowTerms {
-  Buffer<T> lse, delta;
-
-  RowTerms(
-      const Layout& layout, const RowSource<T>& grad_source, const RowSource<T>& out_source, const Tensor& lses,
-      int64_t threads)
-      : lse(layout.queries() * layout.heads), delta(layout.queries() * layout.heads) {
-    const int64_t heads = layout.heads, padded_width = padded_columns<T>(layout.sizes.value_dim);
-    const ThreadBuffers<T> grad_copies(threads, padded_width), out_copies(threads, padded_width);
-    parallel_for(divide_up(layout.queries(), kItemQueries), threads, [&](int64_t item, int64_t thread) {
-      const int64_t last = std::min(layout.queries(), (item + 1) * kItemQueries);
-      for (int64_t query = item * kItemQueries; query < last; query++) {
-        const Place at(layout.sizes, query);
-        for (int64_t head = 0; head < heads; head++) {
-          const int64_t query_head = at.group * heads + head;
-          const T* grad_row = grad_source.row(at.batch, at.position, query_head, grad_copies[thread]);
-          const T* out_row = out_source.row(at.batch, at.position, query_head, out_copies[thread]);
-          delta.data()[query * heads + head] = dot(grad_row, out_row, padded_width);
-          const T row_lse = element<T>(lses, at.batch, at.position, query_head);
-          lse.data()[query * heads + head] = finite_or_infinity(row_lse);
-        }
-      }
-    });
+// Chunks of consecutive units. Few, because each has sums for all blocks up to its last query; fewer still where batch
+// and groups give enough parallel work. Depends on the shapes only.
+std::vector<Chunk> make_chunks(const Layout& layout) {
+  const int64_t count = std::min(layout.units, std::clamp<int64_t>(16 / layout.sizes.sequences(), 1, 16));
+  std::vector<Chunk> chunks;
+  for (int64_t chunk = 0; chunk < count; chunk++) {
+    const int64_t first = layout.units * chunk / count, last = layout.units * (chunk + 1) / count;
+    const int64_t seen = divide_up(std::min(layout.sizes.queries, last * layout.unit_queries), layout.block_size);
+    chunks.push_back({first, 1, last, {0, std::min(layout.blocks, seen)}});
   }
-};
+  return chunks;
+}
 
 template <typename E>
 void backward(
@@ -332,78 +231,67 @@ void backward(
   values.pack(v, sizes, false, true, T(1), threads);
   const RowSource<T> q_source(q, sizes.key_dim), grad_source(grad, sizes.value_dim), out_source(out, sizes.value_dim);
 
-  const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
-  const Layout layout(sizes, num_selected, block_size, size, key_width, E::kRows);
-  const int64_t heads = layout.heads;
-  const RowTerms<T> terms(layout, grad_source, out_source, lse, threads);
-  const int64_t blocks = sizes.sequences() * keys.count;
-  const Buffer<T> key_sums(blocks * keys.elements()), value_sums(blocks * values.elements());
-  parallel_for(blocks, threads, [&](int64_t block, int64_t) {
-    fill(key_sums.data() + block * keys.elements(), keys.elements(), T(0));
-    fill(value_sums.data() + block * values.elements(), values.elements(), T(0));
-  });
-
-  const Buffer<T> slot_dq(layout.slots() * heads * key_width);
-  std::vector<uint8_t> slot_used(layout.slots());
-  const ThreadBuffers<T> q_tiles(threads, layout.tile_rows * key_width);
-  const ThreadBuffers<T> grad_tiles(threads, layout.tile_rows * value_width);
-  const ThreadBuffers<const T*> q_pointers(threads, layout.tile_rows), grad_pointers(threads, layout.tile_rows);
-  const ThreadBuffers<T*> dq_pointers(threads, layout.tile_rows);
-  const ThreadBuffers<T> row_values(threads, 2 * layout.tile_rows);
-  const GradientScratch<E> scratch(engine, keys, values, layout.tile_rows, threads);
-  const ThreadBuffers<T> merged_rows(threads, key_width);
+  const int64_t key_width = keys.padded_width, value_width = values.padded_width;
+  const Layout layout(num_selected, block_size, sizes, keys, key_width);
+  const int64_t heads = layout.heads, unit_rows = layout.unit_queries * heads, tile_rows = layout.tile_rows;
+  const std::vector<Chunk> chunks = make_chunks(layout);
+  const ChunkSums<E> sums(sizes, keys, values, chunks);
+  const ThreadBuffers<T> results(threads, unit_rows * key_width), lses(threads, unit_rows), deltas(threads, unit_rows);
+  const ThreadBuffers<T> q_tiles(threads, tile_rows * key_width), grad_tiles(threads, tile_rows * value_width);
+  const ThreadBuffers<T> out_rows(threads, value_width), unused(threads, key_width), row_values(threads, 2 * tile_rows);
+  const ThreadBuffers<const T*> q_pointers(threads, tile_rows), grad_pointers(threads, tile_rows);
+  const ThreadBuffers<T*> result_pointers(threads, tile_rows);
+  const GradientScratch<E> scratch(engine, keys, values, tile_rows, threads);
   std::vector<std::vector<KeyRange>> ranges(threads, std::vector<KeyRange>(layout.tile_queries));
-  Unit unit(sizes, num_selected, block_size, keys.count);
-  for (int64_t first = 0; first < layout.queries(); first += layout.unit_queries) {
-    unit.sort(indices, first, std::min(layout.queries(), first + layout.unit_queries));
-    std::fill(slot_used.begin(), slot_used.end(), uint8_t(0));
+  std::vector<Unit> units(threads);
 
-    layout.template for_tiles<E>(unit, threads, [&](int64_t block, const Pair* pairs, int64_t count, int64_t thread) {
-      T *row_lse = row_values[thread], *delta = row_lse + layout.tile_rows;
-      const int64_t rows = count * heads, padded = padded_rows<E>(rows);
-      gather(q_source, unit, pairs, count, heads, padded, key_width, q_tiles[thread], q_pointers[thread]);
-      gather(grad_source, unit, pairs, count, heads, padded, value_width, grad_tiles[thread], grad_pointers[thread]);
-      slot_rows(slot_dq.data(), unit, pairs, count, heads, padded, key_width, merged_rows[thread], dq_pointers[thread]);
-      for (int64_t i = 0; i < count; i++) {
-        const int64_t query = unit.first + pairs[i].query;
-        ranges[thread][i] = layout.range(unit.place(pairs[i].query));
-        slot_used[unit.slot(pairs[i])] = 1;
-        std::memcpy(row_lse + i * heads, terms.lse.data() + query * heads, heads * sizeof(T));
-        std::memcpy(delta + i * heads, terms.delta.data() + query * heads, heads * sizeof(T));
+  const int64_t num_chunks = chunks.size();
+  parallel_for(sizes.sequences() * num_chunks, threads, [&](int64_t item, int64_t thread) {
+    [[maybe_unused]] const typename E::Session session;
+    Unit& unit = units[thread];
+    const int64_t sequence = item % sizes.sequences(), chunk = num_chunks - 1 - item / sizes.sequences();
+    sums.clear(sequence, chunk);
+    for (int64_t number = chunks[chunk].first_tile; number < chunks[chunk].last_tile; number++) {
+      unit.sort(layout, indices, sequence, number);
+      const int64_t count_rows = (unit.last - unit.first) * heads;
+      for (int64_t row = 0; row < count_rows; row++) {
+        const int64_t position = unit.first + row / heads, head = unit.group * heads + row % heads;
+        const T* grad_row = grad_source.row(unit.batch, position, head, grad_tiles[thread]);
+        const T* out_row = out_source.row(unit.batch, position, head, out_rows[thread]);
+        deltas[thread][row] = dot(grad_row, out_row, value_width);
+        lses[thread][row] = finite_or_infinity(element<T>(lse, unit.batch, position, head));
       }
-      const GradientTile<T> tile{rows, heads, row_lse, delta, ranges[thread].data()};
-      const Scattered<const T> q_rows{q_pointers[thread]}, grad_rows{grad_pointers[thread]};
-      const typename E::template Gradients<Scattered<const T>> products(
-          engine, q_rows, grad_rows, rows, sizes.key_dim, sizes.value_dim, scratch.products[thread]);
-      backward_block(
-          tile, products, keys, values, block / keys.count, block % keys.count, key_sums.data() + block * keys.elements(),
-          value_sums.data() + block * values.elements(), Scattered<T>{dq_pointers[thread]}, false, scratch.weights[thread],
-          scratch.dscores[thread]);
-    });
+      fill(results[thread], unit_rows * key_width, T(0));
 
-    layout.for_queries(unit, threads, [&](int64_t query, int64_t thread) {
-      const Place& at = unit.place(query);
-      const int64_t first_slot = query * num_selected;
-      for (int64_t head = 0; head < heads; head++) {
-        fill(merged_rows[thread], key_width, T(0));
-        for (int64_t slot = first_slot; slot < first_slot + num_selected; slot++) {
-          if (slot_used[slot])
-            add_to(merged_rows[thread], slot_dq.data() + (slot * heads + head) * key_width, key_width);
+      unit.for_tiles(layout, [&](int64_t block, const int32_t* queries, int64_t count) {
+        const int64_t rows = count * heads;
+        const auto q_rows =
+            gather<E>(q_source, unit, queries, count, heads, key_width, q_tiles[thread], q_pointers[thread]);
+        const auto grad_rows =
+            gather<E>(grad_source, unit, queries, count, heads, value_width, grad_tiles[thread], grad_pointers[thread]);
+        const auto result =
+            result_rows<E>(results[thread], queries, count, heads, key_width, unused[thread], result_pointers[thread]);
+        T *row_lse = row_values[thread], *delta = row_lse + tile_rows;
+        for (int64_t i = 0; i < count; i++) {
+          ranges[thread][i] = unit.range(layout, queries[i]);
+          std::memcpy(row_lse + i * heads, lses[thread] + queries[i] * heads, heads * sizeof(T));
+          std::memcpy(delta + i * heads, deltas[thread] + queries[i] * heads, heads * sizeof(T));
         }
-        store_row(
-            merged_rows[thread], scale, dq, at.batch, at.position, at.group * heads + head,
-            sizes.key_dim);
-      }
-    });
-  }
+        const GradientTile<T> tile{rows, heads, row_lse, delta, ranges[thread].data()};
+        const typename E::template Gradients<Scattered<const T>> products(
+            engine, q_rows, grad_rows, rows, sizes.key_dim, sizes.value_dim, scratch.products[thread]);
+        backward_block(
+            tile, products, keys, values, sequence, block, sums.of_keys(sequence, chunk, block),
+            sums.of_values(sequence, chunk, block), result, true, scratch.weights[thread], scratch.dscores[thread]);
+      });
 
-  const ThreadBuffers<T> sum_rows(threads, std::max(keys.elements(), values.elements()));
-  parallel_for(blocks, threads, [&](int64_t item, int64_t thread) {
-    const int64_t sequence = item / keys.count, block = item % keys.count;
-    T* rows = sum_rows[thread];
-    store_block(engine, key_sums.data() + item * keys.elements(), scale, dk, sizes, keys, sequence, block, rows);
-    store_block(engine, value_sums.data() + item * values.elements(), T(1), dv, sizes, values, sequence, block, rows);
+      for (int64_t row = 0; row < count_rows; row++) {
+        const int64_t position = unit.first + row / heads, head = unit.group * heads + row % heads;
+        store_row(results[thread] + row * key_width, scale, dq, unit.batch, position, head, sizes.key_dim);
+      }
+    }
   });
+  sums.store(engine, scale, dk, dv, threads);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ std::vector<Chunk> make_chunks(const Sizes& sizes, const WindowRange& range, int
   for (int64_t tile = 0; tile < tiles; tile += chunk_tiles) {
     const int64_t last = std::min(tiles, tile + chunk_tiles);
     const BlockSpan span = blocks_seen(range, tile * tile_queries, std::min(sizes.queries, last * tile_queries));
-    chunks.push_back({tile, 1, last, span, 0});
+    chunks.push_back({tile, 1, last, span});
   }
   return chunks;
 }
