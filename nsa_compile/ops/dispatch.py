@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
 
 from torch import Tensor
 
+from nsa_compile.ops import cpp
+
 __all__ = ["IMPLEMENTATIONS", "force_implementation", "implementation"]
 
 logger = logging.getLogger("nsa_compile")
 
-IMPLEMENTATIONS = ("cpu", "triton", "portable")
+# "vectors" is "cpu" without the processor's matrix unit.
+IMPLEMENTATIONS = ("cpu", "vectors", "triton", "portable")
 _NATIVE = {"cpu": "cpu", "cuda": "triton"}
 _forced: list[str] = []
 
@@ -58,8 +61,10 @@ def force_implementation(name: str) -> Iterator[None]:
     """Inside this context every operator runs on the implementation `name`, whatever the device."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation is {name!r}; it must be one of {', '.join(IMPLEMENTATIONS)}")
-    _forced.append(name)
+    vectors = name == "vectors"
+    _forced.append("cpu" if vectors else name)
     try:
-        yield
+        with cpp.vectors_only() if vectors else nullcontext():
+            yield
     finally:
         _forced.pop()

@@ -5,18 +5,35 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-IMPLEMENTATIONS = ("portable", "cpu")
+from nsa_compile.ops import force_implementation
+
+# The C++ kernels with all that the machine has, and without its matrix unit.
+IMPLEMENTATIONS = ("portable", "cpu", "vectors")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def module(operator: str, implementation: str) -> ModuleType:
+def module(operator: str, implementation: str) -> Any:
+    """What has the `forward` and the `backward` of an operator."""
+    if implementation == "vectors":
+        kernels = module(operator, "cpu")
+        directions = {name: _with_vectors(getattr(kernels, name)) for name in ("forward", "backward")}
+        return SimpleNamespace(**directions)
     return importlib.import_module(f"nsa_compile.ops.{operator}.{implementation}")
+
+
+def _with_vectors(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        with force_implementation("vectors"):
+            return fn(*arguments)
+
+    return run
 
 
 @dataclass(frozen=True)

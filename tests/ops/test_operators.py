@@ -89,10 +89,12 @@ def test_vmap_equals_a_loop(name, in_dims):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_bits_do_not_depend_on_the_number_of_threads(name, dtype):
+@pytest.mark.parametrize(
+    ("implementation", "dtype"), [("cpu", torch.float32), ("vectors", torch.float32), ("cpu", torch.float64)]
+)
+def test_bits_do_not_depend_on_the_number_of_threads(name, implementation, dtype):
     arguments = inputs(B=1, S=1500, T=1500, D=16, Dv=8, dtype=dtype, stride=4)[name]
-    kernels = module(name, "cpu")
+    kernels = module(name, implementation)
     before = torch.get_num_threads()
     results = []
     try:
@@ -105,6 +107,28 @@ def test_bits_do_not_depend_on_the_number_of_threads(name, dtype):
         torch.set_num_threads(before)
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_matrix_unit_is_as_exact_as_vectors(name, dtype):
+    arguments = inputs(B=1, S=700, T=700, G=2, h=3, D=64, Dv=80, dtype=dtype, stride=4)[name]
+
+    def results(implementation: str, arguments: tuple) -> list[Tensor]:
+        kernels = module(name, implementation)
+        out, lse, *_ = kernels.forward(*arguments)
+        return [out, *kernels.backward(out, *arguments[:3], out, lse, *arguments[3:])]
+
+    exact = results("cpu", tuple(x.double() if i < 3 else x for i, x in enumerate(arguments)))
+    errors = {
+        implementation: [
+            torch.linalg.vector_norm(x.double() - y) / torch.linalg.vector_norm(y)
+            for x, y in zip(results(implementation, arguments), exact, strict=True)
+        ]
+        for implementation in ("cpu", "vectors")
+    }
+    for ours, vectors in zip(errors["cpu"], errors["vectors"], strict=True):
+        assert ours <= 1.1 * vectors
 
 
 class _LargestTensor(TorchDispatchMode):

@@ -55,8 +55,11 @@ def test_the_exponential_is_accurate(dtype):
     x = torch.linspace(0, 86, 4001, dtype=torch.float64).to(dtype)
     k = torch.stack([torch.zeros_like(x), -x], 1).view(-1, 2, 1, 1)
     v = torch.tensor([0.0, 1.0], dtype=dtype).view(1, 2, 1, 1).expand_as(k)
-    out, _ = module("window", "cpu").forward(torch.ones_like(k), k, v, 2, 1.0)
+    # On vectors: the matrix unit cuts off what is below 2^-126, and with it the last bits of the smallest weights.
+    out, _ = module("window", "vectors").forward(torch.ones_like(k), k, v, 2, 1.0)
     exact = 1 / (1 + x.double().exp())
     error = (out[:, 1, 0, 0].double() - exact).abs() / exact
     assert error.max() < 3 * torch.finfo(dtype).eps
-    assert (module("window", "cpu").forward(torch.ones_like(k), k * 10 - 900, v, 2, 1.0)[0]).isfinite().all()
+    for implementation in ("cpu", "vectors"):
+        out, _ = module("window", implementation).forward(torch.ones_like(k), k * 10 - 900, v, 2, 1.0)
+        assert out.isfinite().all()

@@ -45,10 +45,10 @@ constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
 // exp(x) for x <= 0 to about one unit in the last place; exactly 0 below -87, where the true value is at most 1.7e-38.
 inline Vec<float> exp_nonpositive(const Vec<float>& x) {
+  // exp(x) = 2^n exp(r) with n an integer and |r| <= ln(2) / 2; ln(2) in two parts keeps r exact.
   const Vec<float> smallest(-87.0f);
   // clamp_min keeps NaN, so that broken inputs stay visible.
   const Vec<float> clamped = at::vec::clamp_min(x, smallest);
-  // exp(x) = 2^n exp(r) with n an integer and |r| <= ln(2) / 2; ln(2) in two parts keeps r exact.
   const Vec<float> n = (clamped * Vec<float>(1.44269504088896341f)).round();
   Vec<float> r = at::vec::fmadd(n, Vec<float>(-0.693145751953125f), clamped);
   r = at::vec::fmadd(n, Vec<float>(-1.42860682030941723212e-6f), r);
@@ -58,9 +58,13 @@ inline Vec<float> exp_nonpositive(const Vec<float>& x) {
   p = at::vec::fmadd(p, r, Vec<float>(1.6666665459e-1f));
   p = at::vec::fmadd(p, r, Vec<float>(5.0000001201e-1f));
   p = at::vec::fmadd(p, r * r, r + Vec<float>(1.0f));
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, smallest, _CMP_NLT_UQ), p, n);
+#else
   const Vec<int32_t> biased = at::vec::convert_to_int_of_same_size<float>(n) + Vec<int32_t>(127);
   const Vec<float> power = at::vec::cast<float, int32_t>(biased << Vec<int32_t>(23));
   return Vec<float>::blendv(p * power, Vec<float>(0.0f), x < smallest);
+#endif
 }
 
 inline Vec<double> exp_nonpositive(const Vec<double>& x) {

@@ -50,6 +50,17 @@ void parallel_for(int64_t items, int64_t threads, const Function& function) {
 #endif
 }
 
+constexpr int64_t kLargePage = 1 << 21;
+
+// The first use of fresh memory costs a page fault for each of its pages: let those of large memory be large.
+inline void prefer_large_pages(void* data, int64_t bytes) {
+#ifdef __linux__
+  const auto first = round_up(reinterpret_cast<int64_t>(data), kLargePage);
+  const auto last = (reinterpret_cast<int64_t>(data) + bytes) / kLargePage * kLargePage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
 // Uninitialised memory on a cache line's boundary. Throws std::bad_alloc, so it must not be made inside parallel_for.
 template <typename T>
 class Buffer {
@@ -57,14 +68,10 @@ class Buffer {
   Buffer() = default;
   explicit Buffer(int64_t count) {
     if (count <= 0) return;
-    // Large buffers ask for large pages: their first use would spend more time on page faults than on work.
-    constexpr int64_t kLargePage = 1 << 21;
     const int64_t bytes = count * sizeof(T), alignment = bytes < 2 * kLargePage ? 64 : kLargePage;
     data_ = static_cast<T*>(std::aligned_alloc(alignment, round_up(bytes, alignment)));
     if (data_ == nullptr) throw std::bad_alloc();
-#ifdef __linux__
-    if (alignment == kLargePage) madvise(data_, bytes, MADV_HUGEPAGE);
-#endif
+    prefer_large_pages(data_, bytes);
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;

@@ -9,12 +9,13 @@
 
 namespace {
 
-// Sizes that measured best with 2 MB of L2 cache. Larger units meet each block with more queries at once, but their
-// results leave the cache between blocks.
+// Sizes that measured best with 2 MB of L2 cache.
 constexpr int64_t kTileScores = 8192;  // of a tile: 128 rows for blocks of 64 keys
 constexpr int64_t kMaxTileRows = 128;
-constexpr int64_t kMaxUnitQueries = 512;
-constexpr int64_t kMaxUnitElements = 1 << 18;  // of its results: fewer queries where heads are many or wide
+// Queries of a unit. In a larger one a block meets more queries each time it comes into the cache, but their results
+// leave it in between: so units grow with the number of blocks. Small problems need units for several threads.
+constexpr int64_t kMinUnitQueries = 64, kUnitQueries = 512, kUnitQueriesPerBlock = 4;
+constexpr int64_t kMaxUnitElements = 1 << 22;  // of its results: fewer queries where heads are many and wide
 
 int64_t index_at(const Tensor& indices, int64_t batch, int64_t query, int64_t group, int64_t place) {
   const int64_t offset = row_offset(indices, batch, query, group) + place * indices.stride[3];
@@ -37,9 +38,10 @@ struct Layout {
         heads(sizes.heads()),
         tile_queries(std::max<int64_t>(1, std::min(kMaxTileRows, kTileScores / keys.padded_size) / heads)),
         tile_rows(padded_rows<E>(tile_queries * heads)) {
-    const int64_t most = std::clamp<int64_t>(kMaxUnitElements / (heads * result_width), 16, kMaxUnitQueries);
-    // Small problems: units for several threads. Depends on the shapes only.
-    unit_queries = std::clamp<int64_t>(sizes.queries * sizes.sequences() / 16, std::min<int64_t>(64, most), most);
+    const int64_t fitting = std::max<int64_t>(1, kMaxUnitElements / (heads * result_width));
+    const int64_t most = std::min(fitting, std::max(kUnitQueries, kUnitQueriesPerBlock * blocks));
+    // Depends on the shapes only.
+    unit_queries = std::clamp(sizes.queries * sizes.sequences() / 16, std::min(kMinUnitQueries, most), most);
     units = divide_up(sizes.queries, unit_queries);
   }
 };
@@ -210,7 +212,7 @@ void forward(
 // Chunks of consecutive units. Few, because each has sums for all blocks up to its last query; fewer still where batch
 // and groups give enough parallel work. Depends on the shapes only.
 std::vector<Chunk> make_chunks(const Layout& layout) {
-  const int64_t count = std::min(layout.units, std::clamp<int64_t>(16 / layout.sizes.sequences(), 1, 16));
+  const int64_t count = std::min(layout.units, std::clamp<int64_t>(8 / layout.sizes.sequences(), 1, 8));
   std::vector<Chunk> chunks;
   for (int64_t chunk = 0; chunk < count; chunk++) {
     const int64_t first = layout.units * chunk / count, last = layout.units * (chunk + 1) / count;
