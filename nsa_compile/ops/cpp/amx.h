@@ -65,16 +65,19 @@ class Amx {
   }
   // Packs [depth, columns], the columns padded to whole vectors.
   void pack_right(const Strided<const float>& source, int64_t depth, int64_t columns, int64_t pieces, Packed* target) const {
-    for (int64_t column = 0; column < columns; column += 16) {
-      for (int64_t first = 0; first < depth; first += 32, target += pieces * kTile) {
-        for (int64_t i = 0; i < 16; i++) {
-          const __m512 low = first + i < depth ? _mm512_loadu_ps(source[first + i] + column) : _mm512_setzero_ps();
-          const __m512 high =
-              first + i + 16 < depth ? _mm512_loadu_ps(source[first + i + 16] + column) : _mm512_setzero_ps();
-          split(low, high, pieces, target + i * 32);
+    with_pieces(pieces, [&](auto constant) {
+      constexpr int kPieces = decltype(constant)::value;
+      for (int64_t column = 0; column < columns; column += 16) {
+        for (int64_t first = 0; first < depth; first += 32, target += kPieces * kTile) {
+          for (int64_t i = 0; i < 16; i++) {
+            const auto row = [&](int64_t row) {
+              return row < depth ? _mm512_loadu_ps(source[row] + column) : _mm512_setzero_ps();
+            };
+            split<kPieces>(row(first + i), row(first + i + 16), target + i * 32);
+          }
         }
       }
-    }
+    });
   }
 
   int64_t left_size(int64_t rows, int64_t depth) const {
@@ -170,7 +173,9 @@ class Amx {
   Strided<const float> sum_rows(const float* sums, int64_t padded_size, int64_t padded_width, float* scratch) const {
     for (int64_t i = 0; i < padded_size; i += 16) {
       for (int64_t d = 0; d < padded_width; d += 16) {
-        at::vec::transpose_mxn<float>(sums + d * padded_size + i, padded_size, scratch + i * padded_width + d, padded_width, 16, 16);
+        const float* sources[16];
+        for (int64_t j = 0; j < 16; j++) sources[j] = sums + (d + j) * padded_size + i;
+        transpose(sources, scratch + i * padded_width + d, padded_width);
       }
     }
     return {scratch, padded_width};
@@ -181,45 +186,51 @@ class Amx {
 
   int64_t input_pieces_, computed_pieces_;
 
-  // The nearest bfloat16, in the upper half of each lane.
-  static __m512i round(__m512 x) {
-    const __m512i bits = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
-    return _mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000));
-  }
-
-  static void store_pair(__m512i low, __m512i high, uint16_t* target) {
-    _mm512_storeu_si512(target, _mm512_or_si512(_mm512_srli_epi32(low, 16), high));
-  }
-
-  // The parts of two vectors as pairs, one tile after the other. The last part is cut off: of three it is exact, and
-  // NaN stays NaN.
-  static inline __attribute__((always_inline)) void split(__m512 low, __m512 high, int64_t pieces, uint16_t* target) {
-    for (int64_t piece = 1; piece < pieces; piece++, target += kTile) {
-      const __m512i low_part = round(low), high_part = round(high);
-      store_pair(low_part, high_part, target);
-      low = _mm512_sub_ps(low, _mm512_castsi512_ps(low_part));
-      high = _mm512_sub_ps(high, _mm512_castsi512_ps(high_part));
+  template <typename Function>
+  static void with_pieces(int64_t pieces, const Function& function) {
+    if (pieces == 1) {
+      function(std::integral_constant<int, 1>());
+    } else if (pieces == 2) {
+      function(std::integral_constant<int, 2>());
+    } else {
+      function(std::integral_constant<int, 3>());
     }
+  }
+
+  // The parts of two vectors as pairs, one tile after the other. A part is the upper half of what the parts before leave,
+  // cut off: NaN stays NaN.
+  template <int kPieces>
+  static inline __attribute__((always_inline)) void split(__m512 low, __m512 high, uint16_t* target) {
     const __m512i upper = _mm512_set1_epi32(0xffff0000);
-    store_pair(_mm512_castps_si512(low), _mm512_and_si512(_mm512_castps_si512(high), upper), target);
+#pragma GCC unroll 3
+    for (int piece = 0; piece < kPieces; piece++, target += kTile) {
+      const __m512i low_bits = _mm512_castps_si512(low), high_bits = _mm512_castps_si512(high);
+      // (upper & high) | low
+      _mm512_storeu_si512(target, _mm512_ternarylogic_epi32(upper, high_bits, _mm512_srli_epi32(low_bits, 16), 0xea));
+      low = _mm512_sub_ps(low, _mm512_castsi512_ps(_mm512_and_si512(low_bits, upper)));
+      high = _mm512_sub_ps(high, _mm512_castsi512_ps(_mm512_and_si512(high_bits, upper)));
+    }
   }
 
   // Packs [count, depth], the rows padded to whole vectors.
   template <typename Rows>
   static Operand pack_left(const Rows& rows, int64_t count, int64_t depth, int64_t pieces, Packed* target) {
     const Operand operand{target, divide_up(depth, 32), pieces};
-    for (int64_t row = 0; row < count; row += 16) {
-      for (int64_t first = 0; first < depth; first += 32, target += pieces * kTile) {
-        for (int64_t i = 0; i < 16; i++) {
-          __m512 low = _mm512_setzero_ps(), high = low;
-          if (row + i < count) {
-            low = _mm512_loadu_ps(rows[row + i] + first);
-            if (first + 16 < depth) high = _mm512_loadu_ps(rows[row + i] + first + 16);
+    with_pieces(pieces, [&](auto constant) {
+      constexpr int kPieces = decltype(constant)::value;
+      for (int64_t row = 0; row < count; row += 16) {
+        for (int64_t first = 0; first < depth; first += 32, target += kPieces * kTile) {
+          for (int64_t i = 0; i < 16; i++) {
+            __m512 low = _mm512_setzero_ps(), high = low;
+            if (row + i < count) {
+              low = _mm512_loadu_ps(rows[row + i] + first);
+              if (first + 16 < depth) high = _mm512_loadu_ps(rows[row + i] + first + 16);
+            }
+            split<kPieces>(low, high, target + i * 32);
           }
-          split(low, high, pieces, target + i * 32);
         }
       }
-    }
+    });
     return operand;
   }
 
@@ -227,22 +238,63 @@ class Amx {
   template <typename Rows>
   Operand pack_left_columns(const Rows& rows, int64_t count, int64_t width, Packed* target) const {
     const Operand operand{target, divide_up(count, 32), input_pieces_};
-    alignas(64) float source[16 * 16], columns[2][16 * 16];
-    for (int64_t column = 0; column < width; column += 16) {
-      for (int64_t first = 0; first < count; first += 32, target += input_pieces_ * kTile) {
-        for (int64_t half = 0; half < 2; half++) {
-          for (int64_t i = 0; i < 16; i++) {
-            const int64_t row = first + half * 16 + i;
-            _mm512_store_ps(source + i * 16, row < count ? _mm512_loadu_ps(rows[row] + column) : _mm512_setzero_ps());
+    alignas(64) float halves[2][16 * 16];
+    with_pieces(input_pieces_, [&](auto constant) {
+      constexpr int kPieces = decltype(constant)::value;
+      for (int64_t column = 0; column < width; column += 16) {
+        for (int64_t first = 0; first < count; first += 32, target += kPieces * kTile) {
+          for (int64_t half = 0; half < 2; half++) {
+            const float* sources[16];
+            const int64_t start = first + half * 16;
+            for (int64_t i = 0; i < 16; i++) sources[i] = start + i < count ? rows[start + i] + column : kZeros;
+            transpose(sources, halves[half], 16);
           }
-          at::vec::transpose_mxn<float>(source, 16, columns[half], 16, 16, 16);
-        }
-        for (int64_t i = 0; i < 16; i++) {
-          split(_mm512_load_ps(columns[0] + i * 16), _mm512_load_ps(columns[1] + i * 16), input_pieces_, target + i * 32);
+          for (int64_t i = 0; i < 16; i++) {
+            split<kPieces>(_mm512_load_ps(halves[0] + i * 16), _mm512_load_ps(halves[1] + i * 16), target + i * 32);
+          }
         }
       }
-    }
+    });
     return operand;
+  }
+
+  alignas(64) static constexpr float kZeros[16] = {};
+
+  // Sixteen rows of sixteen numbers to columns.
+  static inline __attribute__((always_inline)) void transpose(
+      const float* const* sources, float* target, int64_t target_stride) {
+    __m512 a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(sources[i]);
+    // Pairs of rows, then of pairs: b[4 j + i] holds column i of each four in rows 4 j … 4 j + 3.
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+      const auto pd = [](__m512 x) { return _mm512_castps_pd(x); };
+      a[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(b[i]), pd(b[i + 2])));
+      a[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(b[i]), pd(b[i + 2])));
+      a[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(b[i + 1]), pd(b[i + 3])));
+      a[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(b[i + 1]), pd(b[i + 3])));
+    }
+    // The four quarters of each vector are columns 0, 4, 8, 12 apart.
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      b[i] = _mm512_shuffle_f32x4(a[i], a[4 + i], 0x88);
+      b[4 + i] = _mm512_shuffle_f32x4(a[i], a[4 + i], 0xdd);
+      b[8 + i] = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0x88);
+      b[12 + i] = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      _mm512_storeu_ps(target + i * target_stride, _mm512_shuffle_f32x4(b[i], b[8 + i], 0x88));
+      _mm512_storeu_ps(target + (8 + i) * target_stride, _mm512_shuffle_f32x4(b[i], b[8 + i], 0xdd));
+      _mm512_storeu_ps(target + (4 + i) * target_stride, _mm512_shuffle_f32x4(b[4 + i], b[12 + i], 0x88));
+      _mm512_storeu_ps(target + (12 + i) * target_stride, _mm512_shuffle_f32x4(b[4 + i], b[12 + i], 0xdd));
+    }
   }
 
   // One or two neighbouring tiles to registers 4 and 5, or 6 and 7.
