@@ -143,22 +143,24 @@ class Amx {
       scratch_ = scratch;
     }
 
-    void scores(const Right& key_columns, const Right& value_columns, int64_t size, float* scores, float* dweights) const {
-      engine_.multiply(rows_, size, key_dim_, q_, key_columns, Strided<float>{scores, size}, false);
-      engine_.multiply(rows_, size, value_dim_, grad_, value_columns, Strided<float>{dweights, size}, false);
+    void scores(
+        const Right& key_columns, const Right& value_columns, int64_t columns, int64_t size, float* scores,
+        float* dweights) const {
+      engine_.multiply(rows_, columns, key_dim_, q_, key_columns, Strided<float>{scores, size}, false);
+      engine_.multiply(rows_, columns, value_dim_, grad_, value_columns, Strided<float>{dweights, size}, false);
     }
 
     template <typename GradientRows>
     void add(
-        const float* weights, const float* dscores, int64_t keys, int64_t size, const Right& key_rows, float* dk, float* dv,
-        const GradientRows& dq, bool accumulate) const {
+        const float* weights, const float* dscores, int64_t keys, int64_t columns, int64_t size, const Right& key_rows,
+        float* dk, float* dv, const GradientRows& dq, bool accumulate) const {
       const int64_t pieces = engine_.computed_pieces_;
       const Strided<const float> weight_rows{weights, size}, dscore_rows{dscores, size};
-      engine_.pack_right(weight_rows, rows_, size, pieces, scratch_);
-      const Operand right = engine_.right(scratch_, rows_, size, pieces);
-      engine_.multiply(value_dim_, size, rows_, grad_columns_, right, Strided<float>{dv, size}, true);
-      engine_.pack_right(dscore_rows, rows_, size, pieces, scratch_);
-      engine_.multiply(key_dim_, size, rows_, q_columns_, right, Strided<float>{dk, size}, true);
+      engine_.pack_right(weight_rows, rows_, columns, pieces, scratch_);
+      const Operand right = engine_.right(scratch_, rows_, columns, pieces);
+      engine_.multiply(value_dim_, columns, rows_, grad_columns_, right, Strided<float>{dv, size}, true);
+      engine_.pack_right(dscore_rows, rows_, columns, pieces, scratch_);
+      engine_.multiply(key_dim_, columns, rows_, q_columns_, right, Strided<float>{dk, size}, true);
       const Operand left = engine_.computed_left(dscore_rows, rows_, keys, scratch_);
       engine_.multiply(rows_, key_dim_, keys, left, key_rows, dq, accumulate);
     }

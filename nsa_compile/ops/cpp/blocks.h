@@ -96,6 +96,11 @@ inline bool sees_all(const KeyRange& first, const KeyRange& last, int64_t first_
   return last.begin <= first_key && first.end >= first_key + padded_size;
 }
 
+// How many columns of a block products need to compute, for queries that see no key from `end` on.
+inline int64_t columns_seen(int64_t end, int64_t first_key, int64_t padded_size) {
+  return std::min(padded_size, round_up(end - first_key, 32));
+}
+
 // Scores of one row against one block become -inf where the query does not see the key.
 template <typename T>
 void hide(T* scores, const KeyRange& range, int64_t first_key, int64_t size, int64_t padded_size) {
@@ -142,22 +147,24 @@ void backward_block(
     const Blocks<E>& values, int64_t sequence, int64_t block, typename E::Value* dk, typename E::Value* dv,
     const GradientRows& dq, bool accumulate, typename E::Value* weights, typename E::Value* dscores) {
   using T = typename E::Value;
-  const int64_t size = keys.padded_size;
-  products.scores(keys.columns(sequence, block), values.columns(sequence, block), size, weights, dscores);
-  const int64_t first_key = block * keys.size;
-  const bool whole = sees_all(tile.ranges[0], tile.ranges[tile.rows / tile.heads - 1], first_key, size);
+  const int64_t first_key = block * keys.size, size = keys.padded_size;
+  const KeyRange &first = tile.ranges[0], &last = tile.ranges[tile.rows / tile.heads - 1];
+  const int64_t columns = columns_seen(last.end, first_key, size);
+  products.scores(keys.columns(sequence, block), values.columns(sequence, block), columns, size, weights, dscores);
+  const bool whole = sees_all(first, last, first_key, columns);
   for (int64_t row = 0; row < tile.rows; row++) {
     T* p = weights + row * size;
     T* ds = dscores + row * size;
-    if (!whole) hide(p, tile.ranges[row / tile.heads], first_key, keys.size, size);
+    if (!whole) hide(p, tile.ranges[row / tile.heads], first_key, std::min(columns, keys.size), columns);
     const Vec<T> lse(tile.lse[row]), delta(tile.delta[row]);
-    for (int64_t i = 0; i < size; i += kLanes<T>) {
+    for (int64_t i = 0; i < columns; i += kLanes<T>) {
       const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(p + i) - lse);
       weight.store(p + i);
       (weight * (Vec<T>::loadu(ds + i) - delta)).store(ds + i);
     }
   }
-  products.add(weights, dscores, keys.size, size, keys.rows(sequence, block), dk, dv, dq, accumulate);
+  const int64_t seen = std::min(columns, keys.size);
+  products.add(weights, dscores, seen, columns, size, keys.rows(sequence, block), dk, dv, dq, accumulate);
 }
 
 // A block's sums of gradients, times a factor, to the rows of a tensor [B, T, G, width]. `scratch` has room for them.

@@ -120,19 +120,21 @@ void forward_ranges(
 
     const auto queries = engine.left(q_rows, tile.rows, sizes.key_dim, packed_queries[thread]);
     tile.block_stride = padded_rows<E>(tile.rows) * kBlockKeys;
+    const int64_t last_key = tile.ranges[tile.queries - 1].end;
     for (int64_t first = tile.span.first; first < tile.span.last; first += pass_blocks) {
       const int64_t last = std::min(tile.span.last, first + pass_blocks);
       for (int64_t block = first; block < last; block++) {
         const Strided<T> scores{tile.scores + (block - first) * tile.block_stride, kBlockKeys};
-        engine.multiply(
-            tile.rows, kBlockKeys, sizes.key_dim, queries, keys.columns(tile.sequence, block), scores, false);
+        const int64_t columns = columns_seen(last_key, block * kBlockKeys, kBlockKeys);
+        engine.multiply(tile.rows, columns, sizes.key_dim, queries, keys.columns(tile.sequence, block), scores, false);
       }
       softmax_pass(tile, first, last, values.padded_width);
       for (int64_t block = first; block < last; block++) {
         const Strided<T> weight_rows{tile.scores + (block - first) * tile.block_stride, kBlockKeys};
-        const auto weights = engine.computed_left(weight_rows, tile.rows, kBlockKeys, packed_weights[thread]);
+        const int64_t seen = columns_seen(last_key, block * kBlockKeys, kBlockKeys);
+        const auto weights = engine.computed_left(weight_rows, tile.rows, seen, packed_weights[thread]);
         engine.multiply(
-            tile.rows, sizes.value_dim, kBlockKeys, weights, values.rows(tile.sequence, block),
+            tile.rows, sizes.value_dim, seen, weights, values.rows(tile.sequence, block),
             Strided<T>{tile.out, values.padded_width}, true);
       }
     }

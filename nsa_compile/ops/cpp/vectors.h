@@ -56,16 +56,19 @@ class Vectors {
     Gradients(const Vectors&, const Rows& q, const Rows& grad, int64_t rows, int64_t key_dim, int64_t value_dim, Packed*)
         : q_(q), grad_(grad), rows_(rows), key_dim_(key_dim), value_dim_(value_dim) {}
 
-    // q Kᵀ and grad Vᵀ: [rows, size]
-    void scores(const Right& key_columns, const Right& value_columns, int64_t size, T* scores, T* dweights) const {
-      ::multiply<T, ::Left::kPlain>(rows_, size, key_dim_, q_, key_columns, Strided<T>{scores, size}, false);
-      ::multiply<T, ::Left::kPlain>(rows_, size, value_dim_, grad_, value_columns, Strided<T>{dweights, size}, false);
+    // q Kᵀ and grad Vᵀ: [rows, columns], with rows `size` apart.
+    void scores(
+        const Right& key_columns, const Right& value_columns, int64_t columns, int64_t size, T* scores,
+        T* dweights) const {
+      ::multiply<T, ::Left::kPlain>(rows_, columns, key_dim_, q_, key_columns, Strided<T>{scores, size}, false);
+      ::multiply<T, ::Left::kPlain>(rows_, columns, value_dim_, grad_, value_columns, Strided<T>{dweights, size}, false);
     }
 
-    // dv += weightsᵀ grad, dk += dscoresᵀ q, and dq (+)= dscores K, for `keys` of the block's `size` padded keys.
+    // dv += weightsᵀ grad, dk += dscoresᵀ q, and dq (+)= dscores K, for the first `keys` of the block's `size` padded
+    // keys; `columns` are these, padded.
     template <typename GradientRows>
     void add(
-        const T* weights, const T* dscores, int64_t keys, int64_t size, const Right& key_rows, T* dk, T* dv,
+        const T* weights, const T* dscores, int64_t keys, int64_t, int64_t size, const Right& key_rows, T* dk, T* dv,
         const GradientRows& dq, bool accumulate) const {
       const Strided<const T> weight_rows{weights, size}, dscore_rows{dscores, size};
       const Strided<T> dv_rows{dv, padded_columns<T>(value_dim_)}, dk_rows{dk, padded_columns<T>(key_dim_)};
