@@ -128,7 +128,7 @@ class Amx {
    public:
     static int64_t scratch_size(const Amx& engine, int64_t rows, int64_t size, int64_t key_dim, int64_t value_dim) {
       return engine.left_size(rows, key_dim) + engine.left_size(rows, value_dim) + engine.left_size(key_dim, rows) +
-          engine.left_size(value_dim, rows) + engine.left_size(rows, size) + engine.right_size(rows, size, 3);
+          engine.left_size(value_dim, rows) + engine.left_size(rows, size) + 2 * engine.right_size(rows, size, 3);
     }
 
     Gradients(
@@ -152,17 +152,18 @@ class Amx {
 
     template <typename GradientRows>
     void add(
-        const float* weights, const float* dscores, int64_t keys, int64_t columns, int64_t size, const Right& key_rows,
-        float* dk, float* dv, const GradientRows& dq, bool accumulate) const {
-      const int64_t pieces = engine_.computed_pieces_;
-      const Strided<const float> weight_rows{weights, size}, dscore_rows{dscores, size};
-      engine_.pack_right(weight_rows, rows_, columns, pieces, scratch_);
-      const Operand right = engine_.right(scratch_, rows_, columns, pieces);
-      engine_.multiply(value_dim_, columns, rows_, grad_columns_, right, Strided<float>{dv, size}, true);
-      engine_.pack_right(dscore_rows, rows_, columns, pieces, scratch_);
-      engine_.multiply(key_dim_, columns, rows_, q_columns_, right, Strided<float>{dk, size}, true);
-      const Operand left = engine_.computed_left(dscore_rows, rows_, keys, scratch_);
-      engine_.multiply(rows_, key_dim_, keys, left, key_rows, dq, accumulate);
+        const float* scores, const float* dweights, const float* lse, const float* delta, int64_t keys, int64_t columns,
+        int64_t size, const Right& key_rows, float* dk, float* dv, const GradientRows& dq, bool accumulate) const {
+      const int64_t pieces = engine_.computed_pieces_, row_tiles = divide_up(rows_, 32);
+      Packed* const dscores_right = scratch_ + engine_.right_size(rows_, columns, pieces);
+      Packed* const dscores_left = dscores_right + engine_.right_size(rows_, columns, pieces);
+      const Operand weights{scratch_, row_tiles, pieces}, dscores{dscores_right, row_tiles, pieces};
+      const Operand dscore_rows{dscores_left, divide_up(columns, 32), pieces};
+      pack(Strided<const float>{scores, size}, Strided<const float>{dweights, size}, lse, delta, columns, weights, dscores,
+           dscore_rows);
+      engine_.multiply(value_dim_, columns, rows_, grad_columns_, weights, Strided<float>{dv, size}, true);
+      engine_.multiply(key_dim_, columns, rows_, q_columns_, dscores, Strided<float>{dk, size}, true);
+      engine_.multiply(rows_, key_dim_, keys, dscore_rows, key_rows, dq, accumulate);
     }
 
    private:
@@ -170,6 +171,51 @@ class Amx {
     int64_t rows_, key_dim_, value_dim_;
     Operand q_, grad_, q_columns_, grad_columns_;
     Packed* scratch_;
+
+    // Weights and gradients of scores as operands, without a detour through memory: both as right ones, the latter as a
+    // left one as well.
+    void pack(
+        const Strided<const float>& scores, const Strided<const float>& dweights, const float* lse, const float* delta,
+        int64_t columns, const Operand& weights, const Operand& dscores, const Operand& dscore_rows) const {
+      with_pieces(weights.pieces, [&](auto constant) {
+        constexpr int kPieces = decltype(constant)::value;
+        for (int64_t first = 0; first < rows_; first += 32) {
+          for (int64_t column = 0; column < columns; column += 32) {
+            const bool two_columns = column + 16 < columns, two_rows = first + 16 < rows_;
+            for (int64_t i = 0; i < 16; i++) {
+              __m512 w[2][2], ds[2][2];  // of rows first + i and + 16, columns from `column` and from 16 on
+#pragma GCC unroll 2
+              for (int half = 0; half < 2; half++) {
+                const int64_t row = first + 16 * half + i;
+                const bool valid = row < rows_;
+                const Vec<float> row_lse(valid ? lse[row] : kInfinity<float>), row_delta(valid ? delta[row] : 0.0f);
+#pragma GCC unroll 2
+                for (int j = 0; j < 2; j++) {
+                  const bool there = valid && (j == 0 || two_columns);
+                  const int64_t at = column + 16 * j;
+                  const Vec<float> score = there ? Vec<float>::loadu(scores[row] + at) : Vec<float>(-kInfinity<float>);
+                  const Vec<float> dweight = there ? Vec<float>::loadu(dweights[row] + at) : Vec<float>(0.0f);
+                  const Vec<float> weight = exp_nonpositive(score - row_lse);
+                  w[half][j] = weight;
+                  ds[half][j] = weight * (dweight - row_delta);
+                }
+              }
+              const auto to = [&](const Operand& x, int64_t index, int64_t depth) {
+                return const_cast<Packed*>(x.tile(index, depth, 0)) + i * 32;
+              };
+              split<kPieces>(w[0][0], w[1][0], to(weights, column / 16, first / 32));
+              split<kPieces>(ds[0][0], ds[1][0], to(dscores, column / 16, first / 32));
+              if (two_columns) {
+                split<kPieces>(w[0][1], w[1][1], to(weights, column / 16 + 1, first / 32));
+                split<kPieces>(ds[0][1], ds[1][1], to(dscores, column / 16 + 1, first / 32));
+              }
+              split<kPieces>(ds[0][0], ds[0][1], to(dscore_rows, first / 16, column / 32));
+              if (two_rows) split<kPieces>(ds[1][0], ds[1][1], to(dscore_rows, first / 16 + 1, column / 32));
+            }
+          }
+        }
+      });
+    }
   };
 
   Strided<const float> sum_rows(const float* sums, int64_t padded_size, int64_t padded_width, float* scratch) const {

@@ -151,20 +151,14 @@ void backward_block(
   const KeyRange &first = tile.ranges[0], &last = tile.ranges[tile.rows / tile.heads - 1];
   const int64_t columns = columns_seen(last.end, first_key, size);
   products.scores(keys.columns(sequence, block), values.columns(sequence, block), columns, size, weights, dscores);
-  const bool whole = sees_all(first, last, first_key, columns);
-  for (int64_t row = 0; row < tile.rows; row++) {
-    T* p = weights + row * size;
-    T* ds = dscores + row * size;
-    if (!whole) hide(p, tile.ranges[row / tile.heads], first_key, std::min(columns, keys.size), columns);
-    const Vec<T> lse(tile.lse[row]), delta(tile.delta[row]);
-    for (int64_t i = 0; i < columns; i += kLanes<T>) {
-      const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(p + i) - lse);
-      weight.store(p + i);
-      (weight * (Vec<T>::loadu(ds + i) - delta)).store(ds + i);
+  const int64_t seen = std::min(columns, keys.size);
+  if (!sees_all(first, last, first_key, columns)) {
+    for (int64_t row = 0; row < tile.rows; row++) {
+      hide(weights + row * size, tile.ranges[row / tile.heads], first_key, seen, columns);
     }
   }
-  const int64_t seen = std::min(columns, keys.size);
-  products.add(weights, dscores, seen, columns, size, keys.rows(sequence, block), dk, dv, dq, accumulate);
+  products.add(
+      weights, dscores, tile.lse, tile.delta, seen, columns, size, keys.rows(sequence, block), dk, dv, dq, accumulate);
 }
 
 // A block's sums of gradients, times a factor, to the rows of a tensor [B, T, G, width]. `scratch` has room for them.

@@ -64,17 +64,25 @@ class Vectors {
       ::multiply<T, ::Left::kPlain>(rows_, columns, value_dim_, grad_, value_columns, Strided<T>{dweights, size}, false);
     }
 
-    // dv += weightsᵀ grad, dk += dscoresᵀ q, and dq (+)= dscores K, for the first `keys` of the block's `size` padded
-    // keys; `columns` are these, padded.
+    // From scores and the gradients of weights, which are overwritten: weights = exp(scores - lse) and
+    // dscores = weights (dweights - delta); then dv += weightsᵀ grad, dk += dscoresᵀ q, and dq (+)= dscores K, for the
+    // first `keys` of the block's `size` padded keys; `columns` are these, padded.
     template <typename GradientRows>
     void add(
-        const T* weights, const T* dscores, int64_t keys, int64_t, int64_t size, const Right& key_rows, T* dk, T* dv,
-        const GradientRows& dq, bool accumulate) const {
-      const Strided<const T> weight_rows{weights, size}, dscore_rows{dscores, size};
+        T* scores, T* dweights, const T* lse, const T* delta, int64_t keys, int64_t columns, int64_t size,
+        const Right& key_rows, T* dk, T* dv, const GradientRows& dq, bool accumulate) const {
+      const Strided<T> weights{scores, size}, dscores{dweights, size};
+      for (int64_t row = 0; row < rows_; row++) {
+        for (int64_t i = 0; i < columns; i += kLanes<T>) {
+          const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(weights[row] + i) - Vec<T>(lse[row]));
+          weight.store(weights[row] + i);
+          (weight * (Vec<T>::loadu(dscores[row] + i) - Vec<T>(delta[row]))).store(dscores[row] + i);
+        }
+      }
       const Strided<T> dv_rows{dv, padded_columns<T>(value_dim_)}, dk_rows{dk, padded_columns<T>(key_dim_)};
-      ::multiply<T, ::Left::kTransposed>(keys, value_dim_, rows_, weight_rows, grad_, dv_rows, true);
-      ::multiply<T, ::Left::kTransposed>(keys, key_dim_, rows_, dscore_rows, q_, dk_rows, true);
-      ::multiply<T, ::Left::kPlain>(rows_, key_dim_, keys, dscore_rows, key_rows, dq, accumulate);
+      ::multiply<T, ::Left::kTransposed>(keys, value_dim_, rows_, weights, grad_, dv_rows, true);
+      ::multiply<T, ::Left::kTransposed>(keys, key_dim_, rows_, dscores, q_, dk_rows, true);
+      ::multiply<T, ::Left::kPlain>(rows_, key_dim_, keys, dscores, key_rows, dq, accumulate);
     }
 
    private:
