@@ -33,6 +33,10 @@ class Amx {
     const uint16_t* tile(int64_t index, int64_t depth, int64_t piece) const {
       return tiles + ((index * depth_tiles + depth) * pieces + piece) * kTile;
     }
+    // Where the pairs of row `i` of the first piece's tile go, while an operand is packed.
+    uint16_t* row(int64_t index, int64_t depth, int64_t i) const {
+      return const_cast<uint16_t*>(tile(index, depth, 0)) + i * 32;
+    }
   };
   using Right = Operand;
 
@@ -83,14 +87,36 @@ class Amx {
   int64_t left_size(int64_t rows, int64_t depth) const {
     return divide_up(rows, 16) * divide_up(depth, 32) * 3 * kTile;
   }
-  // Rows of an input, or of what was computed from inputs.
   template <typename Rows>
   Operand left(const Rows& rows, int64_t count, int64_t depth, Packed* target) const {
     return pack_left(rows, count, depth, input_pieces_, target);
   }
-  template <typename Rows>
-  Operand computed_left(const Rows& rows, int64_t count, int64_t depth, Packed* target) const {
-    return pack_left(rows, count, depth, computed_pieces_, target);
+  template <typename Sums>
+  Operand weights(
+      const Strided<float>& scores, int64_t rows, int64_t columns, const float* shift, const Sums& sums, bool keep,
+      Packed* target) const {
+    const Operand operand{target, divide_up(columns, 32), computed_pieces_};
+    with_pieces(computed_pieces_, [&](auto constant) {
+      constexpr int kPieces = decltype(constant)::value;
+      for (int64_t row = 0; row < rows; row++) {
+        Vec<float> sum = Vec<float>::loadu(sums[row]);
+        for (int64_t i = 0; i < columns; i += 32) {
+          Vec<float> weights[2];
+#pragma GCC unroll 2
+          for (int j = 0; j < 2; j++) {
+            float* at = scores[row] + i + 16 * j;
+            weights[j] = Vec<float>(0.0f);
+            if (j == 1 && i + 16 == columns) continue;
+            weights[j] = exp_nonpositive(Vec<float>::loadu(at) - Vec<float>(shift[row]));
+            if (keep) weights[j].store(at);
+            sum = sum + weights[j];
+          }
+          split<kPieces>(weights[0], weights[1], operand.row(row / 16, i / 32, row % 16));
+        }
+        sum.store(sums[row]);
+      }
+    });
+    return operand;
   }
 
   template <typename C>
@@ -200,17 +226,14 @@ class Amx {
                   ds[half][j] = weight * (dweight - row_delta);
                 }
               }
-              const auto to = [&](const Operand& x, int64_t index, int64_t depth) {
-                return const_cast<Packed*>(x.tile(index, depth, 0)) + i * 32;
-              };
-              split<kPieces>(w[0][0], w[1][0], to(weights, column / 16, first / 32));
-              split<kPieces>(ds[0][0], ds[1][0], to(dscores, column / 16, first / 32));
+              split<kPieces>(w[0][0], w[1][0], weights.row(column / 16, first / 32, i));
+              split<kPieces>(ds[0][0], ds[1][0], dscores.row(column / 16, first / 32, i));
               if (two_columns) {
-                split<kPieces>(w[0][1], w[1][1], to(weights, column / 16 + 1, first / 32));
-                split<kPieces>(ds[0][1], ds[1][1], to(dscores, column / 16 + 1, first / 32));
+                split<kPieces>(w[0][1], w[1][1], weights.row(column / 16 + 1, first / 32, i));
+                split<kPieces>(ds[0][1], ds[1][1], dscores.row(column / 16 + 1, first / 32, i));
               }
-              split<kPieces>(ds[0][0], ds[0][1], to(dscore_rows, first / 16, column / 32));
-              if (two_rows) split<kPieces>(ds[1][0], ds[1][1], to(dscore_rows, first / 16 + 1, column / 32));
+              split<kPieces>(ds[0][0], ds[0][1], dscore_rows.row(first / 16, column / 32, i));
+              if (two_rows) split<kPieces>(ds[1][0], ds[1][1], dscore_rows.row(first / 16 + 1, column / 32, i));
             }
           }
         }

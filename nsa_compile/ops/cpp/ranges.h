@@ -22,52 +22,47 @@ BlockSpan blocks_seen(const Range& range, int64_t start, int64_t stop) {
   return {begin / kBlockKeys, divide_up(end, kBlockKeys)};
 }
 
-// What one thread needs for a tile of the forward pass; scores are [block][row][64].
+// What one thread needs for a tile of the forward pass. Scores are [block][row][64]. Maxima and sums are kept lane by
+// lane, [row][lanes], as long as scores come in.
 template <typename T>
 struct ForwardTile {
   int64_t sequence, start, queries, heads, rows;
   std::vector<KeyRange> ranges;  // of the queries
   BlockSpan span;
-  int64_t block_stride;  // of the scores
-  T *scores, *out;  // scores, after a pass exp(score - largest), and the sum of values weighted by these [rows, width]
-  T *largest, *sum, *inverse_sum;  // [rows]
+  int64_t block_stride;                     // of the scores
+  T *scores, *out;                          // out [rows, width]: the sum of values weighted by exp(score - largest)
+  T *maxima, *sums;                         // [rows, lanes]
+  T *largest, *shift, *sum, *inverse_sum;   // [rows]; the shift is `largest` where that is finite
 };
 
-// The scores of blocks [first, last) become exp(score - largest), and what earlier passes summed is rescaled.
+// Hides the scores of one block that queries do not see, and raises the maxima by the others.
 template <typename T>
-void softmax_pass(ForwardTile<T>& tile, int64_t first, int64_t last, int64_t value_width) {
-  const int64_t row_stride = kBlockKeys, block_stride = tile.block_stride;
-  const KeyRange &first_range = tile.ranges[0], &last_range = tile.ranges[tile.queries - 1];
+void raise_maxima(const ForwardTile<T>& tile, const Strided<T>& scores, int64_t first_key, int64_t columns) {
+  const bool whole = sees_all(tile.ranges[0], tile.ranges[tile.queries - 1], first_key, columns);
   for (int64_t row = 0; row < tile.rows; row++) {
-    const KeyRange& range = tile.ranges[row / tile.heads];
-    Vec<T> largest(-kInfinity<T>);
-    for (int64_t block = first; block < last; block++) {
-      T* scores = tile.scores + (block - first) * block_stride + row * row_stride;
-      if (!sees_all(first_range, last_range, block * kBlockKeys, kBlockKeys)) {
-        hide(scores, range, block * kBlockKeys, kBlockKeys, kBlockKeys);
-      }
-      for (int64_t i = 0; i < kBlockKeys; i += kLanes<T>)
-        largest = at::vec::clamp_min(Vec<T>::loadu(scores + i), largest);
+    if (!whole) hide(scores[row], tile.ranges[row / tile.heads], first_key, columns, columns);
+    T* maxima = tile.maxima + row * kLanes<T>;
+    Vec<T> largest = Vec<T>::loadu(maxima);
+    for (int64_t i = 0; i < columns; i += kLanes<T>) {
+      largest = at::vec::clamp_min(Vec<T>::loadu(scores[row] + i), largest);
     }
+    largest.store(maxima);
+  }
+}
+
+// Takes over the maxima, and rescales what was summed up under smaller ones.
+template <typename T>
+void rescale(const ForwardTile<T>& tile, int64_t value_width) {
+  for (int64_t row = 0; row < tile.rows; row++) {
     const T previous = tile.largest[row];
-    const T current = std::max(previous, largest_lane(largest));
-    const Vec<T> shift(current == -kInfinity<T> ? T(0) : current);
-    Vec<T> sum(T(0));
-    for (int64_t block = first; block < last; block++) {
-      T* scores = tile.scores + (block - first) * block_stride + row * row_stride;
-      for (int64_t i = 0; i < kBlockKeys; i += kLanes<T>) {
-        const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(scores + i) - shift);
-        weight.store(scores + i);
-        sum = sum + weight;
-      }
-    }
+    const T current = std::max(previous, largest_lane(Vec<T>::loadu(tile.maxima + row * kLanes<T>)));
     if (previous != -kInfinity<T> && previous != current) {
       const T factor = std::exp(previous - current);
-      tile.sum[row] *= factor;
+      scale_row(tile.sums + row * kLanes<T>, factor, kLanes<T>);
       scale_row(tile.out + row * value_width, factor, value_width);
     }
     tile.largest[row] = current;
-    tile.sum[row] += sum_of_lanes(sum);
+    tile.shift[row] = current == -kInfinity<T> ? T(0) : current;
   }
 }
 
@@ -88,7 +83,8 @@ void forward_ranges(
   const int64_t tiles = divide_up(sizes.queries, tile_queries), rows = padded_rows<E>(tile_queries * heads);
   const int64_t pass_blocks = whole_rows ? std::max<int64_t>(1, keys.count) : std::min(kPassBlocks, keys.count);
   const ThreadBuffers<T> q_tiles(threads, rows * keys.padded_width), out_tiles(threads, rows * values.padded_width);
-  const ThreadBuffers<T> score_tiles(threads, rows * kBlockKeys * pass_blocks), row_values(threads, 3 * rows);
+  const ThreadBuffers<T> score_tiles(threads, rows * kBlockKeys * pass_blocks), row_values(threads, 4 * rows);
+  const ThreadBuffers<T> maxima(threads, rows * kLanes<T>), sums(threads, rows * kLanes<T>);
   const ThreadBuffers<typename E::Packed> packed_queries(threads, engine.left_size(rows, sizes.key_dim));
   const ThreadBuffers<typename E::Packed> packed_weights(threads, engine.left_size(rows, kBlockKeys));
   std::vector<ForwardTile<T>> of_thread(threads);
@@ -106,7 +102,9 @@ void forward_ranges(
     tile.span = blocks_seen(range, tile.start, tile.start + tile.queries);
     tile.scores = score_tiles[thread], tile.out = out_tiles[thread];
     const Strided<T> q_rows{q_tiles[thread], keys.padded_width};
-    tile.largest = row_values[thread], tile.sum = tile.largest + rows, tile.inverse_sum = tile.sum + rows;
+    tile.maxima = maxima[thread], tile.sums = sums[thread];
+    tile.largest = row_values[thread], tile.shift = tile.largest + rows;
+    tile.sum = tile.shift + rows, tile.inverse_sum = tile.sum + rows;
     const int64_t batch = tile.sequence / sizes.groups, first_head = tile.sequence % sizes.groups * heads;
 
     for (int64_t i = 0; i < tile.queries; i++) tile.ranges[i] = range(tile.start + i);
@@ -116,29 +114,38 @@ void forward_ranges(
     clear_padding(q_rows, tile.rows, padded_rows<E>(tile.rows));
     fill(tile.out, padded_rows<E>(tile.rows) * values.padded_width, T(0));
     fill(tile.largest, rows, -kInfinity<T>);
-    fill(tile.sum, rows, T(0));
+    fill(tile.maxima, rows * kLanes<T>, -kInfinity<T>);
+    fill(tile.sums, rows * kLanes<T>, T(0));
 
     const auto queries = engine.left(q_rows, tile.rows, sizes.key_dim, packed_queries[thread]);
     tile.block_stride = padded_rows<E>(tile.rows) * kBlockKeys;
     const int64_t last_key = tile.ranges[tile.queries - 1].end;
+    const auto scores_of = [&](int64_t block, int64_t first) {
+      return Strided<T>{tile.scores + (block - first) * tile.block_stride, kBlockKeys};
+    };
     for (int64_t first = tile.span.first; first < tile.span.last; first += pass_blocks) {
       const int64_t last = std::min(tile.span.last, first + pass_blocks);
       for (int64_t block = first; block < last; block++) {
-        const Strided<T> scores{tile.scores + (block - first) * tile.block_stride, kBlockKeys};
         const int64_t columns = columns_seen(last_key, block * kBlockKeys, kBlockKeys);
+        const Strided<T> scores = scores_of(block, first);
         engine.multiply(tile.rows, columns, sizes.key_dim, queries, keys.columns(tile.sequence, block), scores, false);
+        raise_maxima(tile, scores, block * kBlockKeys, columns);
       }
-      softmax_pass(tile, first, last, values.padded_width);
+      rescale(tile, values.padded_width);
       for (int64_t block = first; block < last; block++) {
-        const Strided<T> weight_rows{tile.scores + (block - first) * tile.block_stride, kBlockKeys};
-        const int64_t seen = columns_seen(last_key, block * kBlockKeys, kBlockKeys);
-        const auto weights = engine.computed_left(weight_rows, tile.rows, seen, packed_weights[thread]);
+        const int64_t columns = columns_seen(last_key, block * kBlockKeys, kBlockKeys);
+        const Strided<T> scores = scores_of(block, first), row_sums{tile.sums, kLanes<T>};
+        const auto weights =
+            engine.weights(scores, tile.rows, columns, tile.shift, row_sums, whole_rows, packed_weights[thread]);
         engine.multiply(
-            tile.rows, sizes.value_dim, seen, weights, values.rows(tile.sequence, block),
+            tile.rows, sizes.value_dim, columns, weights, values.rows(tile.sequence, block),
             Strided<T>{tile.out, values.padded_width}, true);
+        if (!whole_rows) continue;
+        for (int64_t row = 0; row < tile.rows; row++) fill(scores[row] + columns, kBlockKeys - columns, T(0));
       }
     }
     for (int64_t row = 0; row < tile.rows; row++) {
+      tile.sum[row] = sum_of_lanes(Vec<T>::loadu(tile.sums + row * kLanes<T>));
       tile.inverse_sum[row] = tile.sum[row] == T(0) ? T(0) : T(1) / tile.sum[row];
       const int64_t position = tile.start + row / heads, head = first_head + row % heads;
       store_row(

@@ -35,9 +35,20 @@ class Vectors {
   Rows left(const Rows& rows, int64_t, int64_t, Packed*) const {
     return rows;
   }
-  template <typename Rows>
-  Rows computed_left(const Rows& rows, int64_t, int64_t, Packed*) const {
-    return rows;
+  // exp(scores - shift) as a left operand, and in place as well if they are to be kept; adds it to `sums` [rows, lanes].
+  template <typename Sums>
+  Strided<T> weights(
+      const Strided<T>& scores, int64_t rows, int64_t columns, const T* shift, const Sums& sums, bool, Packed*) const {
+    for (int64_t row = 0; row < rows; row++) {
+      Vec<T> sum = Vec<T>::loadu(sums[row]);
+      for (int64_t i = 0; i < columns; i += kLanes<T>) {
+        const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(scores[row] + i) - Vec<T>(shift[row]));
+        weight.store(scores[row] + i);
+        sum = sum + weight;
+      }
+      sum.store(sums[row]);
+    }
+    return scores;
   }
 
   // C[rows, columns] = A B, or C + A B.

@@ -125,28 +125,32 @@ Scattered<T> result_rows(
   return {rows};
 }
 
-// Adds the scores of one row to a softmax in progress: they become exp(score - largest), and what was summed up before,
-// `out` included, is rescaled where the largest score changes.
+// The softmax of a unit's queries in progress: the largest score so far [rows], the lane-wise sum of
+// exp(score - largest) [rows, lanes], and the sum of values weighted by these [rows, width].
 template <typename T>
-void softmax_row(T* scores, int64_t padded_size, T& largest, T& sum, T* out, int64_t width) {
-  Vec<T> running(-kInfinity<T>);
-  for (int64_t i = 0; i < padded_size; i += kLanes<T>) running = at::vec::clamp_min(Vec<T>::loadu(scores + i), running);
-  const T previous = largest;
-  largest = std::max(previous, largest_lane(running));
-  const Vec<T> shift(largest);
-  Vec<T> total(T(0));
-  for (int64_t i = 0; i < padded_size; i += kLanes<T>) {
-    const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(scores + i) - shift);
-    weight.store(scores + i);
-    total = total + weight;
+struct Progress {
+  T *largest, *sums, *out;
+  int64_t width;
+
+  void reset(int64_t rows) const {
+    fill(largest, rows, -kInfinity<T>);
+    fill(sums, rows * kLanes<T>, T(0));
+    fill(out, rows * width, T(0));
   }
-  if (largest != previous) {
-    const T factor = std::exp(previous - largest);
-    sum *= factor;
-    scale_row(out, factor, width);
+
+  // Takes the scores of a row into account; returns the largest one.
+  T raise(int64_t row, const T* scores, int64_t columns) const {
+    Vec<T> running(largest[row]);
+    for (int64_t i = 0; i < columns; i += kLanes<T>) running = at::vec::clamp_min(Vec<T>::loadu(scores + i), running);
+    const T previous = largest[row], current = std::max(previous, largest_lane(running));
+    if (previous != -kInfinity<T> && previous != current) {
+      const T factor = std::exp(previous - current);
+      scale_row(sums + row * kLanes<T>, factor, kLanes<T>);
+      scale_row(out + row * width, factor, width);
+    }
+    return largest[row] = current;
   }
-  sum += sum_of_lanes(total);
-}
+};
 
 template <typename E>
 void forward(
@@ -162,11 +166,12 @@ void forward(
   const int64_t size = keys.padded_size, key_width = keys.padded_width, value_width = values.padded_width;
   const Layout layout(num_selected, block_size, sizes, keys, value_width);
   const int64_t heads = layout.heads, unit_rows = layout.unit_queries * heads;
-  const ThreadBuffers<T> results(threads, unit_rows * value_width), largest(threads, unit_rows), sums(threads, unit_rows);
+  const ThreadBuffers<T> results(threads, unit_rows * value_width), largest(threads, unit_rows);
+  const ThreadBuffers<T> sums(threads, unit_rows * kLanes<T>), shifts(threads, layout.tile_rows);
   const ThreadBuffers<T> q_tiles(threads, layout.tile_rows * key_width), score_tiles(threads, layout.tile_rows * size);
   const ThreadBuffers<const T*> q_pointers(threads, layout.tile_rows);
-  const ThreadBuffers<T*> result_pointers(threads, layout.tile_rows);
-  const ThreadBuffers<T> unused(threads, value_width);
+  const ThreadBuffers<T*> result_pointers(threads, layout.tile_rows), sum_pointers(threads, layout.tile_rows);
+  const ThreadBuffers<T> unused(threads, std::max(value_width, kLanes<T>));
   const int64_t packed_size = engine.left_size(layout.tile_rows, std::max(sizes.key_dim, size));
   const ThreadBuffers<typename E::Packed> packed(threads, packed_size);
   std::vector<Unit> units(threads);
@@ -176,9 +181,8 @@ void forward(
     [[maybe_unused]] const typename E::Session session;
     Unit& unit = units[thread];
     unit.sort(layout, indices, item % sizes.sequences(), layout.units - 1 - item / sizes.sequences());
-    fill(results[thread], unit_rows * value_width, T(0));
-    fill(largest[thread], unit_rows, -kInfinity<T>);
-    fill(sums[thread], unit_rows, T(0));
+    const Progress<T> progress{largest[thread], sums[thread], results[thread], value_width};
+    progress.reset(unit_rows);
 
     unit.for_tiles(layout, [&](int64_t block, const int32_t* queries, int64_t count) {
       const int64_t rows = count * heads;
@@ -186,21 +190,27 @@ void forward(
       const auto q_rows =
           gather<E>(q_source, unit, queries, count, heads, key_width, q_tiles[thread], q_pointers[thread]);
       const auto result = result_rows<E>(
-          results[thread], queries, count, heads, value_width, unused[thread], result_pointers[thread]);
+          progress.out, queries, count, heads, value_width, unused[thread], result_pointers[thread]);
+      const auto row_sums =
+          result_rows<E>(progress.sums, queries, count, heads, kLanes<T>, unused[thread], sum_pointers[thread]);
       const auto left = engine.left(q_rows, rows, keys.width, packed[thread]);
-      engine.multiply(rows, size, keys.width, left, keys.columns(unit.sequence, block), scores, false);
+      const int64_t first_key = block * block_size;
+      const KeyRange first = unit.range(layout, queries[0]), last = unit.range(layout, queries[count - 1]);
+      const int64_t columns = columns_seen(last.end, first_key, size), seen = std::min(columns, block_size);
+      engine.multiply(rows, columns, keys.width, left, keys.columns(unit.sequence, block), scores, false);
+      const bool whole = sees_all(first, last, first_key, columns);
       for (int64_t row = 0; row < rows; row++) {
         const int32_t query = queries[row / heads];
-        const int64_t place = query * heads + row % heads;
-        hide(scores[row], unit.range(layout, query), block * block_size, block_size, size);
-        softmax_row(scores[row], size, largest[thread][place], sums[thread][place], result[row], value_width);
+        if (!whole) hide(scores[row], unit.range(layout, query), first_key, seen, columns);
+        shifts[thread][row] = progress.raise(query * heads + row % heads, scores[row], columns);
       }
-      const auto weights = engine.computed_left(scores, rows, block_size, packed[thread]);
-      engine.multiply(rows, values.width, block_size, weights, values.rows(unit.sequence, block), result, true);
+      const auto weights =
+          engine.weights(scores, rows, columns, shifts[thread], row_sums, false, packed[thread]);
+      engine.multiply(rows, values.width, seen, weights, values.rows(unit.sequence, block), result, true);
     });
 
     for (int64_t row = 0; row < (unit.last - unit.first) * heads; row++) {
-      const T sum = sums[thread][row];
+      const T sum = sum_of_lanes(Vec<T>::loadu(progress.sums + row * kLanes<T>));
       const int64_t position = unit.first + row / heads, head = unit.group * heads + row % heads;
       const T inverse = sum == T(0) ? T(0) : T(1) / sum;
       store_row(results[thread] + row * value_width, inverse, out, unit.batch, position, head, sizes.value_dim);
