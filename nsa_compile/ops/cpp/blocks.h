@@ -152,7 +152,7 @@ void backward_block(
   const int64_t columns = columns_seen(last.end, first_key, size);
   products.scores(keys.columns(sequence, block), values.columns(sequence, block), columns, size, weights, dscores);
   const int64_t seen = std::min(columns, keys.size);
-  if (!sees_all(first, last, first_key, columns)) {
+  if (seen < columns || !sees_all(first, last, first_key, columns)) {
     for (int64_t row = 0; row < tile.rows; row++) {
       hide(weights + row * size, tile.ranges[row / tile.heads], first_key, seen, columns);
     }

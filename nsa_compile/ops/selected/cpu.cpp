@@ -198,7 +198,8 @@ void forward(
       const KeyRange first = unit.range(layout, queries[0]), last = unit.range(layout, queries[count - 1]);
       const int64_t columns = columns_seen(last.end, first_key, size), seen = std::min(columns, block_size);
       engine.multiply(rows, columns, keys.width, left, keys.columns(unit.sequence, block), scores, false);
-      const bool whole = sees_all(first, last, first_key, columns);
+      // The last columns may only fill up a vector.
+      const bool whole = seen == columns && sees_all(first, last, first_key, columns);
       for (int64_t row = 0; row < rows; row++) {
         const int32_t query = queries[row / heads];
         if (!whole) hide(scores[row], unit.range(layout, query), first_key, seen, columns);
