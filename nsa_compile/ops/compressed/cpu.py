@@ -31,9 +31,9 @@ def forward(
     num_initial: int,
     num_local: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
-    indices = q.new_empty(*q.shape[:2], k.shape[2], num_selected, dtype=torch.int32)
+    out = cpp.empty(q, *q.shape[:3], v.shape[3])
+    lse = cpp.empty(q, *q.shape[:3], dtype=compute_dtype(q))
+    indices = cpp.empty(q, *q.shape[:2], k.shape[2], num_selected, dtype=torch.int32)
     cpp.call(
         "compressed", "forward", cpp.sizes_of(q, k, v), (q, k, v, out, lse, indices), block_size, stride, scale,
         select_block, list(offsets), list(weights), len(offsets), num_selected, num_initial, num_local,
@@ -58,7 +58,7 @@ def backward(
     num_initial: int,
     num_local: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dq, dk, dv = cpp.empty(q, *q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     tensors = (grad_out, q, k, v, out, lse, dq, dk, dv)
     cpp.call("compressed", "backward", cpp.sizes_of(q, k, v), tensors, block_size, stride, scale)
     return dq, dk, dv

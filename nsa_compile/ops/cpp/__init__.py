@@ -10,6 +10,7 @@ Where the machine has a matrix unit (AMX), products of float32 and below run on 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["call", "has_matrix_unit", "load", "sizes_of", "vectors_only"]
+__all__ = ["call", "empty", "has_matrix_unit", "load", "sizes_of", "vectors_only"]
 
 OPERATORS = ("window", "compressed", "selected")
 _DTYPES = {
@@ -33,6 +34,10 @@ _DTYPES = {
     torch.int64: 5,
 }
 _HERE = Path(__file__).parent
+_LARGE_PAGE = 2**21
+# Smaller blocks are kept by the C library when they are freed, and faulted in before (glibc's largest mmap threshold).
+_FRESH_BYTES = 2**25
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 class _Tensor(ctypes.Structure):
@@ -101,6 +106,19 @@ def _source(operator: str) -> str:
         return re.sub(r'^#include "(\w+\.h)"$', put_in, text.replace("#pragma once\n", ""), flags=re.MULTILINE)
 
     return expand((_HERE.parent / operator / "cpu.cpp").read_text())
+
+
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor of the device and, unless told otherwise, the dtype of another one.
+
+    A large one is fresh memory each time, and its first use a page fault for each page: it asks for large pages.
+    """
+    result = like.new_empty(shape, dtype=dtype)
+    if result.nbytes >= _FRESH_BYTES and _madvise is not None:
+        first = -(-result.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
+        last = (result.data_ptr() + result.nbytes) // _LARGE_PAGE * _LARGE_PAGE
+        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)  # a wish: it may fail
+    return result
 
 
 def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> _Sizes:

@@ -15,8 +15,8 @@ def prepare() -> None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, scale: float) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+    out = cpp.empty(q, *q.shape[:3], v.shape[3])
+    lse = cpp.empty(q, *q.shape[:3], dtype=compute_dtype(q))
     tensors = (q, k, v, indices, out, lse)
     cpp.call("selected", "forward", cpp.sizes_of(q, k, v), tensors, indices.shape[3], _fitting(block_size, k), scale)
     return out, lse
@@ -33,7 +33,7 @@ def backward(
     block_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dq, dk, dv = cpp.empty(q, *q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     tensors = (grad_out, q, k, v, out, lse, indices, dq, dk, dv)
     cpp.call("selected", "backward", cpp.sizes_of(q, k, v), tensors, indices.shape[3], _fitting(block_size, k), scale)
     return dq, dk, dv

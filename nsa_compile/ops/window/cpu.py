@@ -15,8 +15,8 @@ def prepare() -> None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+    out = cpp.empty(q, *q.shape[:3], v.shape[3])
+    lse = cpp.empty(q, *q.shape[:3], dtype=compute_dtype(q))
     cpp.call("window", "forward", cpp.sizes_of(q, k, v), (q, k, v, out, lse), window, scale)
     return out, lse
 
@@ -24,7 +24,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dq, dk, dv = cpp.empty(q, *q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     tensors = (grad_out, q, k, v, out, lse, dq, dk, dv)
     cpp.call("window", "backward", cpp.sizes_of(q, k, v), tensors, window, scale)
     return dq, dk, dv
