@@ -1,20 +1,24 @@
 """What the attention operators cost: nanoseconds per query-key pair and per query, forward + backward.
 
     python benchmarks/operator_costs.py
+    python benchmarks/operator_costs.py --device vectors
     python benchmarks/operator_costs.py --seq-lens 128,256 --repeats 1 --out costs.json
 
 Writes nsa_compile/passes/operator_costs.json, by which `lower_attention` chooses between an operator that follows its
 mask and dense attention. Each operator is timed at several lengths and sizes of its mask, in turns with dense
 attention, and `time = per_query * queries + per_pair * pairs` is fitted to the medians, each by its share: an error of
 10 % counts the same at every size. A figure is for one key/value head with all its query heads, so it compares with
-others of the same file only. Pairs of dense attention are all of them, S * T. `compressed` leaves the selection out,
-because dense attention does, too; what both together cost stands beside it.
+others of the same file only. Pairs of dense attention are all of them, S * T: `dense` and `dense_causal` are SDPA,
+`dense_scores` is what stands in for it where a query may see nothing or reads selected blocks. `compressed` leaves the
+selection out, because dense attention does, too; what both together cost stands beside it. The device `vectors` is a
+CPU without its matrix unit.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +31,10 @@ from tabulate import tabulate
 from torch import Tensor
 
 import nsa_compile.passes
-from nsa_compile.ops import compressed_attention, flops, selected_attention, window_attention
+from nsa_compile.ops import compressed_attention, flops, force_implementation, selected_attention, window_attention
 from nsa_compile.ops.compressed.selection import select_blocks
 from nsa_compile.ops.dispatch import implementation
+from nsa_compile.passes import attention as nodes
 from nsa_compile.profiles.measure import SEED, interleave, make_record, write_record
 
 COSTS = Path(nsa_compile.passes.__file__).parent / "operator_costs.json"
@@ -61,6 +66,7 @@ def cases(seq_len: int, device: torch.device) -> Iterator[Case]:
         yield "window", f"{window} keys", flops.window_pairs(seq_len, seq_len, window), partial(run, fn, q, k, v)
     blocks = max(0, (seq_len - BLOCK) // STRIDE + 1)
     k_cmp, v_cmp = normal(blocks, GROUPS), normal(blocks, GROUPS)
+    yield "dense_scores", "blocks", seq_len * blocks, partial(run, dense_scores, q, k_cmp, v_cmp)
     pairs = flops.compressed_pairs(seq_len, blocks, BLOCK, STRIDE)
     for name, selection in (("compressed", {}), ("compressed_with_selection", SELECTION)):
         fn = partial(compressed_attention, block_size=BLOCK, stride=STRIDE, **selection)
@@ -79,14 +85,20 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> tuple[Tensor]:
     return (F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask).transpose(1, 2),)
 
 
+def dense_scores(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+    q = q.unflatten(2, (GROUPS, HEADS)).transpose(1, 2).flatten(0, 1)  # [G, S, h, D]
+    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+    return (nodes.dense(q, k, v, None, None, DIM**-0.5, "blocks", (BLOCK, STRIDE), 1),)
+
+
 def run(fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> None:
     out = fn(*inputs)[0]
     torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
-def fit(samples: list[dict[str, Any]], with_queries: bool) -> dict[str, float]:
-    """Nanoseconds per pair and, where asked for, per query: least squares of relative errors, nothing below zero."""
-    terms = ["pairs", "queries"] if with_queries else ["pairs"]
+def fit(samples: list[dict[str, Any]]) -> dict[str, float]:
+    """Nanoseconds per pair and per query: least squares of relative errors, nothing below zero."""
+    terms = ("pairs", "queries")
     time = np.array([sample["ns"] for sample in samples])
     matrix = np.array([[sample[term] for term in terms] for sample in samples]) / time[:, None]
     cost, *_ = np.linalg.lstsq(matrix, np.ones_like(time), rcond=None)
@@ -94,24 +106,25 @@ def fit(samples: list[dict[str, Any]], with_queries: bool) -> dict[str, float]:
         one = [float(column.sum() / (column**2).sum()) for column in matrix.T]
         errors = [((column * c - 1) ** 2).sum() for column, c in zip(matrix.T, one, strict=True)]
         cost = np.array([c if i == int(np.argmin(errors)) else 0.0 for i, c in enumerate(one)])
-    return {f"per_{name}": float(f"{c:.4g}") for name, c in zip(("pair", "query"), cost, strict=False)}
+    return {f"per_{name}": float(f"{c:.4g}") for name, c in zip(("pair", "query"), cost, strict=True)}
 
 
 @click.command()
 @click.option("--seq-lens", default="512,1024,2048,4096", show_default=True, help="Sequence lengths.")
 @click.option("--repeats", default=5, show_default=True, help="Timed runs of each case, in turns, after a warm-up.")
-@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "vectors", "cuda"]))
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU; torch's default without it.")
 @click.option("--out", metavar="PATH", help="Where the costs go; the file that the compiler reads without it.")
 def main(seq_lens, repeats, device, threads, out) -> None:
     """Measure the costs of the attention operators; those of other devices in the file stay."""
     if threads:
         torch.set_num_threads(threads)
-    on = torch.device(device)
+    on = torch.device("cpu" if device == "vectors" else device)
     samples: list[dict[str, Any]] = []
     for seq_len in (int(word) for word in seq_lens.split(",")):
         here = list(cases(seq_len, on))
-        timings = interleave({f"{name}, {size}": work for name, size, _, work in here}, repeats, on)
+        with force_implementation("vectors") if device == "vectors" else nullcontext():
+            timings = interleave({f"{name}, {size}": work for name, size, _, work in here}, repeats, on)
         for name, size, pairs, _ in here:
             timing = timings[f"{name}, {size}"]
             if "median_s" in timing:
@@ -122,9 +135,9 @@ def main(seq_lens, repeats, device, threads, out) -> None:
     costs, table = {}, []
     for name in dict.fromkeys(sample["operator"] for sample in samples):
         mine = [sample for sample in samples if sample["operator"] == name]
-        costs[name] = fit(mine, with_queries=not name.startswith("dense"))
+        costs[name] = fit(mine)
         off = max(abs(predict(costs[name], sample) / sample["ns"] - 1) for sample in mine)
-        table.append((name, costs[name]["per_pair"], costs[name].get("per_query", "–"), f"{off:.0%}"))
+        table.append((name, costs[name]["per_pair"], costs[name]["per_query"], f"{off:.0%}"))
     x = torch.empty(0, device=on)
     settings = {
         "heads": HEADS, "head_dim": DIM, "dtype": "float32", "device": device, "repeats": repeats,
@@ -142,7 +155,7 @@ def main(seq_lens, repeats, device, threads, out) -> None:
 
 
 def predict(cost: dict[str, float], sample: dict[str, Any]) -> float:
-    return cost["per_pair"] * sample["pairs"] + cost.get("per_query", 0.0) * sample["queries"]
+    return cost["per_pair"] * sample["pairs"] + cost["per_query"] * sample["queries"]
 
 
 if __name__ == "__main__":

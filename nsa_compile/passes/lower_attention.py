@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from nsa_compile.ops import flops
+from nsa_compile.ops import cpp, flops
 from nsa_compile.ops.compressed import compressed_attention
 from nsa_compile.ops.selected import selected_attention
 from nsa_compile.ops.window import window_attention
@@ -146,10 +146,23 @@ def _prefers_sparse(node: fx.Node, wish: str) -> bool:
         operator, pairs = "selected", flops.window_pairs(queries, keys, size)
     else:
         operator, pairs = "window", flops.window_pairs(queries, keys, node.args[7][0])
-    costs = _costs()[q.device.type if q.device.type in _costs() else "cpu"]
-    causal = operator == "window" and node.args[7][0] >= queries == keys
-    sparse = costs[operator]["per_query"] * queries + costs[operator]["per_pair"] * pairs
-    return sparse < costs["dense_causal" if causal else "dense"]["per_pair"] * queries * keys
+    costs = _costs()[_machine(q.device.type)]
+    if node.target is SELECT or not _fits_sdpa(node):
+        dense = "dense_scores"
+    else:
+        dense = "dense_causal" if node.args[7][0] >= queries == keys else "dense"
+
+    def cost(name: str, pairs: int) -> float:
+        return costs[name]["per_query"] * queries + costs[name]["per_pair"] * pairs
+
+    return cost(operator, pairs) < cost(dense, queries * keys)
+
+
+def _machine(device: str) -> str:
+    """Whose costs to go by."""
+    if device == "cpu" and not cpp.has_matrix_unit():
+        return "vectors"
+    return device if device in _costs() else "cpu"
 
 
 # -- the implementations, on `q [N, S, m, D]`, `k [N, T, D]`, `v [N, T, Dv]`

@@ -21,6 +21,7 @@ from typing import Literal, Protocol, cast
 import torch
 from torch import Tensor, fx
 
+from nsa_compile.ops import cpp
 from nsa_compile.passes import ORDER, verifier
 from nsa_compile.passes.estimate import Estimate, estimate
 from nsa_compile.passes.report import Guard, PassReport, Report, ScanReport
@@ -298,6 +299,7 @@ def pipeline_key(options: Options) -> str:
             digest.update(_source_of(entry).encode())
     chosen = {k: v for k, v in asdict(options).items() if k not in ("cache", "dump_dir")}
     digest.update(repr(sorted(chosen.items())).encode())
+    digest.update(str(cpp.has_matrix_unit()).encode())  # what is faster depends on it
     return digest.hexdigest()
 
 

@@ -56,10 +56,8 @@ _vectors_only: list[bool] = []
 
 @cache
 def has_matrix_unit() -> bool:
-    """Whether the processor has a matrix unit that the kernels can use, and the system lets this process use it."""
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    return "amx_tile" in str(pick_vec_isa()) and torch.cpu._init_amx()
+    """Whether the processor has a matrix unit (AMX), and the system lets this process use it."""
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 @contextmanager
