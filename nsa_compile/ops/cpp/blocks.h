@@ -45,7 +45,7 @@ class Blocks {
     if (with_rows) rows_ = Buffer<Packed>(blocks * rows_size());
     if (with_columns) columns_ = Buffer<Packed>(blocks * columns_size());
     const ThreadBuffers<T> loaded(threads, elements()), transposed(threads, with_columns ? elements() : 0);
-    parallel_for(blocks, threads, [&](int64_t item, int64_t thread) {
+    parallel_for(blocks, threads_to_copy(blocks * elements(), threads), [&](int64_t item, int64_t thread) {
       load_block(x, sizes, item / count, item % count, loaded[thread]);
       if (with_rows) {
         const Strided<const T> rows{loaded[thread], padded_width};
@@ -219,7 +219,8 @@ class ChunkSums {
   void store(const E& engine, T factor, const Tensor& dk, const Tensor& dv, int64_t threads) const {
     const int64_t elements = std::max(keys_.elements(), values_.elements());
     const ThreadBuffers<T> sums(threads, elements), rows(threads, elements);
-    parallel_for(sizes_.sequences() * keys_.count, threads, [&](int64_t item, int64_t thread) {
+    const int64_t copied = sizes_.sequences() * blocks_ * elements;
+    parallel_for(sizes_.sequences() * keys_.count, threads_to_copy(copied, threads), [&](int64_t item, int64_t thread) {
       const int64_t sequence = item / keys_.count, block = item % keys_.count;
       const auto reduce = [&](const Buffer<T>& parts, const Blocks<E>& blocks, T factor, const Tensor& target) {
         T* sum = sums[thread];
