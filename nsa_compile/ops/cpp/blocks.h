@@ -139,8 +139,8 @@ struct GradientScratch {
             engine, rows, keys.padded_size, keys.width, values.width)) {}
 };
 
-// Adds one block's part to the sums of dk and dv, and to dq [rows, key width] if `accumulate`, else writes it. The columns
-// of the keys are packed with the factor of the scores; dk and dq lack it. `weights` and `dscores` are scratch.
+// Adds one block's part to the sums of dk and dv, and to dq [rows, key width] if `accumulate`, else writes it. The
+// columns of the keys are packed with the factor of the scores; dk and dq lack it. `weights` and `dscores` are scratch.
 template <typename E, typename Products, typename GradientRows>
 void backward_block(
     const GradientTile<typename E::Value>& tile, const Products& products, const Blocks<E>& keys,
@@ -178,8 +178,8 @@ struct BlockSpan {
   int64_t first, last;
 };
 
-// Tiles first, first + step, … below `last` of a sequence, which one thread computes one after the other, and the blocks
-// whose gradients they add to.
+// Tiles first, first + step, … below `last` of a sequence, which one thread computes one after the other, and the
+// blocks whose gradients they add to.
 struct Chunk {
   int64_t first_tile, step, last_tile;
   BlockSpan span;
