@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_attention", "check_compression", "check_indices", "check_minimum", "check_selection", "default_scale"]
+if TYPE_CHECKING:
+    from nsa_compile.ops.compressed.selection import Ranking
+
+__all__ = ["check_attention", "check_compression", "check_indices", "check_minimum", "check_ranking", "default_scale"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -52,15 +55,8 @@ def check_compression(block_size: int, stride: int) -> None:
     check_minimum("stride", stride, 1)
 
 
-def check_selection(
-    stride: int,
-    select_block: int,
-    offsets: Sequence[int],
-    weights: Sequence[int],
-    num_selected: int,
-    num_initial: int,
-    num_local: int,
-) -> None:
+def check_ranking(stride: int, ranking: Ranking) -> None:
+    select_block, offsets, weights, num_selected, num_initial, num_local = ranking
     check_minimum("num_selected", num_selected, 0)
     if num_selected == 0:
         return

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from nsa_compile.ops.compressed.selection import best_blocks, block_scores, sum_heads
+
 
 def visible(kind: str, params: Sequence[int], queries: int, keys: int, device: Any) -> Tensor:
     """The mask `[S, T]` of a kind, for queries at positions 0 … S − 1."""
@@ -201,24 +203,14 @@ def rank_blocks(
     Tensors `allowed` and `forced [N|1, S, n_blocks]` replace the positions 0 … S − 1 that these rules are about.
     """
     keep = keep_mask(q, k, mask, None, "blocks", params, 1)
-    p = weights(q, k, keep, scale).sum(2)  # [N, S, T]
-    ratio = select_block // params[1]
-    left = max(0, -min(offsets))
-    right = max(0, ratio * (n_blocks - 1) + max(offsets) + 1 - p.shape[-1])
-    padded = torch.nn.functional.pad(p, (left, right))
-    score = torch.zeros(*p.shape[:2], n_blocks, dtype=p.dtype, device=p.device)
-    for offset, factor in zip(offsets, factors, strict=True):
-        score = score + factor * padded[..., left + offset :][..., : ratio * (n_blocks - 1) + 1 : ratio]
+    p = sum_heads(weights(q, k, keep, scale))  # [N, S, T]
+    score = block_scores(p, n_blocks, select_block // params[1], offsets, factors)
     if allowed is None or forced is None:
         block = torch.arange(n_blocks, device=q.device)
         current = torch.arange(q.shape[1], device=q.device)[:, None] // select_block
         allowed = block <= current
         forced = (block < num_initial) | (block > current - num_local)
-    score = torch.where(allowed, torch.where(forced, float("inf"), score), -float("inf"))
-    best, index = torch.sort(score, dim=-1, descending=True, stable=True)
-    best, index = best[..., :num_selected], index[..., :num_selected]
-    found = torch.where(best > -float("inf"), index, -1).int()
-    return torch.nn.functional.pad(found, (0, num_selected - found.shape[-1]), value=-1)
+    return best_blocks(score, allowed, forced, num_selected)
 
 
 @torch.library.custom_op("nsa_compile::select_blocks", mutates_args=())

@@ -44,11 +44,11 @@ LAYOUT = {aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim}
 def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     """Choose an operator for each attention node, by its mask, device, dtype and size."""
     changed = _drop_needless_indices(gm, context)
-    bodies = {id(site.body) for site in find_scans(gm)}
-    for graph in [*subgraphs(gm), *(site.body for site in find_scans(gm))]:
-        in_loop = id(graph) in bodies
+    bodies = [site.body for site in find_scans(gm)]
+    replaced: set[fx.Node] = set()
+    for graph, in_loop in [*((g, False) for g in subgraphs(gm)), *((body, True) for body in bodies)]:
         for node in list(graph.graph.nodes):
-            if node.target not in (ATTENTION, SELECT) or node not in graph.graph.nodes or not context.may_rewrite():
+            if node.target not in (ATTENTION, SELECT) or node in replaced or not context.may_rewrite():
                 continue
             if in_loop:
                 name, fn, group = "a step of a loop", _in_loop(node), [node]
@@ -56,6 +56,7 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                 name, fn, group = choose(node, context.options.attention)
             where, what = location(node), " and ".join(_describe(n) for n in group)
             _replace(graph, group, fn)
+            replaced.update(group)
             context.match(where, f"{what}: {name}")
             changed = True
     return changed
@@ -65,6 +66,7 @@ def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
     """Where a query may take as many blocks as there are, it takes all it is allowed: the indices narrow nothing."""
     changed = False
     for graph in subgraphs(gm):
+        dropped = False
         for node in graph.graph.find_nodes(op="call_function", target=ATTENTION):
             indices = node.args[4]
             while indices is not None and indices.target in LAYOUT:
@@ -76,9 +78,10 @@ def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
             if selected >= blocks and causal and context.may_rewrite():
                 context.match(location(node), f"all {blocks} blocks are selected: no indices")
                 node.update_arg(4, None)
-                changed = True
-        if changed:
+                dropped = True
+        if dropped:
             graph.graph.eliminate_dead_code()  # the ranking, if nobody else reads it
+        changed |= dropped
     return changed
 
 

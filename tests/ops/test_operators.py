@@ -167,6 +167,12 @@ def test_cpp_takes_no_memory_of_quadratic_size(name):
     assert _peak_memory() - before < S * S  # a quarter of a float for each pair
 
 
+def test_large_outputs_are_ordinary_tensors():
+    x = cpp.empty(torch.empty(0, dtype=torch.bfloat16), 2**12, 2**11 + 3, dtype=torch.float32)  # above 32 MB
+    assert (x.shape, x.dtype, x.is_contiguous()) == ((2**12, 2**11 + 3), torch.float32, True)
+    assert x.fill_(1).sum() == x.numel()
+
+
 def _peak_memory(reset: bool = False) -> int:
     """Bytes."""
     if reset:

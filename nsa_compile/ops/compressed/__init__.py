@@ -3,7 +3,6 @@ blocks that follows from its weights (eq. 9-12)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from nsa_compile.ops import checks, flops
 from nsa_compile.ops.batching import register_batched
+from nsa_compile.ops.compressed.selection import Ranking
 from nsa_compile.ops.dispatch import implementation
 from nsa_compile.ops.tiles import compute_dtype
 
@@ -23,23 +23,10 @@ _PARAMETERS = (
 )
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_size: int,
-    stride: int,
-    scale: float,
-    select_block: int,
-    offsets: Sequence[int],
-    weights: Sequence[int],
-    num_selected: int,
-    num_initial: int,
-    num_local: int,
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, stride: int, scale: float, *ranking: Any) -> None:
     checks.check_attention(q, k, v)
     checks.check_compression(block_size, stride)
-    checks.check_selection(stride, select_block, offsets, weights, num_selected, num_initial, num_local)
+    checks.check_ranking(stride, Ranking(*ranking))
 
 
 @torch.library.custom_op(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_compile.ops import cpp
+from nsa_compile.ops.compressed.selection import Ranking
 from nsa_compile.ops.tiles import compute_dtype
 
 __all__ = ["backward", "forward", "prepare"]
@@ -24,19 +25,15 @@ def forward(
     block_size: int,
     stride: int,
     scale: float,
-    select_block: int,
-    offsets: Sequence[int],
-    weights: Sequence[int],
-    num_selected: int,
-    num_initial: int,
-    num_local: int,
+    *ranking: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    select_block, offsets, weights, *counts = Ranking(*ranking)
     out = cpp.empty(q, *q.shape[:3], v.shape[3])
     lse = cpp.empty(q, *q.shape[:3], dtype=compute_dtype(q))
-    indices = cpp.empty(q, *q.shape[:2], k.shape[2], num_selected, dtype=torch.int32)
+    indices = cpp.empty(q, *q.shape[:2], k.shape[2], counts[0], dtype=torch.int32)
     cpp.call(
         "compressed", "forward", cpp.sizes_of(q, k, v), (q, k, v, out, lse, indices), block_size, stride, scale,
-        select_block, list(offsets), list(weights), len(offsets), num_selected, num_initial, num_local,
+        select_block, list(offsets), list(weights), len(offsets), *counts,
     )  # fmt: skip
     return out, lse, indices
 
@@ -51,12 +48,7 @@ def backward(
     block_size: int,
     stride: int,
     scale: float,
-    select_block: int,
-    offsets: Sequence[int],
-    weights: Sequence[int],
-    num_selected: int,
-    num_initial: int,
-    num_local: int,
+    *ranking: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = cpp.empty(q, *q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     tensors = (grad_out, q, k, v, out, lse, dq, dk, dv)

@@ -5,13 +5,14 @@ A chunk is as long as keeps its scores small, so memory is linear in S.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_compile.ops import tiles
-from nsa_compile.ops.compressed.selection import block_scores, select_blocks, sum_heads
+from nsa_compile.ops.compressed.selection import Ranking, block_scores, select_blocks, sum_heads
 
 __all__ = ["backward", "forward"]
 
@@ -25,34 +26,28 @@ def forward(
     block_size: int,
     stride: int,
     scale: float,
-    select_block: int,
-    offsets: Sequence[int],
-    weights: Sequence[int],
-    num_selected: int,
-    num_initial: int,
-    num_local: int,
+    *ranking: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    select_block, offsets, factors, *counts = Ranking(*ranking)
     groups = k.shape[2]
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=tiles.compute_dtype(q))
-    indices = q.new_empty(*q.shape[:2], groups, num_selected, dtype=torch.int32)
+    indices = q.new_empty(*q.shape[:2], groups, counts[0], dtype=torch.int32)
     keys, values = tiles.to_keys(k), tiles.to_keys(v)
     for queries, seen, position, hidden in _chunks(q, k, block_size, stride):
         rows = tiles.to_rows(q[:, queries], groups)
         rows_out, rows_lse, probabilities = tiles.attend(rows, keys[:, :, :seen], values[:, :, :seen], hidden, scale)
         out[:, queries] = tiles.from_rows(rows_out, len(position))
         lse[:, queries] = tiles.from_rows(rows_lse, len(position))
-        if num_selected:
+        if counts[0]:
             by_query = (
                 probabilities.unflatten(2, (len(position), -1))
                 if seen
                 else probabilities.new_zeros(q.shape[0], groups, len(position), 1, 0)
             )
             num_blocks = (queries.stop - 1) // select_block + 1
-            score = block_scores(sum_heads(by_query), num_blocks, select_block // stride, offsets, weights)
-            indices[:, queries] = select_blocks(
-                score.transpose(1, 2), position, select_block, num_selected, num_initial, num_local
-            )
+            score = block_scores(sum_heads(by_query), num_blocks, select_block // stride, offsets, factors)
+            indices[:, queries] = select_blocks(score.transpose(1, 2), position, select_block, *counts)
     return out, lse, indices
 
 
@@ -66,12 +61,7 @@ def backward(
     block_size: int,
     stride: int,
     scale: float,
-    select_block: int,
-    offsets: Sequence[int],
-    weights: Sequence[int],
-    num_selected: int,
-    num_initial: int,
-    num_local: int,
+    *ranking: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[2]
     keys, values = tiles.to_keys(k), tiles.to_keys(v)

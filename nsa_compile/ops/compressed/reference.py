@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_compile.ops.compressed.selection import block_scores, select_blocks, sum_heads
+from nsa_compile.ops.compressed.selection import Ranking, block_scores, select_blocks, sum_heads
 from nsa_compile.ops.dense import masked_attention
 
 __all__ = ["forward"]
@@ -20,19 +20,15 @@ def forward(
     block_size: int,
     stride: int,
     scale: float,
-    select_block: int,
-    offsets: Sequence[int],
-    weights: Sequence[int],
-    num_selected: int,
-    num_initial: int,
-    num_local: int,
+    *ranking: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    select_block, offsets, factors, *counts = Ranking(*ranking)
     position = torch.arange(q.shape[1], device=q.device)
     block_end = torch.arange(k.shape[1], device=q.device) * stride + block_size - 1
     visible = block_end <= position[:, None]
     out, lse, probabilities = masked_attention(q, k, v, visible[:, None, None], scale)
-    if num_selected == 0:
+    if counts[0] == 0:
         return out, lse, q.new_empty(*q.shape[:2], k.shape[2], 0, dtype=torch.int32)
     num_blocks = -(-max(1, q.shape[1]) // select_block)
-    score = block_scores(sum_heads(probabilities.detach()), num_blocks, select_block // stride, offsets, weights)
-    return out, lse, select_blocks(score, position, select_block, num_selected, num_initial, num_local)
+    score = block_scores(sum_heads(probabilities.detach()), num_blocks, select_block // stride, offsets, factors)
+    return out, lse, select_blocks(score, position, select_block, *counts)

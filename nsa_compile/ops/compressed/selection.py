@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["block_scores", "select_blocks", "sum_heads"]
+__all__ = ["Ranking", "best_blocks", "block_scores", "select_blocks", "sum_heads"]
+
+
+class Ranking(NamedTuple):
+    """How compressed blocks rank selection blocks: the last arguments of the operator, in their order."""
+
+    select_block: int
+    offsets: Sequence[int]
+    weights: Sequence[int]
+    num_selected: int
+    num_initial: int
+    num_local: int
 
 
 def sum_heads(weights: Tensor) -> Tensor:
@@ -44,7 +56,12 @@ def select_blocks(
     block = torch.arange(score.shape[-1], device=score.device)
     current = (position // select_block)[:, None, None]  # [C, 1, 1]
     forced = (block < num_initial) | (block > current - num_local)
-    score = score.masked_fill(forced, torch.inf).masked_fill(block > current, -torch.inf)
+    return best_blocks(score, block <= current, forced, num_selected)
+
+
+def best_blocks(score: Tensor, allowed: Tensor, forced: Tensor, num_selected: int) -> Tensor:
+    """The forced blocks among those allowed, then the best others; boolean masks that broadcast to the scores."""
+    score = score.masked_fill(forced, torch.inf).masked_fill(~allowed, -torch.inf)
     # A stable sort, because topk leaves the order of ties open.
     best, index = torch.sort(score, dim=-1, descending=True, stable=True)
     index = index.masked_fill(best == -torch.inf, -1)[..., :num_selected].int()

@@ -1,13 +1,15 @@
 // Products by the matrix unit of x86 (AMX), for inputs of float32 and below.
 //
-// The unit multiplies bfloat16 and adds in float32. A float32 is the exact sum of three bfloat16: x = x0 + x1 + x2, each
-// eight bits of the significand. Of the nine products of the parts of two numbers the six with i + j < 3 are computed;
-// the others are below 2^-24 of the whole, a rounding of float32. The small ones are added first: then only the last
-// sixteenth of the additions round at the size of the result, which leaves the error of a sum in float32 or less.
-// bfloat16 inputs need one part, float16 ones two. Infinities become NaN, and subnormals zero.
+// The unit multiplies bfloat16 and adds in float32. A float32 is the exact sum of three bfloat16, x = x0 + x1 + x2:
+// eight bits of the significand each, cut off one after the other. Of the nine products of the parts of two numbers
+// the six with i + j < 3 are computed; the others are at most 2^-21 of the whole together, 2^-23 on average, about a
+// rounding of float32. The small ones are added first: then only the last sixth of the additions rounds at the size of
+// the result, which leaves the error of a sum below that of a chain of float32 additions. bfloat16 inputs need one
+// part, float16 ones two. Infinities become NaN, and what is below 2^-126 zero.
 //
-// The unit takes 16 rows of 16 pairs of numbers. Which numbers are a pair is free, as long as both operands agree: number
-// d of 32 goes with d + 16. So a pair of vectors is packed lane by lane, whether its numbers lie in a row or in a column.
+// The unit takes 16 rows of 16 pairs of numbers. Which numbers are a pair is free, as long as both operands agree:
+// number d of 32 goes with d + 16. So a pair of vectors is packed lane by lane, whether its numbers lie in a row or in
+// a column.
 #pragma once
 
 #include "tensor.h"
@@ -54,7 +56,8 @@ class Amx {
   };
 
   explicit Amx(int64_t dtype)
-      : input_pieces_(dtype == kBFloat16 ? 1 : dtype == kFloat16 ? 2 : 3), computed_pieces_(dtype == kFloat32 ? 3 : 2) {}
+      : input_pieces_(dtype == kBFloat16 ? 1 : dtype == kFloat16 ? 2 : 3),
+        computed_pieces_(dtype == kFloat32 ? 3 : 2) {}
 
   // Parts of an input times a factor: a power of two keeps the number of significant bits.
   int64_t pieces(float factor) const {
@@ -68,7 +71,8 @@ class Amx {
     return {packed, divide_up(depth, 32), pieces};
   }
   // Packs [depth, columns], the columns padded to whole vectors.
-  void pack_right(const Strided<const float>& source, int64_t depth, int64_t columns, int64_t pieces, Packed* target) const {
+  void pack_right(
+      const Strided<const float>& source, int64_t depth, int64_t columns, int64_t pieces, Packed* target) const {
     with_pieces(pieces, [&](auto constant) {
       constexpr int kPieces = decltype(constant)::value;
       for (int64_t column = 0; column < columns; column += 16) {
@@ -185,8 +189,8 @@ class Amx {
       Packed* const dscores_left = dscores_right + engine_.right_size(rows_, columns, pieces);
       const Operand weights{scratch_, row_tiles, pieces}, dscores{dscores_right, row_tiles, pieces};
       const Operand dscore_rows{dscores_left, divide_up(columns, 32), pieces};
-      pack(Strided<const float>{scores, size}, Strided<const float>{dweights, size}, lse, delta, columns, weights, dscores,
-           dscore_rows);
+      const Strided<const float> score_rows{scores, size}, dweight_rows{dweights, size};
+      pack(score_rows, dweight_rows, lse, delta, columns, weights, dscores, dscore_rows);
       engine_.multiply(value_dim_, columns, rows_, grad_columns_, weights, Strided<float>{dv, size}, true);
       engine_.multiply(key_dim_, columns, rows_, q_columns_, dscores, Strided<float>{dk, size}, true);
       engine_.multiply(rows_, key_dim_, keys, dscore_rows, key_rows, dq, accumulate);
@@ -268,8 +272,8 @@ class Amx {
     }
   }
 
-  // The parts of two vectors as pairs, one tile after the other. A part is the upper half of what the parts before leave,
-  // cut off: NaN stays NaN.
+  // The parts of two vectors as pairs, one tile after the other. A part is the upper half of what the parts before
+  // leave, cut off: NaN stays NaN.
   template <int kPieces>
   static inline __attribute__((always_inline)) void split(__m512 low, __m512 high, uint16_t* target) {
     const __m512i upper = _mm512_set1_epi32(0xffff0000);

@@ -45,7 +45,7 @@ class Blocks {
     if (with_rows) rows_ = Buffer<Packed>(blocks * rows_size());
     if (with_columns) columns_ = Buffer<Packed>(blocks * columns_size());
     const ThreadBuffers<T> loaded(threads, elements()), transposed(threads, with_columns ? elements() : 0);
-    parallel_for(blocks, threads, [&](int64_t item, int64_t thread) {
+    parallel_for(blocks, threads_to_copy(blocks * elements(), threads), [&](int64_t item, int64_t thread) {
       load_block(x, sizes, item / count, item % count, loaded[thread]);
       if (with_rows) {
         const Strided<const T> rows{loaded[thread], padded_width};
@@ -139,8 +139,8 @@ struct GradientScratch {
             engine, rows, keys.padded_size, keys.width, values.width)) {}
 };
 
-// Adds one block's part to the sums of dk and dv, and to dq [rows, key width] if `accumulate`, else writes it. The columns
-// of the keys are packed with the factor of the scores; dk and dq lack it. `weights` and `dscores` are scratch.
+// Adds one block's part to the sums of dk and dv, and to dq [rows, key width] if `accumulate`, else writes it. The
+// columns of the keys are packed with the factor of the scores; dk and dq lack it. `weights` and `dscores` are scratch.
 template <typename E, typename Products, typename GradientRows>
 void backward_block(
     const GradientTile<typename E::Value>& tile, const Products& products, const Blocks<E>& keys,
@@ -178,8 +178,8 @@ struct BlockSpan {
   int64_t first, last;
 };
 
-// Tiles first, first + step, … below `last` of a sequence, which one thread computes one after the other, and the blocks
-// whose gradients they add to.
+// Tiles first, first + step, … below `last` of a sequence, which one thread computes one after the other, and the
+// blocks whose gradients they add to.
 struct Chunk {
   int64_t first_tile, step, last_tile;
   BlockSpan span;
@@ -219,7 +219,8 @@ class ChunkSums {
   void store(const E& engine, T factor, const Tensor& dk, const Tensor& dv, int64_t threads) const {
     const int64_t elements = std::max(keys_.elements(), values_.elements());
     const ThreadBuffers<T> sums(threads, elements), rows(threads, elements);
-    parallel_for(sizes_.sequences() * keys_.count, threads, [&](int64_t item, int64_t thread) {
+    const int64_t copied = sizes_.sequences() * blocks_ * elements;
+    parallel_for(sizes_.sequences() * keys_.count, threads_to_copy(copied, threads), [&](int64_t item, int64_t thread) {
       const int64_t sequence = item / keys_.count, block = item % keys_.count;
       const auto reduce = [&](const Buffer<T>& parts, const Blocks<E>& blocks, T factor, const Tensor& target) {
         T* sum = sums[thread];

@@ -150,8 +150,9 @@ inline __attribute__((always_inline)) void micro_kernel(
 }
 
 // C[rows, columns] = A B, or C + A B, with A[rows, depth] (plain) or A[depth, rows] (transposed) and B[depth, columns].
-// C has rows up to a multiple of kTileRows and, like B, padded_columns(columns) columns; the padding of C is written. So
-// are the rows of a plain A padded, and the columns of a transposed one; what the padding holds reaches only C's padding.
+// C has rows up to a multiple of kTileRows and, like B, padded_columns(columns) columns; the padding of C is written.
+// So are the rows of a plain A padded, and the columns of a transposed one; what the padding holds reaches only C's
+// padding.
 template <typename T, Left kLeft, typename A, typename B, typename C>
 void multiply(int64_t rows, int64_t columns, int64_t depth, const A& a, const B& b, const C& c, bool accumulate) {
   int64_t column = 0;

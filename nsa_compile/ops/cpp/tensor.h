@@ -50,6 +50,11 @@ void parallel_for(int64_t items, int64_t threads, const Function& function) {
 #endif
 }
 
+// As many threads as copying so many elements is worth: to wake one takes as long as copying some ten thousand.
+inline int64_t threads_to_copy(int64_t elements, int64_t threads) {
+  return std::min(threads, 1 + elements / (1 << 16));
+}
+
 constexpr int64_t kLargePage = 1 << 21;
 
 // The first use of fresh memory costs a page fault for each of its pages: let those of large memory be large.

@@ -35,7 +35,8 @@ class Vectors {
   Rows left(const Rows& rows, int64_t, int64_t, Packed*) const {
     return rows;
   }
-  // exp(scores - shift) as a left operand, and in place as well if they are to be kept; adds it to `sums` [rows, lanes].
+  // exp(scores - shift) as a left operand, and in place as well if they are to be kept; adds it to `sums`
+  // [rows, lanes].
   template <typename Sums>
   Strided<T> weights(
       const Strided<T>& scores, int64_t rows, int64_t columns, const T* shift, const Sums& sums, bool, Packed*) const {
@@ -64,20 +65,22 @@ class Vectors {
    public:
     static int64_t scratch_size(const Vectors&, int64_t, int64_t, int64_t, int64_t) { return 0; }
 
-    Gradients(const Vectors&, const Rows& q, const Rows& grad, int64_t rows, int64_t key_dim, int64_t value_dim, Packed*)
+    Gradients(
+        const Vectors&, const Rows& q, const Rows& grad, int64_t rows, int64_t key_dim, int64_t value_dim, Packed*)
         : q_(q), grad_(grad), rows_(rows), key_dim_(key_dim), value_dim_(value_dim) {}
 
     // q Kᵀ and grad Vᵀ: [rows, columns], with rows `size` apart.
     void scores(
         const Right& key_columns, const Right& value_columns, int64_t columns, int64_t size, T* scores,
         T* dweights) const {
-      ::multiply<T, ::Left::kPlain>(rows_, columns, key_dim_, q_, key_columns, Strided<T>{scores, size}, false);
-      ::multiply<T, ::Left::kPlain>(rows_, columns, value_dim_, grad_, value_columns, Strided<T>{dweights, size}, false);
+      const Strided<T> score_rows{scores, size}, dweight_rows{dweights, size};
+      ::multiply<T, ::Left::kPlain>(rows_, columns, key_dim_, q_, key_columns, score_rows, false);
+      ::multiply<T, ::Left::kPlain>(rows_, columns, value_dim_, grad_, value_columns, dweight_rows, false);
     }
 
     // From scores and the gradients of weights, which are overwritten: weights = exp(scores - lse) and
-    // dscores = weights (dweights - delta); then dv += weightsᵀ grad, dk += dscoresᵀ q, and dq (+)= dscores K, for the
-    // first `keys` of the block's `size` padded keys; `columns` are these, padded.
+    // dscores = weights (dweights - delta); then dv += weightsᵀ grad, dk += dscoresᵀ q, and dq (+)= dscores K, for
+    // the first `keys` of the block's `size` padded keys; `columns` are these, padded.
     template <typename GradientRows>
     void add(
         T* scores, T* dweights, const T* lse, const T* delta, int64_t keys, int64_t columns, int64_t size,
