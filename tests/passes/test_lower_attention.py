@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from nsa_compile.loop import scan as nsa_scan
 from nsa_compile.models import SparsePattern, nsa_attention
+from nsa_compile.ops import cpp
 from nsa_compile.passes import attention as nodes
 from nsa_compile.passes import lower_attention
 from nsa_compile.passes.pipeline import Options, run_pipeline
@@ -108,14 +109,22 @@ def test_values_of_another_dtype_are_left_to_dense_attention():
 
 @pytest.mark.parametrize(("cost", "expected"), [(1e-3, "window_attention"), (1e3, "dense")])
 def test_auto_asks_the_measured_costs(cost, expected, monkeypatch):
-    sparse = {"per_pair": cost, "per_query": 0.0}
-    costs = {"dense": {"per_pair": 1.0}, "dense_causal": {"per_pair": 1.0}}
-    costs = {"cpu": costs | dict.fromkeys(("window", "compressed", "selected"), sparse)}
-    monkeypatch.setattr(lower_attention, "_costs", lambda: costs)
+    costs = dict.fromkeys(("dense", "dense_causal", "dense_scores"), {"per_pair": 1.0, "per_query": 0.0})
+    costs |= dict.fromkeys(("window", "compressed", "selected"), {"per_pair": cost, "per_query": 0.0})
+    monkeypatch.setattr(lower_attention, "_costs", lambda: {"cpu": costs, "vectors": costs})
     program = KINDS["window_attention"]
     actual, report = run_compiled(program, attention="auto")
     assert chosen(report) == [expected]
     assert_equals_loop(program, actual)
+
+
+def test_costs_are_those_of_the_machine(monkeypatch):
+    for has_matrix_unit, machine in ((True, "cpu"), (False, "vectors")):
+        monkeypatch.setattr(cpp, "has_matrix_unit", lambda has=has_matrix_unit: has)
+        assert lower_attention._machine("cpu") == machine
+    assert lower_attention._machine("cuda") == "cpu"  # nothing measured there yet
+    operators = {"dense", "dense_causal", "dense_scores", "window", "compressed", "selected"}
+    assert all(operators <= set(lower_attention._costs()[machine]) for machine in ("cpu", "vectors"))
 
 
 class SomeSteps(AttentionProgram):
