@@ -109,8 +109,9 @@ def test_values_of_another_dtype_are_left_to_dense_attention():
 
 @pytest.mark.parametrize(("cost", "expected"), [(1e-3, "window_attention"), (1e3, "dense")])
 def test_auto_asks_the_measured_costs(cost, expected, monkeypatch):
-    costs = dict.fromkeys(("dense", "dense_causal", "dense_scores"), {"per_pair": 1.0, "per_query": 0.0})
-    costs |= dict.fromkeys(("window", "compressed", "selected"), {"per_pair": cost, "per_query": 0.0})
+    per_pair = dict.fromkeys(("dense", "dense_causal", "dense_scores"), 1.0)
+    per_pair |= dict.fromkeys(("window", "compressed", "selected"), cost)
+    costs = {operator: {"per_pair": price, "per_query": 0.0} for operator, price in per_pair.items()}
     monkeypatch.setattr(lower_attention, "_costs", lambda: {"cpu": costs, "vectors": costs})
     program = KINDS["window_attention"]
     actual, report = run_compiled(program, attention="auto")
