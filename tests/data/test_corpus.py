@@ -30,7 +30,7 @@ def test_the_split_is_by_position_and_loses_nothing():
 def test_validation_batches_come_from_the_held_out_text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("a" * 1900 + "b" * 100, encoding="utf-8")
-    corpus = load_corpus(load_config(overrides=[f"data.name={path}", "train.seq_len=32"]))
+    corpus = load_file(path, "train.seq_len=32")
     assert (corpus.validation == ord("b")).all()
     assert (corpus.train.sequence(0, 33) == ord("a")).all()
 
@@ -48,6 +48,11 @@ def test_uniform_is_random_bytes_and_its_yardstick_is_ln_256():
     assert not np.array_equal(corpus.train.sequence(0, 513), corpus.validation[0, 0])
 
 
+def load_file(path, *overrides):
+    """The corpus of a file, its cache beside it."""
+    return load_corpus(load_config(overrides=[f"data.name={path}", f"data.cache_dir={path.parent}/cache", *overrides]))
+
+
 @pytest.mark.parametrize("name", ["missing.txt", "shakspeare", "random", "."])
 def test_a_data_set_that_is_not_there_is_an_error(name):
     with pytest.raises(UserError, match="is no data set"):
@@ -58,7 +63,7 @@ def test_a_text_that_is_no_text_is_an_error(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(UserError, match="not UTF-8"):
-        load_corpus(load_config(overrides=[f"data.name={path}"]))
+        load_file(path)
 
 
 @pytest.mark.parametrize("length", [0, 100])
@@ -66,4 +71,4 @@ def test_a_text_that_is_too_short_is_an_error(tmp_path, length):
     path = tmp_path / "text.txt"
     path.write_text("x" * length, encoding="utf-8")
     with pytest.raises(UserError, match="is too short"):
-        load_corpus(load_config(overrides=[f"data.name={path}"]))
+        load_file(path)
