@@ -25,7 +25,7 @@ def data() -> None:
 
     \b
     nsa-compile data smoke --set data.name=needle
-    nsa-compile data prepare --set data.name=my_texts/ --set data.tokenizer=gpt2
+    nsa-compile data prepare --set data.name=my_texts/
     nsa-compile data verify --config my_run.yaml
     """
 
@@ -101,7 +101,8 @@ def prepare(config_path: str | None, overrides: tuple[str, ...], as_json: bool) 
 
     \b
     nsa-compile data prepare --set data.name=my_text.txt
-    nsa-compile data prepare --set data.name=my_texts/ --set data.tokenizer=gpt2 --set data.cache_dir=cache
+    nsa-compile data prepare --set data.name=my_texts/ --set data.cache_dir=cache
+    nsa-compile data prepare --set data.name=a.jsonl --set data.tokenizer=gpt2 --set model.vocab_size=50257
     """
     from nsa_compile.data.token_cache import open_cache
 
