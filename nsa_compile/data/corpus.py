@@ -46,7 +46,7 @@ class Corpus:
 
 
 def load_corpus(config: RunConfig) -> Corpus:
-    """Load and tokenize the data set that ``config.data`` names.
+    """Load the data set that ``config.data`` names, and tokenize it if that was not done before.
 
     The last 5 % of a text, by position, are held out; no token of them is ever trained on.
 
