@@ -27,7 +27,7 @@ TOKENIZER_VOCAB_SIZES = {"byte": 256, "gpt2": 50257}
 # Tasks that are made up as they are needed, and of which it is known what can be predicted.
 SYNTHETIC = ("copying", "needle")
 # Data sets that need no file; any other ``data.name`` is a path.
-BUILT_IN = ("shakespeare", "uniform", *SYNTHETIC)
+BUILT_IN = ("shakespeare", "uniform", *SYNTHETIC, "fineweb-edu")
 
 
 def _known_pass(name: str) -> str:
@@ -57,7 +57,7 @@ class RunSection(Section):
 
 
 class DataSection(Section):
-    """What is trained on: ``shakespeare``, a synthetic task, ``uniform`` random bytes, or a file or directory.
+    """What is trained on: ``shakespeare``, a synthetic task, ``uniform``, ``fineweb-edu``, or a file or directory.
 
     ``min_distance`` is how many tokens of a synthetic task lie at least between a question and what it asks for;
     ``None`` takes the model's sliding window, so that the answer lies outside of it. ``text_field`` is the key or

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 
@@ -12,6 +14,7 @@ import numpy.typing as npt
 
 from nsa_compile.config import SYNTHETIC, RunConfig
 from nsa_compile.data.sampling import BatchSampler, RandomWindows, Source, UniformBytes, evenly_spaced_batches
+from nsa_compile.data.streaming import FINEWEB_EDU, DocumentStream, Opener, PackedDocuments, open_dataset
 from nsa_compile.data.synthetic import make_synthetic
 from nsa_compile.data.token_cache import open_cache
 from nsa_compile.data.tokenizers import ByteTokenizer, Tokenizer, make_tokenizer
@@ -20,6 +23,8 @@ from nsa_compile.errors import UserError
 VALIDATION_FRACTION = 0.05
 # Generated sequences that stand for the training text when token frequencies are counted.
 UNIGRAM_SEQUENCES = 256
+# Of a stream, which has no end to hold out.
+HELD_OUT_DOCUMENTS = 1000
 # Token frequencies are counted piece by piece, so that memory stays small, and over 2^25 tokens at most.
 PIECE, COUNTED = 1 << 18, 1 << 7
 
@@ -57,7 +62,32 @@ def load_corpus(config: RunConfig) -> Corpus:
         return _uniform(config)
     if config.data.name in SYNTHETIC:
         return _synthetic(config)
+    if config.data.name == "fineweb-edu":
+        return streamed_corpus(config, open_dataset(**FINEWEB_EDU))
     return _text(config)
+
+
+def streamed_corpus(config: RunConfig, open_at: Opener) -> Corpus:
+    """A data set read as a stream; its first ``HELD_OUT_DOCUMENTS`` documents are held out.
+
+    Raises:
+        UserError: the stream cannot be read, or ends too early.
+    """
+    tokenizer = make_tokenizer(config.data.tokenizer)
+    name, field = config.data.name, config.data.text_field
+
+    def held_out_documents() -> Iterator[str]:
+        return itertools.islice(DocumentStream(name, open_at, text_field=field), HELD_OUT_DOCUMENTS)
+
+    def training_documents() -> DocumentStream:
+        return DocumentStream(name, open_at, text_field=field, position=HELD_OUT_DOCUMENTS)
+
+    validation = _generated_validation(PackedDocuments(held_out_documents, tokenizer), config)
+    train = PackedDocuments(training_documents, tokenizer)
+    length = config.train.seq_len + 1
+    sample = np.concatenate([train.sequence(index, length) for index in range(UNIGRAM_SEQUENCES)])
+    yardstick = best_unigram_loss(sample, validation.ravel(), tokenizer.vocab_size)
+    return Corpus(train, validation, tokenizer, yardstick)
 
 
 def _uniform(config: RunConfig) -> Corpus:

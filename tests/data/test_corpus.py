@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nsa_compile.config import load_config
-from nsa_compile.data.corpus import best_unigram_loss, load_corpus, split
+from nsa_compile.data.corpus import best_unigram_loss, load_corpus, split, streamed_corpus
 from nsa_compile.errors import UserError
 
 
@@ -64,6 +64,21 @@ def test_a_text_that_is_no_text_is_an_error(tmp_path):
     path.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(UserError, match="not UTF-8"):
         load_file(path)
+
+
+def test_a_stream_holds_out_its_first_documents():
+    def open_at(position):
+        # 40 characters and the separator's two: documents say on which side they are.
+        return ({"text": ("h" if number < 1000 else "t") * 40} for number in range(position, 10_000))
+
+    config = load_config(overrides=["data.name=fineweb-edu", "train.seq_len=128"])
+    corpus = streamed_corpus(config, open_at)
+    assert set(corpus.validation.ravel().tolist()) == set(b"h\n")
+    train = np.concatenate([corpus.train.sequence(index, 129) for index in range(300)])
+    assert set(train.tolist()) == set(b"t\n")
+    np.testing.assert_array_equal(corpus.train.sequence(7, 129), train[7 * 129 : 8 * 129])
+    with pytest.raises(UserError, match="the stream of documents ended at sequence"):
+        streamed_corpus(config, lambda position: ({"text": "x"} for number in range(position, 10_000)))
 
 
 @pytest.mark.parametrize("length", [0, 100])

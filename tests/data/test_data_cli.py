@@ -72,7 +72,8 @@ def test_prepare_then_verify_then_a_flipped_byte(data, tmp_path):
     ("arguments", "expected"),
     [
         (["prepair"], "did you mean 'prepare'?"),
-        (["prepare"], "data.name = 'shakespeare' is built in"),
+        (["prepare"], "data.name = 'shakespeare' is built in and has no cache"),
+        (["verify", "--set", "data.name=fineweb-edu"], "data.name = 'fineweb-edu' is built in and has no cache"),
         (["verify", "--set", "data.name=text.txt"], "was never made"),
         (["smoke", "--set", "data.name=needle", "--set", "data.min_distance=0"], "data.min_distance = 0"),
         (["smoke", "--set", "data.name=needle", "--set", "data.min_distance=600"], "must leave room in a sequence"),
