@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +40,9 @@ def open_dataset(**arguments: Any) -> Opener:
 
     def open_at(position: int) -> Iterable[Any]:
         from datasets import load_dataset
+        from huggingface_hub.utils import logging
 
+        logging.set_verbosity_error()  # it reports each of its own retries; DocumentStream tells of failures
         return load_dataset(**arguments, split="train", streaming=True).skip(position)
 
     return open_at
@@ -109,13 +112,15 @@ class DocumentStream:
                     "check the connection, or use a local data set with --set data.name=PATH"
                 )
             failures += 1
+            reason = " ".join(f"{type(value).__name__}: {value}".split())[:200]
             if failures > self._retries:
-                reason = " ".join(f"{type(value).__name__}: {value}".split())[:200]
                 raise UserError(
                     f"data.name = '{self.name}' cannot be read after {failures} tries ({reason}); "
                     "check the connection, or use a local data set with --set data.name=PATH"
                 )
-            time.sleep(self._backoff * 2 ** (failures - 1))
+            wait = self._backoff * 2 ** (failures - 1)
+            print(f"'{self.name}' failed ({reason}): trying again in {wait:g} s", file=sys.stderr)
+            time.sleep(wait)
 
     def _text(self, document: Any) -> str:
         text = document.get(self._text_field) if isinstance(document, dict) else None

@@ -56,7 +56,7 @@ def test_a_source_that_fails_twice_loses_and_repeats_nothing():
     assert list(DocumentStream("x", open_at, retries=1, backoff=0.001)) == TEXTS
 
 
-def test_a_source_that_always_fails_is_an_error_after_its_retries():
+def test_a_source_that_always_fails_is_an_error_after_its_retries(capsys):
     opened = []
 
     def open_at(position):
@@ -66,6 +66,7 @@ def test_a_source_that_always_fails_is_an_error_after_its_retries():
     with pytest.raises(UserError, match=r"'x' cannot be read after 3 tries \(ConnectionError: no route to host\)"):
         list(DocumentStream("x", open_at, retries=2, backoff=0.001))
     assert opened == [0, 0, 0]
+    assert capsys.readouterr().err.count("trying again in 0.00") == 2
 
 
 def test_a_source_that_stalls_is_an_error_in_time():
