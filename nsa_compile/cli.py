@@ -15,6 +15,7 @@ from nsa_compile.errors import TrainingDiverged, UserError
 # Commands that live in other modules, with the line that --help shows for them; imported only when they are called.
 LAZY_COMMANDS = {
     "bench": ("nsa_compile.profiles.bench_cli:bench", "Measure NSA, compiled, against dense attention."),
+    "data": ("nsa_compile.data.data_cli:data", "Look at a data set, tokenize it, check what was kept."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
 }
 

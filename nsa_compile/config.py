@@ -24,6 +24,10 @@ from nsa_compile.models.config import NSAConfig, SparsePattern
 from nsa_compile.passes import ORDER
 
 TOKENIZER_VOCAB_SIZES = {"byte": 256, "gpt2": 50257}
+# Tasks that are made up as they are needed, and of which it is known what can be predicted.
+SYNTHETIC = ("copying", "needle")
+# Data sets that need no file; any other ``data.name`` is a path.
+BUILT_IN = ("shakespeare", "uniform", *SYNTHETIC, "fineweb-edu")
 
 
 def _known_pass(name: str) -> str:
@@ -53,10 +57,19 @@ class RunSection(Section):
 
 
 class DataSection(Section):
-    """What is trained on: ``shakespeare``, ``uniform`` (random bytes, on purpose), or the path of a ``.txt`` file."""
+    """What is trained on: ``shakespeare``, a synthetic task, ``uniform``, ``fineweb-edu``, or a file or directory.
+
+    ``min_distance`` is how many tokens of a synthetic task lie at least between a question and what it asks for;
+    ``None`` takes the model's sliding window, so that the answer lies outside of it. ``text_field`` is the key or
+    column with the text, for JSON lines and Parquet. Tokens of files are kept below ``cache_dir``; ``None`` takes the
+    platform's directory for caches.
+    """
 
     name: str = "shakespeare"
     tokenizer: Literal["byte", "gpt2"] = "byte"
+    min_distance: Count | None = None
+    text_field: str = "text"
+    cache_dir: Annotated[str, Field(min_length=1)] | None = None
 
 
 class TrainSection(Section):
@@ -124,9 +137,10 @@ class RunConfig(Section):
                 f"model.vocab_size = {self.model.vocab_size} must be at least {vocab_size}, "
                 f"the vocabulary of the {self.data.tokenizer} tokenizer"
             )
-        if self.data.name == "uniform" and self.data.tokenizer != "byte":
+        if self.data.name in ("uniform", *SYNTHETIC) and self.data.tokenizer != "byte":
             raise ValueError(
-                f"data.tokenizer = {self.data.tokenizer!r} must be 'byte' for data.name = 'uniform', random bytes"
+                f"data.tokenizer = {self.data.tokenizer!r} must be 'byte' for data.name = '{self.data.name}', "
+                "which is made of bytes"
             )
         if self.model.attention == "nsa" and self.train.seq_len < self.model.pattern.compress_block:
             raise ValueError(

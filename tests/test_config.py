@@ -45,6 +45,11 @@ def test_overrides_are_typed_as_yaml_and_the_last_one_wins():
     assert config.compile.disable == ["batch_prefill"]
 
 
+def test_a_task_of_bytes_takes_no_other_tokenizer():
+    with pytest.raises(UserError, match=r"data\.tokenizer = 'gpt2' must be 'byte' for data\.name = 'copying'"):
+        load_config(overrides=["data.name=copying", "data.tokenizer=gpt2", "model.vocab_size=50257"])
+
+
 def test_a_file_needs_only_what_has_no_default(tmp_path):
     path = tmp_path / "run.yaml"
     model = {"vocab_size": 256, "dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 32}
@@ -76,6 +81,8 @@ def test_the_configuration_cannot_be_changed():
         ("optim.warmup=301", "optim.warmup = 301 must not exceed train.steps = 300"),
         ("train.seq_len=8", "train.seq_len = 8 must be at least model.pattern.compress_block = 16"),
         ("data.tokenizer=gpt2", "model.vocab_size = 256 must be at least 50257"),
+        ("data.cache_dir=''", "data.cache_dir = '' is not allowed"),
+        ("data.min_distance=0", "data.min_distance = 0 is not allowed"),
         ("model.n_heads=3", "model.n_heads = 3 must be a multiple of n_kv_heads = 2"),
         ("model.n_layers=true", "model.n_layers = True must be an integer"),
         ("model.head_dim=31", "model.head_dim = 31 must be even"),

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from nsa_compile.config import RunConfig
+from nsa_compile.config import SYNTHETIC, RunConfig
 from nsa_compile.data.sampling import BatchSampler, RandomWindows, Source, UniformBytes, evenly_spaced_batches
+from nsa_compile.data.streaming import FINEWEB_EDU, DocumentStream, Opener, PackedDocuments, open_dataset
+from nsa_compile.data.synthetic import make_synthetic
+from nsa_compile.data.token_cache import open_cache
 from nsa_compile.data.tokenizers import ByteTokenizer, Tokenizer, make_tokenizer
 from nsa_compile.errors import UserError
 
 VALIDATION_FRACTION = 0.05
+# Generated sequences that stand for the training text when token frequencies are counted.
+UNIGRAM_SEQUENCES = 256
+# Of a stream, which has no end to hold out.
+HELD_OUT_DOCUMENTS = 1000
+# Token frequencies are counted piece by piece, so that memory stays small, and over 2^25 tokens at most.
+PIECE, COUNTED = 1 << 18, 1 << 7
 
 
 @dataclass(frozen=True)
@@ -29,31 +39,88 @@ class Corpus:
         tokenizer: how ids turn back into text.
         best_unigram_loss: loss in nats per token, on held-out text, of the model that knows only how often each token
             occurs in the training text. A language model that has learned anything about order is below it.
+        answers: for a synthetic task, which tokens ``[S + 1]`` of every sequence can be inferred from those before
+            them; ``None`` where that is not known.
     """
 
     train: Source
     validation: npt.NDArray[np.int64]
     tokenizer: Tokenizer
     best_unigram_loss: float
+    answers: npt.NDArray[np.bool_] | None = None
 
 
 def load_corpus(config: RunConfig) -> Corpus:
-    """Load and tokenize the data set that ``config.data`` names.
+    """Load the data set that ``config.data`` names, and tokenize it if that was not done before.
 
     The last 5 % of a text, by position, are held out; no token of them is ever trained on.
 
     Raises:
         UserError: the data set does not exist, cannot be read or is too short.
     """
-    seed, shape = config.run.seed, config.train
     if config.data.name == "uniform":
-        # Held-out bytes come from a stream of their own.
-        held_out = BatchSampler(UniformBytes(seed + 1), shape.eval_batches * shape.batch_size, shape.seq_len)
-        validation = held_out.next_batch().reshape(shape.eval_batches, shape.batch_size, shape.seq_len + 1)
-        return Corpus(UniformBytes(seed), validation, ByteTokenizer(), math.log(256))
+        return _uniform(config)
+    if config.data.name in SYNTHETIC:
+        return _synthetic(config)
+    if config.data.name == "fineweb-edu":
+        return streamed_corpus(config, open_dataset(**FINEWEB_EDU))
+    return _text(config)
 
+
+def streamed_corpus(config: RunConfig, open_at: Opener) -> Corpus:
+    """A data set read as a stream; its first ``HELD_OUT_DOCUMENTS`` documents are held out.
+
+    Raises:
+        UserError: the stream cannot be read, or ends too early.
+    """
     tokenizer = make_tokenizer(config.data.tokenizer)
-    train, held_out_text = split(tokenizer.encode(_read_text(config.data.name)))
+    name, field = config.data.name, config.data.text_field
+
+    def held_out_documents() -> Iterator[str]:
+        return itertools.islice(DocumentStream(name, open_at, text_field=field), HELD_OUT_DOCUMENTS)
+
+    def training_documents() -> DocumentStream:
+        return DocumentStream(name, open_at, text_field=field, position=HELD_OUT_DOCUMENTS)
+
+    validation = _generated_validation(PackedDocuments(held_out_documents, tokenizer), config)
+    train = PackedDocuments(training_documents, tokenizer)
+    length = config.train.seq_len + 1
+    sample = np.concatenate([train.sequence(index, length) for index in range(UNIGRAM_SEQUENCES)])
+    yardstick = best_unigram_loss(sample, validation.ravel(), tokenizer.vocab_size)
+    return Corpus(train, validation, tokenizer, yardstick)
+
+
+def _uniform(config: RunConfig) -> Corpus:
+    # Held-out bytes come from a stream of their own.
+    held_out = UniformBytes(config.run.seed + 1)
+    return Corpus(
+        UniformBytes(config.run.seed), _generated_validation(held_out, config), ByteTokenizer(), math.log(256)
+    )
+
+
+def _synthetic(config: RunConfig) -> Corpus:
+    train, held_out = make_synthetic(config, held_out=False), make_synthetic(config, held_out=True)
+    length = config.train.seq_len + 1
+    validation = _generated_validation(held_out, config)
+    sample = np.concatenate([train.sequence(index, length) for index in range(UNIGRAM_SEQUENCES)])
+    yardstick = best_unigram_loss(sample, validation.ravel(), ByteTokenizer.vocab_size)
+    return Corpus(train, validation, ByteTokenizer(), yardstick, train.answers(length))
+
+
+def _generated_validation(held_out: Source, config: RunConfig) -> npt.NDArray[np.int64]:
+    shape = config.train
+    batch = BatchSampler(held_out, shape.eval_batches * shape.batch_size, shape.seq_len).next_batch()
+    return batch.reshape(shape.eval_batches, shape.batch_size, shape.seq_len + 1)
+
+
+def _text(config: RunConfig) -> Corpus:
+    seed, shape = config.run.seed, config.train
+    tokenizer = make_tokenizer(config.data.tokenizer)
+    if config.data.name == "shakespeare":
+        tokens = tokenizer.encode(_shakespeare())
+    else:
+        tokens = open_cache(config.data).tokens
+    train, held_out_text = split(tokens)
     if len(held_out_text) <= shape.seq_len:
         raise UserError(
             f"data.name = '{config.data.name}' is too short: its held-out {VALIDATION_FRACTION:.0%} are "
@@ -79,22 +146,27 @@ def best_unigram_loss(train: npt.NDArray[np.integer], held_out: npt.NDArray[np.i
 
     Counts start at one, so that a token the training text lacks does not make the loss infinite.
     """
-    counts = np.bincount(train, minlength=vocab_size) + 1
-    return float(np.mean(np.log(counts.sum()) - np.log(counts[held_out])))
+    counts = _token_counts(train, vocab_size) + 1
+    asked = _token_counts(held_out, vocab_size)
+    return float((asked * (np.log(counts.sum()) - np.log(counts))).sum() / asked.sum())
 
 
-def _read_text(name: str) -> str:
-    if name == "shakespeare":
-        packed = (resources.files("nsa_compile.data") / "shakespeare.txt.gz").read_bytes()
-        return gzip.decompress(packed).decode("utf-8")
-    path = Path(name)
-    if path.suffix != ".txt" or not path.is_file():
-        raise UserError(
-            f"data.name = '{name}' is no data set: it must be 'shakespeare', 'uniform' or the path of an existing "
-            ".txt file; correct it in the file or with --set data.name=VALUE"
-        )
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"data.name = '{name}' cannot be read: {reason}; give a readable UTF-8 .txt file") from None
+def _token_counts(tokens: npt.NDArray[np.integer], vocab_size: int) -> npt.NDArray[np.int64]:
+    """How often each id occurs; in a text of more than ``COUNTED`` pieces, in that many, evenly spread."""
+    pieces = -(-len(tokens) // PIECE)
+    chosen = np.linspace(0, pieces - 1, min(pieces, COUNTED)).astype(np.int64)
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for piece in chosen:
+        found = np.bincount(tokens[piece * PIECE : (piece + 1) * PIECE], minlength=vocab_size)
+        if len(found) > vocab_size:
+            raise UserError(
+                f"the text holds the token {len(found) - 1}, which must be below {vocab_size}, the size of the "
+                "vocabulary: its cache is damaged; nsa-compile data verify names it, delete it there"
+            )
+        counts += found
+    return counts
+
+
+def _shakespeare() -> str:
+    packed = (resources.files("nsa_compile.data") / "shakespeare.txt.gz").read_bytes()
+    return gzip.decompress(packed).decode("utf-8")

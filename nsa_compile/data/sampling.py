@@ -17,7 +17,8 @@ class Source(Protocol):
         """Tokens ``[length]`` of the ``index``-th sequence; always the same for the same index."""
 
 
-def _generator(seed: int, index: int) -> np.random.Generator:
+def generator(seed: int, index: int) -> np.random.Generator:
+    """Random numbers of the ``index``-th sequence of a stream."""
     # A counter-based generator: the index is the counter's top word, so streams of different indices never meet.
     return np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, index]))
 
@@ -35,7 +36,7 @@ class RandomWindows:
         self.seed = seed
 
     def sequence(self, index: int, length: int) -> Tokens:
-        start = int(_generator(self.seed, index).integers(len(self.tokens) - length + 1))
+        start = int(generator(self.seed, index).integers(len(self.tokens) - length + 1))
         return self.tokens[start : start + length].astype(np.int64)
 
 
@@ -50,7 +51,7 @@ class UniformBytes:
         self.seed = seed
 
     def sequence(self, index: int, length: int) -> Tokens:
-        return _generator(self.seed, index).integers(256, size=length, dtype=np.int64)
+        return generator(self.seed, index).integers(256, size=length, dtype=np.int64)
 
 
 class BatchSampler:

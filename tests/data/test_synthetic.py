@@ -1,0 +1,112 @@
+"""Synthetic tasks: the answer is there, far enough away, and never the same on both sides of the split."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa_compile.config import load_config
+from nsa_compile.data.corpus import load_corpus
+from nsa_compile.data.sampling import BatchSampler
+from nsa_compile.data.synthetic import Copying, Needle, answer_accuracy
+from nsa_compile.errors import UserError
+
+SEEDS, INDICES = st.integers(0, 2**63 - 1), st.integers(0, 2**40)
+
+
+def text(tokens: np.ndarray) -> str:
+    return bytes(tokens.tolist()).decode("ascii")
+
+
+@given(SEEDS, INDICES, st.integers(3, 200))
+def test_a_copy_repeats_the_string_after_the_separator(seed, index, length):
+    source = Copying(seed)
+    tokens, answers = source.sequence(index, length), source.answers(length)
+    assert tokens.shape == answers.shape == (length,)
+    string, copy, *rest = text(tokens).split("|")
+    assert string == copy
+    assert len(string) == (length - 1) // 2
+    assert rest == ([] if length % 2 else [""])
+    assert text(tokens[answers]) == copy
+
+
+@given(SEEDS, INDICES, st.integers(1, 300), st.integers(0, 200))
+def test_a_needle_is_asked_for_at_the_end_and_lies_far_enough_away(seed, index, min_distance, more):
+    source = Needle(seed, min_distance)
+    length = Needle.shortest(min_distance) + more
+    tokens = source.sequence(index, length)
+    assert tokens.shape == (length,)
+    key, value, between, asked, answer = re.fullmatch(
+        r"[^\[]*\[(\w{4})=(\d{6})\] ([^\[]*)\[(\w{4})=(\d{6})", text(tokens)
+    ).groups()
+    assert (asked, answer) == (key, value)
+    assert len(between) >= min_distance
+    assert text(tokens[source.answers(length)]) == value
+
+
+def test_needles_lie_everywhere():
+    places = [text(Needle(0, 100).sequence(index, 513)).index("[") for index in range(400)]
+    room = 513 - Needle.shortest(100)
+    assert min(places) < 0.05 * room
+    assert 0.95 * room < max(places) <= room
+    assert abs(np.mean(places) - room / 2) < 0.1 * room
+
+
+@pytest.mark.parametrize("make", [Copying, lambda seed, held_out: Needle(seed, 8, held_out)])
+def test_no_held_out_example_is_trained_on_though_there_are_few(make, monkeypatch):
+    # Strings of two characters, and keys and values of one, so that a common example would be drawn.
+    for name, value in {"KEY": 1, "VALUE": 1, "QUESTION": len("[k="), "NEEDLE": len("[k=v] ")}.items():
+        monkeypatch.setattr(Needle, name, value)
+    monkeypatch.setattr(Copying, "ALPHABET", Copying.ALPHABET[:20])
+
+    def examples(held_out: bool) -> set[str]:
+        source = make(3, held_out)
+        length = 5 if isinstance(source, Copying) else 200
+        return {re.search(r"\[(.=.)\]|(.+)\|", text(source.sequence(i, length)))[0] for i in range(2000)}
+
+    train, held_out = examples(False), examples(True)
+    assert not train & held_out
+    assert len(train) > 190
+    assert len(held_out) >= 8
+
+
+@pytest.mark.parametrize("name", ["copying", "needle"])
+def test_a_corpus_of_a_task_resumes_and_knows_its_answers(name):
+    config = load_config(overrides=[f"data.name={name}", "train.seq_len=200"])
+    corpus = load_corpus(config)
+    assert corpus.validation.shape == (8, 4, 201)
+    assert corpus.answers is not None
+    assert corpus.answers.shape == (201,)
+    whole = BatchSampler(corpus.train, 4, 200)
+    batches = [whole.next_batch() for _ in range(3)]
+    np.testing.assert_array_equal(BatchSampler(corpus.train, 4, 200, position=8).next_batch(), batches[2])
+    assert 0 < corpus.best_unigram_loss < np.log(256)
+
+
+@pytest.mark.parametrize(("name", "seq_len"), [("copying", 128), ("needle", 89)])
+def test_the_distance_defaults_to_the_window_and_must_fit(name, seq_len):
+    overrides = [f"data.name={name}", f"train.seq_len={seq_len}"]
+    load_corpus(load_config(overrides=overrides))
+    with pytest.raises(UserError, match=f"needs train.seq_len of at least {seq_len}, and it is {seq_len - 1}"):
+        load_corpus(load_config(overrides=[*overrides, f"train.seq_len={seq_len - 1}"]))
+    with pytest.raises(UserError, match=r"data\.min_distance = 65 \(as configured\)"):
+        load_corpus(load_config(overrides=[*overrides, "data.min_distance=65"]))
+
+
+def test_accuracy_counts_the_answers_only():
+    tokens = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+    answers = np.array([True, False, True, True])
+    assert answer_accuracy([[0, 3, 4], [0, 7, 8]], tokens, answers) == 1.0
+    assert answer_accuracy([[2, 3, 0], [6, 0, 0]], tokens, answers) == 0.25
+
+
+def test_a_model_that_copies_from_the_known_distance_is_always_right():
+    source = Copying(0)
+    tokens = BatchSampler(source, 3, 40).next_batch()
+    predictions = np.roll(tokens, 20, axis=1)[:, :-1]
+    assert answer_accuracy(predictions, tokens, source.answers(41)) == 1.0
+    assert answer_accuracy(np.zeros_like(predictions), tokens, source.answers(41)) == 0.0
