@@ -69,7 +69,8 @@ def run(config: RunConfig, corpus: Corpus, directory: Path, resumed: Checkpoint 
     if resumed is not None:
         # After the measurement above, which draws random numbers of its own.
         try:
-            restore_training(load_checkpoint(resumed.path), model, optimizer, sampler, first_step, config)
+            states = load_checkpoint(resumed.path)
+            restore_training(states, model, optimizer, sampler, first_step, config)
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint '{resumed.path}' cannot be used: {error}") from None
     resumed_at = None if resumed is None else first_step
