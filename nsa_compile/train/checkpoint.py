@@ -32,7 +32,6 @@ from nsa_compile.train.checkpoint_files import (
     FileEntry,
     delete_checkpoint,
     delete_leftovers,
-    file_problems,
     flush,
     open_regular,
     read_checkpoint,
@@ -86,11 +85,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         CheckpointError: the checkpoint is incomplete, its content has changed since it was written, or it holds
             something other than tensors and plain values.
     """
-    checkpoint = read_checkpoint(path)
-    if problems := file_problems(checkpoint):
-        raise CheckpointError(f"checkpoint '{path}' is damaged: {problems[0]}")
     states = {}
-    for name in checkpoint.files:
+    for name in verify_checkpoint(path).files:
         try:
             with open_regular(path / name) as file:
                 states[name] = torch.load(file, map_location="cpu", weights_only=True)

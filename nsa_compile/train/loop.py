@@ -67,9 +67,9 @@ def run(config: RunConfig, corpus: Corpus, directory: Path, resumed: Checkpoint 
     flops_per_token = training_flops_per_token(config.model, shape.seq_len)
     first_step = 0 if resumed is None else resumed.step
     if resumed is not None:
+        states = load_checkpoint(resumed.path)
         # After the measurement above, which draws random numbers of its own.
         try:
-            states = load_checkpoint(resumed.path)
             restore_training(states, model, optimizer, sampler, first_step, config)
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint '{resumed.path}' cannot be used: {error}") from None

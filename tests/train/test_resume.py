@@ -19,7 +19,7 @@ from nsa_compile.data import BatchSampler
 from nsa_compile.data.sampling import UniformBytes
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.models import NSATransformer
-from nsa_compile.train.checkpoint import load_checkpoint
+from nsa_compile.train.checkpoint import load_checkpoint, save_checkpoint
 from nsa_compile.train.checkpoint_files import checkpoint_paths, verify_checkpoint
 from nsa_compile.train.optim import make_optimizer
 from nsa_compile.train.preflight import lock_run_directory
@@ -176,6 +176,20 @@ def test_a_run_at_work_is_not_resumed(tiny_overrides, finished):
         result = train(tiny_overrides(**LONG), "--resume", "auto")
     assert result.returncode == 2
     assert "another process is working on run" in result.stderr
+
+
+def test_a_checkpoint_with_code_in_it_ends_in_one_line_and_exit_code_5(tiny_overrides, finished, tmp_path):
+    class Malicious:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "executed"),))
+
+    path = finished / "checkpoints" / "step-00000099"
+    save_checkpoint(path.parent, 99, {"state.pt": Malicious(), "rank-00000.pt": {}})
+    result = train(tiny_overrides(**{**LONG, "train.steps": 100}), "--resume", "auto")
+    assert result.returncode == 5
+    assert result.stderr.startswith(f"error: checkpoint '{path}' cannot be used: state.pt must hold tensors")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "executed").exists()
 
 
 def test_rows_that_a_checkpoint_stands_on_must_be_there(tiny_overrides, finished):
