@@ -10,11 +10,12 @@ from typing import Any
 
 import click
 
-from nsa_compile.errors import TrainingDiverged, UserError
+from nsa_compile.errors import CheckpointError, TrainingDiverged, UserError
 
 # Commands that live in other modules, with the line that --help shows for them; imported only when they are called.
 LAZY_COMMANDS = {
     "bench": ("nsa_compile.profiles.bench_cli:bench", "Measure NSA, compiled, against dense attention."),
+    "ckpt": ("nsa_compile.train.ckpt_cli:ckpt", "List, verify and prune the checkpoints of a run."),
     "data": ("nsa_compile.data.data_cli:data", "Look at a data set, tokenize it, check what was kept."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
 }
@@ -73,11 +74,23 @@ def cli() -> None:
 @click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set optim.lr=3e-4."
 )
+@click.option(
+    "--resume",
+    default="never",
+    show_default=True,
+    metavar="auto|never|PATH",
+    help="Go on with the newest run of the same configuration, or with a run directory or checkpoint.",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, print the resolved configuration and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")
 @click.pass_context
 def train(
-    ctx: click.Context, config_path: str | None, overrides: tuple[str, ...], dry_run: bool, as_json: bool
+    ctx: click.Context,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    resume: str,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Train a model and leave its files in a directory of its own.
 
@@ -85,33 +98,59 @@ def train(
     nsa-compile train
     nsa-compile train --set train.steps=50 --set data.name=my_text.txt
     nsa-compile train --config configs/shakespeare_cpu.yaml --json
+    nsa-compile train --resume auto
     """
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
     from nsa_compile.data import load_corpus
-    from nsa_compile.train.preflight import check_compiler, check_output, create_run_directory, wait_passively
+    from nsa_compile.train.checkpoint_files import set_aside
+    from nsa_compile.train.preflight import (
+        check_compiler,
+        check_output,
+        create_run_directory,
+        lock_run_directory,
+        wait_passively,
+    )
+    from nsa_compile.train.resume import find_run, newest_good_checkpoint
+    from nsa_compile.train.signals import EXIT_CODES
 
     config = load_config(config_path, overrides)
     check_compiler(config)
     corpus = load_corpus(config)
+    found = find_run(config, resume)
+    for note in found.notes:
+        click.echo(note, err=True)
     if dry_run:
         check_output(config.run.dir)
         click.echo(json.dumps(config.model_dump(), indent=2) if as_json else config.to_yaml(), nl=as_json)
         return
-    directory = create_run_directory(config)
-    wait_passively()
+    directory = found.directory or create_run_directory(config)
+    with lock_run_directory(directory):
+        checkpoint = None
+        if found.directory is not None:
+            checkpoint, warnings = newest_good_checkpoint(found)
+            if config.train.steps < checkpoint.step:
+                raise UserError(
+                    f"train.steps = {config.train.steps} must be at least {checkpoint.step}, the step of checkpoint "
+                    f"'{checkpoint.path}'; raise it with --set train.steps=N, or use --resume never"
+                )
+            for warning in warnings:
+                click.echo(warning, err=True)
+            if moved := set_aside(directory / "checkpoints", checkpoint.step):
+                click.echo(f"checkpoints after step {checkpoint.step} were moved to {moved}", err=True)
+        wait_passively()
 
-    from nsa_compile.train.loop import run
-    from nsa_compile.train.summary import render
+        from nsa_compile.train.loop import run
+        from nsa_compile.train.summary import render
 
-    summary = run(config, corpus, directory)
+        summary = run(config, corpus, directory, checkpoint)
     click.echo(json.dumps(summary, indent=2) if as_json else render(summary))
     if summary["interrupted"]:
-        ctx.exit(130)
+        ctx.exit(EXIT_CODES[summary["stopped_by"]])
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line and leave with its exit code: 2 for a user's mistake, 3 for a loss that is not finite."""
+    """Run the command line and leave with its exit code; the README lists them."""
     sys.exit(_run(args))
 
 
@@ -133,7 +172,7 @@ def _run(args: list[str] | None) -> int:
         return _fail(message if ";" in message else f"{message}; see {path} --help", error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
-    except (UserError, TrainingDiverged) as error:
+    except (UserError, TrainingDiverged, CheckpointError) as error:
         return _fail(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)

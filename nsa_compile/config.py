@@ -76,7 +76,8 @@ class TrainSection(Section):
     """Length and shape of the training; ``steps`` and every ``*_every`` count optimizer steps.
 
     One optimizer step takes ``accumulate`` micro batches of ``batch_size`` sequences of ``seq_len`` tokens. A value of
-    0 for ``save_every`` keeps only the final checkpoint, for ``sample_tokens`` generates no sample.
+    0 for ``save_every`` keeps only the final checkpoint, for ``sample_tokens`` generates no sample. Of the checkpoints,
+    the ``keep_last`` newest stay and, with ``keep_best``, the one with the lowest validation loss.
     """
 
     steps: Count = 300
@@ -87,6 +88,8 @@ class TrainSection(Section):
     eval_every: Count = 100
     eval_batches: Count = 8
     save_every: Annotated[int, Field(ge=0)] = 0
+    keep_last: Count = 3
+    keep_best: bool = True
     log_every: Count = 10
     sample_tokens: Annotated[int, Field(ge=0)] = 256
 

@@ -11,3 +11,9 @@ class TrainingDiverged(Exception):
     """The loss or the gradient stopped being a finite number. Exit code 3."""
 
     exit_code = 3
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used, or could not be written. Exit code 5."""
+
+    exit_code = 5

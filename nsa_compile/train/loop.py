@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +18,18 @@ from tqdm import tqdm
 import nsa_compile
 from nsa_compile.config import RunConfig
 from nsa_compile.data import BatchSampler, Corpus
-from nsa_compile.errors import TrainingDiverged
+from nsa_compile.errors import CheckpointError, TrainingDiverged
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
-from nsa_compile.train.checkpoint import save_checkpoint
+from nsa_compile.train.checkpoint import CheckpointWriter, load_checkpoint
+from nsa_compile.train.checkpoint_files import Checkpoint
 from nsa_compile.train.environment import describe_environment, git_revision, measure_matmul_flops, synchronize
 from nsa_compile.train.generate import generate
 from nsa_compile.train.optim import learning_rate, make_optimizer
 from nsa_compile.train.plots import plot_losses
+from nsa_compile.train.records import CsvLog, EvalRow, StepRow
+from nsa_compile.train.signals import stop_on_signals
+from nsa_compile.train.state import restore_training, training_states
 
 # Throughput is reported over this many steps at the end of a run, well after compilation.
 THROUGHPUT_STEPS = 50
@@ -38,32 +37,18 @@ PROMPT_TOKENS = 32
 SAMPLE_TEMPERATURE = 0.8
 
 
-@dataclass(frozen=True)
-class StepRow:
-    """One line of ``training.csv``: ``loss`` in nats per token, ``seconds`` of the step, ``mfu`` as a fraction."""
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens_per_s: float
-    mfu: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class EvalRow:
-    """One line of ``val.csv``: the held-out loss in nats per token after ``step`` optimizer steps."""
-
-    step: int
-    val_loss: float
-
-
-def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
+def run(config: RunConfig, corpus: Corpus, directory: Path, resumed: Checkpoint | None = None) -> dict[str, Any]:
     """Train as ``config`` says, leave everything in ``directory`` and return the summary.
+
+    Args:
+        config: what to do.
+        corpus: what to train and to be judged on.
+        directory: the run's own; a resumed run goes on in it.
+        resumed: the checkpoint to go on from; the losses and weights are those of a run that was never stopped.
 
     Raises:
         TrainingDiverged: the loss or the gradient stopped being finite.
+        CheckpointError: ``resumed`` cannot be used, or a checkpoint could not be written.
     """
     torch.manual_seed(config.run.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,40 +65,51 @@ def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
     peak_flops = measure_matmul_flops(device, matmul_dtype)
     tokens_per_step = shape.seq_len * shape.batch_size * shape.accumulate
     flops_per_token = training_flops_per_token(config.model, shape.seq_len)
-    _write_provenance(config, directory, device, peak_flops)
-
-    steps: list[StepRow] = []
-    evals: list[EvalRow] = []
-
-    def save(step: int) -> None:
-        state = training_state(model, optimizer, sampler, step, config)
-        save_checkpoint(directory / "checkpoints", step, state)
+    first_step = 0 if resumed is None else resumed.step
+    if resumed is not None:
+        states = load_checkpoint(resumed.path)
+        # After the measurement above, which draws random numbers of its own.
+        try:
+            restore_training(states, model, optimizer, sampler, first_step, config)
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint '{resumed.path}' cannot be used: {error}") from None
+    resumed_at = None if resumed is None else first_step
 
     with (
-        (directory / "training.csv").open("w", newline="", encoding="utf-8") as training_file,
-        (directory / "val.csv").open("w", newline="", encoding="utf-8") as val_file,
+        CsvLog(directory / "training.csv", StepRow, resumed_at) as training,
+        CsvLog(directory / "val.csv", EvalRow, resumed_at) as validation,
         # tqdm is silent where stderr is no terminal; the logged lines remain.
-        tqdm(total=shape.steps, unit="step", disable=None, file=sys.stderr) as bar,
-        _stop_on_interrupt() as interrupt,
+        tqdm(total=shape.steps, initial=first_step, unit="step", disable=None, file=sys.stderr) as bar,
+        stop_on_signals() as stop,
+        CheckpointWriter(directory / "checkpoints", shape.keep_last, shape.keep_best) as writer,
     ):
-        training_csv = _csv_writer(training_file, StepRow)
-        val_csv = _csv_writer(val_file, EvalRow)
+        _write_provenance(config, directory, device, peak_flops, first_step)
 
         def evaluate_now(step: int) -> None:
-            evals.append(EvalRow(step, evaluate(model, corpus.validation, device, shape.dtype)))
-            val_csv.writerow(vars(evals[-1]))
-            val_file.flush()
-            _log(bar, f"step {step}: validation loss {evals[-1].val_loss:.4f}")
+            validation.append(EvalRow(step, evaluate(model, corpus.validation, device, shape.dtype)))
+            validation.flush()
+            _log(bar, f"step {step}: validation loss {validation.rows[-1].val_loss:.4f}")
+
+        def save(step: int) -> None:
+            for log in (training, validation):
+                log.sync()  # a resumed run needs every row up to its checkpoint
+            last = validation.rows[-1]
+            val_loss = last.val_loss if last.step == step else None
+            writer.save(step, training_states(model, optimizer, sampler, step, config), val_loss)
 
         _log(bar, f"{parameters:,} parameters on {device}; files in {directory}")
         if config.compile.enabled:
             _log(bar, "compiling; the first batches take longer")
         elif config.model.attention == "nsa":
             _log(bar, "compile.enabled = false: attention loops over the tokens one by one, which is slow")
-        evaluate_now(0)
+        if resumed is None:
+            evaluate_now(0)
+        else:
+            _log(bar, f"resumed from step {first_step}")
 
-        step, saved = 0, False
-        while step < shape.steps and not interrupt.requested:
+        step, saved = first_step, resumed is not None
+        while step < shape.steps and stop.signal is None:
+            writer.check()
             step += 1
             start = time.perf_counter()
             lr = learning_rate(optim, step, shape.steps)
@@ -129,29 +125,27 @@ def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
             seconds = time.perf_counter() - start
             rate = tokens_per_step / seconds
             row = StepRow(step, loss, lr, grad_norm, rate, rate * flops_per_token / peak_flops, seconds)
-            steps.append(row)
-            training_csv.writerow(vars(row))
+            training.append(row)
             bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s, MFU {row.mfu:.1%}")
             bar.update()
 
             if step % shape.log_every == 0:
-                training_file.flush()
+                training.flush()
                 _log(bar, f"step {step}: loss {loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, MFU {row.mfu:.1%}")
-            if step % shape.eval_every == 0 and step < shape.steps:
+            if step % shape.eval_every == 0 or step == shape.steps:
                 evaluate_now(step)
-            saved = bool(shape.save_every) and step % shape.save_every == 0
+            saved = step == shape.steps or bool(shape.save_every and step % shape.save_every == 0)
             if saved:
                 save(step)
-        interrupted = step < shape.steps
         if not saved:
             save(step)
-        if not interrupted:
-            evaluate_now(step)
+        interrupted = step < shape.steps
 
+    steps, evals = training.rows, validation.rows
     if config.compile.enabled:
         report = nsa_compile.last_report()
-        assert report is not None, "the first evaluation compiles"
-        _write_json(directory / "passes.json", report.to_dict())
+        if report is not None:  # a resumed run that had no step left compiled nothing
+            _write_json(directory / "passes.json", report.to_dict())
     notes = []
     if not plot_losses(directory / "loss.png", steps, evals, corpus.best_unigram_loss):
         notes.append("no loss.png: matplotlib is not installed (the plots extra brings it)")
@@ -161,6 +155,8 @@ def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
     return {
         "run_dir": str(directory),
         "interrupted": interrupted,
+        "stopped_by": stop.signal if interrupted else None,
+        "resumed_from": resumed_at,
         "steps": step,
         "seq_len": shape.seq_len,
         "batch_size": shape.batch_size,
@@ -170,7 +166,7 @@ def run(config: RunConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
         "parameters": parameters,
         "num_selected": config.model.pattern.num_selected,
         "window": config.model.pattern.window,
-        **_throughput(steps),
+        **_throughput(steps[first_step:]),
         "peak_flops": peak_flops,
         "val_loss_start": evals[0].val_loss,
         "val_loss_end": evals[-1].val_loss,
@@ -229,52 +225,8 @@ def evaluate(model: nn.Module, batches: np.ndarray, device: torch.device, dtype:
     return torch.stack(losses).mean().item()
 
 
-def training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sampler: BatchSampler, step: int, config: RunConfig
-) -> dict[str, Any]:
-    """Everything the rest of a run depends on, as tensors and plain values."""
-    return {
-        "step": step,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "sampler_position": sampler.position,
-        "rng": torch.get_rng_state(),
-        "config": config.model_dump(),
-    }
-
-
-@dataclass
-class _Interrupt:
-    requested: bool = False
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[_Interrupt]:
-    """Turn the first Ctrl-C into a request to stop after the current step; a second one stops at once."""
-    interrupt = _Interrupt()
-
-    def request(signum: int, frame: Any) -> None:
-        if interrupt.requested:
-            raise KeyboardInterrupt
-        interrupt.requested = True
-        print("stopping after this step; Ctrl-C again to stop at once", file=sys.stderr)
-
-    previous = signal.signal(signal.SIGINT, request)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
 def _log(bar: tqdm, line: str) -> None:
     bar.write(line, file=sys.stderr)
-
-
-def _csv_writer(file: TextIO, row: type) -> csv.DictWriter[str]:
-    writer = csv.DictWriter(file, list(row.__annotations__))
-    writer.writeheader()
-    file.flush()
-    return writer
 
 
 def _throughput(steps: list[StepRow]) -> dict[str, Any]:
@@ -290,9 +242,15 @@ def _throughput(steps: list[StepRow]) -> dict[str, Any]:
     }
 
 
-def _write_provenance(config: RunConfig, directory: Path, device: torch.device, peak_flops: float) -> None:
+def _write_provenance(
+    config: RunConfig, directory: Path, device: torch.device, peak_flops: float, first_step: int
+) -> None:
     (directory / "config.resolved.yaml").write_text(config.to_yaml(), encoding="utf-8")
     environment = {**describe_environment(device), "matmul_peak_flops": peak_flops}
+    if first_step:
+        # What the steps before ran on stays on record.
+        _write_json(directory / f"env.from-step-{first_step}.json", environment)
+        return
     _write_json(directory / "env.json", environment)
     sha = git_revision()["sha"] or "unknown: not a git checkout"
     (directory / "git_sha.txt").write_text(sha + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nsa_compile.train.loop import EvalRow, StepRow
+    from nsa_compile.train.records import EvalRow, StepRow
 
 
 def plot_losses(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], best_unigram_loss: float) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shlex
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from nsa_compile.config import RunConfig
@@ -91,6 +94,24 @@ def create_run_directory(config: RunConfig) -> Path:
             raise UserError(_unwritable(config.run.dir, error.strerror or str(error))) from None
         return directory
     raise UserError(f"run.dir = '{config.run.dir}' is full of runs named '{stem}'; choose another run.name")
+
+
+@contextlib.contextmanager
+def lock_run_directory(directory: Path) -> Iterator[None]:
+    """Be the only process that changes a run; the lock dies with the process, however that ends.
+
+    Raises:
+        UserError: another process works on the run.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is working on run '{directory}'; wait until it ends, or stop it") from None
+    else:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _unwritable(directory: str, reason: str) -> str:

@@ -15,8 +15,11 @@ def render(summary: dict[str, Any]) -> str:
             f"{summary['tokens_per_s_mean']:,.0f}{spread} tokens/s over the last {summary['tokens_per_s_steps']} steps"
         )
     mfu = "" if summary["mfu"] is None else f"{summary['mfu']:.1%} of {summary['peak_flops'] / 1e9:,.0f} GFLOP/s matmul"
+    status = f"interrupted by {summary['stopped_by']}" if summary["interrupted"] else "finished"
+    if summary["resumed_from"] is not None:
+        status += f", resumed from step {summary['resumed_from']}"
     rows = [
-        ("status", "interrupted" if summary["interrupted"] else "finished"),
+        ("status", status),
         ("steps", f"{summary['steps']}, in {summary['dtype']}"),
         ("sequence length S", summary["seq_len"]),
         ("batch", f"{summary['batch_size']} × {summary['accumulate']} accumulated"),

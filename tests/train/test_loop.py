@@ -174,7 +174,7 @@ def test_checkpoints_hold_the_run(tiny_overrides):
     _, directory = run_tiny(tiny_overrides())
     checkpoints = sorted((directory / "checkpoints").iterdir())
     assert [path.name for path in checkpoints] == ["step-00000002", "step-00000004"]
-    state = load_checkpoint(checkpoints[-1])
+    state = load_checkpoint(checkpoints[-1])["state.pt"]
     assert state["step"] == 4
     assert state["sampler_position"] == 8
     resolved = yaml.safe_load((directory / "config.resolved.yaml").read_text())

@@ -1,0 +1,98 @@
+"""Everything the rest of a run depends on: taken from a training, and put back into one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nsa_compile.config import RunConfig
+from nsa_compile.data import BatchSampler
+from nsa_compile.errors import CheckpointError
+from nsa_compile.train.checkpoint_files import STATE, rank_file
+from nsa_compile.train.resume import first_difference
+
+_SHARED = {"step": int, "model": dict, "optimizer": dict, "sampler_position": int, "config": dict}
+_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
+
+
+def training_states(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sampler: BatchSampler, step: int, config: RunConfig
+) -> dict[str, Any]:
+    """The files of a checkpoint, as tensors and plain values: what all ranks share, and what this one has of its own.
+
+    Data need no generator's state: a batch is a pure function of the seed and of the sampler's position.
+    """
+    shared = {
+        "step": step,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict()["state"],  # the groups follow from the configuration
+        "sampler_position": sampler.position,
+        "config": config.model_dump(),
+    }
+    own = {"rng": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        own["cuda_rng"] = torch.cuda.get_rng_state()
+    return {STATE: shared, rank_file(0): own}
+
+
+def restore_training(
+    states: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: BatchSampler,
+    step: int,
+    config: RunConfig,
+) -> None:
+    """Put the states of the checkpoint of ``step`` back.
+
+    Raises:
+        CheckpointError: they are not those of such a run; names what differs.
+    """
+    shared, own = states[STATE], states[rank_file(0)]
+    _require(len(states) == 2, f"it is of {len(states) - 1} processes, and this run has 1")
+    _require(isinstance(shared, dict) and isinstance(own, dict), "its files must hold dicts")
+    for name, kind in _SHARED.items():
+        _require(isinstance(shared.get(name), kind), f"{name} in {STATE} must be of type {kind.__name__}")
+    _require(shared["step"] == step, f"step = {shared['step']} in {STATE} must be {step}")
+    _require(shared["sampler_position"] >= 0, f"sampler_position = {shared['sampler_position']} must not be negative")
+    difference = first_difference(config, shared["config"])
+    _require(difference is None, f"it is of another configuration: {difference}")
+    _check_tensors("model", shared["model"], model.state_dict())
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = shared["optimizer"]
+    # Before the first step there are none.
+    _require(not moments or set(moments) == set(range(len(parameters))), "the optimizer has other parameters")
+    for index, entry in moments.items():
+        _require(isinstance(entry, dict) and set(entry) == _MOMENTS, f"optimizer.{index} must hold AdamW's moments")
+        like = {name: torch.zeros(()) if name == "step" else parameters[index] for name in entry}
+        _check_tensors(f"optimizer.{index}", entry, like)
+    names = {"rng", "cuda_rng"} if torch.cuda.is_available() else {"rng"}
+    _require(set(own) == names, f"it has the generators {sorted(map(str, own))}, and this machine {sorted(names)}")
+
+    model.load_state_dict(shared["model"])
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    sampler.position = shared["sampler_position"]
+    try:
+        torch.set_rng_state(own["rng"])
+        if "cuda_rng" in own:
+            torch.cuda.set_rng_state(own["cuda_rng"])
+    except (RuntimeError, TypeError, AttributeError):
+        raise CheckpointError("the state of the random generators is not one of torch's") from None
+
+
+def _check_tensors(where: str, found: dict[Any, Any], expected: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        value = found.get(name)
+        _require(
+            isinstance(value, torch.Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype,
+            f"{where}.{name} must be a tensor {list(tensor.shape)} of {tensor.dtype}",
+        )
+    _require(len(found) == len(expected), f"{where} must hold {len(expected)} tensors and has {len(found)}")
+
+
+def _require(condition: bool, rule: str) -> None:
+    if not condition:
+        raise CheckpointError(rule)
