@@ -27,7 +27,7 @@ from nsa_compile.train.resume import find_run, first_difference, newest_good_che
 from nsa_compile.train.state import restore_training, training_states
 
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
-LONG = {"train.steps": 14, "train.save_every": 3, "train.eval_every": 4, "train.log_every": 1, "train.keep_last": 9}
+LONG = {"train.steps": 14, "train.save_every": 3, "train.eval_every": 4, "train.log_every": 99, "train.keep_last": 9}
 
 
 def train(overrides, *arguments):
@@ -90,7 +90,7 @@ def test_killed_runs_that_go_on_equal_an_undisturbed_one(tiny_overrides, undistu
     code, *_ = train_until(overrides, "step 8:", signal.SIGKILL)
     assert code == -signal.SIGKILL
     # Killed once more while it goes on, by the signal of a scheduler this time.
-    code, stdout, stderr = train_until(overrides, "step 10:", signal.SIGTERM, "--resume", "auto")
+    code, stdout, stderr = train_until(overrides, "step 12:", signal.SIGTERM, "--resume", "auto")
     assert code == 75, stderr
     summary = json.loads(stdout)
     assert summary["stopped_by"] == "SIGTERM"
