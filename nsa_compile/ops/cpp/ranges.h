@@ -32,7 +32,7 @@ struct ForwardTile {
   int64_t block_stride;                     // of the scores
   T *scores, *out;                          // out [rows, width]: the sum of values weighted by exp(score - largest)
   T *maxima, *sums;                         // [rows, lanes]
-  T *largest, *shift, *sum, *inverse_sum;   // [rows]; the shift is `largest` where that is finite
+  T *largest, *shift, *inverse_sum;         // [rows]; the shift is `largest` where that is finite
 };
 
 // Hides the scores of one block that queries do not see, and raises the maxima by the others.
@@ -83,7 +83,7 @@ void forward_ranges(
   const int64_t tiles = divide_up(sizes.queries, tile_queries), rows = padded_rows<E>(tile_queries * heads);
   const int64_t pass_blocks = whole_rows ? std::max<int64_t>(1, keys.count) : std::min(kPassBlocks, keys.count);
   const ThreadBuffers<T> q_tiles(threads, rows * keys.padded_width), out_tiles(threads, rows * values.padded_width);
-  const ThreadBuffers<T> score_tiles(threads, rows * kBlockKeys * pass_blocks), row_values(threads, 4 * rows);
+  const ThreadBuffers<T> score_tiles(threads, rows * kBlockKeys * pass_blocks), row_values(threads, 3 * rows);
   const ThreadBuffers<T> maxima(threads, rows * kLanes<T>), sums(threads, rows * kLanes<T>);
   const ThreadBuffers<typename E::Packed> packed_queries(threads, engine.left_size(rows, sizes.key_dim));
   const ThreadBuffers<typename E::Packed> packed_weights(threads, engine.left_size(rows, kBlockKeys));
@@ -104,7 +104,7 @@ void forward_ranges(
     const Strided<T> q_rows{q_tiles[thread], keys.padded_width};
     tile.maxima = maxima[thread], tile.sums = sums[thread];
     tile.largest = row_values[thread], tile.shift = tile.largest + rows;
-    tile.sum = tile.shift + rows, tile.inverse_sum = tile.sum + rows;
+    tile.inverse_sum = tile.shift + rows;
     const int64_t batch = tile.sequence / sizes.groups, first_head = tile.sequence % sizes.groups * heads;
 
     for (int64_t i = 0; i < tile.queries; i++) tile.ranges[i] = range(tile.start + i);
@@ -145,12 +145,12 @@ void forward_ranges(
       }
     }
     for (int64_t row = 0; row < tile.rows; row++) {
-      tile.sum[row] = sum_of_lanes(Vec<T>::loadu(tile.sums + row * kLanes<T>));
-      tile.inverse_sum[row] = tile.sum[row] == T(0) ? T(0) : T(1) / tile.sum[row];
+      const T sum = sum_of_lanes(Vec<T>::loadu(tile.sums + row * kLanes<T>));
+      tile.inverse_sum[row] = sum == T(0) ? T(0) : T(1) / sum;
       const int64_t position = tile.start + row / heads, head = first_head + row % heads;
       store_row(
           tile.out + row * values.padded_width, tile.inverse_sum[row], out, batch, position, head, sizes.value_dim);
-      element<T>(lse, batch, position, head) = tile.largest[row] + std::log(tile.sum[row]);
+      element<T>(lse, batch, position, head) = tile.largest[row] + std::log(sum);
     }
     after(tile, thread);
   });
