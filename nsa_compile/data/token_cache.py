@@ -30,6 +30,7 @@ from tqdm import tqdm
 from nsa_compile.config import DataSection
 from nsa_compile.data.documents import chunks, find_files, read_documents
 from nsa_compile.data.tokenizers import Tokenizer, make_tokenizer
+from nsa_compile.durable import flush
 from nsa_compile.errors import UserError
 
 TOKENS, HEADER = "tokens.bin", "header.json"
@@ -172,11 +173,11 @@ def _build(directory: Path, recipe: Recipe) -> None:
         with (unfinished / HEADER).open("w", encoding="utf-8") as file:
             file.write(header.model_dump_json(indent=2) + "\n")
             _flush(file)
-        _flush_directory(unfinished)
+        flush(unfinished)
         if directory.exists():
             shutil.rmtree(directory)
         unfinished.rename(directory)
-        _flush_directory(directory.parent)
+        flush(directory.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -358,14 +359,6 @@ def _check_samples(header: Header, tokens: npt.NDArray[np.integer]) -> None:
 def _flush(file: IO[bytes] | IO[str]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _flush_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _tell(line: str) -> None:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from nsa_compile.durable import flush
 from nsa_compile.errors import CheckpointError
 from nsa_compile.train.checkpoint_files import (
     MANIFEST,
@@ -32,7 +33,6 @@ from nsa_compile.train.checkpoint_files import (
     FileEntry,
     delete_checkpoint,
     delete_leftovers,
-    flush,
     open_regular,
     read_checkpoint,
     readable_checkpoints,

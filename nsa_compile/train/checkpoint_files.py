@@ -24,6 +24,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from nsa_compile.durable import flush
 from nsa_compile.errors import CheckpointError
 
 FORMAT = 1
@@ -214,15 +215,6 @@ def set_aside(directory: Path, step: int) -> Path | None:
         os.rename(path, target / path.name)
     flush(directory)
     return target
-
-
-def flush(path: Path) -> None:
-    """Wait until a file or a directory is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _parse_manifest(path: Path, values: Any) -> Checkpoint:
