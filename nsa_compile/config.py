@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from nsa_compile.errors import UserError
@@ -34,6 +34,11 @@ def _known_pass(name: str) -> str:
     if name not in ORDER:
         raise PydanticCustomError("pass_name", "the passes are {passes}", {"passes": ", ".join(ORDER)})
     return name
+
+
+def _number_as_text(value: Any) -> Any:
+    """A single block, which YAML reads as a number."""
+    return str(value) if type(value) is int else value
 
 
 PassName = Annotated[str, AfterValidator(_known_pass)]
@@ -78,6 +83,10 @@ class TrainSection(Section):
     One optimizer step takes ``accumulate`` micro batches of ``batch_size`` sequences of ``seq_len`` tokens. A value of
     0 for ``save_every`` keeps only the final checkpoint, for ``sample_tokens`` generates no sample. Of the checkpoints,
     the ``keep_last`` newest stay and, with ``keep_best``, the one with the lowest validation loss.
+
+    A micro batch is that of all processes together: each takes an equal share of its sequences, so the same run on
+    more processes sees the same batches. ``activation_checkpointing`` names the blocks whose activations are computed
+    again in the backward pass instead of being kept: ``none``, ``all``, or ranges such as ``0-5,8``.
     """
 
     steps: Count = 300
@@ -85,6 +94,8 @@ class TrainSection(Section):
     batch_size: Count = 8
     accumulate: Count = 1
     dtype: Literal["float32", "bf16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    activation_checkpointing: Annotated[str, BeforeValidator(_number_as_text)] = "none"
     eval_every: Count = 100
     eval_batches: Count = 8
     save_every: Annotated[int, Field(ge=0)] = 0
@@ -107,6 +118,27 @@ class OptimSection(Section):
     fused: bool = True
 
 
+class DDPSection(Section):
+    """Training on several processes; of no effect on one.
+
+    ``ddp`` keeps the whole model in every process, ``fsdp`` a share of its weights and optimizer state, for models that
+    do not fit otherwise. Gradients are sent in buckets of ``bucket_mb`` MB, as ``compress`` numbers. ``nccl_preset``
+    ``pcie`` is for GPUs without NVLink. A collective operation that takes longer than ``timeout_s`` seconds is an
+    error. ``--nproc`` starts processes that died again, up to ``max_restarts`` times, lets them meet at ``port``
+    (``None``: a free one) and gives them ``grace_s`` seconds to save after SIGTERM.
+    """
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    bucket_mb: Annotated[float, Field(ge=1)] = 25
+    compress: Literal["bf16", "fp16", "none"] = "bf16"
+    nccl_preset: Literal["none", "pcie"] = "none"
+    timeout_s: Count = 1800
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    port: Annotated[int, Field(ge=1, lt=2**16)] | None = None
+    grace_s: Count = 60
+
+
 class CompileSection(Section):
     """Whether each block is compiled, what runs after the passes, and which passes to leave out."""
 
@@ -123,6 +155,7 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
+    ddp: DDPSection = DDPSection()
     compile: CompileSection = CompileSection()
 
     @field_validator("model", mode="before")
@@ -152,7 +185,31 @@ class RunConfig(Section):
             )
         if self.optim.warmup > self.train.steps:
             raise ValueError(f"optim.warmup = {self.optim.warmup} must not exceed train.steps = {self.train.steps}")
+        if self.train.device == "cpu" and self.ddp.backend == "nccl":
+            raise ValueError("ddp.backend = 'nccl' must be 'gloo' or 'auto' where train.device = 'cpu'")
+        self.checkpointed_blocks()
         return self
+
+    def checkpointed_blocks(self) -> frozenset[int]:
+        """The blocks that ``train.activation_checkpointing`` names.
+
+        Raises:
+            ValueError: it names none that exist.
+        """
+        text, layers = self.train.activation_checkpointing, self.model.n_layers
+        if text in ("none", "all"):
+            return frozenset(range(layers) if text == "all" else ())
+        blocks: set[int] = set()
+        for part in text.split(","):
+            match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+            if not first <= last < layers:
+                raise ValueError(
+                    f"train.activation_checkpointing = {text!r} must be none, all, or ranges of blocks such as 0-5,8, "
+                    f"counted from 0 to {layers - 1}"
+                )
+            blocks.update(range(first, last + 1))
+        return frozenset(blocks)
 
     def to_yaml(self) -> str:
         """The configuration with every default filled in, as YAML that loads to an equal configuration."""
@@ -278,6 +335,7 @@ _SECTIONS: dict[str, Any] = {
     "data": DataSection,
     "train": TrainSection,
     "optim": OptimSection,
+    "ddp": DDPSection,
     "compile": CompileSection,
 }
 
