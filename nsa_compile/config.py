@@ -115,6 +115,17 @@ class CompileSection(Section):
     disable: list[PassName] = []
 
 
+class LogSection(Section):
+    """What a run tells beside its CSV files.
+
+    ``stats_every`` steps the gates and the selection of every NSA layer go to ``attention.jsonl``, 0 for never;
+    ``tensorboard`` writes all figures to event files, too (it needs the extra of that name).
+    """
+
+    tensorboard: bool = False
+    stats_every: Annotated[int, Field(ge=0)] = 100
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -124,6 +135,7 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     compile: CompileSection = CompileSection()
+    log: LogSection = LogSection()
 
     @field_validator("model", mode="before")
     @classmethod
@@ -279,6 +291,7 @@ _SECTIONS: dict[str, Any] = {
     "train": TrainSection,
     "optim": OptimSection,
     "compile": CompileSection,
+    "log": LogSection,
 }
 
 
