@@ -147,6 +147,17 @@ class CompileSection(Section):
     disable: list[PassName] = []
 
 
+class LogSection(Section):
+    """What a run tells beside its CSV files.
+
+    ``stats_every`` steps the gates and the selection of every NSA layer go to ``attention.jsonl``, 0 for never;
+    ``tensorboard`` writes all figures to event files, too (it needs the extra of that name).
+    """
+
+    tensorboard: bool = False
+    stats_every: Annotated[int, Field(ge=0)] = 100
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -157,6 +168,7 @@ class RunConfig(Section):
     optim: OptimSection = OptimSection()
     ddp: DDPSection = DDPSection()
     compile: CompileSection = CompileSection()
+    log: LogSection = LogSection()
 
     @field_validator("model", mode="before")
     @classmethod
@@ -337,6 +349,7 @@ _SECTIONS: dict[str, Any] = {
     "optim": OptimSection,
     "ddp": DDPSection,
     "compile": CompileSection,
+    "log": LogSection,
 }
 
 

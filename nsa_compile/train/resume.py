@@ -15,7 +15,7 @@ from nsa_compile.train.checkpoint_files import MANIFEST, Checkpoint, checkpoint_
 # What may differ between the parts of a run: its length, where it lies, and how often it tells of itself.
 FREE_KEYS = frozenset(
     {"train.steps", "run.dir", *(f"train.{name}" for name in ("save_every", "keep_last", "keep_best", "log_every"))}
-    | {"train.eval_every"}
+    | {"train.eval_every", "log.tensorboard", "log.stats_every"}
 )
 
 
