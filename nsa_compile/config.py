@@ -115,6 +115,47 @@ class CompileSection(Section):
     disable: list[PassName] = []
 
 
+Seconds = Annotated[float, Field(gt=0)]
+Action = Literal["warn", "dump", "halt", "restart"]
+
+
+class WatchdogSection(Section):
+    """When a run counts as stalled, diverged or degraded, and what is done then.
+
+    A rank beats, and the watchdog looks, every ``interval_s`` seconds. It is stalled when it has been silent for
+    ``silent_s``, or in one phase for longer than ``stall_s`` and ``stall_factor`` median steps; in ``checkpoint``,
+    ``evaluate``, ``compile`` and ``idle`` for ``pause_s``, and before its first step for ``startup_s``. It has diverged when
+    loss or gradient are not finite, or the loss has been ``loss_rise`` nats above its best for ``loss_steps`` steps. It is
+    degraded when its throughput has been below ``throughput_fraction`` of its median for ``throughput_steps`` steps,
+    when the share of a branch in the gates of a layer has been below ``gate_share`` in ``gate_reports`` reports, or when its
+    memory grew by ``memory_growth`` (a fraction) from each quarter of the last ``memory_steps`` steps to the next. The
+    first ``warmup_steps`` steps count for neither throughput nor memory.
+
+    Actions: ``warn`` says so; ``dump`` also has all ranks write their stacks; ``halt`` also asks the training to save and
+    leave; ``restart`` has the ranks write their stacks and kills them, for the launcher to start them again.
+    """
+
+    enabled: bool = True
+    interval_s: Seconds = 5.0
+    silent_s: Seconds = 60.0
+    stall_s: Seconds = 180.0
+    stall_factor: Annotated[float, Field(ge=1)] = 10.0
+    pause_s: Seconds = 1800.0
+    startup_s: Seconds = 1800.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    throughput_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    throughput_steps: Annotated[int, Field(ge=1, le=200)] = 20
+    gate_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    gate_reports: Annotated[int, Field(ge=1, le=50)] = 5
+    loss_rise: Annotated[float, Field(gt=0)] = 1.0
+    loss_steps: Annotated[int, Field(ge=1, le=200)] = 20
+    memory_growth: Annotated[float, Field(gt=0)] = 0.02
+    memory_steps: Annotated[int, Field(ge=8, le=1000)] = 400
+    on_stalled: Action = "dump"
+    on_diverged: Action = "warn"
+    on_degraded: Action = "warn"
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -124,6 +165,7 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     compile: CompileSection = CompileSection()
+    watchdog: WatchdogSection = WatchdogSection()
 
     @field_validator("model", mode="before")
     @classmethod
@@ -152,6 +194,12 @@ class RunConfig(Section):
             )
         if self.optim.warmup > self.train.steps:
             raise ValueError(f"optim.warmup = {self.optim.warmup} must not exceed train.steps = {self.train.steps}")
+        # One beat may be late.
+        if self.watchdog.silent_s < 3 * self.watchdog.interval_s:
+            raise ValueError(
+                f"watchdog.silent_s = {self.watchdog.silent_s} must be at least three times watchdog.interval_s = "
+                f"{self.watchdog.interval_s}, the time between two heartbeats"
+            )
         return self
 
     def to_yaml(self) -> str:
@@ -279,6 +327,7 @@ _SECTIONS: dict[str, Any] = {
     "train": TrainSection,
     "optim": OptimSection,
     "compile": CompileSection,
+    "watchdog": WatchdogSection,
 }
 
 

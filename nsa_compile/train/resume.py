@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa_compile.config import RunConfig, load_config
+from nsa_compile.config import RunConfig, WatchdogSection, load_config
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.train.checkpoint_files import MANIFEST, Checkpoint, checkpoint_paths, verify_checkpoint
 
-# What may differ between the parts of a run: its length, where it lies, and how often it tells of itself.
+# What may differ between the parts of a run: its length, where it lies, how often it tells of itself, who watches it.
 FREE_KEYS = frozenset(
     {"train.steps", "run.dir", *(f"train.{name}" for name in ("save_every", "keep_last", "keep_best", "log_every"))}
     | {"train.eval_every"}
+    | {f"watchdog.{name}" for name in WatchdogSection.model_fields}
 )
 
 
