@@ -87,6 +87,9 @@ class TrainSection(Section):
     A micro batch is that of all processes together: each takes an equal share of its sequences, so the same run on
     more processes sees the same batches. ``activation_checkpointing`` names the blocks whose activations are computed
     again in the backward pass instead of being kept: ``none``, ``all``, or ranges such as ``0-5,8``.
+
+    A step whose loss or gradient is not finite changes no weight; ``on_nonfinite`` says whether it ends the run or is
+    skipped, at most ``max_skipped`` times in a row.
     """
 
     steps: Count = 300
@@ -101,6 +104,8 @@ class TrainSection(Section):
     save_every: Annotated[int, Field(ge=0)] = 0
     keep_last: Count = 3
     keep_best: bool = True
+    on_nonfinite: Literal["halt", "skip"] = "halt"
+    max_skipped: Count = 10
     log_every: Count = 10
     sample_tokens: Annotated[int, Field(ge=0)] = 256
 
@@ -158,6 +163,47 @@ class LogSection(Section):
     stats_every: Annotated[int, Field(ge=0)] = 100
 
 
+Seconds = Annotated[float, Field(gt=0)]
+Action = Literal["warn", "dump", "halt", "restart"]
+
+
+class WatchdogSection(Section):
+    """When a run counts as stalled, diverged or degraded, and what is done then.
+
+    A rank beats, and the watchdog looks, every ``interval_s`` seconds. It is stalled when it has been silent for
+    ``silent_s``, or in one phase for longer than ``stall_s`` and ``stall_factor`` median steps; in ``checkpoint``,
+    ``evaluate``, ``compile`` and ``idle`` for ``pause_s``, and before its first step for ``startup_s``. It has diverged when
+    loss or gradient are not finite, or the loss has been ``loss_rise`` nats above its best for ``loss_steps`` steps. It is
+    degraded when its throughput has been below ``throughput_fraction`` of its median for ``throughput_steps`` steps,
+    when the share of a branch in the gates of a layer has been below ``gate_share`` in ``gate_reports`` reports, or when its
+    memory grew by ``memory_growth`` (a fraction) from each quarter of the last ``memory_steps`` steps to the next. The
+    first ``warmup_steps`` steps count for neither throughput nor memory.
+
+    Actions: ``warn`` says so; ``dump`` also has all ranks write their stacks; ``halt`` also asks the training to save and
+    leave; ``restart`` has the ranks write their stacks and kills them, for the launcher to start them again.
+    """
+
+    enabled: bool = True
+    interval_s: Seconds = 5.0
+    silent_s: Seconds = 60.0
+    stall_s: Seconds = 180.0
+    stall_factor: Annotated[float, Field(ge=1)] = 10.0
+    pause_s: Seconds = 1800.0
+    startup_s: Seconds = 1800.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    throughput_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    throughput_steps: Annotated[int, Field(ge=1, le=200)] = 20
+    gate_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    gate_reports: Annotated[int, Field(ge=1, le=50)] = 5
+    loss_rise: Annotated[float, Field(gt=0)] = 1.0
+    loss_steps: Annotated[int, Field(ge=1, le=200)] = 20
+    memory_growth: Annotated[float, Field(gt=0)] = 0.02
+    memory_steps: Annotated[int, Field(ge=8, le=1000)] = 400
+    on_stalled: Action = "dump"
+    on_diverged: Action = "warn"
+    on_degraded: Action = "warn"
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -169,6 +215,7 @@ class RunConfig(Section):
     ddp: DDPSection = DDPSection()
     compile: CompileSection = CompileSection()
     log: LogSection = LogSection()
+    watchdog: WatchdogSection = WatchdogSection()
 
     @field_validator("model", mode="before")
     @classmethod
@@ -200,6 +247,12 @@ class RunConfig(Section):
         if self.train.device == "cpu" and self.ddp.backend == "nccl":
             raise ValueError("ddp.backend = 'nccl' must be 'gloo' or 'auto' where train.device = 'cpu'")
         self.checkpointed_blocks()
+        # One beat may be late.
+        if self.watchdog.silent_s < 3 * self.watchdog.interval_s:
+            raise ValueError(
+                f"watchdog.silent_s = {self.watchdog.silent_s} must be at least three times watchdog.interval_s = "
+                f"{self.watchdog.interval_s}, the time between two heartbeats"
+            )
         return self
 
     def checkpointed_blocks(self) -> frozenset[int]:
@@ -350,6 +403,7 @@ _SECTIONS: dict[str, Any] = {
     "ddp": DDPSection,
     "compile": CompileSection,
     "log": LogSection,
+    "watchdog": WatchdogSection,
 }
 
 

@@ -1,0 +1,116 @@
+"""``nsa-compile train --nproc N``: processes on this machine, started by torchrun's own agent and started again.
+
+Each attempt has an agent and a rendezvous of its own, and goes on from the newest checkpoint: an agent that restarts its
+workers itself lets them meet in the store of the attempt before, where they may find its remains.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from nsa_compile.config import RunConfig
+from nsa_compile.train.signals import EXIT_CODES, StopRequest
+
+# A process that ends with one of these has said why, and would end so again. 4 is in signals of a watchdog.
+FINAL_CODES = frozenset({2, 3, 4, 5, *EXIT_CODES.values()})
+
+
+def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[str]) -> int:
+    """Train on `nproc` processes of this machine and return the exit code.
+
+    Args:
+        config: what to do.
+        directory: of the run, which is open already.
+        nproc: how many processes.
+        arguments: the options that lead each process to the same configuration.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    # Its tables of failed ranks say less than what the ranks have printed.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    command = ("-m", "nsa_compile.train.worker", *arguments)
+    command += ("--run-dir", str(directory), "--launcher", str(os.getpid()))
+
+    attempts = config.ddp.max_restarts + 1
+    with _forwarded_signals(config.ddp.grace_s) as stop, _watched(config, directory):
+        for attempt in range(1, attempts + 1):
+            codes = _attempt(config, nproc, command)
+            if not codes:
+                return 0
+            said = [code for code in codes.values() if code in FINAL_CODES]
+            if said:
+                return said[0]
+            if stop.signal is not None:
+                return EXIT_CODES[stop.signal]
+            died = ", ".join(f"rank {rank} {_ending(code)}" for rank, code in sorted(codes.items()))
+            if attempt < attempts:
+                print(f"{died}; starting again ({attempt} of {config.ddp.max_restarts} restarts)", file=sys.stderr)
+    print(f"error: {died}; no restart is left of ddp.max_restarts = {config.ddp.max_restarts}", file=sys.stderr)
+    return 1
+
+
+def _attempt(config: RunConfig, nproc: int, command: Sequence[str]) -> dict[int, int]:
+    """Run the processes once: exit codes of those that failed, by rank; negative for signals."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{config.ddp.port or 0}",
+        run_id="nsa-compile",
+        max_restarts=0,
+        # The launcher has handlers of its own for the others.
+        signals_to_handle="SIGQUIT",
+    )
+    try:
+        elastic_launch(launch_config, sys.executable)(*command)
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}
+
+
+@contextmanager
+def _forwarded_signals(grace_s: int) -> Iterator[StopRequest]:
+    """Hand SIGTERM and Ctrl-C on to the processes, and kill those that have not left after `grace_s` seconds."""
+    stop = StopRequest()
+
+    def kill() -> None:
+        print(f"error: processes still ran {grace_s} s after {stop.signal} and were killed", file=sys.stderr)
+        _send(signal.SIGKILL)
+
+    killer = threading.Timer(grace_s, kill)
+    killer.daemon = True
+
+    def forward(signum: int, frame: object) -> None:
+        if stop.signal is None:
+            stop.signal = signal.Signals(signum).name
+            killer.start()
+        _send(signum)
+
+    previous = {name: signal.signal(getattr(signal, name), forward) for name in EXIT_CODES}
+    try:
+        yield stop
+    finally:
+        killer.cancel()
+        for name, handler in previous.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+def _send(signum: int) -> None:
+    for child in psutil.Process().children():
+        child.send_signal(signum)
+
+
+def _ending(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
