@@ -170,17 +170,18 @@ Action = Literal["warn", "dump", "halt", "restart"]
 class WatchdogSection(Section):
     """When a run counts as stalled, diverged or degraded, and what is done then.
 
-    A rank beats, and the watchdog looks, every ``interval_s`` seconds. It is stalled when it has been silent for
-    ``silent_s``, or in one phase for longer than ``stall_s`` and ``stall_factor`` median steps; in ``checkpoint``,
-    ``evaluate``, ``compile`` and ``idle`` for ``pause_s``, and before its first step for ``startup_s``. It has diverged when
-    loss or gradient are not finite, or the loss has been ``loss_rise`` nats above its best for ``loss_steps`` steps. It is
-    degraded when its throughput has been below ``throughput_fraction`` of its median for ``throughput_steps`` steps,
-    when the share of a branch in the gates of a layer has been below ``gate_share`` in ``gate_reports`` reports, or when its
-    memory grew by ``memory_growth`` (a fraction) from each quarter of the last ``memory_steps`` steps to the next. The
-    first ``warmup_steps`` steps count for neither throughput nor memory.
+    A rank beats, and the watchdog looks, every ``interval_s`` seconds. The run is *stalled* when a rank has been silent
+    for ``silent_s``, or in one phase for longer than ``stall_s`` and ``stall_factor`` median steps; in ``checkpoint``,
+    ``evaluate``, ``compile`` and ``idle`` it may stay for ``pause_s``, and before its first step for ``startup_s``.
 
-    Actions: ``warn`` says so; ``dump`` also has all ranks write their stacks; ``halt`` also asks the training to save and
-    leave; ``restart`` has the ranks write their stacks and kills them, for the launcher to start them again.
+    It has *diverged* when loss or gradient are not finite, or the loss has been ``loss_rise`` nats above its best for
+    ``loss_steps`` steps. It is *degraded* when throughput has been below ``throughput_fraction`` of its median for
+    ``throughput_steps`` steps, when the share of a branch in the gates of a layer has been below ``gate_share`` in
+    ``gate_reports`` reports, or when memory grew by ``memory_growth`` (a fraction) from each quarter of the last
+    ``memory_steps`` steps to the next. The first ``warmup_steps`` steps count for neither throughput nor memory.
+
+    Actions: ``warn`` says so; ``dump`` also has all ranks write their stacks; ``halt`` moreover asks the training to
+    save and leave; ``restart`` has the ranks write their stacks and kills them, for the launcher to start them again.
     """
 
     enabled: bool = True

@@ -1,8 +1,8 @@
 """The heartbeat of a rank: what it is doing and how it is getting on, for a watchdog in another process.
 
-Each rank appends rows to ``heartbeat_rank<r>.jsonl`` in the run's directory: ``start`` when it begins, ``step`` after each
-optimizer step, ``beat`` from a thread every few seconds and ``end`` when it leaves by itself. A process that is killed
-writes no ``end``, one that is stopped no ``beat``, and one that hangs goes on beating with the phase it hangs in.
+Each rank appends rows to ``heartbeat_rank<r>.jsonl`` in the run's directory: ``start`` when it begins, ``step`` after
+each optimizer step, ``beat`` from a thread every few seconds and ``end`` when it leaves by itself. A process that is
+killed writes no ``end``, one that is stopped no ``beat``, and one that hangs goes on beating with the phase it hangs in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from nsa_compile.train.jsonl import JsonlReader, JsonlWriter
+from nsa_compile.train.jsonl import JsonlReader, JsonlWriter, to_json
 from nsa_compile.train.processes import resident_bytes, start_ticks
 
 Phase = Literal[
@@ -77,7 +77,10 @@ class Heartbeat:
             grad_norm: before clipping; may be NaN.
             tokens_per_s: throughput of the step.
             extra: further columns. ``gates`` maps a layer to the mean gates ``[compressed, selected, window]``;
-                ``device_bytes`` is memory allocated on the accelerator.
+                ``device_bytes`` is memory allocated on the accelerator, an integer.
+
+        Raises:
+            ValueError: a value is of another type than the reader of the file expects.
         """
         self._step = step
         self._write("step", loss=loss, grad_norm=grad_norm, tokens_per_s=tokens_per_s, **extra)
@@ -122,8 +125,12 @@ class Heartbeat:
             "phase_s": round(time.monotonic() - since, 3),
             "rss": resident_bytes(),
         }
+        row = to_json(row | columns)
+        # What the watchdog could not read would be a heartbeat that nobody hears.
+        if parse_row(row) is None:
+            raise ValueError(f"a heartbeat of kind {kind} cannot hold {columns}")
         try:
-            self._writer.append(row | columns)
+            self._writer.append(row)
         except OSError as error:
             self._complain(error)
 
@@ -162,8 +169,12 @@ def stacks_path(run_directory: Path, rank: int) -> Path:
 
 
 def heartbeat_ranks(run_directory: Path) -> list[int]:
-    """The ranks that have a heartbeat file."""
-    ranks = (int(match[1]) for name in os.listdir(run_directory) if (match := _NAME.fullmatch(name)))
+    """The ranks that have a heartbeat file; none where there is no directory."""
+    try:
+        names = os.listdir(run_directory)
+    except OSError:
+        return []
+    ranks = {int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
     return sorted(rank for rank in ranks if heartbeat_path(run_directory, rank).is_file())
 
 
@@ -173,7 +184,7 @@ def _from_json(value: Any) -> Any:
 
 Number = Annotated[float, BeforeValidator(_from_json)]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
-Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Layer = Annotated[str, Field(pattern=r"^\d{1,5}$")]
 
 
 class Row(BaseModel):
@@ -196,7 +207,7 @@ class Start(Row):
     started: Bytes
     host: Annotated[str, Field(max_length=255)]
     attempt: Annotated[int, Field(ge=1, lt=2**31)]
-    world_size: Annotated[int, Field(ge=1, le=10**6)]
+    world_size: Annotated[int, Field(ge=1, le=1 << 16)]
 
 
 class Beat(Row):
@@ -213,7 +224,7 @@ class StepBeat(Row):
     grad_norm: Number
     tokens_per_s: Number
     device_bytes: Bytes | None = None
-    gates: dict[str, Annotated[list[Share], Field(min_length=3, max_length=3)]] | None = None
+    gates: dict[Layer, Annotated[list[Number], Field(min_length=3, max_length=3)]] | None = None
 
 
 class End(Row):

@@ -38,7 +38,7 @@ class JsonlWriter:
         Raises:
             ValueError: the row takes more than 64 KiB.
         """
-        line = json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
+        line = json.dumps(to_json(row), allow_nan=False).encode() + b"\n"
         if len(line) > MAX_ROW_BYTES:
             raise ValueError(f"a row of {len(line)} bytes must not exceed {MAX_ROW_BYTES}")
         with self._lock:
@@ -54,8 +54,8 @@ class JsonlWriter:
 class JsonlReader:
     """Reads what has been added to a file since the last time.
 
-    Nothing in the file is trusted: a line that is no object, too long or not finished is passed over, and a path that is
-    no regular file reads as empty.
+    Nothing in the file is trusted: a line that is no object, too long or not finished is passed over, and a path that
+    is no regular file reads as empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,11 +97,12 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _finite(value: Any) -> Any:
+def to_json(value: Any) -> Any:
+    """A value as JSON can hold it: keys are strings, and numbers that are not finite are, too."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): _finite(entry) for key, entry in value.items()}
+        return {str(key): to_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [to_json(entry) for entry in value]
     return value

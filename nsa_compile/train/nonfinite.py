@@ -16,9 +16,9 @@ NONFINITE_FILE = "nonfinite.jsonl"
 class NonFinitePolicy:
     """Decides whether a step that is not finite is skipped or ends the run.
 
-    Every rank has a policy, and all must agree beforehand that a step is not finite: then all count alike. The limit is on
-    *consecutive* skipped steps. A bad batch now and then does no harm, while weights or an optimizer state that are broken
-    make every further step fail. ``skipped`` counts all, for the summary.
+    Every rank has a policy, and all must agree beforehand that a step is not finite: then all count alike. The limit
+    is on *consecutive* skipped steps: a bad batch now and then does no harm, while weights or an optimizer state that
+    are broken make every further step fail. ``skipped`` counts all, for the summary.
 
     Args:
         mode: ``halt`` ends the run at the first such step, ``skip`` after more than ``limit`` in a row.
@@ -75,7 +75,7 @@ class NonFinitePolicy:
             CheckpointError: they are none.
         """
         if set(state) != {"consecutive", "skipped"} or any(type(n) is not int or n < 0 for n in state.values()):
-            raise CheckpointError("the counts of skipped steps must be consecutive and skipped, numbers from 0")
+            raise CheckpointError("the counts of skipped steps must be two numbers from 0, consecutive and skipped")
         self.consecutive, self.skipped = state["consecutive"], state["skipped"]
 
     def _record(self, row: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import statistics
 from collections import deque
@@ -84,7 +85,7 @@ class RankState:
     def step_seconds(self, count: int = 20) -> float:
         """Median time of the newest steps; 0 before there were two."""
         times = [row.time for row in list(self.steps)[-count - 1 :]]
-        return statistics.median(b - a for a, b in zip(times, times[1:], strict=False)) if len(times) > 1 else 0.0
+        return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else 0.0
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ looked at: of ranks that wait for each other in a collective, the one that has n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import os
 import signal
 import statistics
 import sys
@@ -21,7 +21,7 @@ from typing import Literal
 
 from nsa_compile.config import Action, WatchdogSection
 from nsa_compile.train.halt import request_halt
-from nsa_compile.train.heartbeat import End, Row, StepBeat, heartbeat_path, stacks_path, write_stack_header
+from nsa_compile.train.heartbeat import Row, StepBeat, heartbeat_path, stacks_path, write_stack_header
 from nsa_compile.train.jsonl import JsonlWriter
 from nsa_compile.train.processes import send_signal
 from nsa_compile.train.run_state import HeartbeatFiles, RankState, RunState, present_attempt
@@ -37,6 +37,8 @@ _PAUSES = ("checkpoint", "evaluate", "compile", "idle")
 _BRANCHES = ("compressed", "selected", "window")
 # Between the order to write stacks and the kill.
 _DUMP_SECONDS = 1.0
+# Ranks in a row of the file, which has a limited length.
+_MAX_NAMED = 1000
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,9 @@ class Watchdog:
     def _divergence(self, ranks: Sequence[RankState]) -> list[Finding]:
         found = []
         for state in ranks:
-            fresh = state.step_count - self._looked_at.get(state.rank, 0)
+            # All that came since the last look, at the first look the newest: what lies further back is history.
+            fresh = state.step_count - self._looked_at.get(state.rank, state.step_count)
             self._looked_at[state.rank] = state.step_count
-            # The newest again, for as long as it is not finite the finding stays active.
             rows = list(state.steps)[-max(1, fresh) :]
             broken = next((row for row in rows if not _is_finite(row)), None)
             if broken:
@@ -234,10 +236,9 @@ class Watchdog:
             for index, branch in enumerate(_BRANCHES):
                 shares = [_share(report.get(layer), index) for report in reports]
                 if all(share is not None and share < self._config.gate_share for share in shares):
-                    # The name of a layer comes from the file.
                     return (
-                        f"the gate of the {branch} branch in layer {ascii(layer)[1:20].rstrip(chr(39))} has had a share "
-                        f"below {self._config.gate_share:g} in {len(reports)} reports"
+                        f"the share of the {branch} branch in the gates of layer {layer} has been below "
+                        f"{self._config.gate_share:g} in {len(reports)} reports"
                     )
         return None
 
@@ -255,9 +256,10 @@ class Watchdog:
                 continue
             medians = [statistics.median(values[i * quarter : (i + 1) * quarter]) for i in range(4)]
             # From each quarter to the next: a jump, or growth that flattens, is not a leak.
-            if all(b > a * (1 + self._config.memory_growth) for a, b in zip(medians, medians[1:], strict=False)):
+            if all(b > a * (1 + self._config.memory_growth) for a, b in itertools.pairwise(medians)):
                 rate = (medians[-1] - medians[0]) / (3 * quarter)
-                return f"{name} grows by {rate / 1e6:.3g} MB a step, from {medians[0] / 1e6:,.0f} MB to {medians[-1] / 1e6:,.0f} MB"
+                first, last = medians[0] / 1e6, medians[-1] / 1e6
+                return f"{name} grows by {rate / 1e6:.3g} MB a step, from {first:,.0f} MB to {last:,.0f} MB"
         return None
 
     def _after_warmup(self, state: RankState) -> list[StepBeat]:
@@ -299,14 +301,15 @@ class Actions:
         stacks = f"; stacks of {_names(dumped)} in stacks_rank*.txt" if dumped else ""
         print(f"watchdog: {finding.message} [{finding.severity}, {action}{stacks}]", file=sys.stderr)
         with contextlib.closing(JsonlWriter(self._directory / WATCHDOG_FILE)) as writer:
-            writer.append({"time": time.time(), **asdict(finding), "action": action, "dumped": list(dumped)})
+            ranks = {"ranks": finding.ranks[:_MAX_NAMED], "dumped": dumped[:_MAX_NAMED]}
+            writer.append({"time": time.time(), **asdict(finding), "action": action, **ranks})
 
     def _dump(self, finding: Finding, run: RunState) -> list[int]:
         """Have the ranks of this machine write their stacks; returns those that were reached."""
-        for state in run.ranks:
-            if state.process == "running" and not state.end:
-                write_stack_header(stacks_path(self._directory, state.rank), finding.message)
-        return [state.rank for state in run.ranks if self._signal(state, signal.SIGUSR1)]
+        running = [state for state in run.ranks if state.process == "running" and not state.end]
+        for state in running:
+            write_stack_header(stacks_path(self._directory, state.rank), finding.message)
+        return [state.rank for state in running if self._signal(state, signal.SIGUSR1)]
 
     def _kill(self, finding: Finding, run: RunState) -> None:
         for state in run.ranks:
@@ -379,4 +382,6 @@ def _share(gates: Sequence[float] | None, index: int) -> float | None:
     if gates is None:
         return None
     total = sum(gates)
+    if not math.isfinite(total):
+        return None
     return gates[index] / total if total > 0 else 0.0
