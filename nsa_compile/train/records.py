@@ -6,9 +6,8 @@ import csv
 import json
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -167,24 +166,19 @@ def throughput(rows: Sequence[StepRow]) -> dict[str, Any]:
     }
 
 
-def parse_row(cells: Mapping[str, str], row_type: type[Row]) -> Row:
-    """A row from the cells of a CSV file; columns of what may be unmeasured may be absent, as in older files.
+def row_parser(row_type: type[Row], columns: Collection[str]) -> Callable[[Mapping[str, str]], Row]:
+    """What makes a row of the cells of a CSV file with these columns.
 
-    Raises:
-        ValueError, KeyError, TypeError: the cells are not those of such a row.
+    Those of what may be unmeasured may be absent, as in older files. At cells that are not those of such a row it
+    raises ValueError, KeyError or TypeError.
     """
-    return row_type(**{name: convert(cells[name]) for name, convert in _columns(row_type, frozenset(cells)).items()})
-
-
-@cache
-def _columns(row_type: type[Row], present: frozenset[str]) -> dict[str, Callable[[str], Any]]:
-    """How to read each column that is present, or must be."""
     types = get_type_hints(row_type)
-    return {
-        field.name: _CONVERTERS[types[field.name]]
-        for field in fields(row_type)
-        if field.name in present or types[field.name] in (int, float)
+    converters = {
+        name: _CONVERTERS[types[name]]
+        for name in (field.name for field in fields(row_type))
+        if name in columns or types[name] in (int, float)
     }
+    return lambda cells: row_type(**{name: convert(cells[name]) for name, convert in converters.items()})
 
 
 _CONVERTERS: dict[Any, Callable[[str], Any]] = {
@@ -200,10 +194,12 @@ def _read(path: Path, row_type: type[Row], last_step: int) -> list[Row]:
     rows: list[Row] = []
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            for line in csv.DictReader(file):
+            reader = csv.DictReader(file)
+            parse = row_parser(row_type, reader.fieldnames or ())
+            for line in reader:
                 if int(line["step"]) > last_step or None in line.values():
                     break
-                rows.append(parse_row(line, row_type))
+                rows.append(parse(line))
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else f"a row of it cannot be read ({error})"
         raise CheckpointError(
@@ -232,6 +228,6 @@ def _read_objects(path: Path, last_step: int) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"line {len(rows) + 1} cannot be read"
         raise CheckpointError(
-            f"'{path}' cannot be continued from step {last_step}: {reason}; restore it, delete it, or use --resume never"
+            f"'{path}' cannot be continued from step {last_step}: {reason}; restore or delete it, or use --resume never"
         ) from None
     return rows

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nsa_compile.errors import CheckpointError
-from nsa_compile.train.records import CsvLog, EvalRow, JsonLog, StepRow, parse_row, phase_columns, throughput
+from nsa_compile.train.records import CsvLog, EvalRow, JsonLog, StepRow, phase_columns, row_parser, throughput
 
 PHASES = {"data": 0.1, "forward": 0.2, "backward": 0.3, "communication": 0.0, "optimizer": 0.05, "other": 0.35}
 
@@ -40,7 +40,7 @@ def test_files_without_the_later_columns_can_be_continued(tmp_path):
 
 def test_columns_that_are_always_measured_must_be_there():
     with pytest.raises(KeyError, match="val_loss"):
-        parse_row({"step": "1", "accuracy": ""}, EvalRow)
+        row_parser(EvalRow, ("step", "accuracy"))({"step": "1", "accuracy": ""})
 
 
 def test_throughput_is_that_of_the_later_half_or_the_last_fifty_steps():
