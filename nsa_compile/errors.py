@@ -23,3 +23,7 @@ class Halted(Exception):
     """A watchdog, or a file ``.HALT`` in the directory of the run, stopped the training. Exit code 4."""
 
     exit_code = 4
+
+
+# What ends a command with its message and its exit code, and no traceback.
+USER_FACING = (UserError, TrainingDiverged, CheckpointError, Halted)

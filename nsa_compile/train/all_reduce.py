@@ -1,7 +1,6 @@
 """DDP's all-reduce of gradients: in few bytes, and observed."""
 
-from __future__ import annotations
-
+# No postponed annotations here: DDP compares those of a hook with the types themselves.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +19,10 @@ class Overlap:
     Attributes:
         first: when the first all-reduce started, as a fraction of the time from the start of the backward pass until
             the last gradient was there.
-        exposed_s: seconds that the backward pass waited at its end for the all-reduces still under way.
         sent_bytes: size of the gradients as this process handed them over.
     """
 
     first: float
-    exposed_s: float
     sent_bytes: int
 
 
@@ -38,12 +35,12 @@ class AllReduceHook:
     Args:
         compress: type in which gradients are sent, ``bf16``, ``fp16`` or ``none``. They are divided before they are
             added up, so that a sum in fp16 overflows no sooner than its mean.
-        waiting: called when all gradients are there, and only the all-reduces are still under way.
+        on_last: called when the last gradients have been handed over: from then on the backward pass only waits.
     """
 
-    def __init__(self, compress: str, waiting: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, compress: str, on_last: Callable[[], None] = lambda: None) -> None:
         self.dtype = COMPRESSED[compress]
-        self._waiting = waiting
+        self._on_last = on_last
         self._start = 0.0
         self._handed_over: list[float] = []
         self._bytes = 0
@@ -55,11 +52,11 @@ class AllReduceHook:
 
     def end(self) -> Overlap:
         """The backward pass is over."""
-        end = time.perf_counter()
         first, last = self._handed_over[0], self._handed_over[-1]
-        return Overlap((first - self._start) / (last - self._start), end - last, self._bytes)
+        return Overlap((first - self._start) / (last - self._start), self._bytes)
 
-    def __call__(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """What DDP calls when all gradients of a bucket are there."""
         gradients = bucket.buffer()
         sent = gradients if self.dtype is None else gradients.to(self.dtype)
         sent.div_(dist.get_world_size(group))
@@ -67,7 +64,7 @@ class AllReduceHook:
         self._handed_over.append(time.perf_counter())
         future = dist.all_reduce(sent, group=group, async_op=True).get_future()
         if bucket.is_last():
-            self._waiting()
+            self._on_last()
 
         def unpack(done: torch.futures.Future[list[Tensor]]) -> Tensor:
             (total,) = done.value()

@@ -52,12 +52,12 @@ def process_group(config: DDPSection, world: World, device: torch.device) -> Ite
 
 
 def share_model(
-    model: NSATransformer, config: DDPSection, world: World, device: torch.device, hook: AllReduceHook
+    model: NSATransformer, config: DDPSection, world: World, device: torch.device, hook: AllReduceHook | None
 ) -> nn.Module:
     """The model as it is called in training: wrapped in DDP, sharded in place by FSDP2, or, alone, as it is.
 
-    The blocks must have been compiled before. One by one, so that gradients become ready block by block and are sent while
-    the backward pass goes on; the whole model in one graph would hand them over together.
+    The blocks must have been compiled before. One by one, so that gradients become ready block by block and are sent
+    while the backward pass goes on; the whole model in one graph would hand them over together.
     """
     if world.size == 1:
         return model
@@ -67,14 +67,18 @@ def share_model(
         mesh = dist.device_mesh.init_device_mesh(device.type, (world.size,))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
+    # A block is compiled while DDP's forward runs; by default the compiler would cut it where a bucket ends.
+    torch._dynamo.config.optimize_ddp = False
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,
     )
-    wrapped.register_comm_hook(None, hook)
+    assert hook is not None
+    wrapped.register_comm_hook(None, hook.reduce)
     return wrapped
 
 

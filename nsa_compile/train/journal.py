@@ -24,7 +24,7 @@ from nsa_compile.train.environment import describe_environment, git_revision
 from nsa_compile.train.halt import clear_halt
 from nsa_compile.train.records import THROUGHPUT_STEPS, CsvLog, EvalRow, JsonLog, StepRow
 from nsa_compile.train.steps import StepResult
-from nsa_compile.train.tensorboard import open_tensorboard
+from nsa_compile.train.tensorboard import TensorBoard
 from nsa_compile.train.world import World
 
 
@@ -46,6 +46,7 @@ class Journal:
         self.resumed_at = resumed_at
         self._overlaps: list[Overlap] = []
         self._save_error: CheckpointError | None = None
+        self._tensorboard: TensorBoard | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Journal:
@@ -57,7 +58,8 @@ class Journal:
             self.steps = opened.enter_context(CsvLog(directory / "training.csv", StepRow, resumed_at))
             self.evaluations = opened.enter_context(CsvLog(directory / "val.csv", EvalRow, resumed_at))
             self._attention = opened.enter_context(JsonLog(directory / "attention.jsonl", resumed_at))
-            self._tensorboard = opened.enter_context(open_tensorboard(config.log.tensorboard, directory, resumed_at))
+            if config.log.tensorboard:
+                self._tensorboard = opened.enter_context(TensorBoard(directory, resumed_at))
             # tqdm is silent where stderr is no terminal; the logged lines remain.
             total, done = config.train.steps, resumed_at or 0
             self._bar = opened.enter_context(
@@ -99,7 +101,8 @@ class Journal:
         if not self.main:
             return
         self.steps.append(row)
-        self._tensorboard.step(row)
+        if self._tensorboard is not None:
+            self._tensorboard.training(row)
         if result.overlap is not None:
             if not self._overlaps:
                 self.log(f"[ddp] {result.overlap.sent_bytes / 1e6:,.1f} MB of gradients sent by each process a step")
@@ -120,7 +123,8 @@ class Journal:
         for layer in layers:
             self._attention.append({"step": step, **asdict(layer)})
         self._attention.flush()
-        self._tensorboard.attention(step, layers)
+        if self._tensorboard is not None:
+            self._tensorboard.attention(step, layers)
 
     def evaluation(self, row: EvalRow) -> None:
         """Record a held-out loss."""
@@ -128,7 +132,8 @@ class Journal:
             return
         self.evaluations.append(row)
         self.evaluations.flush()
-        self._tensorboard.evaluation(row)
+        if self._tensorboard is not None:
+            self._tensorboard.validation(row)
         accuracy = "" if row.accuracy is None else f", {row.accuracy:.1%} of the answers right"
         self.log(f"step {row.step}: validation loss {row.val_loss:.4f}{accuracy}")
 
@@ -144,23 +149,14 @@ class Journal:
         except CheckpointError as error:  # of the one before
             self._save_error = error
 
-    def save_failed(self) -> bool:
-        """Whether a checkpoint could not be written; :meth:`check_saved` says why."""
+    def save_error(self, *, wait: bool = False) -> CheckpointError | None:
+        """What kept a checkpoint from being written, if anything did; with ``wait``, once all are written."""
         if self.main and self._save_error is None:
             try:
-                self._writer.check()
+                self._writer.wait() if wait else self._writer.check()
             except CheckpointError as error:
                 self._save_error = error
-        return self._save_error is not None
-
-    def check_saved(self) -> None:
-        """Raise what kept a checkpoint from being written.
-
-        Raises:
-            CheckpointError: something did.
-        """
-        if self._save_error is not None:
-            raise self._save_error
+        return self._save_error
 
     def communication(self) -> dict[str, Any]:
         """How gradients were sent in the last steps, for the summary; empty where DDP sent none."""
@@ -171,7 +167,6 @@ class Journal:
             "compress": self.config.ddp.compress,
             "gradient_bytes": last[-1].sent_bytes,
             "first_all_reduce": statistics.median(overlap.first for overlap in last),
-            "exposed_communication_s": statistics.median(overlap.exposed_s for overlap in last),
         }
 
 

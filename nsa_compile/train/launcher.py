@@ -1,7 +1,7 @@
 """``nsa-compile train --nproc N``: processes on this machine, started by torchrun's own agent and started again.
 
-Each attempt has an agent and a rendezvous of its own, and goes on from the newest checkpoint: an agent that restarts its
-workers itself lets them meet in the store of the attempt before, where they may find its remains.
+Each attempt has an agent and a rendezvous of its own, and goes on from the newest checkpoint: an agent that restarts
+its workers itself lets them meet in the store of the attempt before, where they may find its remains.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,9 @@ import psutil
 
 from nsa_compile.config import RunConfig
 from nsa_compile.train.signals import EXIT_CODES, StopRequest
+from nsa_compile.train.watchdog import Actions, run_watchdog
 
-# A process that ends with one of these has said why, and would end so again. 4 is in signals of a watchdog.
+# A process that ends with one of these has said why, and would end so again.
 FINAL_CODES = frozenset({2, 3, 4, 5, *EXIT_CODES.values()})
 
 
@@ -40,7 +42,7 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
     command += ("--run-dir", str(directory), "--launcher", str(os.getpid()))
 
     attempts = config.ddp.max_restarts + 1
-    with _forwarded_signals(config.ddp.grace_s) as stop, _watched(config, directory):
+    with _forwarded_signals(config.ddp.grace_s) as stop, watched(config, directory):
         for attempt in range(1, attempts + 1):
             codes = _attempt(config, nproc, command)
             if not codes:
@@ -78,6 +80,27 @@ def _attempt(config: RunConfig, nproc: int, command: Sequence[str]) -> dict[int,
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
+
+
+@contextmanager
+def watched(config: RunConfig, directory: Path) -> Iterator[None]:
+    """Have the watchdog look at the run from a thread, if the configuration wants it."""
+    if not config.watchdog.enabled:
+        yield
+        return
+    over = threading.Event()
+    thread = threading.Thread(
+        target=run_watchdog,
+        args=(directory, config.watchdog, Actions(directory), over),
+        kwargs={"since": time.time()},
+        daemon=True,
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

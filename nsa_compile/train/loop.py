@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import statistics
-import sys
 import time
-from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
-from tqdm import tqdm
 
 import nsa_compile
 from nsa_compile.config import RunConfig
 from nsa_compile.data import BatchSampler, Corpus
 from nsa_compile.data.sampling import local_rows
-from nsa_compile.errors import CheckpointError, Halted
+from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
-from nsa_compile.train.all_reduce import AllReduceHook, Overlap
+from nsa_compile.train.all_reduce import AllReduceHook
 from nsa_compile.train.attention_stats import LayerStatistics, attention_statistics
-from nsa_compile.train.checkpoint import CheckpointWriter, load_checkpoint
+from nsa_compile.train.checkpoint import load_checkpoint
 from nsa_compile.train.checkpoint_files import Checkpoint
 from nsa_compile.train.distributed import (
     choose_device,
@@ -34,26 +28,20 @@ from nsa_compile.train.distributed import (
     sum_of_all,
     wait_for_all,
 )
-from nsa_compile.train.environment import (
-    describe_environment,
-    git_revision,
-    measure_matmul_flops,
-    peak_memory,
-    synchronize,
-)
+from nsa_compile.train.environment import measure_matmul_flops, peak_memory, synchronize
 from nsa_compile.train.evaluation import evaluate_answers
 from nsa_compile.train.generate import generate
-from nsa_compile.train.halt import clear_halt, halt_reason
-from nsa_compile.train.heartbeat import Heartbeat, install_stack_dump
+from nsa_compile.train.halt import halt_reason
+from nsa_compile.train.heartbeat import Heartbeat, Phase, install_stack_dump
+from nsa_compile.train.journal import Journal, write_json
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer
-from nsa_compile.train.phases import PhaseTimer
+from nsa_compile.train.phases import OTHER, PhaseTimer
 from nsa_compile.train.plots import plot_losses
-from nsa_compile.train.records import CsvLog, EvalRow, JsonLog, StepRow, phase_columns, throughput
+from nsa_compile.train.records import EvalRow, StepRow, phase_columns, throughput
 from nsa_compile.train.signals import stop_on_signals
 from nsa_compile.train.state import restore_training, training_states
 from nsa_compile.train.steps import StepResult, train_step
-from nsa_compile.train.tensorboard import open_tensorboard
 from nsa_compile.train.world import World
 
 PROMPT_TOKENS = 32
@@ -92,7 +80,7 @@ def run(
         Halted: a watchdog, or somebody else, asked the run to stop.
     """
     install_stack_dump(directory, world.rank)
-    with Heartbeat(directory, world.rank, world_size=world.size) as heartbeat:
+    with Heartbeat(directory, world.rank, config.watchdog.interval_s, world_size=world.size) as heartbeat:
         return Trainer(config, corpus, directory, world, heartbeat).run(resumed)
 
 
@@ -103,14 +91,12 @@ class Trainer:
         CheckpointError: see :func:`run`.
     """
 
-    def __init__(
-        self, config: RunConfig, corpus: Corpus, directory: Path, world: World, heartbeat: Heartbeat
-    ) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus, directory: Path, world: World, heartbeat: Heartbeat) -> None:
         torch.manual_seed(config.run.seed)
         self.config, self.corpus, self.directory, self.world = config, corpus, directory, world
         self.heartbeat = heartbeat
         self.device = choose_device(config, world)
-        self.timer = PhaseTimer(self.device, heartbeat.phase)
+        self.timer = PhaseTimer(self.device, self._enter_phase)
 
         self.model = NSATransformer(config.model).to(self.device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -121,7 +107,7 @@ class Trainer:
             )
         self.hook = None
         if world.size > 1 and config.ddp.strategy == "ddp":
-            self.hook = AllReduceHook(config.ddp.compress, waiting=lambda: heartbeat.phase("communication"))
+            self.hook = AllReduceHook(config.ddp.compress, on_last=lambda: self.timer.rest_is("communication"))
         self.trained = share_model(self.model, config.ddp, world, self.device, self.hook)
         self.optimizer = make_optimizer(self.model, config.optim)
 
@@ -159,30 +145,44 @@ class Trainer:
                 saved = self._step(journal, step)
                 reason = self._reason_to_stop(journal, signals.signal)
                 stop = Stop(greatest_of_all(reason, self.device))
-            if stop is Stop.SAVE_FAILED:
-                journal.check_saved()
-                raise CheckpointError("a checkpoint could not be written")  # rank 0 said why
-            if not saved:
+            if not saved and stop is not Stop.SAVE_FAILED:
                 self._save(journal, step)
-            halted = halt_reason(self.directory) or "halted" if stop is Stop.HALT else None
-        # Rank 0 has written its last checkpoint; nobody leaves before, since the first to leave ends the others.
-        wait_for_all()
-        summary = self._summary(journal, step, resumed_at, stop)
-        if self.world.main:
-            self._leave_files(journal, summary)
-        wait_for_all()
-        if halted is not None:
-            raise Halted(f"run '{self.directory}' was halted after step {step}: {halted}; go on with --resume auto")
+            # Nobody leaves before rank 0 has written everything, since the first to leave ends the others.
+            if greatest_of_all(journal.save_error(wait=True) is not None, self.device):
+                self._leave(journal.save_error() or CheckpointError())
+            summary = self._summary(journal, step, resumed_at, stop)
+            if self.world.main:
+                self._leave_files(journal, summary)
+            wait_for_all()
+            if stop is Stop.HALT:
+                why = halt_reason(self.directory)
+                self._leave(Halted(f"run '{self.directory}' was halted after step {step}: {why}"))
         return summary
+
+    def _leave(self, error: CheckpointError | Halted | TrainingDiverged) -> NoReturn:
+        """End every process by an error that all have agreed on; rank 0 says it."""
+        if self.world.main:
+            raise error
+        raise SystemExit(error.exit_code)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         states = load_checkpoint(checkpoint.path)
         try:
             restore_training(
-                states, self.model, self.optimizer, self.sampler, checkpoint.step, self.config, self.world
+                states,
+                self.model,
+                self.optimizer,
+                self.sampler,
+                self.nonfinite,
+                checkpoint.step,
+                self.config,
+                self.world,
             )
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint '{checkpoint.path}' cannot be used: {error}") from None
+
+    def _enter_phase(self, name: str) -> None:
+        self.heartbeat.phase("idle" if name == OTHER else cast(Phase, name))
 
     def _announce(self, journal: Journal, resumed_at: int | None) -> None:
         config, world = self.config, self.world
@@ -222,21 +222,18 @@ class Trainer:
         rate = self.tokens_per_step / seconds
         mfu = rate * self.flops_per_token / self.peak_flops
         memory = peak_memory(self.device)
-        row = StepRow(
-            step, result.loss, lr, result.grad_norm, rate, mfu, seconds, memory, **phase_columns(phases)
-        )
+        row = StepRow(step, result.loss, lr, result.grad_norm, rate, mfu, seconds, memory, **phase_columns(phases))
         journal.step(row, result)
-        gates = {}
+        gates = None
         if config.log.stats_every and step % config.log.stats_every == 0:
-            statistics_ = self._attention_statistics(batches[0])
-            journal.attention(step, statistics_)
-            gates = {"gates": {str(layer.layer): layer.gates for layer in statistics_}}
-        self.heartbeat.step(step, result.loss, result.grad_norm, rate, **gates)
+            layers = self._attention_statistics(batches[0])
+            journal.attention(step, layers)
+            gates = {str(x.layer): [x.gate_compressed, x.gate_selected, x.gate_window] for x in layers}
+        self.heartbeat.step(step, result.loss, result.grad_norm, rate, **({"gates": gates} if gates else {}))
         if result.finite:
-            self.nonfinite.fine()
+            self.nonfinite.finite()
         else:
-            sequences = [index for part in indices for index in part]
-            self.nonfinite.skip(step, self.world.rank, sequences, result.loss, result.grad_norm)
+            self._skip(step, [index for part in indices for index in part], result)
         if step % shape.eval_every == 0 or step == shape.steps:
             self._evaluate(journal, step)
         save = step == shape.steps or bool(shape.save_every and step % shape.save_every == 0)
@@ -244,6 +241,12 @@ class Trainer:
             self._save(journal, step)
         self.heartbeat.phase("idle")
         return save
+
+    def _skip(self, step: int, sequences: list[int], result: StepResult) -> None:
+        try:
+            self.nonfinite.nonfinite(step, self.world.rank, sequences, result.loss, result.grad_norm)
+        except TrainingDiverged as error:
+            self._leave(error)
 
     def _attention_statistics(self, batch: Any) -> list[LayerStatistics]:
         if self.config.model.attention != "nsa" or self.config.ddp.strategy == "fsdp" or not self.world.main:
@@ -261,11 +264,11 @@ class Trainer:
 
     def _save(self, journal: Journal, step: int) -> None:
         self.heartbeat.phase("checkpoint")
-        states = training_states(self.model, self.optimizer, self.sampler, step, self.config)
+        states = training_states(self.model, self.optimizer, self.sampler, self.nonfinite, step, self.config)
         journal.save(step, states)
 
     def _reason_to_stop(self, journal: Journal, signal_name: str | None) -> Stop:
-        if journal.save_failed():
+        if journal.save_error() is not None:
             return Stop.SAVE_FAILED
         if self.world.main and halt_reason(self.directory) is not None:
             return Stop.HALT

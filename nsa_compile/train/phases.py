@@ -37,7 +37,6 @@ class PhaseTimer:
         self._on_phase = on_phase
         self._phase = OTHER
         self._marks: list[tuple[str, Any]] = []
-        self._moved_to: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -50,10 +49,10 @@ class PhaseTimer:
         finally:
             self._enter(outer)
 
-    def add(self, name: str, seconds: float) -> None:
-        """Count ``seconds`` of this step's backward pass for ``name`` instead, where no ``with`` can be placed."""
+    def rest_is(self, name: str) -> None:
+        """Count the rest of the present phase for ``name``: for what is called in the middle of a backward pass."""
         _check(name)
-        self._moved_to[name] = self._moved_to.get(name, 0.0) + seconds
+        self._enter(name)
 
     def step_done(self) -> dict[str, float] | None:
         """End the step: seconds by phase, in the order of ``PHASES``.
@@ -61,18 +60,14 @@ class PhaseTimer:
         ``None`` for a step without a phase, and on CUDA where the device has not yet done all of it: nothing waits
         here, so call it after what waits for the step's loss.
         """
-        marks, moved_to = self._marks, self._moved_to
+        marks = self._marks
         end = self._now()
-        self._marks, self._moved_to, self._phase = [], {}, OTHER
+        self._marks, self._phase = [], OTHER
         if not marks or not (isinstance(end, float) or end.query()):
             return None
         phases = dict.fromkeys(PHASES, 0.0)
         for (name, start), (_, stop) in zip(marks, [*marks[1:], (OTHER, end)], strict=True):
             phases[name] += self._seconds(start, stop)
-        for name, seconds in moved_to.items():
-            moved = min(seconds, phases["backward"])  # two clocks may disagree by a little
-            phases["backward"] -= moved
-            phases[name] += moved
         return phases
 
     def _enter(self, name: str) -> None:

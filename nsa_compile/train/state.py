@@ -13,15 +13,21 @@ from nsa_compile.data import BatchSampler
 from nsa_compile.errors import CheckpointError
 from nsa_compile.train.checkpoint_files import STATE, rank_file
 from nsa_compile.train.distributed import gather_to_main, shard_like, whole_state
+from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.resume import first_difference
 from nsa_compile.train.world import World
 
-_SHARED = {"step": int, "model": dict, "optimizer": dict, "sampler_position": int, "config": dict}
+_SHARED = {"step": int, "model": dict, "optimizer": dict, "sampler_position": int, "nonfinite": dict, "config": dict}
 _MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 
 
 def training_states(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sampler: BatchSampler, step: int, config: RunConfig
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: BatchSampler,
+    nonfinite: NonFinitePolicy,
+    step: int,
+    config: RunConfig,
 ) -> dict[str, Any]:
     """The files of a checkpoint, as tensors and plain values: what all ranks share, and what each has of its own.
 
@@ -33,6 +39,7 @@ def training_states(
         "model": whole_state(model.state_dict()),
         "optimizer": whole_state(optimizer.state_dict()["state"]),  # the groups follow from the configuration
         "sampler_position": sampler.position,
+        "nonfinite": nonfinite.state_dict(),
         "config": config.model_dump(),
     }
     own = {"rng": torch.get_rng_state()}
@@ -47,6 +54,7 @@ def restore_training(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     sampler: BatchSampler,
+    nonfinite: NonFinitePolicy,
     step: int,
     config: RunConfig,
     world: World = World(),  # noqa: B008  immutable
@@ -89,6 +97,7 @@ def restore_training(
         }
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     sampler.position = shared["sampler_position"]
+    nonfinite.load_state_dict(shared["nonfinite"])
     if own is None:
         return
     try:

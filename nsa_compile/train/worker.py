@@ -1,7 +1,7 @@
 """One of the processes of a run, as torchrun, srun or ``nsa-compile train --nproc`` start it.
 
-``torchrun … -m nsa_compile.train.worker`` takes the options of ``nsa-compile train``; so does ``nsa-compile train`` itself
-where the environment says that it is one of several.
+``torchrun … -m nsa_compile.train.worker`` takes the options of ``nsa-compile train``, which does the same itself where
+the environment says that it is one of several.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import click
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import USER_FACING
+from nsa_compile.train.signals import EXIT_CODES
 from nsa_compile.train.world import World, check_port, check_world
 
 _PR_SET_PDEATHSIG = 1
@@ -34,12 +35,37 @@ def main(
     config_path: str | None, overrides: Sequence[str], resume: str, run_dir: Path | None, launcher: int | None
 ) -> None:
     """Train as one of several processes."""
-    from nsa_compile.cli import leave_with
-
     if launcher is not None:
         die_with(launcher)
-    world = World.from_environment(os.environ) or World()
-    leave_with(lambda: run_worker(world, load_config(config_path, overrides), resume, run_dir), world.rank)
+    sys.exit(_exit_code(config_path, overrides, resume, run_dir))
+
+
+def _exit_code(config_path: str | None, overrides: Sequence[str], resume: str, run_dir: Path | None) -> int:
+    world = World()
+    try:
+        world = World.from_environment(os.environ) or world
+        summary = run_worker(world, load_config(config_path, overrides), resume, run_dir)
+    except USER_FACING as error:
+        rank = "" if world.main else f"[rank {world.rank}] "
+        print(f"{rank}error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_CODES["SIGINT"]
+    except RuntimeError as error:
+        if not _is_lost_contact(error):
+            raise
+        reason = str(error).splitlines()[0][:200]
+        print(f"[rank {world.rank}] lost contact with another process: {reason}", file=sys.stderr)
+        return 1
+    return EXIT_CODES[summary["stopped_by"]] if summary["interrupted"] else 0
+
+
+def _is_lost_contact(error: RuntimeError) -> bool:
+    """Whether a collective operation failed, because a process died or the network did."""
+    import torch.distributed as dist
+
+    # gloo raises plain RuntimeErrors that begin with the place in its source.
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def run_worker(world: World, config: RunConfig, resume: str, run_dir: Path | None = None) -> dict[str, Any]:
@@ -68,10 +94,10 @@ def run_worker(world: World, config: RunConfig, resume: str, run_dir: Path | Non
     with contextlib.ExitStack() as opened, process_group(config.ddp, world, device):
         start = _settle(opened, world, config, resume, run_dir) if world.main else None
         start = from_main(start)
-        if isinstance(start, int):
-            raise SystemExit(start)
-        if isinstance(start, Exception):
-            raise start
+        if isinstance(start, USER_FACING):
+            if world.main:
+                raise start
+            raise SystemExit(start.exit_code)  # rank 0 says why
         return run(config, corpus, start.directory, start.checkpoint, world)
 
 
