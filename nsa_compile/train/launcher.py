@@ -19,8 +19,11 @@ from pathlib import Path
 import psutil
 
 from nsa_compile.config import RunConfig
+from nsa_compile.train.halt import HALT_EXIT_CODE as STALLED
+from nsa_compile.train.jsonl import JsonlReader
+from nsa_compile.train.run_state import HeartbeatFiles, present_attempt
 from nsa_compile.train.signals import EXIT_CODES, StopRequest
-from nsa_compile.train.watchdog import Actions, run_watchdog
+from nsa_compile.train.watchdog import WATCHDOG_FILE, Actions, run_watchdog
 
 # A process that ends with one of these has said why, and would end so again.
 FINAL_CODES = frozenset({2, 3, 4, 5, *EXIT_CODES.values()})
@@ -41,9 +44,10 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
     command = ("-m", "nsa_compile.train.worker", *arguments)
     command += ("--run-dir", str(directory), "--launcher", str(os.getpid()))
 
-    attempts = config.ddp.max_restarts + 1
+    restarts = config.ddp.max_restarts
     with _forwarded_signals(config.ddp.grace_s) as stop, watched(config, directory):
-        for attempt in range(1, attempts + 1):
+        for attempt in range(restarts + 1):
+            begin = time.time()
             codes = _attempt(config, nproc, command)
             if not codes:
                 return 0
@@ -53,10 +57,25 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
             if stop.signal is not None:
                 return EXIT_CODES[stop.signal]
             died = ", ".join(f"rank {rank} {_ending(code)}" for rank, code in sorted(codes.items()))
-            if attempt < attempts:
-                print(f"{died}; starting again ({attempt} of {config.ddp.max_restarts} restarts)", file=sys.stderr)
-    print(f"error: {died}; no restart is left of ddp.max_restarts = {config.ddp.max_restarts}", file=sys.stderr)
-    return 1
+            if not _has_stepped(directory, begin) and all(code > 0 for code in codes.values()):
+                print(f"error: {died} before the first step, and would again", file=sys.stderr)
+                return 1
+            if attempt < restarts:
+                print(f"{died}; starting again (restart {attempt + 1} of {restarts})", file=sys.stderr)
+    print(f"error: {died}; no restart is left of ddp.max_restarts = {restarts}", file=sys.stderr)
+    return STALLED if _last_stall(directory) >= begin else 1
+
+
+def _has_stepped(directory: Path, since: float) -> bool:
+    """Whether a step was done after the time `since`."""
+    run = present_attempt(HeartbeatFiles(directory).read(), since)
+    return any(state.step_count for state in run.ranks)
+
+
+def _last_stall(directory: Path) -> float:
+    """When the watchdog last found a rank stalled; 0 for never."""
+    stalls = [row for row in JsonlReader(directory / WATCHDOG_FILE).rows() if row.get("severity") == "stalled"]
+    return max((row["time"] for row in stalls if isinstance(row.get("time"), float)), default=0.0)
 
 
 def _attempt(config: RunConfig, nproc: int, command: Sequence[str]) -> dict[int, int]:
