@@ -83,8 +83,10 @@ class RankState:
         return 0.0 if self.last is None else self.last.phase_s + self.silence(now)
 
     def step_seconds(self, count: int = 20) -> float:
-        """Median time of the newest steps; 0 before there were two."""
+        """Median time of the newest steps, the first of them from the start of the process; 0 before there was one."""
         times = [row.time for row in list(self.steps)[-count - 1 :]]
+        if self.start and self.step_count <= count:
+            times.insert(0, self.start.time)
         return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else 0.0
 
 

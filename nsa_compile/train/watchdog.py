@@ -1,7 +1,8 @@
 """The watchdog: rules that find what is wrong with a run in the heartbeats of its ranks, and what is done then.
 
 A rule fires once when its condition comes to hold, and again only after it has ceased to. Who is named is who has to be
-looked at: of ranks that wait for each other in a collective, the one that has not arrived.
+looked at: of ranks that wait for each other in a collective, the one that has not arrived. What holds for several ranks
+is one finding.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,8 @@ _COLLECTIVE = ("communication", "backward")
 # Phases that take long on a healthy run.
 _PAUSES = ("checkpoint", "evaluate", "compile", "idle")
 _BRANCHES = ("compressed", "selected", "window")
+# What goes up and down around a limit is said again only after it has been quiet for so long.
+_QUIET_SECONDS = 600.0
 # Between the order to write stacks and the kill.
 _DUMP_SECONDS = 1.0
 # Ranks in a row of the file, which has a limited length.
@@ -71,18 +74,26 @@ class Watchdog:
         self._clock = clock
         self._began = 0.0
         self._looked_at: dict[int, int] = {}
+        self._last_active: dict[tuple[str, tuple[int, ...]], float] = {}
         self.active: list[Finding] = []
 
     def observe(self, run: RunState) -> list[Finding]:
         """What is wrong now and was not at the last call; ``active`` holds all that is wrong now."""
         if run.began != self._began:  # another attempt: what was said of the one before is settled
-            self._began, self._looked_at, self.active = run.began, {}, []
-        said = {(finding.rule, finding.ranks) for finding in self.active}
-        self.active = [*self._stalls(run), *self._divergence(run.ranks), *self._degradation(run.ranks)]
-        return [finding for finding in self.active if (finding.rule, finding.ranks) not in said]
-
-    def _stalls(self, run: RunState) -> list[Finding]:
+            self._began, self._looked_at, self._last_active, self.active = run.began, {}, {}, []
         now = self._clock()
+        before = {_key(finding) for finding in self.active}
+        self.active = [*self._stalls(run, now), *self._divergence(run.ranks), *self._degradation(run.ranks)]
+        fresh = []
+        for finding in self.active:
+            key = _key(finding)
+            quiet = now - self._last_active.get(key, -math.inf)
+            if key not in before and (finding.severity != "degraded" or quiet > _QUIET_SECONDS):
+                fresh.append(finding)
+            self._last_active[key] = now
+        return fresh
+
+    def _stalls(self, run: RunState, now: float) -> list[Finding]:
         found = []
         for state in run.ranks:
             if state.end and state.end.error:
@@ -106,7 +117,7 @@ class Watchdog:
             gone.append(Finding("missing", "stalled", tuple(run.missing), text))
         if gone or found:
             # Whoever waits, waits for these.
-            return [*found, *(_with_waiting(finding, waiting) for finding in gone)]
+            return [*_merged(found), *(_with_waiting(finding, waiting) for finding in _merged(gone))]
         return self._hanging(run, there, now)
 
     def _hanging(self, run: RunState, there: Sequence[tuple[RankState, Row]], now: float) -> list[Finding]:
@@ -120,20 +131,14 @@ class Watchdog:
             elsewhere, in_backward = in_backward, []
         waiting = [state for state, _ in (*arrived, *in_backward)]
         if elsewhere:
-            return [
-                _with_waiting(
-                    Finding(
-                        "stalled-data" if last.phase == "data" else "stalled-compute",
-                        "stalled",
-                        (state.rank,),
-                        f"rank {state.rank} has been in {last.phase} for {state.phase_seconds(now):.0f} s "
-                        f"after step {last.step}",
-                    ),
-                    waiting,
-                )
-                for state, last in elsewhere
-                if state.rank in overdue
-            ]
+            hanging = []
+            for state, last in elsewhere:
+                if state.rank in overdue:
+                    rule = "stalled-data" if last.phase == "data" else "stalled-compute"
+                    seconds = state.phase_seconds(now)
+                    text = f"rank {state.rank} has been in {last.phase} for {seconds:.0f} s after step {last.step}"
+                    hanging.append(Finding(rule, "stalled", (state.rank,), text))
+            return [_with_waiting(finding, waiting) for finding in _merged(hanging)]
         if not waiting or len(overdue) < len(there):
             return []
         steps = {state.rank: last.step for state, last in there}
@@ -142,7 +147,7 @@ class Watchdog:
         alone = len(run.ranks) + len(run.missing) == 1
         phase = "communication" if arrived else "backward"
         if left:
-            text = f"{_names(left)} left by itself while {_names(steps)} waits in {phase} for {seconds:.0f} s"
+            text = f"{_names(left)} left while {_wait(steps)} in {phase} for {seconds:.0f} s"
             return [Finding("stalled-collective", "stalled", tuple(left), text)]
         if alone and phase == "backward":
             text = f"rank {min(steps)} has been in backward for {seconds:.0f} s after step {min(steps.values())}"
@@ -172,6 +177,8 @@ class Watchdog:
     def _divergence(self, ranks: Sequence[RankState]) -> list[Finding]:
         found = []
         for state in ranks:
+            if text := self._rising_loss(state):
+                found.append(Finding("diverging", "diverged", (state.rank,), f"rank {state.rank}: {text}"))
             # All that came since the last look, at the first look the newest: what lies further back is history.
             fresh = state.step_count - self._looked_at.get(state.rank, state.step_count)
             self._looked_at[state.rank] = state.step_count
@@ -183,27 +190,20 @@ class Watchdog:
                     f"at step {broken.step} must be finite"
                 )
                 found.append(Finding("nonfinite", "diverged", (state.rank,), text))
-        return [*found, *self._by_message("diverging", "diverged", ranks, self._rising_loss)]
+        return _merged(found)
 
     def _degradation(self, ranks: Sequence[RankState]) -> list[Finding]:
-        return [
-            *self._by_message("throughput", "degraded", ranks, self._low_throughput),
-            *self._by_message("gates", "degraded", ranks, self._collapsed_gates),
-            *self._by_message("memory", "degraded", ranks, self._growing_memory),
-        ]
-
-    def _by_message(
-        self,
-        rule: str,
-        severity: Severity,
-        ranks: Sequence[RankState],
-        describe: Callable[[RankState], str | None],
-    ) -> list[Finding]:
-        """One finding for all ranks that a rule applies to, with the text for the first of them."""
-        texts = {state.rank: text for state in ranks if (text := describe(state))}
-        if not texts:
-            return []
-        return [Finding(rule, severity, tuple(texts), f"{_names(texts)}: {next(iter(texts.values()))}")]
+        rules = {
+            "throughput": self._low_throughput,
+            "gates": self._collapsed_gates,
+            "memory": self._growing_memory,
+        }
+        return _merged(
+            Finding(rule, "degraded", (state.rank,), f"rank {state.rank}: {text}")
+            for rule, describe in rules.items()
+            for state in ranks
+            if (text := describe(state))
+        )
 
     def _rising_loss(self, state: RankState) -> str | None:
         count = self._config.loss_steps
@@ -364,8 +364,30 @@ def _with_waiting(finding: Finding, waiting: Sequence[RankState]) -> Finding:
     others = [state.rank for state in waiting if state.rank not in finding.ranks]
     if not others:
         return finding
-    text = f"{finding.message}; {_names(others)} {'wait' if len(others) > 1 else 'waits'} in a collective"
-    return Finding(finding.rule, finding.severity, finding.ranks, text)
+    return replace(finding, message=f"{finding.message}; {_wait(others)} in a collective")
+
+
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding a rule, in the words of its first."""
+    rules: dict[str, list[Finding]] = {}
+    for finding in findings:
+        rules.setdefault(finding.rule, []).append(finding)
+    merged = []
+    for first, *others in rules.values():
+        ranks = tuple(rank for finding in others for rank in finding.ranks)
+        likewise = f"; {_names(ranks)} likewise" if ranks else ""
+        merged.append(replace(first, ranks=(*first.ranks, *ranks), message=first.message + likewise))
+    return merged
+
+
+def _key(finding: Finding) -> tuple[str, tuple[int, ...]]:
+    """What makes a finding the same as an earlier one: of a stall, the ranks to blame belong to it."""
+    return finding.rule, finding.ranks if finding.severity == "stalled" else ()
+
+
+def _wait(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return f"{_names(numbers)} {'wait' if len(numbers) > 1 else 'waits'}"
 
 
 def _names(ranks: Iterable[int]) -> str:
