@@ -284,13 +284,12 @@ class Actions:
 
     def take(self, action: Action, finding: Finding, run: RunState) -> None:
         """Do it. What cannot be written to the disk is said on stderr."""
-        dumped: list[int] = []
+        print(f"watchdog: {finding.message} [{finding.severity}, {action}]", file=sys.stderr)
         try:
-            if action != "warn":
-                dumped = self._dump(finding, run)
-            self._record(action, finding, dumped)
             if action == "halt":
                 request_halt(self._directory, f"watchdog: {finding.message}")
+            dumped = [] if action == "warn" else self._dump(finding, run)
+            self._record(action, finding, dumped)
         except OSError as error:
             print(f"watchdog: '{self._directory}' cannot be written: {error.strerror}", file=sys.stderr)
         if action == "restart":
@@ -298,8 +297,6 @@ class Actions:
             self._restart(finding, run)
 
     def _record(self, action: Action, finding: Finding, dumped: Sequence[int]) -> None:
-        stacks = f"; stacks of {_names(dumped)} in stacks_rank*.txt" if dumped else ""
-        print(f"watchdog: {finding.message} [{finding.severity}, {action}{stacks}]", file=sys.stderr)
         with contextlib.closing(JsonlWriter(self._directory / WATCHDOG_FILE)) as writer:
             ranks = {"ranks": finding.ranks[:_MAX_NAMED], "dumped": dumped[:_MAX_NAMED]}
             writer.append({"time": time.time(), **asdict(finding), "action": action, **ranks})
