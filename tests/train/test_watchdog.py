@@ -317,6 +317,7 @@ def test_ranks_of_a_larger_earlier_attempt_are_not_missed():
     run.ranks[2].process = "dead"
     for rank in (0, 1):
         run.start(rank, attempt=2)
+    run._row(2, "beat")  # its last, and it was late
     run.train(30)
     assert run.found == []
 
@@ -379,6 +380,13 @@ def test_throughput_that_falls_and_stays():
     run.train(30, tokens_per_s=lambda step: 400.0)
     assert (run.only().rule, run.only().severity, run.only().ranks) == ("throughput", "degraded", (0, 1))
     assert "at most 400 tokens/s for 20 steps, and 1,000 before" in run.only().message
+
+
+def test_a_fast_beginning_is_no_measure():
+    run = Simulation()
+    run.train(20, tokens_per_s=lambda step: 9000.0)
+    run.train(60)
+    assert run.found == []
 
 
 @pytest.mark.parametrize("branch", [0, 1, 2])
