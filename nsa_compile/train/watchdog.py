@@ -100,7 +100,6 @@ class Watchdog:
                 where = f"rank {state.rank} left by {state.end.error} in {state.end.phase} after step {state.end.step}"
                 found.append(Finding("failed", "stalled", (state.rank,), where))
         there = [(state, state.last) for state in run.ranks if state.last and not state.end]
-        waiting = [state for state, last in there if last.phase in _COLLECTIVE]
         gone = []
         for state, last in there:
             where = f"in {last.phase} after step {last.step}"
@@ -117,6 +116,8 @@ class Watchdog:
             gone.append(Finding("missing", "stalled", tuple(run.missing), text))
         if gone or found:
             # Whoever waits, waits for these.
+            named = {rank for finding in gone for rank in finding.ranks}
+            waiting = [state for state, last in there if last.phase in _COLLECTIVE and state.rank not in named]
             return [*_merged(found), *(_with_waiting(finding, waiting) for finding in _merged(gone))]
         return self._hanging(run, there, now)
 
@@ -141,29 +142,32 @@ class Watchdog:
             return [_with_waiting(finding, waiting) for finding in _merged(hanging)]
         if not waiting or len(overdue) < len(there):
             return []
+        return [self._collective(run, there, "communication" if arrived else "backward", now)]
+
+    def _collective(self, run: RunState, there: Sequence[tuple[RankState, Row]], phase: str, now: float) -> Finding:
+        """All ranks that are there have been in a collective for too long."""
         steps = {state.rank: last.step for state, last in there}
         seconds = min(state.phase_seconds(now) for state, _ in there)
         left = [state.rank for state in run.ranks if state.end]
         alone = len(run.ranks) + len(run.missing) == 1
-        phase = "communication" if arrived else "backward"
         if left:
             text = f"{_names(left)} left while {_wait(steps)} in {phase} for {seconds:.0f} s"
-            return [Finding("stalled-collective", "stalled", tuple(left), text)]
+            return Finding("stalled-collective", "stalled", tuple(left), text)
         if alone and phase == "backward":
             text = f"rank {min(steps)} has been in backward for {seconds:.0f} s after step {min(steps.values())}"
-            return [Finding("stalled-compute", "stalled", tuple(steps), text)]
+            return Finding("stalled-compute", "stalled", tuple(steps), text)
         behind = [rank for rank, step in steps.items() if step < max(steps.values())]
         if behind:
             text = (
                 f"all ranks have been in {phase} for {seconds:.0f} s, each in another collective: {_names(behind)} "
                 f"after step {min(steps.values())}, others after step {max(steps.values())}"
             )
-            return [Finding("stalled-collective", "stalled", tuple(behind), text)]
+            return Finding("stalled-collective", "stalled", tuple(behind), text)
         text = (
             f"all ranks have been in {phase} for {seconds:.0f} s after step {max(steps.values())}: "
             "every one has arrived, so look at the network or the backend"
         )
-        return [Finding("stalled-collective", "stalled", tuple(steps), text)]
+        return Finding("stalled-collective", "stalled", tuple(steps), text)
 
     def _limit(self, state: RankState) -> float:
         """How many seconds the rank may stay in its phase."""
@@ -358,10 +362,9 @@ def run_watchdog(
 
 
 def _with_waiting(finding: Finding, waiting: Sequence[RankState]) -> Finding:
-    others = [state.rank for state in waiting if state.rank not in finding.ranks]
-    if not others:
+    if not waiting:
         return finding
-    return replace(finding, message=f"{finding.message}; {_wait(others)} in a collective")
+    return replace(finding, message=f"{finding.message}; {_wait(state.rank for state in waiting)} in a collective")
 
 
 def _merged(findings: Iterable[Finding]) -> list[Finding]:

@@ -289,6 +289,18 @@ def test_a_silent_rank_is_named():
     assert "process 101 is stopped by a signal; rank 0 waits in a collective" in run.only().message
 
 
+def test_neither_a_dead_nor_a_silent_rank_waits():
+    run = Simulation(world_size=4)
+    run.train(30)
+    run.enter("communication")
+    run.wait(10)
+    run.ranks[1].process = "dead"
+    run.silent = {1, 2}
+    run.wait(100)
+    assert [(finding.rule, finding.ranks) for finding in run.found] == [("dead", (1,)), ("silent", (2,))]
+    assert run.found[1].message.endswith("; ranks 0, 3 wait in a collective")
+
+
 def test_a_rank_that_never_started_is_named():
     run = Simulation(world_size=2, startup_s=600.0)
     run.ranks.pop()
