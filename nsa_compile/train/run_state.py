@@ -27,6 +27,9 @@ from nsa_compile.train.processes import is_stopped, start_ticks
 MAX_STEPS = 1024
 MAX_GATES = 64
 
+# Names of exceptions; `.HALT` raises the first.
+_ASKED_TO_LEAVE = ("Halted", "KeyboardInterrupt")
+
 # "remote" is a process of another machine, of which only its rows are known.
 Process = Literal["running", "stopped", "dead", "remote"]
 
@@ -73,6 +76,11 @@ class RankState:
     def end(self) -> End | None:
         """The row by which the process left; ``None`` while it has not."""
         return self.last if isinstance(self.last, End) else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the process left by an exception, unless somebody asked it to leave."""
+        return self.end is not None and self.end.error not in (None, *_ASKED_TO_LEAVE)
 
     def silence(self, now: float) -> float:
         """Seconds since the newest row."""

@@ -160,7 +160,7 @@ def _row(state: RankState, now: float) -> dict[str, Any]:
     if state.gates:
         layers = list(state.gates[-1].values())
         gates = {branch: sum(layer[i] for layer in layers) / len(layers) for i, branch in enumerate(_BRANCHES)}
-    process = ("failed" if state.end.error else "ended") if state.end else state.process
+    process = ("failed" if state.failed else "ended") if state.end else state.process
     return {
         "rank": state.rank,
         "process": process,

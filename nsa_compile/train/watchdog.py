@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from nsa_compile.config import Action, WatchdogSection
+from nsa_compile.errors import TrainingDiverged
 from nsa_compile.train.halt import request_halt
 from nsa_compile.train.heartbeat import Row, StepBeat, heartbeat_path, stacks_path, write_stack_header
 from nsa_compile.train.jsonl import JsonlWriter
@@ -96,9 +97,10 @@ class Watchdog:
     def _stalls(self, run: RunState, now: float) -> list[Finding]:
         found = []
         for state in run.ranks:
-            if state.end and state.end.error:
-                where = f"rank {state.rank} left by {state.end.error} in {state.end.phase} after step {state.end.step}"
-                found.append(Finding("failed", "stalled", (state.rank,), where))
+            if state.failed and state.end:
+                text = f"rank {state.rank} left by {state.end.error} in {state.end.phase} after step {state.end.step}"
+                severity: Severity = "diverged" if state.end.error == TrainingDiverged.__name__ else "stalled"
+                found.append(Finding("failed", severity, (state.rank,), text))
         there = [(state, state.last) for state in run.ranks if state.last and not state.end]
         gone = []
         for state, last in there:

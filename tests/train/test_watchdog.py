@@ -321,6 +321,18 @@ def test_a_rank_that_left_by_an_error():
     assert "OutOfMemoryError" in run.only().message
 
 
+def test_a_rank_that_left_because_it_diverged_or_was_asked_to():
+    run = Simulation(world_size=3)
+    run.train(5)
+    run.end(0, error="Halted")
+    run.end(2, error="KeyboardInterrupt")
+    run.look()
+    assert run.found == []
+    run.end(1, error="TrainingDiverged")
+    run.look()
+    assert (run.only().rule, run.only().severity, run.only().ranks) == ("failed", "diverged", (1,))
+
+
 def test_ranks_of_a_larger_earlier_attempt_are_not_missed():
     run = Simulation(world_size=3)
     run.train(5)
