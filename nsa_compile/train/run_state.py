@@ -27,8 +27,8 @@ from nsa_compile.train.processes import is_stopped, start_ticks
 MAX_STEPS = 1024
 MAX_GATES = 64
 
-# Names of exceptions; `.HALT` raises the first.
-_ASKED_TO_LEAVE = ("Halted", "KeyboardInterrupt")
+# Names of exceptions: `.HALT` raises the first, and by the last ranks leave when another has said why.
+_ASKED_TO_LEAVE = ("Halted", "KeyboardInterrupt", "SystemExit")
 
 # "remote" is a process of another machine, of which only its rows are known.
 Process = Literal["running", "stopped", "dead", "remote"]

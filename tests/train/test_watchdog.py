@@ -325,7 +325,7 @@ def test_a_rank_that_left_because_it_diverged_or_was_asked_to():
     run = Simulation(world_size=3)
     run.train(5)
     run.end(0, error="Halted")
-    run.end(2, error="KeyboardInterrupt")
+    run.end(2, error="SystemExit")
     run.look()
     assert run.found == []
     run.end(1, error="TrainingDiverged")
