@@ -104,11 +104,11 @@ def test_a_long_healthy_run_with_pauses_and_noise():
     for _ in range(8):
         run.train(100, seconds=1.0, **healthy)
         run.enter("evaluate")
-        run.wait(1000)
+        run.wait(300)
         run.enter("checkpoint")
-        run.wait(1000)
+        run.wait(300)
     run.end()
-    run.wait(3000)
+    run.wait(2000)
     assert run.found == []
 
 
@@ -349,7 +349,7 @@ def test_ranks_of_a_larger_earlier_attempt_are_not_missed():
 def test_attempts_before_the_launch_are_not_looked_at():
     run = Simulation(world_size=2, since=BEGAN + 1)
     run.ranks[0].process = run.ranks[1].process = "dead"
-    run.wait(5000)
+    run.wait(2000)
     assert run.found == []
 
 
