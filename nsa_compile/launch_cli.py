@@ -142,4 +142,4 @@ def _require_image(image: str) -> None:
 
 def _require_match(option: str, value: str | None, pattern: str, rule: str) -> None:
     if value is not None and not re.fullmatch(pattern, value):
-        raise UserError(f"{option} {ascii(value)} must be {rule}; correct it")
+        raise UserError(f"{option} {value!a} must be {rule}; correct it")
