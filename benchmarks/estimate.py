@@ -7,12 +7,11 @@ python benchmarks/estimate.py --out benchmarks/results/estimate.json
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 
 import nsa_compile
@@ -23,6 +22,7 @@ from nsa_compile.train.estimate import estimate_memory, measure_step
 from nsa_compile.train.loop import train_step
 from nsa_compile.train.optim import make_optimizer
 
+RECORD = Path(__file__).parent / "results" / "estimate.json"
 CASES = (
     {"train.seq_len": 512},
     {"train.seq_len": 2048},
@@ -67,19 +67,17 @@ def compare(changes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def results() -> Iterator[dict[str, Any]]:
+@click.command()
+@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/estimate.json without it.")
+def main(out: str | None) -> None:
+    """Compare estimates with training steps that really run."""
+    path = Path(out) if out else RECORD
+    rows: list[dict[str, Any]] = []
     for changes in CASES:
-        row = compare(changes)
-        print(row, flush=True)
-        yield row
+        rows.append(compare(changes))
+        click.echo(rows[-1])
+        write_record(path, make_record("estimate", {"steps": STEPS}, rows))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the record as JSON")
-    arguments = parser.parse_args()
-    rows = []
-    for row in results():
-        rows.append(row)
-        if arguments.out:
-            write_record(arguments.out, make_record("estimate", {"steps": STEPS}, rows))
+    main()

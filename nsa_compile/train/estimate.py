@@ -97,6 +97,7 @@ def estimate_memory(
     checkpointed: Collection[int] = (),
     strategy: str = "ddp",
     optimizer: str = "adamw",
+    block: BlockMemory | None = None,
 ) -> MemoryEstimate:
     """Memory of one of ``processes``.
 
@@ -107,12 +108,13 @@ def estimate_memory(
         checkpointed: blocks that keep only their input and are run again in backward.
         strategy: ``"ddp"``, each process has everything, or ``"fsdp"``, each has a share.
         optimizer: a key of ``OPTIMIZER_BYTES``.
+        block: what a block needs, where that is known; it is what takes long.
 
     Raises:
         UserError: the compiler leaves the loop over tokens in place, whose memory nothing here predicts.
     """
     batch = config.train.batch_size // processes
-    block = _block_memory(config, device, batch)
+    block = block or _block_memory(config, device, batch)
     with FakeTensorMode():
         with device:
             model = NSATransformer(config.model)
@@ -156,6 +158,7 @@ def _state_bytes(size: int, optimizer: str) -> float:
 def _block_memory(config: RunConfig, device: torch.device, batch: int) -> BlockMemory:
     """One block, compiled on fake tensors up to the point where Inductor would write code."""
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import BackendCompilerFailed
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -187,7 +190,10 @@ def _block_memory(config: RunConfig, device: torch.device, batch: int) -> BlockM
             block = Block(config.model)
         x = torch.empty(batch, config.train.seq_len, config.model.dim, device=device, requires_grad=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.train.dtype == "bf16"):
-            torch.compile(block, backend=backend, fullgraph=True, dynamic=False)(x)
+            try:
+                torch.compile(block, backend=backend, fullgraph=True, dynamic=False)(x)
+            except BackendCompilerFailed as error:
+                raise error.inner_exception from None
         parameters = sum(p.nbytes for p in block.parameters())
     forward, backward = graphs
     outputs: Any = forward.graph.output_node().args[0]
