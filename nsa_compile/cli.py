@@ -18,6 +18,7 @@ LAZY_COMMANDS = {
     "ckpt": ("nsa_compile.train.ckpt_cli:ckpt", "List, verify and prune the checkpoints of a run."),
     "data": ("nsa_compile.data.data_cli:data", "Look at a data set, tokenize it, check what was kept."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
+    "report": ("nsa_compile.train.report_cli:report", "Write what a run did as one HTML page."),
 }
 
 
