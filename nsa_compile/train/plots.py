@@ -104,7 +104,7 @@ def _throughput(steps: Sequence[StepRow]) -> Figure:
     figure, axes = _figure()
     axes.plot([row.step for row in steps], [row.tokens_per_s for row in steps], linewidth=0.8)
     axes.set_ylabel("tokens/s")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     return figure
 
 
@@ -127,7 +127,7 @@ def _memory(steps: Sequence[StepRow]) -> Figure:
     measured = [(row.step, row.memory_bytes / 2**30) for row in steps if row.memory_bytes is not None]
     axes.plot(*zip(*measured, strict=True))
     axes.set_ylabel("peak memory, GiB")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     return figure
 
 
@@ -149,14 +149,21 @@ def _selection(layers: Layers) -> Figure:
     for axes, name, title in zip(
         grid,
         ("distance_p50", "selection_entropy", "beyond_window"),
-        ("median distance, tokens", "entropy / maximum", "share beyond the window"),
+        ("median distance, tokens", "entropy / maximum", "beyond the window"),
         strict=True,
     ):
         _by_layer(axes, layers, name)
         axes.set_title(title)
-        axes.set_ylim(*((0, None) if name == "distance_p50" else (-0.02, 1.02)))
+        if name == "distance_p50":
+            _from_zero(axes)
+        else:
+            axes.set_ylim(-0.02, 1.02)
     _layer_legend(figure, grid[0])
     return figure
+
+
+def _from_zero(axes: Any) -> None:
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
 def _by_layer(axes: Any, layers: Layers, name: str) -> None:
