@@ -108,7 +108,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tiny_overrides, tmp_path
     assert [line for line in stderr.splitlines() if line.startswith("error:")][0].count("must be finite") == 1
     (directory,) = (tmp_path / "runs").iterdir()
     (row,) = map(json.loads, (directory / "nonfinite.jsonl").read_text().splitlines()[:1])
-    assert row["step"] == 3  # the first of the four forward passes is the evaluation before training
+    assert row["step"] == 4
     assert len(row["sequences"]) == 1
 
 
@@ -119,9 +119,9 @@ def test_steps_that_are_not_finite_are_skipped_by_all(tiny_overrides, tmp_path, 
     summary = json.loads(stdout)
     assert summary["skipped_steps"] == 1
     found = losses(summary["run_dir"])
-    assert found[:2] == undisturbed[:2]
-    assert found[2] == ("3", "nan")
-    assert all(loss != "nan" for _, loss in found[3:])
+    assert found[:3] == undisturbed[:3]
+    assert found[3] == ("4", "nan")
+    assert all(loss != "nan" for _, loss in found[4:])
 
 
 def test_a_mistake_in_the_code_is_not_tried_again(tiny_overrides, tmp_path):
@@ -169,7 +169,9 @@ def test_a_file_halt_stops_all_and_not_the_next_run(tiny_overrides, tmp_path):
     (directory / ".HALT").write_text("enough\n")
     code, _, stderr = finish(process)
     assert code == 4
-    assert "enough" in stderr.splitlines()[-1]
+    (error,) = [line for line in stderr.splitlines() if line.startswith("error:")]
+    assert "was halted after step" in error
+    assert "enough" in error
     saved = sorted((directory / "checkpoints").iterdir())[-1]
     steps = int(saved.name.removeprefix("step-"))
     code, stdout, stderr = finish(start([*overrides, f"train.steps={steps + 1}"], "--resume", "auto"))
