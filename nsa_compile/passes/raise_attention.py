@@ -1,6 +1,6 @@
 """raise_attention: matmul · scale · mask · softmax · matmul becomes one attention node that knows its mask.
 
-Before, in the body of a scan:
+Before, in the body of a scan, or in a graph that is one step by itself:
 
     scores  = bmm(q, kᵀ) * scale
     scores  = masked_fill(scores, ~keep, -inf)          # or where, or an additive mask, or SDPA in its math form
@@ -45,7 +45,7 @@ from nsa_compile.passes.attention_masks import (
     side_of_where,
 )
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_scans, location
+from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_steps, location
 from nsa_compile.passes.step_values import StepMask
 
 SOFTMAX = {aten._softmax.default: False, aten._safe_softmax.default: True}
@@ -118,11 +118,9 @@ ATTENTION = "nsa_attention"
 def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     """Find attention in step bodies and make each one node that knows its mask."""
     changed = False
-    for site in find_scans(gm):
-        record = site.record
-        if record is None:
-            continue
-        for softmax in [n for n in site.body.graph.nodes if n.target in SOFTMAX]:
+    for step in find_steps(gm):
+        record = step.record
+        for softmax in [n for n in step.body.graph.nodes if n.target in SOFTMAX]:
             try:
                 with unset_fake_temporarily(), torch.no_grad():
                     scores = walk_up(softmax, record)
@@ -134,12 +132,12 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                 continue
             for output in outputs:
                 if context.may_rewrite():
-                    replace_output(site.body, softmax, scores, mask, output, record)
-                    context.match(site.node.name, f"{described(mask)} at {location(softmax)}")
+                    replace_output(step.body, softmax, scores, mask, output, record)
+                    context.match(step.name, f"{described(mask)} at {location(softmax)}")
                     changed = True
         if changed:
-            site.body.graph.eliminate_dead_code()
-            site.body.recompile()
+            step.body.graph.eliminate_dead_code()
+            step.body.recompile()
     return changed
 
 
