@@ -15,7 +15,7 @@ After:
 
 The two halves are separate: where the scores are computed in another way than by eq. 8 to 11, the attention still
 becomes one on indices, and they stay as they are. A window around a position that is known at run time only becomes
-attention on the indices of its rows (`moving_window.py`). What each element of the mask and of the scores comes from is
+attention on the indices of its rows (`moving_rows.py`). What each element of the mask and of the scores comes from is
 computed by running the operators between on element numbers.
 """
 
@@ -41,7 +41,7 @@ from nsa_compile.passes.attention_masks import (
     moved,
     side_of_where,
 )
-from nsa_compile.passes.moving_window import find_window, read_window
+from nsa_compile.passes.moving_rows import find_window, read_window
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.raise_attention import ATTENTION, AttentionRecord, weights_from
 from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_steps, location

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from nsa_compile.passes.attention_masks import NodeBuilder
 from nsa_compile.passes.known import evaluate_constants, evaluate_known
+from nsa_compile.passes.moving_rows import find_write, write_row
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.rewriting import replace_graph
 from nsa_compile.passes.scans import (
@@ -35,6 +37,7 @@ from nsa_compile.passes.scans import (
     example,
     find_scans,
     is_single_step,
+    location,
     lower_body,
     lower_graph,
 )
@@ -163,12 +166,31 @@ def _lower_single_step(gm: fx.GraphModule, context: PassContext) -> bool:
     except Declined as declined:
         context.leave(declined)
         return False
+    context.match("step", "a step by itself")
+    _write_rows(lowered, context)
     replace_graph(gm, lowered)
     record = ScanRecord("step", 1)
     evaluate_constants(gm, record)
     gm.graph.output_node().meta[RECORD] = record
-    context.match(record.name, "a step by itself")
     return True
+
+
+def _write_rows(lowered: fx.GraphModule, context: PassContext) -> None:
+    """Where an input is set to itself with one row replaced, write that row: the backend then leaves the rest alone."""
+    record = ScanRecord("step", 1)
+    evaluate_constants(lowered, record)
+    for copied in lowered.graph.find_nodes(op="call_function", target=aten.copy.default):
+        cache, node = copied.args[:2]
+        with unset_fake_temporarily(), torch.no_grad():
+            write = find_write(node, record)
+        if write is None or write.cache is not cache or not context.may_rewrite():
+            continue
+        written = write_row(NodeBuilder(lowered, node), write)
+        for old in (node, copied):
+            old.replace_all_uses_with(written)
+        context.match(record.name, f"one row is written at {location(node)}")
+    lowered.graph.eliminate_dead_code()
+    lowered.recompile()
 
 
 def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:

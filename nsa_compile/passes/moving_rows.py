@@ -1,8 +1,9 @@
-"""Windows around a position that is known at run time only.
+"""Rows of a cache around a position that is known at run time only, as in a step that generates one token.
 
-`(p <= t) & (p > t - w)` keeps w keys wherever t is, and which ones is an addition. So a step that generates one token
-reads w rows of its cache, not all of it. Nothing is assumed of t: a row is read if it can be kept, and kept if the
-mask, computed as it was written, says so.
+`(p <= t) & (p > t - w)` keeps w keys wherever t is, and which ones is an addition: the step reads w rows, not the whole
+cache. `where(p == t, new, cache)` writes one row; where the cache is updated in place, that need not touch the others.
+Nothing is assumed of t: a row is read if it can be kept, and kept if the mask, computed as it was written, says so; a
+position that no row has writes nothing.
 """
 
 from __future__ import annotations
@@ -60,6 +61,68 @@ def read_window(build: NodeBuilder, node: fx.Node, window: Window) -> fx.Node:
     rows = build(aten.add.Tensor, rows, build(aten.reshape.default, window.base, []))
     rows = build(aten.expand.default, build(aten.reshape.default, rows, [1, 1, -1]), [example(q).shape[0], -1, -1])
     return build(attention._opoverload, q, k, v, mask, rows, scale, "opaque", [], 1)
+
+
+@dataclass(frozen=True)
+class Write:
+    """Row `(position - first) // stride` of dimension `dim` becomes `source`, if there is one at this position."""
+
+    cache: fx.Node
+    source: fx.Node
+    dim: int
+    position: fx.Node  # one integer
+    first: int
+    stride: int
+
+
+def find_write(node: fx.Node, record: ScanRecord) -> Write | None:
+    """The write of one row that `where(p == t, source, cache)` is, if a node is that."""
+    if node.target is not aten.where.self:
+        return None
+    condition, source, cache = cast(Any, node.args)
+    shape, equal = example(node).shape, condition
+    if example(cache).shape != shape or example(source).dtype != example(cache).dtype:
+        return None
+    while equal.target in MOVES and len(equal.all_input_nodes) == 1:
+        equal = equal.args[0]
+    if COMPARISONS.get(equal.target) != "eq":
+        return None
+    a, b = (_affine(x, record) for x in equal.args[:2])
+    difference = None if a is None or b is None else a.minus(b)
+    if difference is None or difference.base is None or difference.sign == 0:
+        return None
+    numbers = difference.rows.expand(example(equal).shape)
+    if condition is not equal:
+        numbers = _followed(condition, equal, numbers, record)
+    wide = [i - numbers.dim() for i, size in enumerate(numbers.shape) if size != 1]
+    if len(wide) != 1 or numbers.numel() < 2:
+        return None
+    dim, rows = wide[0] % len(shape), numbers.flatten() * -difference.sign  # rows == position
+    stride = int(rows[1] - rows[0])
+    source_rows = example(source).shape[wide[0]] if example(source).dim() >= -wide[0] else 1
+    if stride < 1 or source_rows != 1 or not torch.equal(rows, rows[0] + stride * torch.arange(len(rows))):
+        return None
+    return Write(cache, source, dim, difference.base, int(rows[0]), stride)
+
+
+def write_row(build: NodeBuilder, write: Write) -> fx.Node:
+    """The cache with the row of a write in its place, where the position has one."""
+    shape = example(write.cache).shape
+    last = shape[write.dim] - 1
+    position = build(aten.reshape.default, write.position, [1])
+    from_first = build(aten.sub.Tensor, position, write.first)
+    row = build(aten.div.Tensor_mode, from_first, write.stride, rounding_mode="floor")
+    row = build(aten.clamp.default, row, 0, last)
+    there = build(aten.eq.Tensor, build(aten.mul.Tensor, row, write.stride), from_first)
+    old = build(aten.index_select.default, write.cache, write.dim, row)
+    return build(aten.index_copy.default, write.cache, write.dim, row, build(aten.where.self, there, write.source, old))
+
+
+def _followed(node: fx.Node, source: fx.Node, numbers: Tensor, record: ScanRecord) -> Tensor:
+    """What movement between two nodes makes of the elements of the first."""
+    if node is source:
+        return numbers
+    return moved(node, _followed(cast(fx.Node, node.args[0]), source, numbers, record), record)
 
 
 def _bound(factor: Factor, keys: int, record: ScanRecord) -> tuple[fx.Node, bool, int] | None:
