@@ -51,8 +51,10 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     given. `compile(model.decode_step)` leaves the state as it was, at the cost of copying every cache for each token.
     """
 
+    step_of: Any = model.decode_step
+
     def step(state: Any, tokens: Tensor) -> Tensor:
-        after, logits = model.decode_step(state, tokens)
+        after, logits = step_of(state, tokens)
         for old, new in zip(tree_leaves(state), tree_leaves(after), strict=True):
             if old is not None:
                 old.copy_(new)
