@@ -48,7 +48,8 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     """The compiled `model.decode_step(state, tokens) -> (state, logits)`, which updates the state in place.
 
     A token reads its selected blocks and its window, and writes one row of each cache. The state returned is the one
-    given. `compile(model.decode_step)` leaves the state as it was, at the cost of copying every cache for each token.
+    given, and no gradient flows. `compile(model.decode_step)` leaves the state as it was, at the cost of copying every
+    cache for each token.
     """
 
     step_of: Any = model.decode_step
@@ -63,7 +64,8 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     compiled = compile(step, **options)
 
     def decode_step(state: Any, tokens: Tensor) -> tuple[Any, Tensor]:
-        return state, compiled(state, tokens)
+        with torch.no_grad():
+            return state, compiled(state, tokens)
 
     return decode_step
 
