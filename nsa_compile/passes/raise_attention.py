@@ -125,6 +125,8 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                 with unset_fake_temporarily(), torch.no_grad():
                     scores = walk_up(softmax, record)
                     outputs = walk_down(softmax, scores, record)
+                    if step.body is gm:  # no batching will bring its scores and their ranking together
+                        _check_read_by(outputs, softmax, record)
                     mask = conjunction(scores.factors, record)
             except Unrecognised as found:
                 declined = Declined(found.why, found.node)
@@ -305,6 +307,14 @@ def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Prod
     if not found:
         raise problem
     return found
+
+
+def _check_read_by(outputs: list[Product], softmax: fx.Node, record: ScanRecord) -> None:
+    """That nothing but the outputs reads the weights: scores that stay for others would be computed twice."""
+    readers = {output.node for output in outputs} | {name for name, *_ in weights_below(softmax, record)}
+    for name, *_ in weights_below(softmax, record):
+        if any(user not in readers for user in name.users):
+            raise Unrecognised("its weights are used by something else as well", softmax)
 
 
 Weights = list[tuple[fx.Node, Tensor, list[Factor]]]
