@@ -44,7 +44,7 @@ class RunRecord:
         config: the configuration, if it can still be read, and ``config_text``, the file.
         steps, evals, layers: the rows of ``training.csv``, ``val.csv`` and ``attention.jsonl``.
         checkpoints: those with a readable manifest.
-        findings: objects of ``watchdog.jsonl``: time (in seconds since the epoch, or a text), kind, message.
+        findings: objects of ``watchdog.jsonl``: time (in seconds since the epoch, or a text), rule, message.
         environments: content of ``env.json`` and its successors after each resumption, by file name.
         resumed: steps from which the run was resumed.
         problems: a line for each file that is missing or damaged.
@@ -198,7 +198,7 @@ def _layer(cells: dict[str, Any]) -> tuple[int, LayerStatistics]:
 
 
 def _finding(cells: dict[str, Any]) -> dict[str, Any]:
-    return {name: cells[name] for name in ("time", "kind", "message")}
+    return {name: cells[name] for name in ("time", "rule", "message")}
 
 
 def _require_sane(row: StepRow | EvalRow | LayerStatistics) -> None:

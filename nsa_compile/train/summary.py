@@ -36,6 +36,7 @@ def size_and_result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{summary['steps']}, in {summary['dtype']}"),
         ("sequence length S", str(summary["seq_len"])),
         ("batch", f"{summary['batch_size']} × {summary['accumulate']} accumulated"),
+        ("processes", _processes(summary)),
         ("layers", str(summary["layers"])),
         ("parameters", _number(summary["parameters"], ",.0f")),
         ("pattern", f"n = {summary['num_selected']} selected blocks, w = {summary['window']}"),
@@ -47,7 +48,22 @@ def size_and_result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_number(summary['val_loss_end'], '.4f')} at the end",
         ),
         ("best unigram model", _number(summary["best_unigram_loss"], ".4f")),
+        ("answers", "" if summary.get("accuracy") is None else f"{summary['accuracy']:.1%} right at the end"),
+        ("skipped", f"{summary['skipped_steps']} steps that were not finite" if summary.get("skipped_steps") else ""),
     ]
+
+
+def _processes(summary: dict[str, Any]) -> str:
+    """How many there were, and how they sent gradients; nothing for one alone."""
+    if summary.get("processes", 1) == 1:
+        return ""
+    text = f"{summary['processes']}, {summary['strategy']}"
+    if "gradient_bytes" in summary:
+        text += (
+            f"; {summary['gradient_bytes'] / 1e6:,.1f} MB of gradients a step each ({summary['compress']}), the first "
+            f"sent after {summary['first_all_reduce']:.0%} of the backward pass"
+        )
+    return text
 
 
 def _number(value: float | None, form: str) -> str:

@@ -110,7 +110,7 @@ def test_the_page_needs_nothing_but_itself(make_run):
 
 def test_the_page_tells_every_size_and_result(make_run):
     directory = make_run()
-    (directory / "watchdog.jsonl").write_text('{"time": 0, "kind": "stall", "message": "no step for 60 s"}\n')
+    (directory / "watchdog.jsonl").write_text('{"time": 0, "rule": "stall", "message": "no step for 60 s"}\n')
     _, page = report(directory)
     for expected in (
         "finished",
@@ -259,7 +259,7 @@ EVIL = "<script>document.title = 'hacked'</script><img src=x onerror=\"document.
 
 def plant(directory: Path) -> None:
     """Put markup into everything that is read from the disk."""
-    (directory / "watchdog.jsonl").write_text(json.dumps(dict.fromkeys(("time", "kind", "message"), EVIL)) + "\n")
+    (directory / "watchdog.jsonl").write_text(json.dumps(dict.fromkeys(("time", "rule", "message"), EVIL)) + "\n")
     (directory / "env.json").write_text(json.dumps({EVIL: {EVIL: EVIL}}))
     (directory / "summary.json").write_text(
         json.dumps({"steps": STEPS, "interrupted": True, "stopped_by": EVIL, "parameters": EVIL, EVIL: EVIL})
