@@ -260,7 +260,7 @@ def measure_step(config: RunConfig, device: torch.device, processes: int = 1) ->
         Median seconds of a step of each, and ``"seconds"`` of a step of the whole model, communication not counted.
     """
     from nsa_compile.profiles.measure import random_tokens, seconds_of
-    from nsa_compile.train.loop import train_step
+    from nsa_compile.train.steps import train_step
 
     train, optim = config.train, config.optim
     batch = random_tokens(config.model, train.seq_len + 1, train.batch_size // processes).numpy()

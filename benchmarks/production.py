@@ -1,0 +1,146 @@
+"""The production preset on this machine: real steps of NSA and of its dense twin in turn, and a run on two processes.
+
+One process: forward, backward, clipping and AdamW of `configs/m7c_125m_2xa100_production.yaml`, at S = 2048 and 8192, in
+the preset's own bf16 and with its activation checkpointing, one sequence a step. Two processes: `nsa-compile train
+--nproc 2` of the preset as it is, but for the number of steps.
+
+python benchmarks/production.py --out benchmarks/results/production.json
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+import torch
+from tabulate import tabulate
+
+import nsa_compile
+from nsa_compile.config import RunConfig, load_config
+from nsa_compile.models import NSATransformer
+from nsa_compile.models.flops import training_flops_per_token
+from nsa_compile.profiles.measure import CPU, interleave, make_record, peak_memory, random_tokens, ratio, write_record
+from nsa_compile.train.environment import measure_matmul_flops
+from nsa_compile.train.optim import make_optimizer
+from nsa_compile.train.steps import train_step
+
+PRESET = Path(__file__).parents[1] / "configs" / "m7c_125m_2xa100_production.yaml"
+RECORD = Path(__file__).parent / "results" / "production.json"
+
+
+def make_step(config: RunConfig) -> Any:
+    """A function that does one optimizer step of the configured model on one random sequence."""
+    torch.manual_seed(config.run.seed)
+    model = NSATransformer(config.model)
+    model.checkpoint_blocks(config.checkpointed_blocks())
+    nsa_compile.compile_blocks(model)
+    optimizer = make_optimizer(model, config.optim)
+    batch = random_tokens(config.model, config.train.seq_len + 1).numpy()
+
+    def step() -> None:
+        train_step(model, optimizer, [batch], config.optim.lr, config.optim.clip, CPU, config.train.dtype)
+
+    return step
+
+
+def one_process(seq_len: int, repeats: int) -> dict[str, Any]:
+    """Times of steps of NSA and of the dense twin, taken in turn."""
+    steps, flops = {}, {}
+    for attention in ("nsa", "dense"):
+        config = load_config(str(PRESET), [f"train.seq_len={seq_len}", f"model.attention={attention}"])
+        steps[attention] = make_step(config)
+        flops[attention] = training_flops_per_token(config.model, seq_len)
+    for step in steps.values():  # compile, and settle
+        step()
+        step()
+    peak = measure_matmul_flops(CPU, torch.bfloat16, seconds=2.0)
+    times = interleave(steps, repeats)
+    row: dict[str, Any] = {
+        "seq_len": seq_len,
+        "matmul_peak_flops": peak,
+        "speedup": ratio(times["dense"], times["nsa"]),
+    }
+    for name, timing in times.items():
+        rate = seq_len / timing["median_s"]
+        row[name] = {**timing, "tokens_per_s": rate, "mfu": rate * flops[name] / peak}
+        row[name]["step_memory_bytes"] = peak_memory(steps[name])
+    return row
+
+
+def two_processes(steps: int) -> dict[str, Any]:
+    """The preset on two ranks, with what all its processes together held at the highest."""
+    with tempfile.TemporaryDirectory() as directory:
+        changes = {"run.dir": directory, "train.steps": steps, "train.eval_batches": 1, "optim.warmup": 1}
+        changes |= {"train.eval_every": steps, "train.sample_tokens": 0, "log.stats_every": 0}
+        sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+        command = [sys.executable, "-m", "nsa_compile", "train", "--config", str(PRESET), "--nproc", "2", "--json"]
+        process = subprocess.Popen([*command, *sets], stdout=subprocess.PIPE, text=True)
+        peak = 0
+
+        def look() -> None:
+            nonlocal peak
+            launcher = psutil.Process(process.pid)
+            while process.poll() is None:
+                held = 0
+                for member in [launcher, *launcher.children(recursive=True)]:
+                    try:
+                        held += member.memory_full_info().pss  # shared pages once
+                    except psutil.Error:
+                        continue
+                peak = max(peak, held)
+                time.sleep(0.5)
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        stdout, _ = process.communicate()
+        watcher.join()
+        if process.returncode:
+            raise click.ClickException(f"the run on two processes ended with exit code {process.returncode}")
+        summary = json.loads(stdout)
+        del summary["run_dir"]
+        return {**summary, "all_processes_peak_bytes": peak}
+
+
+@click.command()
+@click.option("--seq-lens", default="2048,8192", show_default=True)
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--ddp-steps", default=4, show_default=True, type=click.IntRange(min=0), help="0: one process only.")
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
+def main(seq_lens: str, repeats: int, ddp_steps: int, out: Path) -> None:
+    """Measure, print a table and write the record."""
+    rows = []
+    for seq_len in map(int, seq_lens.split(",")):
+        torch._dynamo.reset()
+        rows.append(one_process(seq_len, repeats))
+        click.echo(json.dumps(rows[-1]), err=True)
+    table = [
+        (
+            row["seq_len"],
+            name,
+            f"{row[name]['median_s']:.2f}",
+            f"{row[name]['tokens_per_s']:,.0f}",
+            f"{row[name]['mfu']:.1%}",
+        )
+        for row in rows
+        for name in ("nsa", "dense")
+    ]
+    click.echo(tabulate(table, headers=("S", "attention", "s / step", "tokens/s", "MFU"), tablefmt="simple"))
+    settings = {"preset": PRESET.name, "repeats": repeats, "ddp_steps": ddp_steps}
+    write_record(out, make_record("production", settings, rows))
+    if ddp_steps:
+        two = two_processes(ddp_steps)
+        shown = {key: two[key] for key in ("tokens_per_s_mean", "mfu", "all_processes_peak_bytes")}
+        click.echo(f"two processes: {json.dumps(shown)}")
+        write_record(out, make_record("production", settings, rows, two_processes=two))
+
+
+if __name__ == "__main__":
+    main()
