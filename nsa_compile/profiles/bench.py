@@ -39,8 +39,8 @@ from nsa_compile.profiles.measure import (
     seconds_of,
 )
 from nsa_compile.train.environment import measure_matmul_flops
-from nsa_compile.train.steps import train_step
 from nsa_compile.train.optim import make_optimizer
+from nsa_compile.train.steps import train_step
 
 __all__ = ["PATTERNS", "TOLERANCES", "AttentionProblem", "attention", "dense_attention", "prefill", "selection", "step"]
 

@@ -206,6 +206,14 @@ def test_accumulation_on_two_processes_is_one_large_batch(tiny_overrides, alone)
     np.testing.assert_allclose(losses(json.loads(stdout)["run_dir"]), alone, rtol=1e-4)
 
 
+def test_compiled_and_checkpointed_blocks_train_the_same_on_two_processes(tiny_overrides, alone):
+    changes = {"train.batch_size": 2, "train.accumulate": 2, "train.activation_checkpointing": "0"}
+    changes |= {"compile.enabled": "true", "compile.nested": "aot_eager", "ddp.compress": "none"}
+    code, stdout, stderr = train(tiny_overrides(**{**LONG, **changes}), "--nproc", "2")
+    assert code == 0, stderr
+    np.testing.assert_allclose(losses(json.loads(stdout)["run_dir"]), alone, rtol=1e-4)
+
+
 def test_what_fsdp_has_saved_is_for_any_strategy(tiny_overrides, alone):
     overrides = tiny_overrides(**LONG, **{"ddp.compress": "none", "train.log_every": 1})
     process = start([*overrides, "ddp.strategy=fsdp"], "--nproc", "2")

@@ -21,8 +21,8 @@ from nsa_compile.train.estimate import (
     measure_step,
     step_flops,
 )
-from nsa_compile.train.steps import train_step
 from nsa_compile.train.optim import make_optimizer
+from nsa_compile.train.steps import train_step
 
 # Large enough that a step stands out from what the allocator does; compiled without writing C++.
 SIZES = {

@@ -105,6 +105,20 @@ def test_killed_runs_that_go_on_equal_an_undisturbed_one(tiny_overrides, undistu
     assert_equal_runs(directory, undisturbed)
 
 
+def test_a_compiled_run_goes_on_bit_for_bit(tiny_overrides, tmp_path):
+    compiled = {"compile.enabled": "true", "train.steps": 6, "train.save_every": 3, "train.sample_tokens": 0}
+    overrides = tiny_overrides(**compiled)
+    whole = train(overrides)
+    assert whole.returncode == 0, whole.stderr
+    directory = Path(json.loads(whole.stdout)["run_dir"])
+    undisturbed = Path(shutil.copytree(directory, tmp_path / "undisturbed"))
+    shutil.rmtree(checkpoint_paths(directory / "checkpoints")[-1])
+    result = train(overrides, "--resume", "auto")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["resumed_from"] == 3
+    assert_equal_runs(directory, undisturbed)
+
+
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tiny_overrides, finished, undisturbed):
     newest, before = reversed(checkpoint_paths(finished / "checkpoints")[-2:])
     os.truncate(newest / "state.pt", 1000)
