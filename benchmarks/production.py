@@ -1,7 +1,7 @@
 """The production preset on this machine: real steps of NSA and of its dense twin in turn, and a run on two processes.
 
-One process: forward, backward, clipping and AdamW of `configs/m7c_125m_2xa100_production.yaml`, at S = 2048 and 8192, in
-the preset's own bf16 and with its activation checkpointing, one sequence a step. Two processes: `nsa-compile train
+One process: forward, backward, clipping and AdamW of `configs/m7c_125m_2xa100_production.yaml`, at S = 2048 and 8192,
+in the preset's own bf16 and with its activation checkpointing, one sequence a step. Two processes: `nsa-compile train
 --nproc 2` of the preset as it is, but for the number of steps.
 
 python benchmarks/production.py --out benchmarks/results/production.json
