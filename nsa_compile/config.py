@@ -136,10 +136,10 @@ class DDPSection(Section):
     """Training on several processes; of no effect on one.
 
     ``ddp`` keeps the whole model in every process, ``fsdp`` a share of its weights and optimizer state, for models that
-    do not fit otherwise. Gradients are sent in buckets of ``bucket_mb`` MB, as ``compress`` numbers. ``nccl_preset``
-    ``pcie`` is for GPUs without NVLink. A collective operation that takes longer than ``timeout_s`` seconds is an
-    error. ``--nproc`` starts processes that died again, up to ``max_restarts`` times, lets them meet at ``port``
-    (``None``: a free one) and gives them ``grace_s`` seconds to save after SIGTERM.
+    do not fit otherwise. Gradients are sent in buckets of ``bucket_mb`` MB, of a small model in at least four, as
+    ``compress`` numbers. ``nccl_preset`` ``pcie`` is for GPUs without NVLink. A collective operation that takes longer
+    than ``timeout_s`` seconds is an error. ``--nproc`` starts processes that died again, up to ``max_restarts`` times,
+    lets them meet at ``port`` (``None``: a free one) and gives them ``grace_s`` seconds to save after SIGTERM.
     """
 
     strategy: Literal["ddp", "fsdp"] = "ddp"

@@ -177,3 +177,18 @@ def test_schema_rejects_unknown_keys_without_the_loader():
 def test_ranges_of_blocks_to_checkpoint(text, blocks):
     config = load_config(overrides=[f"train.activation_checkpointing={text}"])
     assert sorted(config.checkpointed_blocks()) == blocks
+
+
+def test_a_hostile_file_runs_no_code_and_is_one_line(tmp_path):
+    executed = tmp_path / "executed"
+    hostile = tmp_path / "hostile.yaml"
+    hostile.write_text(f"run:\n  name: !!python/object/apply:os.mkdir ['{executed}']\n", encoding="utf-8")
+    with pytest.raises(UserError, match="is not valid YAML at line 2") as error:
+        load_config(str(hostile))
+    assert "\n" not in str(error.value)
+    # References that double at each line would fill any memory, if they were copied.
+    bomb = "\n".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 64))
+    hostile.write_text(f"a0: &a0 [x, x]\n{bomb}\n", encoding="utf-8")
+    with pytest.raises(UserError, match="unknown configuration key 'a0'"):
+        load_config(str(hostile))
+    assert not executed.exists()

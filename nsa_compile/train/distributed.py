@@ -22,6 +22,8 @@ from nsa_compile.train.world import NCCL_PRESETS, World
 
 Value = TypeVar("Value")
 
+FEWEST_BUCKETS = 4
+
 
 def choose_device(config: RunConfig, world: World) -> torch.device:
     """The GPU of this process, or the CPU."""
@@ -71,10 +73,12 @@ def share_model(
         return model
     # A block is compiled while DDP's forward runs; by default the compiler would cut it where a bucket ends.
     torch._dynamo.config.optimize_ddp = False
+    # A small model has buckets small enough that the first is sent long before the last is there.
+    gradient_mb = sum(parameter.numel() * 4 for parameter in model.parameters()) / 2**20
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=config.bucket_mb,
+        bucket_cap_mb=max(1, min(config.bucket_mb, gradient_mb / FEWEST_BUCKETS)),  # type: ignore[arg-type]
         gradient_as_bucket_view=True,
     )
     assert hook is not None

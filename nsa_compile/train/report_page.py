@@ -98,7 +98,8 @@ def _summary_rows(record: RunRecord) -> list[tuple[str, str]]:
     rows = [(label, text) for label, text in size_and_result_rows(record.summary) if text]
     shown = (
         "steps dtype seq_len batch_size accumulate layers parameters num_selected window tokens_per_s_mean "
-        "tokens_per_s_std tokens_per_s_steps mfu peak_flops val_loss_start val_loss_end best_unigram_loss"
+        "tokens_per_s_std tokens_per_s_steps mfu peak_flops val_loss_start val_loss_end best_unigram_loss "
+        "processes strategy compress gradient_bytes first_all_reduce accuracy skipped_steps memory_bytes"
     )
     others = [(name, value) for name, value in record.summary.items() if name not in shown.split()]
     if accuracies := [row.accuracy for row in record.evals if row.accuracy is not None]:
