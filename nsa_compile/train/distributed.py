@@ -78,7 +78,7 @@ def share_model(
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=max(1, min(config.bucket_mb, gradient_mb / FEWEST_BUCKETS)),  # type: ignore[arg-type]
+        bucket_cap_mb=max(1, min(config.bucket_mb, gradient_mb / FEWEST_BUCKETS)),
         gradient_as_bucket_view=True,
     )
     assert hook is not None
