@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import os
 import sys
 from typing import Any
 
 import click
 
-from nsa_compile.errors import CheckpointError, TrainingDiverged, UserError
+from nsa_compile.errors import USER_FACING, UserError
 
 # Commands that live in other modules, with the line that --help shows for them; imported only when they are called.
 LAZY_COMMANDS = {
@@ -18,6 +19,7 @@ LAZY_COMMANDS = {
     "ckpt": ("nsa_compile.train.ckpt_cli:ckpt", "List, verify and prune the checkpoints of a run."),
     "data": ("nsa_compile.data.data_cli:data", "Look at a data set, tokenize it, check what was kept."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
+    "watch": ("nsa_compile.train.watch_cli:watch", "Watch a run: is it alive, and does it get on?"),
 }
 
 
@@ -81,6 +83,7 @@ def cli() -> None:
     metavar="auto|never|PATH",
     help="Go on with the newest run of the same configuration, or with a run directory or checkpoint.",
 )
+@click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the resolved configuration and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")
 @click.pass_context
@@ -89,6 +92,7 @@ def train(
     config_path: str | None,
     overrides: tuple[str, ...],
     resume: str,
+    nproc: int,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -99,54 +103,66 @@ def train(
     nsa-compile train --set train.steps=50 --set data.name=my_text.txt
     nsa-compile train --config configs/shakespeare_cpu.yaml --json
     nsa-compile train --resume auto
+    nsa-compile train --nproc 2
     """
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
     from nsa_compile.data import load_corpus
-    from nsa_compile.train.checkpoint_files import set_aside
-    from nsa_compile.train.preflight import (
-        check_compiler,
-        check_output,
-        create_run_directory,
-        lock_run_directory,
-        wait_passively,
-    )
-    from nsa_compile.train.resume import find_run, newest_good_checkpoint
+    from nsa_compile.train.preflight import check_output, check_run, wait_passively
+    from nsa_compile.train.resume import find_run
     from nsa_compile.train.signals import EXIT_CODES
+    from nsa_compile.train.start import open_run
+    from nsa_compile.train.world import World, check_port, check_world
 
     config = load_config(config_path, overrides)
-    check_compiler(config)
-    corpus = load_corpus(config)
-    found = find_run(config, resume)
-    for note in found.notes:
-        click.echo(note, err=True)
-    if dry_run:
-        check_output(config.run.dir)
-        click.echo(json.dumps(config.model_dump(), indent=2) if as_json else config.to_yaml(), nl=as_json)
-        return
-    directory = found.directory or create_run_directory(config)
-    with lock_run_directory(directory):
-        checkpoint = None
-        if found.directory is not None:
-            checkpoint, warnings = newest_good_checkpoint(found)
-            if config.train.steps < checkpoint.step:
-                raise UserError(
-                    f"train.steps = {config.train.steps} must be at least {checkpoint.step}, the step of checkpoint "
-                    f"'{checkpoint.path}'; raise it with --set train.steps=N, or use --resume never"
-                )
-            for warning in warnings:
-                click.echo(warning, err=True)
-            if moved := set_aside(directory / "checkpoints", checkpoint.step):
-                click.echo(f"checkpoints after step {checkpoint.step} were moved to {moved}", err=True)
-        wait_passively()
+    world = World.from_environment(os.environ)
+    if world is not None and world.size > 1:
+        if nproc > 1:
+            raise UserError(f"--nproc {nproc} starts processes, and this is one of {world.size} already; leave it out")
+        from nsa_compile.train.worker import run_worker
 
-        from nsa_compile.train.loop import run
-        from nsa_compile.train.summary import render
+        summary = run_worker(world, config, resume)
+        if world.main:
+            _tell(summary, as_json)
+    else:
+        check_run(config)
+        check_world(config, nproc, nproc)
+        check_port(config.ddp.port if nproc > 1 else None)
+        corpus = load_corpus(config)
+        found = find_run(config, resume)
+        for note in found.notes:
+            click.echo(note, err=True)
+        if dry_run:
+            check_output(config.run.dir)
+            click.echo(json.dumps(config.model_dump(), indent=2) if as_json else config.to_yaml(), nl=as_json)
+            return
+        with open_run(config, found) as start:
+            wait_passively()
+            from nsa_compile.train.launcher import launch, watched
 
-        summary = run(config, corpus, directory, checkpoint)
-    click.echo(json.dumps(summary, indent=2) if as_json else render(summary))
+            if nproc > 1:
+                options = [word for override in overrides for word in ("--set", override)]
+                options += ["--config", config_path] if config_path else []
+                summary_file = start.directory / "summary.json"
+                summary_file.unlink(missing_ok=True)  # of the part of the run before
+                code = launch(config, start.directory, nproc, options)
+                if code not in (0, *EXIT_CODES.values()) or not summary_file.exists():
+                    ctx.exit(code)
+                summary = json.loads(summary_file.read_text(encoding="utf-8"))
+            else:
+                from nsa_compile.train.loop import run
+
+                with watched(config, start.directory):
+                    summary = run(config, corpus, start.directory, start.checkpoint)
+        _tell(summary, as_json)
     if summary["interrupted"]:
         ctx.exit(EXIT_CODES[summary["stopped_by"]])
+
+
+def _tell(summary: dict[str, Any], as_json: bool) -> None:
+    from nsa_compile.train.summary import render
+
+    click.echo(json.dumps(summary, indent=2) if as_json else render(summary))
 
 
 def main(args: list[str] | None = None) -> None:
@@ -172,7 +188,7 @@ def _run(args: list[str] | None) -> int:
         return _fail(message if ";" in message else f"{message}; see {path} --help", error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
-    except (UserError, TrainingDiverged, CheckpointError) as error:
+    except USER_FACING as error:
         return _fail(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)

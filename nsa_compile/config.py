@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from nsa_compile.errors import UserError
@@ -34,6 +43,11 @@ def _known_pass(name: str) -> str:
     if name not in ORDER:
         raise PydanticCustomError("pass_name", "the passes are {passes}", {"passes": ", ".join(ORDER)})
     return name
+
+
+def _number_as_text(value: Any) -> Any:
+    """A single block, which YAML reads as a number."""
+    return str(value) if type(value) is int else value
 
 
 PassName = Annotated[str, AfterValidator(_known_pass)]
@@ -78,6 +92,13 @@ class TrainSection(Section):
     One optimizer step takes ``accumulate`` micro batches of ``batch_size`` sequences of ``seq_len`` tokens. A value of
     0 for ``save_every`` keeps only the final checkpoint, for ``sample_tokens`` generates no sample. Of the checkpoints,
     the ``keep_last`` newest stay and, with ``keep_best``, the one with the lowest validation loss.
+
+    A micro batch is that of all processes together: each takes an equal share of its sequences, so the same run on
+    more processes sees the same batches. ``activation_checkpointing`` names the blocks whose activations are computed
+    again in the backward pass instead of being kept: ``none``, ``all``, or ranges such as ``0-5,8``.
+
+    A step whose loss or gradient is not finite changes no weight; ``on_nonfinite`` says whether it ends the run or is
+    skipped, at most ``max_skipped`` times in a row.
     """
 
     steps: Count = 300
@@ -85,11 +106,15 @@ class TrainSection(Section):
     batch_size: Count = 8
     accumulate: Count = 1
     dtype: Literal["float32", "bf16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    activation_checkpointing: Annotated[str, BeforeValidator(_number_as_text)] = "none"
     eval_every: Count = 100
     eval_batches: Count = 8
     save_every: Annotated[int, Field(ge=0)] = 0
     keep_last: Count = 3
     keep_best: bool = True
+    on_nonfinite: Literal["halt", "skip"] = "halt"
+    max_skipped: Count = 10
     log_every: Count = 10
     sample_tokens: Annotated[int, Field(ge=0)] = 256
 
@@ -107,12 +132,86 @@ class OptimSection(Section):
     fused: bool = True
 
 
+class DDPSection(Section):
+    """Training on several processes; of no effect on one.
+
+    ``ddp`` keeps the whole model in every process, ``fsdp`` a share of its weights and optimizer state, for models that
+    do not fit otherwise. Gradients are sent in buckets of ``bucket_mb`` MB, as ``compress`` numbers. ``nccl_preset``
+    ``pcie`` is for GPUs without NVLink. A collective operation that takes longer than ``timeout_s`` seconds is an
+    error. ``--nproc`` starts processes that died again, up to ``max_restarts`` times, lets them meet at ``port``
+    (``None``: a free one) and gives them ``grace_s`` seconds to save after SIGTERM.
+    """
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    bucket_mb: Annotated[float, Field(ge=1)] = 25
+    compress: Literal["bf16", "fp16", "none"] = "bf16"
+    nccl_preset: Literal["none", "pcie"] = "none"
+    timeout_s: Count = 1800
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    port: Annotated[int, Field(ge=1, lt=2**16)] | None = None
+    grace_s: Count = 60
+
+
 class CompileSection(Section):
     """Whether each block is compiled, what runs after the passes, and which passes to leave out."""
 
     enabled: bool = True
     nested: Literal["eager", "aot_eager", "inductor"] = "inductor"
     disable: list[PassName] = []
+
+
+class LogSection(Section):
+    """What a run tells beside its CSV files.
+
+    ``stats_every`` steps the gates and the selection of every NSA layer go to ``attention.jsonl``, 0 for never;
+    ``tensorboard`` writes all figures to event files, too (it needs the extra of that name).
+    """
+
+    tensorboard: bool = False
+    stats_every: Annotated[int, Field(ge=0)] = 100
+
+
+Seconds = Annotated[float, Field(gt=0)]
+Action = Literal["warn", "dump", "halt", "restart"]
+
+
+class WatchdogSection(Section):
+    """When a run counts as stalled, diverged or degraded, and what is done then.
+
+    A rank beats, and the watchdog looks, every ``interval_s`` seconds. The run is *stalled* when a rank has been silent
+    for ``silent_s``, or in one phase for longer than ``stall_s`` and ``stall_factor`` median steps; in ``checkpoint``,
+    ``evaluate``, ``compile`` and ``idle`` it may stay for ``pause_s``, and before its first step for ``startup_s``.
+
+    It has *diverged* when loss or gradient are not finite, or the loss has been ``loss_rise`` nats above its best for
+    ``loss_steps`` steps. It is *degraded* when throughput has been below ``throughput_fraction`` of its median for
+    ``throughput_steps`` steps, when the share of a branch in the gates of a layer has been below ``gate_share`` in
+    ``gate_reports`` reports, or when memory grew by ``memory_growth`` (a fraction) from each quarter of the last
+    ``memory_steps`` steps to the next. The first ``warmup_steps`` steps count for neither throughput nor memory.
+
+    Actions: ``warn`` says so; ``dump`` also has all ranks write their stacks; ``halt`` moreover asks the training to
+    save and leave; ``restart`` has the ranks write their stacks and kills them, for the launcher to start them again.
+    """
+
+    enabled: bool = True
+    interval_s: Seconds = 5.0
+    silent_s: Seconds = 60.0
+    stall_s: Seconds = 180.0
+    stall_factor: Annotated[float, Field(ge=1)] = 10.0
+    pause_s: Seconds = 1800.0
+    startup_s: Seconds = 1800.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    throughput_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    throughput_steps: Annotated[int, Field(ge=1, le=200)] = 20
+    gate_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    gate_reports: Annotated[int, Field(ge=1, le=50)] = 5
+    loss_rise: Annotated[float, Field(gt=0)] = 1.0
+    loss_steps: Annotated[int, Field(ge=1, le=200)] = 20
+    memory_growth: Annotated[float, Field(gt=0)] = 0.02
+    memory_steps: Annotated[int, Field(ge=8, le=1000)] = 400
+    on_stalled: Action = "dump"
+    on_diverged: Action = "warn"
+    on_degraded: Action = "warn"
 
 
 class RunConfig(Section):
@@ -123,7 +222,10 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
+    ddp: DDPSection = DDPSection()
     compile: CompileSection = CompileSection()
+    log: LogSection = LogSection()
+    watchdog: WatchdogSection = WatchdogSection()
 
     @field_validator("model", mode="before")
     @classmethod
@@ -152,7 +254,37 @@ class RunConfig(Section):
             )
         if self.optim.warmup > self.train.steps:
             raise ValueError(f"optim.warmup = {self.optim.warmup} must not exceed train.steps = {self.train.steps}")
+        if self.train.device == "cpu" and self.ddp.backend == "nccl":
+            raise ValueError("ddp.backend = 'nccl' must be 'gloo' or 'auto' where train.device = 'cpu'")
+        self.checkpointed_blocks()
+        # One beat may be late.
+        if self.watchdog.silent_s < 3 * self.watchdog.interval_s:
+            raise ValueError(
+                f"watchdog.silent_s = {self.watchdog.silent_s} must be at least three times watchdog.interval_s = "
+                f"{self.watchdog.interval_s}, the time between two heartbeats"
+            )
         return self
+
+    def checkpointed_blocks(self) -> frozenset[int]:
+        """The blocks that ``train.activation_checkpointing`` names.
+
+        Raises:
+            ValueError: it names none that exist.
+        """
+        text, layers = self.train.activation_checkpointing, self.model.n_layers
+        if text in ("none", "all"):
+            return frozenset(range(layers) if text == "all" else ())
+        blocks: set[int] = set()
+        for part in text.split(","):
+            match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+            if not first <= last < layers:
+                raise ValueError(
+                    f"train.activation_checkpointing = {text!r} must be none, all, or ranges of blocks such as 0-5,8, "
+                    f"counted from 0 to {layers - 1}"
+                )
+            blocks.update(range(first, last + 1))
+        return frozenset(blocks)
 
     def to_yaml(self) -> str:
         """The configuration with every default filled in, as YAML that loads to an equal configuration."""
@@ -278,7 +410,10 @@ _SECTIONS: dict[str, Any] = {
     "data": DataSection,
     "train": TrainSection,
     "optim": OptimSection,
+    "ddp": DDPSection,
     "compile": CompileSection,
+    "log": LogSection,
+    "watchdog": WatchdogSection,
 }
 
 

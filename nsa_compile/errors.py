@@ -17,3 +17,13 @@ class CheckpointError(Exception):
     """A checkpoint cannot be used, or could not be written. Exit code 5."""
 
     exit_code = 5
+
+
+class Halted(Exception):
+    """A watchdog, or a file ``.HALT`` in the directory of the run, stopped the training. Exit code 4."""
+
+    exit_code = 4
+
+
+# What ends a command with its message and its exit code, and no traceback.
+USER_FACING = (UserError, TrainingDiverged, CheckpointError, Halted)

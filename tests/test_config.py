@@ -68,7 +68,7 @@ def test_the_configuration_cannot_be_changed():
         ("train.seqlen=3", "unknown configuration key 'train.seqlen'; did you mean 'train.seq_len'?"),
         ("steps=4", "did you mean 'train.steps'?"),
         ("model.pattern.windows=4", "did you mean 'model.pattern.window'?"),
-        ("zzz.yyy=4", "the sections are run, model, data, train, optim, compile"),
+        ("zzz.yyy=4", "the sections are run, model, data, train, optim, ddp, compile, "),
         ("train.steps", "must have the form KEY=VALUE"),
         ("train.steps=0", "train.steps = 0 is not allowed: input should be greater than or equal to 1"),
         ("train.steps=1.5", "train.steps = 1.5 is not allowed"),
@@ -92,6 +92,10 @@ def test_the_configuration_cannot_be_changed():
         ("model={}", "model.vocab_size is missing and has no default"),
         ("compile.disable=[batch]", "compile.disable = 'batch' is not allowed: the passes are resolve_carries, "),
         ("run.name=a/b", "run.name = 'a/b' is not allowed"),
+        ("ddp.backend=mpi", "ddp.backend = 'mpi' is not allowed"),
+        ("ddp.bucket_mb=0.5", "ddp.bucket_mb = 0.5 is not allowed"),
+        ("train.activation_checkpointing=0-4", "train.activation_checkpointing = '0-4' must be none, all, or ranges"),
+        ("train.activation_checkpointing=3-1", "train.activation_checkpointing = '3-1' must be none, all, or ranges"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_value_and_rule(override, expected):
@@ -165,3 +169,11 @@ def test_every_pass_can_be_disabled_by_its_name():
 def test_schema_rejects_unknown_keys_without_the_loader():
     with pytest.raises(ValidationError, match="extra"):
         RunConfig.model_validate({"model": load_config().model, "traim": {}})
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"), [("none", []), ("all", [0, 1, 2, 3]), ("2", [2]), ("0-1,3", [0, 1, 3]), ("1, 2-3", [1, 2, 3])]
+)
+def test_ranges_of_blocks_to_checkpoint(text, blocks):
+    config = load_config(overrides=[f"train.activation_checkpointing={text}"])
+    assert sorted(config.checkpointed_blocks()) == blocks

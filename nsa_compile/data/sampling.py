@@ -55,29 +55,48 @@ class UniformBytes:
 
 
 class BatchSampler:
-    """Batches of consecutive sequences of a source.
+    """Batches of consecutive sequences of a source, or one process's share of each.
 
-    The whole state is ``position``, the number of sequences handed out: a sampler made with a saved position goes on
-    where the other stopped, and ``k`` batches of ``B`` hold the same sequences as one batch of ``k·B``.
+    The whole state is ``position``, the number of sequences handed out by all processes together: a sampler made with a
+    saved position goes on where the other stopped, and ``k`` batches of ``B`` hold the same sequences as one batch of
+    ``k·B``. Of each batch, rank ``r`` of ``w`` takes the ``r``-th of ``w`` equal parts.
 
     Args:
         source: where the sequences come from.
-        batch_size: sequences ``B`` in a batch.
+        batch_size: sequences ``B`` in a batch of all processes.
         seq_len: tokens ``S`` the model sees; a sequence has one more, for the targets.
         position: sequences to skip.
+        rank, world_size: which part of a batch to hand out; ``world_size`` divides ``batch_size``.
     """
 
-    def __init__(self, source: Source, batch_size: int, seq_len: int, position: int = 0) -> None:
+    def __init__(
+        self, source: Source, batch_size: int, seq_len: int, position: int = 0, rank: int = 0, world_size: int = 1
+    ) -> None:
         self.source = source
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.position = position
+        self._share = local_rows(batch_size, rank, world_size)
+
+    def next_indices(self) -> range:
+        """Numbers of the next sequences of this process; the batch is done with."""
+        start = self.position
+        self.position += self.batch_size
+        return range(start + self._share.start, start + self._share.stop)
+
+    def sequences(self, indices: range) -> Tokens:
+        """The tokens ``[len(indices), S + 1]`` of these sequences."""
+        return np.stack([self.source.sequence(index, self.seq_len + 1) for index in indices])
 
     def next_batch(self) -> Tokens:
-        """The next tokens ``[B, S + 1]``."""
-        rows = range(self.position, self.position + self.batch_size)
-        self.position += self.batch_size
-        return np.stack([self.source.sequence(row, self.seq_len + 1) for row in rows])
+        """The next tokens ``[B / world_size, S + 1]``."""
+        return self.sequences(self.next_indices())
+
+
+def local_rows(batch_size: int, rank: int, world_size: int) -> slice:
+    """The rows of a batch that belong to one process."""
+    share = batch_size // world_size
+    return slice(rank * share, (rank + 1) * share)
 
 
 def evenly_spaced_batches(

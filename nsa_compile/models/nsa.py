@@ -198,21 +198,25 @@ def block_importance(p_cmp: Tensor, n_select: int, pattern: SparsePattern) -> Te
     The terms are added one by one in a fixed order, so that equal blocks get equal sums on every path and device.
     """
     ratio = pattern.select_block // pattern.compress_stride
-    overlap = pattern.compress_block // pattern.compress_stride
-    sign = 1 if pattern.index_convention == "minus" else -1
-    weight: dict[int, int] = {}
-    for m in range(ratio):
-        for n in range(overlap):
-            weight[sign * m - n] = weight.get(sign * m - n, 0) + 1
-
+    weight = block_weights(pattern)
     left = -min(weight)
     padded = F.pad(p_cmp, (left, max(0, ratio * n_select - p_cmp.shape[-1])))
     importance = torch.zeros_like(padded[..., :1])
-    for offset in sorted(weight):
+    for offset in weight:
         first = left + offset
         term = padded[..., first : first + ratio * (n_select - 1) + 1 : ratio]
         importance = importance + weight[offset] * term
     return importance
+
+
+def block_weights(pattern: SparsePattern) -> dict[int, int]:
+    """eq. 9: how often compressed block `(l'/d)·j + offset` counts for selection block j, by ascending offset."""
+    sign = 1 if pattern.index_convention == "minus" else -1
+    weight: dict[int, int] = {}
+    for m in range(pattern.select_block // pattern.compress_stride):
+        for n in range(pattern.compress_block // pattern.compress_stride):
+            weight[sign * m - n] = weight.get(sign * m - n, 0) + 1
+    return dict(sorted(weight.items()))
 
 
 def mean_phi(block: Tensor) -> Tensor:

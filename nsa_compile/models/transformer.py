@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nsa_compile.models.config import BRANCHES, NSAConfig
 from nsa_compile.models.nsa import CompressionMLP, NSAState, NSAToken, decode_step, init_state, mean_phi, nsa_attention
@@ -217,6 +219,7 @@ class NSATransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.checkpointed: frozenset[int] = frozenset()
         self._init_weights()
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
@@ -236,10 +239,18 @@ class NSATransformer(nn.Module):
             for layer in (block.attention.out, block.mlp.down):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * self.config.n_layers) ** 0.5)
 
+    def checkpoint_blocks(self, blocks: Collection[int]) -> None:
+        """Keep only the inputs of these blocks for the backward pass, which computes the rest of them again."""
+        self.checkpointed = frozenset(blocks)
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for index, block in enumerate(self.blocks):
+            if index in self.checkpointed:
+                # No generator's state to restore: a block draws no random numbers.
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x)
         return self.head(self.norm(x))
 
     def init_state(self, batch_size: int, max_len: int) -> ModelState:

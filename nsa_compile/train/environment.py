@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -60,6 +62,14 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 1
         synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * side**3 / best
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the highest so far: resident ones of this process, or those torch has allocated on its GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def synchronize(device: torch.device) -> None:

@@ -2,42 +2,69 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-import sys
 import time
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import nn
-from tqdm import tqdm
 
 import nsa_compile
 from nsa_compile.config import RunConfig
 from nsa_compile.data import BatchSampler, Corpus
-from nsa_compile.errors import CheckpointError, TrainingDiverged
+from nsa_compile.data.sampling import local_rows
+from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
-from nsa_compile.train.checkpoint import CheckpointWriter, load_checkpoint
+from nsa_compile.train.all_reduce import AllReduceHook
+from nsa_compile.train.attention_stats import LayerStatistics, attention_statistics
+from nsa_compile.train.checkpoint import load_checkpoint
 from nsa_compile.train.checkpoint_files import Checkpoint
-from nsa_compile.train.environment import describe_environment, git_revision, measure_matmul_flops, synchronize
+from nsa_compile.train.distributed import (
+    choose_device,
+    greatest_of_all,
+    mean_of_all,
+    share_model,
+    sum_of_all,
+    wait_for_all,
+)
+from nsa_compile.train.environment import measure_matmul_flops, peak_memory, synchronize
+from nsa_compile.train.evaluation import evaluate_answers
 from nsa_compile.train.generate import generate
+from nsa_compile.train.halt import halt_reason
+from nsa_compile.train.heartbeat import Heartbeat, Phase, install_stack_dump
+from nsa_compile.train.journal import Journal, write_json
+from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer
+from nsa_compile.train.phases import OTHER, PhaseTimer
 from nsa_compile.train.plots import plot_losses
-from nsa_compile.train.records import CsvLog, EvalRow, StepRow
+from nsa_compile.train.records import EvalRow, StepRow, phase_columns, throughput
 from nsa_compile.train.signals import stop_on_signals
 from nsa_compile.train.state import restore_training, training_states
+from nsa_compile.train.steps import StepResult, train_step
+from nsa_compile.train.world import World
 
-# Throughput is reported over this many steps at the end of a run, well after compilation.
-THROUGHPUT_STEPS = 50
 PROMPT_TOKENS = 32
 SAMPLE_TEMPERATURE = 0.8
 
 
-def run(config: RunConfig, corpus: Corpus, directory: Path, resumed: Checkpoint | None = None) -> dict[str, Any]:
+class Stop(IntEnum):
+    """Why the processes stop before the last step; the greatest of all processes counts."""
+
+    NOT = 0
+    SIGINT = 1
+    SIGTERM = 2
+    HALT = 3
+    SAVE_FAILED = 4
+
+
+def run(
+    config: RunConfig,
+    corpus: Corpus,
+    directory: Path,
+    resumed: Checkpoint | None = None,
+    world: World = World(),  # noqa: B008  immutable
+) -> dict[str, Any]:
     """Train as ``config`` says, leave everything in ``directory`` and return the summary.
 
     Args:
@@ -45,225 +72,264 @@ def run(config: RunConfig, corpus: Corpus, directory: Path, resumed: Checkpoint 
         corpus: what to train and to be judged on.
         directory: the run's own; a resumed run goes on in it.
         resumed: the checkpoint to go on from; the losses and weights are those of a run that was never stopped.
+        world: the place of this process among those that train; they have joined already.
 
     Raises:
         TrainingDiverged: the loss or the gradient stopped being finite.
         CheckpointError: ``resumed`` cannot be used, or a checkpoint could not be written.
+        Halted: a watchdog, or somebody else, asked the run to stop.
     """
-    torch.manual_seed(config.run.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape, optim = config.train, config.optim
-
-    model = NSATransformer(config.model).to(device)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = make_optimizer(model, optim)
-    if config.compile.enabled:
-        nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable, estimate=True)
-    sampler = BatchSampler(corpus.train, shape.batch_size, shape.seq_len)
-
-    matmul_dtype = torch.bfloat16 if shape.dtype == "bf16" else torch.float32
-    peak_flops = measure_matmul_flops(device, matmul_dtype)
-    tokens_per_step = shape.seq_len * shape.batch_size * shape.accumulate
-    flops_per_token = training_flops_per_token(config.model, shape.seq_len)
-    first_step = 0 if resumed is None else resumed.step
-    if resumed is not None:
-        states = load_checkpoint(resumed.path)
-        # After the measurement above, which draws random numbers of its own.
-        try:
-            restore_training(states, model, optimizer, sampler, first_step, config)
-        except CheckpointError as error:
-            raise CheckpointError(f"checkpoint '{resumed.path}' cannot be used: {error}") from None
-    resumed_at = None if resumed is None else first_step
-
-    with (
-        CsvLog(directory / "training.csv", StepRow, resumed_at) as training,
-        CsvLog(directory / "val.csv", EvalRow, resumed_at) as validation,
-        # tqdm is silent where stderr is no terminal; the logged lines remain.
-        tqdm(total=shape.steps, initial=first_step, unit="step", disable=None, file=sys.stderr) as bar,
-        stop_on_signals() as stop,
-        CheckpointWriter(directory / "checkpoints", shape.keep_last, shape.keep_best) as writer,
-    ):
-        _write_provenance(config, directory, device, peak_flops, first_step)
-
-        def evaluate_now(step: int) -> None:
-            validation.append(EvalRow(step, evaluate(model, corpus.validation, device, shape.dtype)))
-            validation.flush()
-            _log(bar, f"step {step}: validation loss {validation.rows[-1].val_loss:.4f}")
-
-        def save(step: int) -> None:
-            for log in (training, validation):
-                log.sync()  # a resumed run needs every row up to its checkpoint
-            last = validation.rows[-1]
-            val_loss = last.val_loss if last.step == step else None
-            writer.save(step, training_states(model, optimizer, sampler, step, config), val_loss)
-
-        _log(bar, f"{parameters:,} parameters on {device}; files in {directory}")
-        if config.compile.enabled:
-            _log(bar, "compiling; the first batches take longer")
-        elif config.model.attention == "nsa":
-            _log(bar, "compile.enabled = false: attention loops over the tokens one by one, which is slow")
-        if resumed is None:
-            evaluate_now(0)
-        else:
-            _log(bar, f"resumed from step {first_step}")
-
-        step, saved = first_step, resumed is not None
-        while step < shape.steps and stop.signal is None:
-            writer.check()
-            step += 1
-            start = time.perf_counter()
-            lr = learning_rate(optim, step, shape.steps)
-            batches = [sampler.next_batch() for _ in range(shape.accumulate)]
-            try:
-                loss, grad_norm = train_step(model, optimizer, batches, lr, optim.clip, device, shape.dtype)
-            except TrainingDiverged as error:
-                raise TrainingDiverged(
-                    f"training stopped at step {step}: {error}; try a lower optim.lr (here {optim.lr}), "
-                    f"a longer optim.warmup or a smaller optim.clip; files in {directory}"
-                ) from None
-            synchronize(device)
-            seconds = time.perf_counter() - start
-            rate = tokens_per_step / seconds
-            row = StepRow(step, loss, lr, grad_norm, rate, rate * flops_per_token / peak_flops, seconds)
-            training.append(row)
-            bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s, MFU {row.mfu:.1%}")
-            bar.update()
-
-            if step % shape.log_every == 0:
-                training.flush()
-                _log(bar, f"step {step}: loss {loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, MFU {row.mfu:.1%}")
-            if step % shape.eval_every == 0 or step == shape.steps:
-                evaluate_now(step)
-            saved = step == shape.steps or bool(shape.save_every and step % shape.save_every == 0)
-            if saved:
-                save(step)
-        if not saved:
-            save(step)
-        interrupted = step < shape.steps
-
-    steps, evals = training.rows, validation.rows
-    if config.compile.enabled:
-        report = nsa_compile.last_report()
-        if report is not None:  # a resumed run that had no step left compiled nothing
-            _write_json(directory / "passes.json", report.to_dict())
-    notes = []
-    if not plot_losses(directory / "loss.png", steps, evals, corpus.best_unigram_loss):
-        notes.append("no loss.png: matplotlib is not installed (the plots extra brings it)")
-    if shape.sample_tokens and not interrupted:
-        _write_sample(model, corpus, directory / "sample.txt", shape.sample_tokens, config.run.seed, device)
-
-    return {
-        "run_dir": str(directory),
-        "interrupted": interrupted,
-        "stopped_by": stop.signal if interrupted else None,
-        "resumed_from": resumed_at,
-        "steps": step,
-        "seq_len": shape.seq_len,
-        "batch_size": shape.batch_size,
-        "accumulate": shape.accumulate,
-        "dtype": shape.dtype,
-        "layers": config.model.n_layers,
-        "parameters": parameters,
-        "num_selected": config.model.pattern.num_selected,
-        "window": config.model.pattern.window,
-        **_throughput(steps[first_step:]),
-        "peak_flops": peak_flops,
-        "val_loss_start": evals[0].val_loss,
-        "val_loss_end": evals[-1].val_loss,
-        "best_unigram_loss": corpus.best_unigram_loss,
-        "notes": notes,
-    }
+    install_stack_dump(directory, world.rank)
+    with Heartbeat(directory, world.rank, config.watchdog.interval_s, world_size=world.size) as heartbeat:
+        return Trainer(config, corpus, directory, world, heartbeat).run(resumed)
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: list[np.ndarray],
-    lr: float,
-    clip: float | None,
-    device: torch.device,
-    dtype: str,
-) -> tuple[float, float]:
-    """One optimizer step over micro batches ``[B, S + 1]``, equal to one step over all of them at once.
-
-    Returns:
-        Mean loss of the micro batches in nats per token, and the norm of the gradient before clipping.
+class Trainer:
+    """A run in one of its processes; rank 0 also keeps the records.
 
     Raises:
-        TrainingDiverged: loss or gradient are not finite; the weights are left as they were.
+        CheckpointError: see :func:`run`.
     """
-    total = torch.zeros((), device=device)
-    for batch in batches:
-        loss = next_token_loss(model, torch.from_numpy(batch).to(device), dtype) / len(batches)
-        loss.backward()
-        total += loss.detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if clip is None else clip)
-    # The one place a step waits for the device: no update may be made of a gradient that is not finite.
-    loss_value, norm_value = torch.stack((total, grad_norm)).tolist()
-    if not np.isfinite((loss_value, norm_value)).all():
-        optimizer.zero_grad()
-        raise TrainingDiverged(f"loss = {loss_value} and gradient norm = {norm_value} must be finite")
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss_value, norm_value
 
+    def __init__(self, config: RunConfig, corpus: Corpus, directory: Path, world: World, heartbeat: Heartbeat) -> None:
+        torch.manual_seed(config.run.seed)
+        self.config, self.corpus, self.directory, self.world = config, corpus, directory, world
+        self.heartbeat = heartbeat
+        self.device = choose_device(config, world)
+        self.timer = PhaseTimer(self.device, self._enter_phase)
 
-def next_token_loss(model: nn.Module, tokens: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Mean cross-entropy of ``tokens`` ``[B, S + 1]`` int64, in nats per token; bf16 means autocast."""
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bf16"):
-        logits = model(tokens[:, :-1])
-    # In float32: the sum over the vocabulary is where bf16 would hurt.
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        self.model = NSATransformer(config.model).to(self.device)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.model.checkpoint_blocks(config.checkpointed_blocks())
+        if config.compile.enabled:
+            nsa_compile.compile_blocks(
+                self.model, nested=config.compile.nested, disable=config.compile.disable, estimate=True
+            )
+        self.hook = None
+        if world.size > 1 and config.ddp.strategy == "ddp":
+            self.hook = AllReduceHook(config.ddp.compress, on_last=lambda: self.timer.rest_is("communication"))
+        self.trained = share_model(self.model, config.ddp, world, self.device, self.hook)
+        self.optimizer = make_optimizer(self.model, config.optim)
 
+        shape = config.train
+        self.sampler = BatchSampler(
+            corpus.train, shape.batch_size, shape.seq_len, rank=world.rank, world_size=world.size
+        )
+        self.validation = corpus.validation[:, local_rows(shape.batch_size, world.rank, world.size)]
+        self.nonfinite = NonFinitePolicy(shape.on_nonfinite, shape.max_skipped, directory)
+        matmul_dtype = torch.bfloat16 if shape.dtype == "bf16" else torch.float32
+        # All processes measure at the same time: on one machine they share its cores.
+        self.peak_flops = sum_of_all(measure_matmul_flops(self.device, matmul_dtype), self.device)
+        self.tokens_per_step = shape.seq_len * shape.batch_size * shape.accumulate
+        self.flops_per_token = training_flops_per_token(config.model, shape.seq_len)
 
-def evaluate(model: nn.Module, batches: np.ndarray, device: torch.device, dtype: str) -> float:
-    """Mean loss over held-out batches ``[N, B, S + 1]``, in nats per token."""
-    # With gradients enabled, though none are taken: without them the blocks would be compiled a second time.
-    losses = [next_token_loss(model, torch.from_numpy(batch).to(device), dtype).detach() for batch in batches]
-    return torch.stack(losses).mean().item()
+    def run(self, resumed: Checkpoint | None) -> dict[str, Any]:
+        """Train to the last step, or until something stops it, and return the summary; see :func:`run`."""
+        first_step = 0
+        if resumed is not None:
+            first_step = resumed.step
+            self._restore(resumed)
+        resumed_at = None if resumed is None else first_step
+        step = first_step
+        with (
+            stop_on_signals() as signals,
+            Journal(self.config, self.directory, self.world, resumed_at) as journal,
+        ):
+            journal.write_provenance(self.device, self.peak_flops)
+            self._announce(journal, resumed_at)
+            if resumed is None:
+                self._evaluate(journal, 0)
+            saved, stop = resumed is not None, Stop.NOT
+            while step < self.config.train.steps and stop is Stop.NOT:
+                step += 1
+                saved = self._step(journal, step)
+                reason = self._reason_to_stop(journal, signals.signal)
+                stop = Stop(greatest_of_all(reason, self.device))
+            if not saved and stop is not Stop.SAVE_FAILED:
+                self._save(journal, step)
+            # Nobody leaves before rank 0 has written everything, since the first to leave ends the others.
+            if greatest_of_all(journal.save_error(wait=True) is not None, self.device):
+                self._leave(journal.save_error() or CheckpointError())
+            summary = self._summary(journal, step, resumed_at, stop)
+            if self.world.main:
+                self._leave_files(journal, summary)
+            wait_for_all()
+            if stop is Stop.HALT:
+                why = halt_reason(self.directory)
+                self._leave(Halted(f"run '{self.directory}' was halted after step {step}: {why}"))
+        return summary
 
+    def _leave(self, error: CheckpointError | Halted | TrainingDiverged) -> NoReturn:
+        """End every process by an error that all have agreed on; rank 0 says it."""
+        if self.world.main:
+            raise error
+        raise SystemExit(error.exit_code)
 
-def _log(bar: tqdm, line: str) -> None:
-    bar.write(line, file=sys.stderr)
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        states = load_checkpoint(checkpoint.path)
+        try:
+            restore_training(
+                states,
+                self.model,
+                self.optimizer,
+                self.sampler,
+                self.nonfinite,
+                checkpoint.step,
+                self.config,
+                self.world,
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint '{checkpoint.path}' cannot be used: {error}") from None
 
+    def _enter_phase(self, name: str) -> None:
+        self.heartbeat.phase("idle" if name == OTHER else cast(Phase, name))
 
-def _throughput(steps: list[StepRow]) -> dict[str, Any]:
-    """Tokens per second and MFU over the last steps; ``None`` for a run without any."""
-    # A short run has no 50 steps after compilation; its later half is what there is.
-    last = steps[-min(THROUGHPUT_STEPS, max(1, len(steps) // 2)) :]
-    rates = [row.tokens_per_s for row in last]
-    return {
-        "tokens_per_s_mean": statistics.fmean(rates) if rates else None,
-        "tokens_per_s_std": statistics.stdev(rates) if len(rates) > 1 else None,
-        "tokens_per_s_steps": len(rates),
-        "mfu": statistics.fmean(row.mfu for row in last) if last else None,
-    }
+    def _announce(self, journal: Journal, resumed_at: int | None) -> None:
+        config, world = self.config, self.world
+        processes = f" x {world.size} processes" if world.size > 1 else ""
+        journal.log(f"{self.parameters:,} parameters on {self.device.type}{processes}; files in {self.directory}")
+        if world.size > 1 and config.ddp.compress != "none":
+            journal.log(f"[{config.ddp.strategy}] gradient compression enabled: {config.ddp.compress}")
+        if config.compile.enabled:
+            journal.log("compiling; the first batches take longer")
+        elif config.model.attention == "nsa":
+            journal.log("compile.enabled = false: attention loops over the tokens one by one, which is slow")
+        if resumed_at is not None:
+            journal.log(f"resumed from step {resumed_at}")
 
+    def _step(self, journal: Journal, step: int) -> bool:
+        """Do the `step`-th step and what comes after it, and return whether it was saved."""
+        config, shape = self.config, self.config.train
+        start = time.perf_counter()
+        with self.timer.phase("data"):
+            indices = [self.sampler.next_indices() for _ in range(shape.accumulate)]
+            batches = [self.sampler.sequences(part) for part in indices]
+        lr = learning_rate(config.optim, step, shape.steps)
+        result = train_step(
+            self.trained,
+            self.optimizer,
+            batches,
+            lr,
+            config.optim.clip,
+            self.device,
+            shape.dtype,
+            self.timer,
+            self.hook,
+        )
+        synchronize(self.device)
+        seconds = time.perf_counter() - start
+        phases = self.timer.step_done()
+        rate = self.tokens_per_step / seconds
+        mfu = rate * self.flops_per_token / self.peak_flops
+        memory = peak_memory(self.device)
+        row = StepRow(step, result.loss, lr, result.grad_norm, rate, mfu, seconds, memory, **phase_columns(phases))
+        journal.step(row, result)
+        gates = None
+        if config.log.stats_every and step % config.log.stats_every == 0:
+            layers = self._attention_statistics(batches[0])
+            journal.attention(step, layers)
+            gates = {str(x.layer): [x.gate_compressed, x.gate_selected, x.gate_window] for x in layers}
+        self.heartbeat.step(step, result.loss, result.grad_norm, rate, **({"gates": gates} if gates else {}))
+        if result.finite:
+            self.nonfinite.finite()
+        else:
+            self._skip(step, [index for part in indices for index in part], result)
+        if step % shape.eval_every == 0 or step == shape.steps:
+            self._evaluate(journal, step)
+        save = step == shape.steps or bool(shape.save_every and step % shape.save_every == 0)
+        if save:
+            self._save(journal, step)
+        self.heartbeat.phase("idle")
+        return save
 
-def _write_provenance(
-    config: RunConfig, directory: Path, device: torch.device, peak_flops: float, first_step: int
-) -> None:
-    (directory / "config.resolved.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    environment = {**describe_environment(device), "matmul_peak_flops": peak_flops}
-    if first_step:
-        # What the steps before ran on stays on record.
-        _write_json(directory / f"env.from-step-{first_step}.json", environment)
-        return
-    _write_json(directory / "env.json", environment)
-    sha = git_revision()["sha"] or "unknown: not a git checkout"
-    (directory / "git_sha.txt").write_text(sha + "\n", encoding="utf-8")
+    def _skip(self, step: int, sequences: list[int], result: StepResult) -> None:
+        try:
+            self.nonfinite.nonfinite(step, self.world.rank, sequences, result.loss, result.grad_norm)
+        except TrainingDiverged as error:
+            self._leave(error)
 
+    def _attention_statistics(self, batch: Any) -> list[LayerStatistics]:
+        if self.config.model.attention != "nsa" or self.config.ddp.strategy == "fsdp" or not self.world.main:
+            return []
+        return attention_statistics(self.model, torch.from_numpy(batch[:1, :-1]).to(self.device))
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    def _evaluate(self, journal: Journal, step: int) -> None:
+        self.heartbeat.phase("evaluate")
+        loss, accuracy = evaluate_answers(
+            self.model, self.validation, self.corpus.answers, self.device, self.config.train.dtype
+        )
+        figures = torch.tensor([loss, accuracy or 0.0], dtype=torch.float64, device=self.device)
+        loss, mean_accuracy = mean_of_all(figures).tolist()
+        journal.evaluation(EvalRow(step, loss, None if accuracy is None else mean_accuracy))
 
+    def _save(self, journal: Journal, step: int) -> None:
+        self.heartbeat.phase("checkpoint")
+        states = training_states(self.model, self.optimizer, self.sampler, self.nonfinite, step, self.config)
+        journal.save(step, states)
 
-def _write_sample(
-    model: NSATransformer, corpus: Corpus, path: Path, count: int, seed: int, device: torch.device
-) -> None:
-    prompt = torch.from_numpy(corpus.validation[0, 0, :PROMPT_TOKENS]).to(device)
-    generator = torch.Generator(device).manual_seed(seed)
-    tokens = generate(model, prompt, count, SAMPLE_TEMPERATURE, generator)
-    path.write_text(corpus.tokenizer.decode(torch.cat((prompt, tokens)).tolist()) + "\n", encoding="utf-8")
+    def _reason_to_stop(self, journal: Journal, signal_name: str | None) -> Stop:
+        if journal.save_error() is not None:
+            return Stop.SAVE_FAILED
+        if self.world.main and halt_reason(self.directory) is not None:
+            return Stop.HALT
+        return Stop[signal_name] if signal_name is not None else Stop.NOT
+
+    def _summary(self, journal: Journal, step: int, resumed_at: int | None, stop: Stop) -> dict[str, Any]:
+        config, shape = self.config, self.config.train
+        interrupted = step < shape.steps
+        summary: dict[str, Any] = {
+            "run_dir": str(self.directory),
+            "interrupted": interrupted,
+            "stopped_by": stop.name if interrupted else None,
+            "resumed_from": resumed_at,
+            "steps": step,
+        }
+        if not self.world.main:
+            return summary
+        pattern = config.model.pattern
+        return summary | {
+            "seq_len": shape.seq_len,
+            "batch_size": shape.batch_size,
+            "accumulate": shape.accumulate,
+            "processes": self.world.size,
+            "strategy": config.ddp.strategy if self.world.size > 1 else None,
+            "dtype": shape.dtype,
+            "attention": config.model.attention,
+            "layers": config.model.n_layers,
+            "parameters": self.parameters,
+            "num_selected": pattern.num_selected,
+            "window": pattern.window,
+            **throughput(journal.steps.rows[resumed_at or 0 :]),
+            "peak_flops": self.peak_flops,
+            "memory_bytes": peak_memory(self.device),
+            **journal.communication(),
+            "val_loss_start": journal.evaluations.rows[0].val_loss,
+            "val_loss_end": journal.evaluations.rows[-1].val_loss,
+            "accuracy": journal.evaluations.rows[-1].accuracy,
+            "best_unigram_loss": self.corpus.best_unigram_loss,
+            "skipped_steps": self.nonfinite.skipped,
+            "notes": [],
+        }
+
+    def _leave_files(self, journal: Journal, summary: dict[str, Any]) -> None:
+        """Write what belongs to the end of a run: picture, passes, sample and summary."""
+        if self.config.compile.enabled:
+            report = nsa_compile.last_report()
+            if report is not None:  # a resumed run that had no step left compiled nothing
+                write_json(self.directory / "passes.json", report.to_dict())
+        steps, evaluations = journal.steps.rows, journal.evaluations.rows
+        if not plot_losses(self.directory / "loss.png", steps, evaluations, self.corpus.best_unigram_loss):
+            summary["notes"].append("no loss.png: matplotlib is not installed (the plots extra brings it)")
+        count = self.config.train.sample_tokens
+        if count and self.config.ddp.strategy == "fsdp" and self.world.size > 1:
+            summary["notes"].append("no sample.txt: a model that FSDP shards does not generate")
+        elif count and not summary["interrupted"]:
+            self._write_sample(count)
+        write_json(self.directory / "summary.json", summary)
+
+    def _write_sample(self, count: int) -> None:
+        prompt = torch.from_numpy(self.corpus.validation[0, 0, :PROMPT_TOKENS]).to(self.device)
+        generator = torch.Generator(self.device).manual_seed(self.config.run.seed)
+        tokens = generate(self.model, prompt, count, SAMPLE_TEMPERATURE, generator)
+        text = self.corpus.tokenizer.decode(torch.cat((prompt, tokens)).tolist())
+        (self.directory / "sample.txt").write_text(text + "\n", encoding="utf-8")

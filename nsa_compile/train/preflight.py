@@ -13,6 +13,17 @@ from pathlib import Path
 
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
+from nsa_compile.train.tensorboard import check_tensorboard
+
+
+def check_run(config: RunConfig) -> None:
+    """Make sure that what the configuration asks for is there: a compiler, packages.
+
+    Raises:
+        UserError: something is not.
+    """
+    check_compiler(config)
+    check_tensorboard(config)
 
 
 def check_compiler(config: RunConfig) -> None:

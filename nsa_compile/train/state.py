@@ -12,30 +12,41 @@ from nsa_compile.config import RunConfig
 from nsa_compile.data import BatchSampler
 from nsa_compile.errors import CheckpointError
 from nsa_compile.train.checkpoint_files import STATE, rank_file
+from nsa_compile.train.distributed import gather_to_main, shard_like, whole_state
+from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.resume import first_difference
+from nsa_compile.train.world import World
 
-_SHARED = {"step": int, "model": dict, "optimizer": dict, "sampler_position": int, "config": dict}
+_SHARED = {"step": int, "model": dict, "optimizer": dict, "sampler_position": int, "nonfinite": dict, "config": dict}
 _MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 
 
 def training_states(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sampler: BatchSampler, step: int, config: RunConfig
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: BatchSampler,
+    nonfinite: NonFinitePolicy,
+    step: int,
+    config: RunConfig,
 ) -> dict[str, Any]:
-    """The files of a checkpoint, as tensors and plain values: what all ranks share, and what this one has of its own.
+    """The files of a checkpoint, as tensors and plain values: what all ranks share, and what each has of its own.
 
-    Data need no generator's state: a batch is a pure function of the seed and of the sampler's position.
+    Every process has to call this; only rank 0 gets the states of the others. Data need no generator's state: a batch
+    is a pure function of the seed and of the sampler's position.
     """
     shared = {
         "step": step,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict()["state"],  # the groups follow from the configuration
+        "model": whole_state(model.state_dict()),
+        "optimizer": whole_state(optimizer.state_dict()["state"]),  # the groups follow from the configuration
         "sampler_position": sampler.position,
+        "nonfinite": nonfinite.state_dict(),
         "config": config.model_dump(),
     }
     own = {"rng": torch.get_rng_state()}
     if torch.cuda.is_available():
         own["cuda_rng"] = torch.cuda.get_rng_state()
-    return {STATE: shared, rank_file(0): own}
+    everyones = gather_to_main(own) or []
+    return {STATE: shared, **{rank_file(rank): state for rank, state in enumerate(everyones)}}
 
 
 def restore_training(
@@ -43,17 +54,22 @@ def restore_training(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     sampler: BatchSampler,
+    nonfinite: NonFinitePolicy,
     step: int,
     config: RunConfig,
+    world: World = World(),  # noqa: B008  immutable
 ) -> None:
     """Put the states of the checkpoint of ``step`` back.
+
+    On another number of processes than it was written by, only the state of the random generators is not restored,
+    which nothing in a training step draws from.
 
     Raises:
         CheckpointError: they are not those of such a run; names what differs.
     """
-    shared, own = states[STATE], states[rank_file(0)]
-    _require(len(states) == 2, f"it is of {len(states) - 1} processes, and this run has 1")
-    _require(isinstance(shared, dict) and isinstance(own, dict), "its files must hold dicts")
+    shared = states[STATE]
+    own = states[rank_file(world.rank)] if len(states) - 1 == world.size else None
+    _require(isinstance(shared, dict) and isinstance(own, dict | None), "its files must hold dicts")
     for name, kind in _SHARED.items():
         _require(isinstance(shared.get(name), kind), f"{name} in {STATE} must be of type {kind.__name__}")
     _require(shared["step"] == step, f"step = {shared['step']} in {STATE} must be {step}")
@@ -70,11 +86,20 @@ def restore_training(
         like = {name: torch.zeros(()) if name == "step" else parameters[index] for name in entry}
         _check_tensors(f"optimizer.{index}", entry, like)
     names = {"rng", "cuda_rng"} if torch.cuda.is_available() else {"rng"}
-    _require(set(own) == names, f"it has the generators {sorted(map(str, own))}, and this machine {sorted(names)}")
+    if own is not None:
+        _require(set(own) == names, f"it has the generators {sorted(map(str, own))}, and this machine {sorted(names)}")
 
-    model.load_state_dict(shared["model"])
+    present = model.state_dict()
+    model.load_state_dict({name: shard_like(tensor, present[name]) for name, tensor in shared["model"].items()})
+    for index, entry in moments.items():
+        moments[index] = {
+            name: tensor if name == "step" else shard_like(tensor, parameters[index]) for name, tensor in entry.items()
+        }
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     sampler.position = shared["sampler_position"]
+    nonfinite.load_state_dict(shared["nonfinite"])
+    if own is None:
+        return
     try:
         torch.set_rng_state(own["rng"])
         if "cuda_rng" in own:

@@ -14,13 +14,14 @@ import yaml
 from nsa_compile.config import OptimSection, load_config
 from nsa_compile.data import BatchSampler, load_corpus
 from nsa_compile.data.sampling import UniformBytes
-from nsa_compile.errors import TrainingDiverged
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 from nsa_compile.train.checkpoint import load_checkpoint
 from nsa_compile.train.generate import generate
-from nsa_compile.train.loop import evaluate, next_token_loss, run, train_step
+from nsa_compile.train.evaluation import evaluate_answers, logits_and_loss
+from nsa_compile.train.loop import run
 from nsa_compile.train.optim import make_optimizer
 from nsa_compile.train.preflight import create_run_directory
+from nsa_compile.train.steps import train_step
 
 CPU = torch.device("cpu")
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=3, window=4)
@@ -51,8 +52,8 @@ def test_k_accumulated_batches_are_one_batch_of_k_times_the_size(count, batch_si
         sampler = BatchSampler(UniformBytes(1), sizes[0], 12)
         batches = [sampler.next_batch() for _ in sizes]
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        loss, norm = train_step(model, optimizer, batches, 1.0, None, CPU, "float32")
-        outcomes.append((loss, norm, torch.cat([p.detach().flatten() for p in model.parameters()])))
+        result = train_step(model, optimizer, batches, 1.0, None, CPU, "float32")
+        outcomes.append((result.loss, result.grad_norm, torch.cat([p.detach().flatten() for p in model.parameters()])))
     (loss_a, norm_a, weights_a), (loss_b, norm_b, weights_b) = outcomes
     assert loss_a == pytest.approx(loss_b, rel=1e-6)
     assert norm_a == pytest.approx(norm_b, rel=1e-5)
@@ -72,7 +73,8 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before_it():
     model = make_model()
     before = [p.detach().clone() for p in model.parameters()]
     batch = BatchSampler(UniformBytes(1), 2, 12).next_batch()
-    _, norm = train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), [batch], 1.0, 0.01, CPU, "float32")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    norm = train_step(model, optimizer, [batch], 1.0, 0.01, CPU, "float32").grad_norm
     update = torch.stack([(p.detach() - b).norm() for p, b in zip(model.parameters(), before, strict=True)]).norm()
     assert norm > 0.01
     assert update.item() == pytest.approx(0.01, rel=1e-2)
@@ -84,8 +86,8 @@ def test_a_loss_that_is_not_finite_changes_no_weight():
         model.head.weight[0, 0] = float("nan")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = make_optimizer(model, OptimSection())
-    with pytest.raises(TrainingDiverged, match="must be finite"):
-        train_step(model, optimizer, [BatchSampler(UniformBytes(1), 2, 12).next_batch()], 0.1, 1.0, CPU, "float32")
+    batch = BatchSampler(UniformBytes(1), 2, 12).next_batch()
+    assert not train_step(model, optimizer, [batch], 0.1, 1.0, CPU, "float32").finite
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0, equal_nan=True)
 
@@ -95,9 +97,10 @@ def test_bf16_keeps_float32_weights_gradients_and_moments():
     optimizer = make_optimizer(model, OptimSection())
     batch = BatchSampler(UniformBytes(1), 2, 12).next_batch()
     tokens = torch.from_numpy(batch)
-    assert next_token_loss(model, tokens, "bf16").dtype == torch.float32
-    assert next_token_loss(model, tokens, "bf16") != next_token_loss(model, tokens, "float32")
-    next_token_loss(model, tokens, "bf16").backward()
+    (_, low), (_, full) = logits_and_loss(model, tokens, "bf16"), logits_and_loss(model, tokens, "float32")
+    assert low.dtype == torch.float32
+    assert low != full
+    low.backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     train_step(model, optimizer, [batch], 1e-3, 1.0, CPU, "bf16")
     moments = [state["exp_avg"] for state in optimizer.state.values()]
@@ -109,17 +112,17 @@ def test_random_bytes_stay_unpredictable():
     model = make_model()
     optimizer = make_optimizer(model, OptimSection(weight_decay=0.0))
     sampler = BatchSampler(UniformBytes(7), 8, 24)
-    losses = [train_step(model, optimizer, [sampler.next_batch()], 3e-3, 1.0, CPU, "float32")[0] for _ in range(60)]
+    losses = [train_step(model, optimizer, [sampler.next_batch()], 3e-3, 1.0, CPU, "float32").loss for _ in range(60)]
     assert min(losses) > math.log(256) - 0.1  # single batches scatter around the mean
     held_out = BatchSampler(UniformBytes(8), 32, 24).next_batch()[None]
-    assert evaluate(model, held_out, CPU, "float32") > math.log(256) - 0.01
+    assert evaluate_answers(model, held_out, None, CPU, "float32")[0] > math.log(256) - 0.01
 
 
 def test_a_text_that_can_be_learned_is_learned():
     model = make_model()
     optimizer = make_optimizer(model, OptimSection(weight_decay=0.0))
     batch = np.tile(np.arange(25) % 5 + 97, (4, 1)).astype(np.int64)
-    losses = [train_step(model, optimizer, [batch], 1e-2, 1.0, CPU, "float32")[0] for _ in range(30)]
+    losses = [train_step(model, optimizer, [batch], 1e-2, 1.0, CPU, "float32").loss for _ in range(30)]
     assert losses[-1] < 1.0 < losses[0]
 
 
@@ -145,7 +148,8 @@ def test_a_run_leaves_everything_in_its_own_directory(tiny_overrides):
     overrides = tiny_overrides()
     summary, directory = run_tiny(overrides)
     expected = ["config.resolved.yaml", "training.csv", "val.csv", "env.json", "git_sha.txt"]
-    expected += ["checkpoints", "loss.png", "sample.txt"]
+    expected += ["checkpoints", "loss.png", "sample.txt", "attention.jsonl", "summary.json"]
+    expected += ["heartbeat_rank0.jsonl", "stacks_rank0.txt"]
     assert sorted(path.name for path in directory.iterdir()) == sorted(expected)
     assert [row["step"] for row in rows(directory / "training.csv")] == ["1", "2", "3", "4"]
     assert {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu"} <= set(rows(directory / "training.csv")[0])

@@ -1,0 +1,49 @@
+"""How good a model is on held-out sequences: its loss and, where a task has answers, how many it gets right."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nsa_compile.data.synthetic import Mask, answer_accuracy
+
+
+def logits_and_loss(model: nn.Module, tokens: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits ``[B, S, V]`` for ``tokens`` ``[B, S + 1]`` int64 and their mean cross-entropy in nats per token; bf16
+    means autocast."""
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bf16"):
+        logits = model(tokens[:, :-1])
+    # In float32: the sum over the vocabulary is where bf16 would hurt.
+    return logits, F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def evaluate_answers(
+    model: nn.Module, batches: npt.NDArray[np.int64], answers: Mask | None, device: torch.device, dtype: str
+) -> tuple[float, float | None]:
+    """Mean loss over held-out batches, and the share of the answers that the most probable token gets right.
+
+    Args:
+        model: tokens ``[B, S]`` to logits ``[B, S, V]``.
+        batches: ``[N, B, S + 1]``.
+        answers: which tokens ``[S + 1]`` of every sequence are answers; ``None`` where that is not known.
+        device: where the model is.
+        dtype: ``"float32"``, or ``"bf16"`` for autocast.
+
+    Returns:
+        The loss in nats per token, and the accuracy or, without ``answers``, ``None``.
+    """
+    # With gradients enabled, though none are taken: without them the blocks would be compiled a second time.
+    losses, predictions = [], []
+    for batch in batches:
+        logits, loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype)
+        losses.append(loss.detach())
+        if answers is not None:
+            predictions.append(logits.detach().argmax(dim=-1))
+        del logits, loss  # and with them the graph, before the next batch needs its memory
+    accuracy = None
+    if answers is not None:
+        accuracy = answer_accuracy(torch.stack(predictions).cpu().numpy(), batches, answers)
+    return torch.stack(losses).mean().item(), accuracy

@@ -1,0 +1,175 @@
+"""The records of a run: what rank 0 logs and writes, and what the other ranks leave to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nsa_compile.config import RunConfig
+from nsa_compile.errors import CheckpointError
+from nsa_compile.train.all_reduce import Overlap
+from nsa_compile.train.attention_stats import LayerStatistics
+from nsa_compile.train.checkpoint import CheckpointWriter
+from nsa_compile.train.environment import describe_environment, git_revision
+from nsa_compile.train.halt import clear_halt
+from nsa_compile.train.records import THROUGHPUT_STEPS, CsvLog, EvalRow, JsonLog, StepRow
+from nsa_compile.train.steps import StepResult
+from nsa_compile.train.tensorboard import TensorBoard
+from nsa_compile.train.world import World
+
+
+class Journal:
+    """CSV files, checkpoints, progress and log lines of rank 0; silent in every other rank.
+
+    Args:
+        config: of the run.
+        directory: the run's own.
+        world: the place of this process.
+        resumed_at: the step a run goes on from; rows after it are cut off.
+
+    Raises:
+        CheckpointError: the rows of a resumed run cannot be read.
+    """
+
+    def __init__(self, config: RunConfig, directory: Path, world: World, resumed_at: int | None) -> None:
+        self.config, self.directory, self.main = config, directory, world.main
+        self.resumed_at = resumed_at
+        self._overlaps: list[Overlap] = []
+        self._save_error: CheckpointError | None = None
+        self._tensorboard: TensorBoard | None = None
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Journal:
+        if not self.main:
+            return self
+        config, directory, resumed_at = self.config, self.directory, self.resumed_at
+        clear_halt(directory)
+        with contextlib.ExitStack() as opened:
+            self.steps = opened.enter_context(CsvLog(directory / "training.csv", StepRow, resumed_at))
+            self.evaluations = opened.enter_context(CsvLog(directory / "val.csv", EvalRow, resumed_at))
+            self._attention = opened.enter_context(JsonLog(directory / "attention.jsonl", resumed_at))
+            if config.log.tensorboard:
+                self._tensorboard = opened.enter_context(TensorBoard(directory, resumed_at))
+            # tqdm is silent where stderr is no terminal; the logged lines remain.
+            total, done = config.train.steps, resumed_at or 0
+            self._bar = opened.enter_context(
+                tqdm(total=total, initial=done, unit="step", disable=None, file=sys.stderr)
+            )
+            shape = config.train
+            self._writer = opened.enter_context(
+                CheckpointWriter(directory / "checkpoints", shape.keep_last, shape.keep_best)
+            )
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, traceback)
+
+    def write_provenance(self, device: torch.device, peak_flops: float) -> None:
+        """Write down what the run is and what it runs on."""
+        if not self.main:
+            return
+        (self.directory / "config.resolved.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+        environment = {**describe_environment(device), "matmul_peak_flops": peak_flops}
+        if self.resumed_at:
+            # What the steps before ran on stays on record.
+            write_json(self.directory / f"env.from-step-{self.resumed_at}.json", environment)
+            return
+        write_json(self.directory / "env.json", environment)
+        sha = git_revision()["sha"] or "unknown: not a git checkout"
+        (self.directory / "git_sha.txt").write_text(sha + "\n", encoding="utf-8")
+
+    def log(self, line: str) -> None:
+        """Print a line to stderr, above the progress bar."""
+        if self.main:
+            self._bar.write(line, file=sys.stderr)
+
+    def step(self, row: StepRow, result: StepResult) -> None:
+        """Record a step."""
+        if not self.main:
+            return
+        self.steps.append(row)
+        if self._tensorboard is not None:
+            self._tensorboard.training(row)
+        if result.overlap is not None:
+            if not self._overlaps:
+                self.log(f"[ddp] {result.overlap.sent_bytes / 1e6:,.1f} MB of gradients sent by each process a step")
+            self._overlaps.append(result.overlap)
+        self._bar.set_postfix_str(f"loss {row.loss:.3f}, {row.tokens_per_s:,.0f} tokens/s, MFU {row.mfu:.1%}")
+        self._bar.update()
+        if row.step % self.config.train.log_every == 0:
+            self.steps.flush()
+            self.log(
+                f"step {row.step}: loss {row.loss:.4f}, lr {row.lr:.2e}, {row.tokens_per_s:,.0f} tokens/s, "
+                f"MFU {row.mfu:.1%}"
+            )
+
+    def attention(self, step: int, layers: Sequence[LayerStatistics]) -> None:
+        """Record gates and selection."""
+        if not self.main:
+            return
+        for layer in layers:
+            self._attention.append({"step": step, **asdict(layer)})
+        self._attention.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.attention(step, layers)
+
+    def evaluation(self, row: EvalRow) -> None:
+        """Record a held-out loss."""
+        if not self.main:
+            return
+        self.evaluations.append(row)
+        self.evaluations.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.validation(row)
+        accuracy = "" if row.accuracy is None else f", {row.accuracy:.1%} of the answers right"
+        self.log(f"step {row.step}: validation loss {row.val_loss:.4f}{accuracy}")
+
+    def save(self, step: int, states: dict[str, Any]) -> None:
+        """Start writing a checkpoint."""
+        if not self.main:
+            return
+        for log in (self.steps, self.evaluations, self._attention):
+            log.sync()  # a resumed run needs every row up to its checkpoint
+        last = self.evaluations.rows[-1]
+        try:
+            self._writer.save(step, states, last.val_loss if last.step == step else None)
+        except CheckpointError as error:  # of the one before
+            self._save_error = error
+
+    def save_error(self, *, wait: bool = False) -> CheckpointError | None:
+        """What kept a checkpoint from being written, if anything did; with ``wait``, once all are written."""
+        if self.main and self._save_error is None:
+            try:
+                self._writer.wait() if wait else self._writer.check()
+            except CheckpointError as error:
+                self._save_error = error
+        return self._save_error
+
+    def communication(self) -> dict[str, Any]:
+        """How gradients were sent in the last steps, for the summary; empty where DDP sent none."""
+        last = self._overlaps[-THROUGHPUT_STEPS:]
+        if not last:
+            return {}
+        return {
+            "compress": self.config.ddp.compress,
+            "gradient_bytes": last[-1].sent_bytes,
+            "first_all_reduce": statistics.median(overlap.first for overlap in last),
+        }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write plain data, readable."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

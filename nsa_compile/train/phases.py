@@ -1,0 +1,92 @@
+"""Where the time of a step goes, phase by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nsa_compile.train.records import PHASES
+
+OTHER = "other"
+
+
+class PhaseTimer:
+    """Seconds of each phase of a step: wall time on the CPU, the device's own time on CUDA.
+
+    A step begins with its first phase and ends with :meth:`step_done`; what lies between steps counts for none. A phase
+    within another one is taken out of it, and what no phase covers is "other", so that all of them add up to the step::
+
+        with timer.phase("forward"):
+            loss = …
+        with timer.phase("backward"):
+            loss.backward()
+        phases = timer.step_done()
+
+    Args:
+        device: on CUDA, moments are events on the current stream, which cost no synchronization.
+        on_phase: called with the name of a phase whenever one begins, "other" included.
+    """
+
+    def __init__(self, device: torch.device, on_phase: Callable[[str], None] | None = None) -> None:
+        self._now = _cuda_event if device.type == "cuda" else time.perf_counter
+        self._seconds = _cuda_seconds if device.type == "cuda" else lambda start, end: end - start
+        self._on_phase = on_phase
+        self._phase = OTHER
+        self._marks: list[tuple[str, Any]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside for the phase ``name``, one of ``PHASES``."""
+        _check(name)
+        outer = self._phase
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._enter(outer)
+
+    def rest_is(self, name: str) -> None:
+        """Count the rest of the present phase for ``name``: for what is called in the middle of a backward pass."""
+        _check(name)
+        self._enter(name)
+
+    def step_done(self) -> dict[str, float] | None:
+        """End the step: seconds by phase, in the order of ``PHASES``.
+
+        ``None`` for a step without a phase, and on CUDA where the device has not yet done all of it: nothing waits
+        here, so call it after what waits for the step's loss.
+        """
+        marks = self._marks
+        end = self._now()
+        self._marks, self._phase = [], OTHER
+        if not marks or not (isinstance(end, float) or end.query()):
+            return None
+        phases = dict.fromkeys(PHASES, 0.0)
+        for (name, start), (_, stop) in zip(marks, [*marks[1:], (OTHER, end)], strict=True):
+            phases[name] += self._seconds(start, stop)
+        return phases
+
+    def _enter(self, name: str) -> None:
+        self._marks.append((name, self._now()))
+        self._phase = name
+        if self._on_phase is not None:
+            self._on_phase(name)
+
+
+def _check(name: str) -> None:
+    if name not in PHASES:
+        raise ValueError(f"phase {name!r} must be one of {', '.join(PHASES)}")
+
+
+def _cuda_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return start.elapsed_time(end) / 1000

@@ -1,0 +1,93 @@
+"""One optimizer step, on one process or many."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from nsa_compile.train.all_reduce import AllReduceHook, Overlap
+from nsa_compile.train.distributed import gradients_stay_local, mean_of_all, whole
+from nsa_compile.train.evaluation import logits_and_loss
+from nsa_compile.train.phases import PhaseTimer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, the same in every process.
+
+    Attributes:
+        loss: mean over the micro batches of all processes, in nats per token.
+        grad_norm: of the mean gradient, before clipping.
+        overlap: when this process sent its gradients; ``None`` where DDP did not.
+    """
+
+    loss: float
+    grad_norm: float
+    overlap: Overlap | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether the weights were changed: no update is made of a loss or a gradient that is not finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[np.ndarray],
+    lr: float,
+    clip: float | None,
+    device: torch.device,
+    dtype: str,
+    timer: PhaseTimer | None = None,
+    hook: AllReduceHook | None = None,
+) -> StepResult:
+    """One optimizer step over micro batches ``[B, S + 1]``, equal to one step over all of them at once.
+
+    Args:
+        model: tokens to logits; wrapped in DDP or FSDP where other processes work on batches of their own.
+        optimizer: what updates the weights.
+        batches: this process's micro batches.
+        lr: learning rate of this step.
+        clip: greatest norm of the gradient; ``None`` for any.
+        device: where the model is.
+        dtype: ``"float32"``, or ``"bf16"`` for autocast.
+        timer: told of each phase.
+        hook: the communication hook of a model wrapped in DDP.
+    """
+    timer = timer or PhaseTimer(device)
+    total = torch.zeros((), device=device)
+    for number, batch in enumerate(batches, start=1):
+        last = number == len(batches)
+        # Gradients are sent once a step, when those of the last micro batch have been added.
+        with contextlib.nullcontext() if last else gradients_stay_local(model):
+            with timer.phase("forward"):
+                _, loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype)
+                loss = loss / len(batches)
+            with timer.phase("backward"):
+                if hook is not None and last:
+                    hook.begin()
+                loss.backward()
+        total += loss.detach()
+    overlap = None if hook is None else hook.end()
+
+    with timer.phase("optimizer"):
+        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if clip is None else clip))
+    with timer.phase("communication"):
+        # The one place a step waits for the device. A loss that is not finite in one process is so in the mean, so
+        # that all of them leave their weights as they are, or none.
+        values = torch.stack((total, norm)).double()
+        loss_value, norm_value = mean_of_all(values).tolist()
+    result = StepResult(loss_value, norm_value, overlap)
+    with timer.phase("optimizer"):
+        if result.finite:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        optimizer.zero_grad()
+    return result
