@@ -164,7 +164,8 @@ class CompileSection(Section):
 class LogSection(Section):
     """What a run tells beside its CSV files.
 
-    ``stats_every`` steps the gates and the selection of every NSA layer go to ``attention.jsonl``, 0 for never;
+    ``stats_every`` steps the gates and the selection of every NSA layer go to ``attention.jsonl``, 0 for never
+    (nor where ``model.branches`` leaves a branch out);
     ``tensorboard`` writes all figures to event files, too (it needs the extra of that name).
     """
 
