@@ -122,7 +122,7 @@ class NSAConfig:
         pattern: block sizes and counts.
         phi: the block compression of eq. 7, ``"mlp"`` (with intra-block position embedding) or ``"mean"``.
         shared_kv: one key/value projection for the three branches, where the paper has one for each.
-        branches: the branches of eq. 5 that are there, for ablation. One that is not has no parameters and adds nothing.
+        branches: the branches of eq. 5 that are there, for ablation; others have no parameters and add nothing.
             ``"selected"`` needs ``"compressed"``, from whose weights it selects.
         attention: ``"nsa"``, or ``"dense"`` for causal attention over all tokens.
         mlp_hidden: hidden width of the SwiGLU feed-forward;

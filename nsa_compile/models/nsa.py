@@ -28,8 +28,8 @@ class NSAToken(NamedTuple):
 
     `q` reads the selected and the window branch, `q_cmp` the compressed one: compression happens on keys before
     RoPE, so the compressed keys carry no rotation and meet a query without one. `gates` are activated, one for each
-    branch, in the order compressed, selected, window. With a shared projection `k_win` and `v_win` are None, and the window branch reads
-    the cache of the selected one.
+    branch, in the order compressed, selected, window. With a shared projection `k_win` and `v_win` are None, and the
+    window branch reads the cache of the selected one.
     """
 
     t: Tensor  # [] int64, the position of the token
