@@ -1,0 +1,86 @@
+"""Plants a fault in the processes of a run: ``FAULT=<what>@<rank>:<step>``, while the file ``FAULT_ONCE`` exists.
+
+Python imports a module of this name at every start, so the processes are those that users start, and nothing in the
+package knows of faults. The file is removed when the fault strikes, so that the run goes on without it.
+"""
+
+import os
+import signal
+import sys
+import time
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+
+
+def nan(loss):
+    return loss * float("nan")
+
+
+def kill(loss):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash(loss):
+    raise ValueError("a planted fault")
+
+
+def hang(loss):
+    time.sleep(3600)
+
+
+def stall_in_data():
+    time.sleep(3600)
+
+
+def strikes(rank, step, seen):
+    seen.append(None)
+    return os.environ.get("RANK", "0") == rank and len(seen) == int(step) and os.path.exists(os.environ["FAULT_ONCE"])
+
+
+def plant(module):
+    what, _, where = os.environ["FAULT"].partition("@")
+    rank, _, step = where.partition(":")
+    seen = []
+    if what == "stall" and module.__name__ == "nsa_compile.data.sampling":
+        sequences = module.BatchSampler.sequences
+
+        def slow(self, indices):
+            if strikes(rank, step, seen):
+                os.unlink(os.environ["FAULT_ONCE"])
+                stall_in_data()
+            return sequences(self, indices)
+
+        module.BatchSampler.sequences = slow
+    if what != "stall" and module.__name__ == "nsa_compile.train.steps":
+        compute = module.logits_and_loss
+
+        def faulty(*arguments):
+            logits, loss = compute(*arguments)
+            if strikes(rank, step, seen):
+                os.unlink(os.environ["FAULT_ONCE"])
+                if what == "hook":  # within the collective of the gradients
+                    loss.register_hook(lambda gradient: hang(gradient))
+                else:
+                    loss = globals()[what](loss)
+            return logits, loss
+
+        module.logits_and_loss = faulty
+
+
+class Finder(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name not in ("nsa_compile.train.steps", "nsa_compile.data.sampling"):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            plant(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if "FAULT" in os.environ:
+    sys.meta_path.insert(0, Finder())
