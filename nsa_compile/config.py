@@ -83,8 +83,8 @@ class DataSection(Section):
     name: str = "shakespeare"
     tokenizer: Literal["byte", "gpt2"] = "byte"
     min_distance: Count | None = None
-    # Each takes nine of the task's 62 symbols, and the longest phrase of the filler twenty.
-    needles: Annotated[int, Field(ge=1, le=4)] = 4
+    # Each takes nine of the task's 92 symbols, and the longest phrase of its filler twenty.
+    needles: Annotated[int, Field(ge=1, le=8)] = 4
     text_field: str = "text"
     cache_dir: Annotated[str, Field(min_length=1)] | None = None
 

@@ -7,7 +7,6 @@ and held-out sequences share no example: a checksum of its random part decides o
 
 from __future__ import annotations
 
-import string
 import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -70,24 +69,24 @@ class Needle:
 
     Needles, each a key and a value, lie in a haystack of filler and are all asked for at the end, in random order. The
     bytes of the values are the answers. No symbol occurs in two needles or twice in one, and the filler has none of
-    theirs, so an answer is found after the one earlier occurrence of the byte before it. The needles' places are uniform
-    among those that leave ``min_distance`` tokens up to the first question.
+    theirs, so an answer is found after the one earlier occurrence of the byte before it. The places of the needles are
+    uniform among those that leave ``min_distance`` tokens up to the first question.
 
-    The filler is random phrases, each repeated a few times. Little in it is unknown, and what predicts it, going back to
-    the last occurrence and one on, is what retrieval needs as well; without that signal it takes far longer to learn.
+    The filler is random phrases, each repeated a few times. Little in it is unknown, and what predicts it, to go back
+    to the last occurrence of a byte and one on, is what retrieval needs as well.
 
     Args:
         seed: selects the stream.
         min_distance: tokens of filler between the last needle and the first question.
         held_out: draw from the examples that are not trained on.
-        needles: how many there are; at most 4, to leave symbols to the filler.
+        needles: how many there are; at most 8, to leave symbols to the filler.
     """
 
-    SYMBOLS = np.frombuffer((string.ascii_letters + string.digits).encode(), np.uint8)
+    SYMBOLS = np.setdiff1d(np.arange(ord("!"), ord("~") + 1, dtype=np.uint8), np.frombuffer(b"[]", np.uint8))
     VALUE = 8
     NEEDLE = len("[k]") + VALUE
     PHRASE = (12, 20)  # symbols of a phrase, at the least and at the most
-    REPEATS = 3
+    REPEATS = 8
 
     def __init__(self, seed: int, min_distance: int, held_out: bool = False, needles: int = 4) -> None:
         self.seed = seed
@@ -117,7 +116,7 @@ class Needle:
     def answers(self, length: int) -> Mask:
         question = np.arange(length) - (length - self.needles * self.NEEDLE)
         place = question % self.NEEDLE - len("[k")
-        return (question >= 0) & (0 <= place) & (place < self.VALUE)
+        return (question >= 0) & (place >= 0) & (place < self.VALUE)
 
     def _filler(self, random: np.random.Generator, symbols: npt.NDArray[np.uint8], length: int) -> bytes:
         """Phrases of different symbols, one after the other."""
