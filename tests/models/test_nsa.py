@@ -127,6 +127,24 @@ def test_a_branch_that_is_not_there_equals_one_whose_gate_is_zero(branches):
     torch.testing.assert_close(actual, value_and_grads(shut, tensors), rtol=1e-9, atol=1e-10)
 
 
+def test_only_the_selected_branch_reads_the_order_within_a_distant_block():
+    """What retrieval of more than one token needs: of a block that is a mean, the others know the sum alone."""
+    S, block = 40, slice(8, 12)
+    for branches in (BRANCHES, ("compressed", "window")):
+        model = tiny_model(
+            n_layers=1, phi="mean", branches=branches,
+            # Ten blocks, all selected; those of either kind lie side by side.
+            pattern=SparsePattern(compress_block=4, compress_stride=4, select_block=4, num_selected=10, window=8),
+        )  # fmt: skip
+        tokens = tokens_for(model, 2, S)
+        swapped = tokens.clone()
+        swapped[:, block] = tokens[:, block].flip(1)
+        assert (tokens != swapped).any(1).all()
+        far = slice(block.stop + model.config.pattern.window, None)
+        change = (model(tokens) - model(swapped))[:, far].abs().amax(-1)
+        assert (change.min() > 1e-6) if "selected" in branches else (change.max() < 1e-12)
+
+
 def test_no_visible_block_is_zero_not_nan():
     *tensors, gates = EXAMPLE.tensors()
     only_compressed = torch.zeros_like(gates).index_fill(-1, torch.tensor(0), 1.0)
