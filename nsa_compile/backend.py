@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from nsa_compile import cache
 from nsa_compile.passes.pipeline import Options, Uncacheable, run_pipeline
@@ -41,6 +42,32 @@ def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
     for block in blocks:
         block.compile(backend="nsa_compile", fullgraph=True, dynamic=False, options=options)
     return model
+
+
+def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    """The compiled `model.decode_step(state, tokens) -> (state, logits)`, which updates the state in place.
+
+    A token reads its selected blocks and its window, and writes one row of each cache. The state returned is the one
+    given, and no gradient flows. `compile(model.decode_step)` leaves the state as it was, at the cost of copying every
+    cache for each token.
+    """
+
+    step_of: Any = model.decode_step
+
+    def step(state: Any, tokens: Tensor) -> Tensor:
+        after, logits = step_of(state, tokens)
+        for old, new in zip(tree_leaves(state), tree_leaves(after), strict=True):
+            if old is not None:
+                old.copy_(new)
+        return logits
+
+    compiled = compile(step, **options)
+
+    def decode_step(state: Any, tokens: Tensor) -> tuple[Any, Tensor]:
+        with torch.no_grad():
+            return state, compiled(state, tokens)
+
+    return decode_step
 
 
 def parse_options(options: dict[str, Any]) -> Options:

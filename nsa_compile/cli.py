@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -17,8 +18,13 @@ from nsa_compile.errors import USER_FACING, UserError
 LAZY_COMMANDS = {
     "bench": ("nsa_compile.profiles.bench_cli:bench", "Measure NSA, compiled, against dense attention."),
     "ckpt": ("nsa_compile.train.ckpt_cli:ckpt", "List, verify and prune the checkpoints of a run."),
+    "config": ("nsa_compile.config_cli:config", "Show, check, compare and explain configurations."),
     "data": ("nsa_compile.data.data_cli:data", "Look at a data set, tokenize it, check what was kept."),
+    "doctor": ("nsa_compile.doctor_cli:doctor", "What this machine can run, and what is missing."),
+    "estimate": ("nsa_compile.train.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
+    "launch": ("nsa_compile.launch_cli:launch", "Print a job file for several nodes."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
+    "report": ("nsa_compile.train.report_cli:report", "Write what a run did as one HTML page."),
     "watch": ("nsa_compile.train.watch_cli:watch", "Watch a run: is it alive, and does it get on?"),
 }
 
@@ -57,6 +63,27 @@ class LazyGroup(SuggestingGroup):
             rows.append((name, command.get_short_help_str() if command else LAZY_COMMANDS[name][1]))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that name a run's configuration, and ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")(
+        config_options(command)
+    )
+
+
+def config_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that name a run's configuration."""
+    for option in (
+        click.option(
+            "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set optim.lr=3e-4."
+        ),
+        click.option(
+            "--config", "config_path", metavar="FILE", help="Run configuration; without it, the packaged run."
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -321,6 +321,20 @@ def run_compiled(program: Any, nested: str = "eager", seed: int = 0, **options: 
     return result, report
 
 
+def run_compiled_step(program: Any, nested: str = "eager", seed: int = 0, **options: Any) -> tuple[Outputs, Report]:
+    """Outputs and gradients of a loop around the compiled step, which is given its position, and its report."""
+    torch._dynamo.reset()
+    run, *args = program.build(seed)
+
+    def scan(step: Callable[..., Any], init: Any, xs: Any) -> Any:
+        return loop(nsa_compile.compile(step, nested=nested, cache=False, **options), init, xs)
+
+    result = values_and_grads(run, scan, *args)
+    report = nsa_compile.last_report()
+    assert report is not None
+    return result, report
+
+
 def assert_equals_loop(program: Any, actual: Outputs, seed: int = 0) -> None:
     """In float64, equal to the loop; in anything less, no further from the loop in float64 than the loop itself is."""
     run, *args = program.build(seed)

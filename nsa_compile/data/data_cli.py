@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from nsa_compile.cli import SuggestingGroup
+from nsa_compile.cli import SuggestingGroup, run_options
 
 if TYPE_CHECKING:
     from nsa_compile.config import RunConfig
@@ -28,21 +27,6 @@ def data() -> None:
     nsa-compile data prepare --set data.name=my_texts/
     nsa-compile data verify --config my_run.yaml
     """
-
-
-def run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that name a run's configuration, and ``--json``."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr."),
-        click.option(
-            "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. data.name=needle."
-        ),
-        click.option(
-            "--config", "config_path", metavar="FILE", help="Run configuration; without it, the packaged run."
-        ),
-    ):
-        command = option(command)
-    return command
 
 
 @data.command(short_help="Draw a few batches and show them.")

@@ -11,9 +11,18 @@ from torch import Tensor
 if TYPE_CHECKING:
     from nsa_compile.ops.compressed.selection import Ranking
 
-__all__ = ["check_attention", "check_compression", "check_indices", "check_minimum", "check_ranking", "default_scale"]
+__all__ = [
+    "TRITON_DTYPES",
+    "check_attention",
+    "check_compression",
+    "check_indices",
+    "check_minimum",
+    "check_ranking",
+    "default_scale",
+]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # those that the Triton kernels take
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:

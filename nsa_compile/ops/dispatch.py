@@ -9,9 +9,11 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from nsa_compile.ops import cpp
+from nsa_compile.ops.checks import TRITON_DTYPES
 
 __all__ = ["IMPLEMENTATIONS", "force_implementation", "implementation"]
 
@@ -27,18 +29,27 @@ def implementation(operator: str, q: Tensor) -> ModuleType:
     """The module with `forward` and `backward` of `operator` (window, compressed or selected) for inputs like `q`."""
     if _forced:
         return importlib.import_module(f"nsa_compile.ops.{operator}.{_forced[-1]}")
-    return _best(operator, q.device.type)
+    return _best(operator, q.device.type, q.dtype)
 
 
 @cache
-def _best(operator: str, device: str) -> ModuleType:
-    """The native implementation of a device, or the portable one with a warning that says why. Asked once a process."""
+def _best(operator: str, device: str, dtype: torch.dtype) -> ModuleType:
+    """The native implementation for a device and dtype, or the portable one with a warning that says why.
+
+    Asked once a process.
+    """
     portable = importlib.import_module(f"nsa_compile.ops.{operator}.portable")
     name = _NATIVE.get(device)
     if name is None:
         logger.warning(
             "%s attention on %s uses the slow portable implementation: no native one exists", operator, device
         )
+        return portable
+    if name == "triton" and dtype not in TRITON_DTYPES:
+        logger.warning(
+            "%s attention on %s uses the slow portable implementation: there are no Triton kernels for %s",
+            operator, device, dtype,
+        )  # fmt: skip
         return portable
     try:
         module = importlib.import_module(f"nsa_compile.ops.{operator}.{name}")

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_compile.ops.checks import TRITON_DTYPES
+
 __all__ = [
     "LN2",
     "LOG2E",
@@ -40,7 +42,6 @@ LN2 = tl.constexpr(math.log(2))
 DOT_IN_FLOAT32 = tl.constexpr(triton.knobs.runtime.interpret)
 
 MAX_WIDTH = 256
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tiles(NamedTuple):
@@ -64,7 +65,7 @@ def _probe_kernel(X):
 
 
 def check_supported(q: Tensor, v: Tensor) -> None:
-    if q.dtype not in DTYPES:
+    if q.dtype not in TRITON_DTYPES:
         raise ValueError(
             f"q has dtype {q.dtype}, for which there are no Triton kernels; cast to float32, or call inside "
             'force_implementation("portable")'

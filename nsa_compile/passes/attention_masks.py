@@ -140,7 +140,7 @@ def conjunction(factors: list[Factor], record: ScanRecord) -> Mask:
             known_factors.append(factor)
         elif parts := _parts(factor, record):
             todo += parts
-        else:
+        elif not any(same_factor(factor, other, record) for other in data):  # a condition may be written twice
             data.append(factor)
     kind, params = classify(known, record.length)
     return Mask(known, tuple(known_factors), tuple(data), kind, params)
@@ -224,13 +224,14 @@ def same_mask(a: Mask, b: Mask, record: ScanRecord) -> bool:
         if bool((parts[2][0] != parts[2][1]).any()):
             return False
     return all(
-        any(_same_factor(x, y, record) for y in others)
+        any(same_factor(x, y, record) for y in others)
         for some, others in ((a.data, b.data), (b.data, a.data))
         for x in some
     )
 
 
-def _same_factor(a: Factor, b: Factor, record: ScanRecord) -> bool:
+def same_factor(a: Factor, b: Factor, record: ScanRecord) -> bool:
+    """Whether two factors are one condition, at the same scores."""
     if a.node is not b.node or a.negated != b.negated or a.additive != b.additive:
         return False
     numbers = torch.arange(example(a.node).numel()).reshape(example(a.node).shape)
@@ -243,13 +244,14 @@ class NodeBuilder:
     def __init__(self, body: fx.GraphModule, before: fx.Node) -> None:
         self.body, self.before = body, before
 
-    def __call__(self, target: Any, *args: Any) -> fx.Node:
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.body.graph.inserting_before(self.before):
-            node = self.body.graph.call_function(target, args)
+            node = self.body.graph.call_function(target, args, kwargs)
         fakes = fx.node.map_arg(args, example)
-        mode = next(x.fake_mode for x in map(example, node.all_input_nodes) if isinstance(x, FakeTensor))
+        around = map(example, (*node.all_input_nodes, *self.before.all_input_nodes))
+        mode = next(x.fake_mode for x in around if isinstance(x, FakeTensor))
         with mode, torch.no_grad():
-            node.meta["val"] = target(*fakes)
+            node.meta["val"] = target(*fakes, **kwargs)
         inherit_meta(node, self.before)
         return node
 

@@ -17,7 +17,7 @@ pass. Any other higher-order operator counts as one operator without a look insi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -55,6 +55,17 @@ def estimate(gm: fx.GraphModule) -> Estimate:
         ledger = _Ledger(held=_tensors(inputs))
         ledger.hold(_Costs(gm, ledger).run(*inputs))
     return Estimate(ledger.operators, ledger.flops, ledger.bytes_moved, ledger.peak())
+
+
+def peak_of(work: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
+    """Most bytes alive at one time of what `work` makes on fake tensors; its `inputs` are not counted.
+
+    What it returns lives to its end.
+    """
+    ledger = _Ledger(held=(), elsewhere=inputs)
+    with ledger:
+        ledger.hold(work())
+    return ledger.peak()
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -14,7 +14,8 @@ After:
     out     = attention(q, k, v, causal, indices = index)
 
 The two halves are separate: where the scores are computed in another way than by eq. 8 to 11, the attention still
-becomes one on indices, and they stay as they are. What each element of the mask and of the scores comes from is
+becomes one on indices, and they stay as they are. A window around a position that is known at run time only becomes
+attention on the indices of its rows (`moving_rows.py`). What each element of the mask and of the scores comes from is
 computed by running the operators between on element numbers.
 """
 
@@ -40,9 +41,10 @@ from nsa_compile.passes.attention_masks import (
     moved,
     side_of_where,
 )
+from nsa_compile.passes.moving_rows import find_window, read_window
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.raise_attention import ATTENTION, AttentionRecord, weights_from
-from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_scans, location
+from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_steps, location
 from nsa_compile.passes.step_values import StepMask, step_mask
 
 
@@ -50,26 +52,31 @@ from nsa_compile.passes.step_values import StepMask, step_mask
 def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
     """Turn masks scattered from block indices into attention on the indices, and their ranking into one operator."""
     changed = False
-    for site in find_scans(gm):
-        record = site.record
-        if record is None:
-            continue
-        for node in [n for n in site.body.graph.nodes if ATTENTION in n.meta and n.meta[ATTENTION].mask.data]:
+    for step in find_steps(gm):
+        record = step.record
+        for node in [n for n in step.body.graph.nodes if ATTENTION in n.meta and n.meta[ATTENTION].mask.data]:
             try:
                 with unset_fake_temporarily(), torch.no_grad():
                     selection = find_selection(node, record)
-                    ranking = find_ranking(selection, site.body, record, context)
+                    ranking = find_ranking(selection, step.body, record, context)
             except Unrecognised as found:
-                context.leave(Declined(found.why, found.node))
+                with unset_fake_temporarily(), torch.no_grad():
+                    window = find_window(node, node.meta[ATTENTION].mask.data, record)
+                if window is None:
+                    context.leave(Declined(found.why, found.node))
+                elif context.may_rewrite():
+                    replace_attention(node, read_window(NodeBuilder(step.body, node), node, window))
+                    context.match(step.name, f"window of {window.width} at {location(node)}")
+                    changed = True
                 continue
             if context.may_rewrite():
-                rewrite(site.body, node, selection, ranking, record)
+                rewrite(step.body, node, selection, ranking, record)
                 what = "importance, ranking and mask" if ranking else "mask"
-                context.match(site.node.name, f"{what} of blocks of {selection.block} at {location(node)}")
+                context.match(step.name, f"{what} of blocks of {selection.block} at {location(node)}")
                 changed = True
         if changed:
-            site.body.graph.eliminate_dead_code()
-            site.body.recompile()
+            step.body.graph.eliminate_dead_code()
+            step.body.recompile()
     return changed
 
 
@@ -82,7 +89,7 @@ class Selection:
     taken: fx.Node | None  # [N, n], which of the indices count; None: all
     block: int  # tokens a block
     rows: int  # N
-    others: tuple[Factor, ...]  # the rest of the mask, all of it known
+    others: tuple[Factor, ...]  # the rest of the mask
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,13 @@ def find_selection(node: fx.Node, record: ScanRecord) -> Selection:
         Unrecognised: the mask is no scatter of whole blocks.
     """
     known: AttentionRecord = node.meta[ATTENTION]
-    if len(known.mask.data) != 1:
-        raise Unrecognised("its mask depends on data in more than one place", node)
-    (factor,) = known.mask.data
-    scatter = factor.node
-    if factor.negated or scatter.target not in (aten.scatter.src, aten.scatter.value):
+    found = [f for f in known.mask.data if not f.negated and f.node.target in (aten.scatter.src, aten.scatter.value)]
+    if not found:
         raise Unrecognised("its mask depends on data, and is no scatter of block indices", node)
+    if len(found) > 1:
+        raise Unrecognised("its mask is that of several scatters of block indices", node)
+    (factor,) = found
+    scatter = factor.node
     if len(scatter.users) > 1 and any(u.target not in MOVES for u in scatter.users):
         raise Unrecognised("its block mask is used by something else as well", scatter)
     base, dim, indices, source = scatter.args
@@ -133,7 +141,7 @@ def find_selection(node: fx.Node, record: ScanRecord) -> Selection:
         source if isinstance(source, fx.Node) else None,
         block,
         shape[:-1].numel(),
-        known.mask.known_factors,
+        (*known.mask.known_factors, *(f for f in known.mask.data if f is not factor)),
     )
 
 
@@ -421,9 +429,15 @@ def rewrite(
     known = node.meta[ATTENTION].mask
     keys = example(k).shape[1]
     mask = mask_tensor(build, selection.others, (example(q).shape[0], example(q).shape[2]), keys, record)
-    new = build(attention._opoverload, q, k, v, mask, indices, scale, known.kind, list(known.params), selection.block)
+    kind, params = (known.kind, list(known.params)) if len(known.data) == 1 else ("opaque", [])
+    new = build(attention._opoverload, q, k, v, mask, indices, scale, kind, params, selection.block)
+    replace_attention(node, new)
+
+
+def replace_attention(node: fx.Node, new: fx.Node) -> None:
+    """Let one attention node take the place of another."""
     node.replace_all_uses_with(new)
-    body.graph.erase_node(node)
+    node.graph.erase_node(node)
 
 
 def _ranked(build: NodeBuilder, selection: Selection, ranking: Ranking) -> fx.Node:

@@ -38,6 +38,13 @@ def evaluate_known(site: ScanSite, record: ScanRecord) -> None:
             _evaluate(node, record)
 
 
+def evaluate_constants(step: fx.GraphModule, record: ScanRecord) -> None:
+    """Fill `record.constant` for the nodes of a lowered graph that is one step by itself."""
+    with unset_fake_temporarily(), torch.no_grad():
+        for node in step.graph.nodes:
+            _evaluate(node, record)
+
+
 def _evaluate(node: fx.Node, record: ScanRecord) -> None:
     if node.op == "get_attr" and isinstance(value := getattr(node.graph.owning_module, node.target, None), Tensor):
         record.constant[node] = value.cpu()
@@ -102,7 +109,7 @@ def _call_each_step(node: fx.Node, record: ScanRecord) -> Tensor:
 # -- evaluation in closed form
 
 
-_COMPARISONS = {
+COMPARISONS = {
     getattr(getattr(aten, op), overload): op
     for op in ("lt", "le", "gt", "ge", "eq", "ne")
     for overload in ("Tensor", "Scalar")
@@ -131,10 +138,10 @@ def _in_closed_form(node: fx.Node, record: ScanRecord) -> StepValue | None:
     operands = [_operand(x, record) for x in node.args]
     if target in _MOVEMENT:
         return _moved(node, record)
-    if target in _COMPARISONS:
+    if target in COMPARISONS:
         a, b = (separable(x, length) if x is not None else None for x in operands[:2])
         if a is not None and b is not None:
-            return compare(_COMPARISONS[target], a, b)
+            return compare(COMPARISONS[target], a, b)
     if target in _ADD and node.kwargs.get("alpha", 1) == 1:
         a, b = (separable(x, length) if x is not None else None for x in operands[:2])
         if a is None or b is None:

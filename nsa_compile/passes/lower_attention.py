@@ -7,7 +7,8 @@ Each becomes one of
   `nsa_compile.ops`, whose cost follows the mask;
 - dense attention with a mask, where that is faster: below a measured size, or for masks of no such kind.
 
-In the body of a scan that stays a loop, attention on indices gathers the rows it reads, and only these.
+Attention of one query on indices, in a step by itself or in the body of a scan that stays a loop, gathers the rows it
+reads, and only these.
 
 Which one is faster is decided by the number of keys each of them touches and by what a key costs, as measured
 (`operator_costs.json`; `benchmarks/operator_costs.py` measures it anew).
@@ -51,7 +52,7 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
             if node.target not in (ATTENTION, SELECT) or node in replaced or not context.may_rewrite():
                 continue
             if in_loop:
-                name, fn, group = "a step of a loop", _in_loop(node), [node]
+                name, fn, group = "a step of a loop", _one_query(node), [node]
             else:
                 name, fn, group = choose(node, context.options.attention)
             where, what = location(node), " and ".join(_describe(n) for n in group)
@@ -106,6 +107,8 @@ def choose(node: fx.Node, wish: str) -> Choice:
         partner = next((n for n in node.args[0].users if _same_scores(n, node)), None)
         return _compressed(node, partner) if _prefers_sparse(node, wish) else _dense(node)
     _, _, _, mask, indices, _, kind, params, _ = node.args
+    if indices is not None and example(node.args[0]).shape[1] == 1:
+        return "rows of the selected blocks", _one_query(node), [node]
     if mask is not None or kind in ("opaque", "all") or not _prefers_sparse(node, wish):
         return _dense(node)
     queries = example(node.args[0]).shape[1]
@@ -251,8 +254,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float, *,
     return out.transpose(1, 2)
 
 
-def _in_loop(node: fx.Node) -> Callable[..., Any]:
-    """One step of a loop: dense, or over the rows of the selected blocks alone."""
+def _one_query(node: fx.Node) -> Callable[..., Any]:
+    """One step: dense, or over the rows of the selected blocks alone."""
     rest = node.args[5:]
     if node.target is SELECT:
         return lambda *tensors: [nodes.rank_blocks(*_refill(node, tensors), *rest)]

@@ -1,6 +1,6 @@
 """raise_attention: matmul · scale · mask · softmax · matmul becomes one attention node that knows its mask.
 
-Before, in the body of a scan:
+Before, in the body of a scan, or in a graph that is one step by itself:
 
     scores  = bmm(q, kᵀ) * scale
     scores  = masked_fill(scores, ~keep, -inf)          # or where, or an additive mask, or SDPA in its math form
@@ -45,7 +45,7 @@ from nsa_compile.passes.attention_masks import (
     side_of_where,
 )
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_scans, location
+from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_steps, location
 from nsa_compile.passes.step_values import StepMask
 
 SOFTMAX = {aten._softmax.default: False, aten._safe_softmax.default: True}
@@ -118,15 +118,15 @@ ATTENTION = "nsa_attention"
 def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     """Find attention in step bodies and make each one node that knows its mask."""
     changed = False
-    for site in find_scans(gm):
-        record = site.record
-        if record is None:
-            continue
-        for softmax in [n for n in site.body.graph.nodes if n.target in SOFTMAX]:
+    for step in find_steps(gm):
+        record = step.record
+        for softmax in [n for n in step.body.graph.nodes if n.target in SOFTMAX]:
             try:
                 with unset_fake_temporarily(), torch.no_grad():
                     scores = walk_up(softmax, record)
                     outputs = walk_down(softmax, scores, record)
+                    if step.body is gm:  # no batching will bring its scores and their ranking together
+                        _check_read_by(outputs, softmax, record)
                     mask = conjunction(scores.factors, record)
             except Unrecognised as found:
                 declined = Declined(found.why, found.node)
@@ -134,12 +134,12 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                 continue
             for output in outputs:
                 if context.may_rewrite():
-                    replace_output(site.body, softmax, scores, mask, output, record)
-                    context.match(site.node.name, f"{described(mask)} at {location(softmax)}")
+                    replace_output(step.body, softmax, scores, mask, output, record)
+                    context.match(step.name, f"{described(mask)} at {location(softmax)}")
                     changed = True
         if changed:
-            site.body.graph.eliminate_dead_code()
-            site.body.recompile()
+            step.body.graph.eliminate_dead_code()
+            step.body.recompile()
     return changed
 
 
@@ -307,6 +307,14 @@ def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Prod
     if not found:
         raise problem
     return found
+
+
+def _check_read_by(outputs: list[Product], softmax: fx.Node, record: ScanRecord) -> None:
+    """That nothing but the outputs reads the weights: scores that stay for others would be computed twice."""
+    readers = {output.node for output in outputs} | {name for name, *_ in weights_below(softmax, record)}
+    for name, *_ in weights_below(softmax, record):
+        if any(user not in readers for user in name.users):
+            raise Unrecognised("its weights are used by something else as well", softmax)
 
 
 Weights = list[tuple[fx.Node, Tensor, list[Factor]]]

@@ -23,9 +23,24 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.passes.known import evaluate_known
+from nsa_compile.passes.attention_masks import NodeBuilder
+from nsa_compile.passes.known import evaluate_constants, evaluate_known
+from nsa_compile.passes.moving_rows import find_write, write_row
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.scans import RECORD, Declined, ScanRecord, ScanSite, aten, example, find_scans, lower_body
+from nsa_compile.passes.rewriting import replace_graph
+from nsa_compile.passes.scans import (
+    RECORD,
+    Declined,
+    ScanRecord,
+    ScanSite,
+    aten,
+    example,
+    find_scans,
+    is_single_step,
+    location,
+    lower_body,
+    lower_graph,
+)
 from nsa_compile.passes.step_values import StepMask, Table, step_mask
 
 # Entries of the table "step, row -> writer" that a buffer with rewritten rows may need.
@@ -118,8 +133,11 @@ Carry = Invariant | Known | Latest | Rows
 
 @register("resolve_carries", ensures=("carries",))
 def resolve_carries(gm: fx.GraphModule, context: PassContext) -> bool:
-    """Lower the body of each scan to functional ATen and record what its carries are."""
-    changed = False
+    """Lower the body of each scan to functional ATen and record what its carries are.
+
+    A graph that is one step by itself, as generation runs it, is lowered in the same way. It has no carries to resolve.
+    """
+    changed = _lower_single_step(gm, context)
     for site in find_scans(gm):
         if site.record is not None or not context.may_rewrite():
             continue
@@ -138,6 +156,41 @@ def resolve_carries(gm: fx.GraphModule, context: PassContext) -> bool:
         context.match(site.node.name, ", ".join(type(c).__name__ for c in record.carries) or "no carries")
         changed = True
     return changed
+
+
+def _lower_single_step(gm: fx.GraphModule, context: PassContext) -> bool:
+    if not is_single_step(gm) or not context.may_rewrite():
+        return False
+    try:
+        lowered = lower_graph(gm)
+    except Declined as declined:
+        context.leave(declined)
+        return False
+    context.match("step", "a step by itself")
+    _write_rows(lowered, context)
+    replace_graph(gm, lowered)
+    record = ScanRecord("step", 1)
+    evaluate_constants(gm, record)
+    gm.graph.output_node().meta[RECORD] = record
+    return True
+
+
+def _write_rows(lowered: fx.GraphModule, context: PassContext) -> None:
+    """Where an input is set to itself with one row replaced, write that row: the backend then leaves the rest alone."""
+    record = ScanRecord("step", 1)
+    evaluate_constants(lowered, record)
+    for copied in lowered.graph.find_nodes(op="call_function", target=aten.copy.default):
+        cache, node = copied.args[:2]
+        with unset_fake_temporarily(), torch.no_grad():
+            write = find_write(node, record)
+        if write is None or write.cache is not cache or not context.may_rewrite():
+            continue
+        written = write_row(NodeBuilder(lowered, node), write)
+        for old in (node, copied):
+            old.replace_all_uses_with(written)
+        context.match(record.name, f"one row is written at {location(node)}")
+    lowered.graph.eliminate_dead_code()
+    lowered.recompile()
 
 
 def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:

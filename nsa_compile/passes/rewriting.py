@@ -34,6 +34,21 @@ def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, in
     _erase(owner, [node])
 
 
+def replace_graph(owner: fx.GraphModule, graph: fx.GraphModule) -> None:
+    """Give a graph the nodes of another one, which takes the same inputs and yields the same outputs."""
+    output = owner.graph.output_node()
+    before = [n for n in owner.graph.nodes if n.op not in ("placeholder", "output")]
+    inputs = owner.graph.find_nodes(op="placeholder")
+    outputs = _copy_nodes(owner, output, graph, inputs)
+    for old, new in zip(output.args[0], outputs, strict=True):
+        if old.op != "placeholder":
+            _take_place(new, old)
+    for node in reversed(before):
+        owner.graph.erase_node(node)
+    owner.delete_all_unused_submodules()
+    owner.recompile()
+
+
 def inline_tensors(
     owner: fx.GraphModule, nodes: Sequence[fx.Node], graph: fx.GraphModule, inputs: Sequence[fx.Node]
 ) -> None:

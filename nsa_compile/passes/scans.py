@@ -1,11 +1,12 @@
-"""Scan nodes in a captured graph: finding them, lowering their bodies to ATen, and what the passes record on them."""
+"""The steps in a captured graph, most of them bodies of scans: finding them, lowering them to ATen, and what the passes
+record on them."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +48,10 @@ class Decline:
 
 @dataclass
 class ScanRecord:
-    """What the passes learnt about one scan; it lives in the scan node's meta between passes."""
+    """What the passes learnt about one scan; it lives in the scan node's meta between passes.
+
+    A graph that is one step by itself has one of length 1, on its output node: what is not constant is unknown.
+    """
 
     name: str
     length: int
@@ -128,6 +132,31 @@ def find_scans(gm: fx.GraphModule) -> list[ScanSite]:
     return [ScanSite(g, node) for g in subgraphs(gm) for node in g.graph.nodes if node.target is scan_op]
 
 
+@dataclass(frozen=True)
+class Step:
+    """A lowered step, and what is known of it: the body of a resolved scan, or a whole graph."""
+
+    name: str
+    body: fx.GraphModule
+    record: ScanRecord
+
+
+def find_steps(gm: fx.GraphModule) -> list[Step]:
+    """The steps that `resolve_carries` has lowered."""
+    steps = [Step(site.node.name, site.body, site.record) for site in find_scans(gm) if site.record is not None]
+    record = gm.graph.output_node().meta.get(RECORD)
+    return steps if record is None else [*steps, Step(record.name, gm, record)]
+
+
+def is_single_step(gm: fx.GraphModule) -> bool:
+    """Whether a graph may be a step of generation: attention, no loop, and an integer that may be a position."""
+    inputs = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
+    positions = [x for x in inputs if isinstance(x, Tensor) and x.dtype == torch.int64 and x.numel() == 1]
+    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    has_softmax = any(n.target == "softmax" or getattr(n.target, "__name__", "") == "softmax" for n in calls)
+    return bool(positions) and has_softmax and not find_scans(gm)
+
+
 def name_scans_apart(gm: fx.GraphModule) -> None:
     """Give each scan a name of its own, by which reports tell them apart: bodies count their nodes from the start."""
     taken: set[str] = set()
@@ -196,25 +225,44 @@ def lower_body(site: ScanSite) -> fx.GraphModule:
     Raises:
         Declined: for operators whose meaning is lost on the way down.
     """
-    body = site.body
+    fakes = fake_inputs(site.init) + [x[0] for x in fake_inputs(site.xs)] + fake_inputs(site.additional)
+    lowered = _lower(site.body, fakes)
+    _strip_copies(lowered)
+    _copy_outputs(lowered)
+    return lowered
+
+
+def lower_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A whole graph in functional ATen, as a graph of its own; what it writes to its inputs, it writes at the end.
+
+    Raises:
+        Declined: for operators whose meaning is lost on the way down, and inputs or outputs that are no tensors.
+    """
+    inputs, outputs = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node().args[0]
+    for node in (*inputs, *outputs):
+        if not isinstance(node, fx.Node) or not isinstance(example(node), Tensor):
+            raise Declined("the step takes or returns something else than tensors", gm.graph.output_node())
+    lowered = _lower(gm, fake_inputs(inputs))
+    _strip_copies(lowered, kept=_escaping(lowered))
+    return lowered
+
+
+def _lower(body: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
     for node in body.graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
             raise Declined(f"the step calls the higher-order operator {node.target}, which has no batched form", node)
-    fakes = fake_inputs(site.init) + [x[0] for x in fake_inputs(site.xs)] + fake_inputs(site.additional)
 
     def run(*args: Tensor) -> list[Tensor]:
         return list(_BodyInterpreter(body).run(*args))
 
     try:
-        lowered = trace_to_aten(torch.func.functionalize(run, remove="mutations"), fakes)
+        lowered = trace_to_aten(torch.func.functionalize(run, remove="mutations"), inputs)
     except Exception as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise Declined(f"the step cannot be traced to ATen operators: {first_line}") from error
     for node in lowered.graph.nodes:
         if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
             raise Declined(f"{node.target} draws random numbers, whose order a batched step would change", node)
-    _strip_copies(lowered)
-    _copy_outputs(lowered)
     return lowered
 
 
@@ -243,9 +291,26 @@ _COPIES = {aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
-def _strip_copies(gm: fx.GraphModule) -> None:
+def _escaping(gm: fx.GraphModule) -> set[fx.Node]:
+    """Values that someone outside may hold, and what they are views of: outputs, and what inputs are set to."""
+    escaping: set[fx.Node] = set()
+    todo = list(gm.graph.output_node().all_input_nodes)
+    todo += [x for n in gm.graph.nodes if n.target is aten.copy_.default for x in n.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node not in escaping:
+            escaping.add(node)
+            schema = getattr(node.target, "_schema", None)
+            is_view = schema is not None and any(a.alias_info is not None for a in schema.arguments)
+            todo += node.all_input_nodes if is_view or node.target in _VIEWS else []
+    return escaping
+
+
+def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
     """Drop copies: they kept the loop's outputs from aliasing its inputs, and do nothing in a functional graph."""
     for node in gm.graph.nodes:
+        if node in kept and node.target in _COPIES:
+            continue
         if node.target in _COPIES:
             node.replace_all_uses_with(node.args[0])
         elif node.target is aten.squeeze_.dim and len(node.args[0].users) == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,45 +12,10 @@ from nsa_compile.models.config import BRANCHES, SparsePattern
 from nsa_compile.models.nsa import Phi, block_weights
 from nsa_compile.models.transformer import NSATransformer, NSAttention
 from nsa_compile.ops import compressed_attention, selected_attention, window_attention
+from nsa_compile.train.records import LayerStatistics
 
+# Of the distances: distance_p10, distance_p50, distance_p90.
 QUANTILES = (0.1, 0.5, 0.9)
-
-
-@dataclass(frozen=True)
-class LayerStatistics:
-    """Statistics of one layer over the tokens, heads and sequences of a batch.
-
-    A block is chosen freely where it is neither one of the first nor one of the local blocks, which every query gets.
-    ``None`` stands for what the sequences are too short for.
-
-    Attributes:
-        layer: counted from 0.
-        gate_compressed, gate_selected, gate_window: mean gate, in [0, 1].
-        share_compressed, share_selected, share_window: mean share of each branch in the sum of the norms of the gated
-            outputs, so that the three add up to 1.
-        gate_entropy: mean entropy of a query's gates, made to add up to 1, as a fraction of its maximum, ln 3:
-            1 where the gates are equal, 0 where one is alone.
-        selection_entropy: entropy of the free choices over the blocks that could be chosen, as a fraction of its
-            maximum: 0 where every query chooses the same block.
-        distance_mean, distance_p10, distance_p50, distance_p90: tokens from the last token of a freely chosen block
-            to its query: mean and quantiles.
-        beyond_window: share of the queries with free choices of which one lies outside of the window as a whole.
-    """
-
-    layer: int
-    gate_compressed: float
-    gate_selected: float
-    gate_window: float
-    share_compressed: float
-    share_selected: float
-    share_window: float
-    gate_entropy: float
-    selection_entropy: float | None
-    distance_mean: float | None
-    distance_p10: float | None
-    distance_p50: float | None
-    distance_p90: float | None
-    beyond_window: float | None
 
 
 @torch.no_grad()
@@ -118,8 +82,9 @@ def _summarize(layer: int, gates: Tensor, gated: Tensor, indices: Tensor, patter
     gates = gates.float().flatten(0, -2)  # [queries, 3]
     norms = gated.float().norm(dim=-1).flatten(0, -2)
     gate_entropy = _entropy(_normalized(gates)).mean().item() / math.log(3)
-    means: list[Any] = [*gates.mean(dim=0).tolist(), *_normalized(norms).mean(dim=0).tolist()]
-    return LayerStatistics(layer, *means, gate_entropy, *_selection(indices, pattern))
+    means = [*gates.mean(dim=0).tolist(), *_normalized(norms).mean(dim=0).tolist()]
+    values: list[Any] = [layer, *means, gate_entropy, *_selection(indices, pattern)]
+    return LayerStatistics(*values)
 
 
 def _selection(indices: Tensor, pattern: SparsePattern) -> list[Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import subprocess
-import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -64,18 +64,21 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 1
     return 2 * side**3 / best
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes at the highest so far: resident ones of this process, or those torch has allocated on its GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given; the CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that torch has allocated on a CUDA device, or that the process has had resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not getrusage's: Linux hands that down from the process that started this one.
+        return 1024 * int(re.findall(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.MULTILINE)[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
 
 
 def _git(*arguments: str) -> str | None:

@@ -2,7 +2,8 @@
 
 Each rank appends rows to ``heartbeat_rank<r>.jsonl`` in the run's directory: ``start`` when it begins, ``step`` after
 each optimizer step, ``beat`` from a thread every few seconds and ``end`` when it leaves by itself. A process that is
-killed writes no ``end``, one that is stopped no ``beat``, and one that hangs goes on beating with the phase it hangs in.
+killed writes no ``end``, one that is stopped no ``beat``, and one that hangs goes on beating with the phase in which it
+hangs.
 """
 
 from __future__ import annotations

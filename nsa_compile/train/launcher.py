@@ -25,6 +25,8 @@ from nsa_compile.train.run_state import HeartbeatFiles, present_attempt
 from nsa_compile.train.signals import EXIT_CODES, StopRequest
 from nsa_compile.train.watchdog import WATCHDOG_FILE, Actions, run_watchdog
 
+# An exception that nobody expected.
+FAILED = 1
 # A process that ends with one of these has said why, and would end so again.
 FINAL_CODES = frozenset({2, 3, 4, 5, *EXIT_CODES.values()})
 
@@ -57,13 +59,13 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
             if stop.signal is not None:
                 return EXIT_CODES[stop.signal]
             died = ", ".join(f"rank {rank} {_ending(code)}" for rank, code in sorted(codes.items()))
-            if not _has_stepped(directory, begin) and all(code > 0 for code in codes.values()):
+            if FAILED in codes.values() and not _has_stepped(directory, begin):
                 print(f"error: {died} before the first step, and would again", file=sys.stderr)
-                return 1
+                return FAILED
             if attempt < restarts:
                 print(f"{died}; starting again (restart {attempt + 1} of {restarts})", file=sys.stderr)
     print(f"error: {died}; no restart is left of ddp.max_restarts = {restarts}", file=sys.stderr)
-    return STALLED if _last_stall(directory) >= begin else 1
+    return STALLED if _last_stall(directory) >= begin else FAILED
 
 
 def _has_stepped(directory: Path, since: float) -> bool:
@@ -73,8 +75,9 @@ def _has_stepped(directory: Path, since: float) -> bool:
 
 
 def _last_stall(directory: Path) -> float:
-    """When the watchdog last found a rank stalled; 0 for never."""
-    stalls = [row for row in JsonlReader(directory / WATCHDOG_FILE).rows() if row.get("severity") == "stalled"]
+    """When the watchdog last found a rank that lived and did not get on; 0 for never."""
+    findings = JsonlReader(directory / WATCHDOG_FILE).rows()
+    stalls = [row for row in findings if str(row.get("rule")).startswith(("silent", "stalled-"))]
     return max((row["time"] for row in stalls if isinstance(row.get("time"), float)), default=0.0)
 
 

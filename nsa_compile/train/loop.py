@@ -143,8 +143,7 @@ class Trainer:
             while step < self.config.train.steps and stop is Stop.NOT:
                 step += 1
                 saved = self._step(journal, step)
-                reason = self._reason_to_stop(journal, signals.signal)
-                stop = Stop(greatest_of_all(reason, self.device))
+                stop = self._agree_to_stop(journal, signals.signal)
             if not saved and stop is not Stop.SAVE_FAILED:
                 self._save(journal, step)
             # Nobody leaves before rank 0 has written everything, since the first to leave ends the others.
@@ -229,7 +228,10 @@ class Trainer:
             layers = self._attention_statistics(batches[0])
             journal.attention(step, layers)
             gates = {str(x.layer): [x.gate_compressed, x.gate_selected, x.gate_window] for x in layers}
-        self.heartbeat.step(step, result.loss, result.grad_norm, rate, **({"gates": gates} if gates else {}))
+        extra: dict[str, Any] = {"gates": gates} if gates else {}
+        if self.device.type == "cuda":
+            extra["device_bytes"] = torch.cuda.memory_allocated(self.device)
+        self.heartbeat.step(step, result.loss, result.grad_norm, rate, **extra)
         if result.finite:
             self.nonfinite.finite()
         else:
@@ -267,12 +269,16 @@ class Trainer:
         states = training_states(self.model, self.optimizer, self.sampler, self.nonfinite, step, self.config)
         journal.save(step, states)
 
-    def _reason_to_stop(self, journal: Journal, signal_name: str | None) -> Stop:
+    def _agree_to_stop(self, journal: Journal, signal_name: str | None) -> Stop:
+        reason = Stop.NOT if signal_name is None else Stop[signal_name]
         if journal.save_error() is not None:
-            return Stop.SAVE_FAILED
-        if self.world.main and halt_reason(self.directory) is not None:
-            return Stop.HALT
-        return Stop[signal_name] if signal_name is not None else Stop.NOT
+            reason = Stop.SAVE_FAILED
+        elif self.world.main and halt_reason(self.directory) is not None:
+            reason = Stop.HALT
+        self.heartbeat.phase("communication")
+        reason = Stop(greatest_of_all(reason, self.device))
+        self.heartbeat.phase("idle")
+        return reason
 
     def _summary(self, journal: Journal, step: int, resumed_at: int | None, stop: Stop) -> dict[str, Any]:
         config, shape = self.config, self.config.train

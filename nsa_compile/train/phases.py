@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,13 +28,14 @@ class PhaseTimer:
         phases = timer.step_done()
 
     Args:
-        device: on CUDA, moments are events on the current stream, which cost no synchronization.
+        device: on CUDA, moments are events on the current stream, which cost no synchronization, and a step ends with
+            its last phase.
         on_phase: called with the name of a phase whenever one begins, "other" included.
     """
 
     def __init__(self, device: torch.device, on_phase: Callable[[str], None] | None = None) -> None:
-        self._now = _cuda_event if device.type == "cuda" else time.perf_counter
-        self._seconds = _cuda_seconds if device.type == "cuda" else lambda start, end: end - start
+        self._on_cuda = device.type == "cuda"
+        self._now: Callable[[], Any] = _cuda_event if self._on_cuda else time.perf_counter
         self._on_phase = on_phase
         self._phase = OTHER
         self._marks: list[tuple[str, Any]] = []
@@ -58,16 +60,19 @@ class PhaseTimer:
         """End the step: seconds by phase, in the order of ``PHASES``.
 
         ``None`` for a step without a phase, and on CUDA where the device has not yet done all of it: nothing waits
-        here, so call it after what waits for the step's loss.
+        here, so call it after what waits for the step.
         """
         marks = self._marks
-        end = self._now()
         self._marks, self._phase = [], OTHER
-        if not marks or not (isinstance(end, float) or end.query()):
+        if not marks:
+            return None
+        if not self._on_cuda:
+            marks.append((OTHER, self._now()))
+        elif not marks[-1][1].query():  # an event recorded here would never be through already
             return None
         phases = dict.fromkeys(PHASES, 0.0)
-        for (name, start), (_, stop) in zip(marks, [*marks[1:], (OTHER, end)], strict=True):
-            phases[name] += self._seconds(start, stop)
+        for (name, start), (_, end) in itertools.pairwise(marks):
+            phases[name] += start.elapsed_time(end) / 1000 if self._on_cuda else end - start
         return phases
 
     def _enter(self, name: str) -> None:
@@ -86,7 +91,3 @@ def _cuda_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return start.elapsed_time(end) / 1000

@@ -88,7 +88,7 @@ def newest_good_checkpoint(found: FoundRun) -> tuple[Checkpoint, list[str]]:
 
 def first_difference(config: RunConfig, saved: Any) -> str | None:
     """The first key whose value differs between a configuration and a saved one, said in words; free keys aside."""
-    ours, theirs = dict(_flatten(config.model_dump())), dict(_flatten(saved))
+    ours, theirs = dict(flatten(config.model_dump())), dict(flatten(saved))
     for key in [*ours, *theirs]:
         if key not in FREE_KEYS and (key not in ours or key not in theirs or ours[key] != theirs[key]):
             here, there = (ascii(values[key])[:80] if key in values else "absent" for values in (ours, theirs))
@@ -96,12 +96,13 @@ def first_difference(config: RunConfig, saved: Any) -> str | None:
     return None
 
 
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested dicts as dotted keys and values."""
     if not isinstance(value, dict):
         yield prefix.rstrip("."), value
         return
     for name, entry in value.items():
-        yield from _flatten(entry, f"{prefix}{name}.")
+        yield from flatten(entry, f"{prefix}{name}.")
 
 
 def _newest_run(config: RunConfig) -> FoundRun:

@@ -27,6 +27,9 @@ from nsa_compile.train.processes import is_stopped, start_ticks
 MAX_STEPS = 1024
 MAX_GATES = 64
 
+# Names of exceptions: `.HALT` raises the first, and by the last ranks leave when another has said why.
+_ASKED_TO_LEAVE = ("Halted", "KeyboardInterrupt", "SystemExit")
+
 # "remote" is a process of another machine, of which only its rows are known.
 Process = Literal["running", "stopped", "dead", "remote"]
 
@@ -74,6 +77,11 @@ class RankState:
         """The row by which the process left; ``None`` while it has not."""
         return self.last if isinstance(self.last, End) else None
 
+    @property
+    def failed(self) -> bool:
+        """Whether the process left by an exception, unless somebody asked it to leave."""
+        return self.end is not None and self.end.error not in (None, *_ASKED_TO_LEAVE)
+
     def silence(self, now: float) -> float:
         """Seconds since the newest row."""
         return 0.0 if self.last is None else max(0.0, now - self.last.time)
@@ -83,8 +91,10 @@ class RankState:
         return 0.0 if self.last is None else self.last.phase_s + self.silence(now)
 
     def step_seconds(self, count: int = 20) -> float:
-        """Median time of the newest steps; 0 before there were two."""
+        """Median time of the newest steps, the first of them from the start of the process; 0 before there was one."""
         times = [row.time for row in list(self.steps)[-count - 1 :]]
+        if self.start and self.step_count <= count:
+            times.insert(0, self.start.time)
         return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else 0.0
 
 

@@ -11,8 +11,7 @@ from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 
 if TYPE_CHECKING:
-    from nsa_compile.train.attention_stats import LayerStatistics
-    from nsa_compile.train.records import EvalRow, StepRow
+    from nsa_compile.train.records import EvalRow, LayerStatistics, StepRow
 
 
 def check_tensorboard(config: RunConfig) -> None:

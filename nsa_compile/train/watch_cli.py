@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -112,8 +113,12 @@ class _Screen:
         self._lines = 0
 
     def show(self, text: str) -> None:
-        if self._lines and sys.stdout.isatty():
-            click.echo(f"\x1b[{self._lines}A\x1b[J", nl=False)
+        if sys.stdout.isatty():
+            # A line that wraps would count as two.
+            width = shutil.get_terminal_size().columns
+            text = "\n".join(line[:width] for line in text.splitlines())
+            if self._lines:
+                click.echo(f"\x1b[{self._lines}A\x1b[J", nl=False)
         click.echo(text)
         self._lines = text.count("\n") + 1
 
@@ -155,7 +160,7 @@ def _row(state: RankState, now: float) -> dict[str, Any]:
     if state.gates:
         layers = list(state.gates[-1].values())
         gates = {branch: sum(layer[i] for layer in layers) / len(layers) for i, branch in enumerate(_BRANCHES)}
-    process = ("failed" if state.end.error else "ended") if state.end else state.process
+    process = ("failed" if state.failed else "ended") if state.end else state.process
     return {
         "rank": state.rank,
         "process": process,

@@ -1,7 +1,8 @@
 """The watchdog: rules that find what is wrong with a run in the heartbeats of its ranks, and what is done then.
 
 A rule fires once when its condition comes to hold, and again only after it has ceased to. Who is named is who has to be
-looked at: of ranks that wait for each other in a collective, the one that has not arrived.
+looked at: of ranks that wait for each other in a collective, the one that has not arrived. What holds for several ranks
+is one finding.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from nsa_compile.config import Action, WatchdogSection
+from nsa_compile.errors import TrainingDiverged
 from nsa_compile.train.halt import request_halt
 from nsa_compile.train.heartbeat import Row, StepBeat, heartbeat_path, stacks_path, write_stack_header
 from nsa_compile.train.jsonl import JsonlWriter
@@ -35,6 +37,8 @@ _COLLECTIVE = ("communication", "backward")
 # Phases that take long on a healthy run.
 _PAUSES = ("checkpoint", "evaluate", "compile", "idle")
 _BRANCHES = ("compressed", "selected", "window")
+# What goes up and down around a limit is said again only after it has been quiet for so long.
+_QUIET_SECONDS = 600.0
 # Between the order to write stacks and the kill.
 _DUMP_SECONDS = 1.0
 # Ranks in a row of the file, which has a limited length.
@@ -71,25 +75,33 @@ class Watchdog:
         self._clock = clock
         self._began = 0.0
         self._looked_at: dict[int, int] = {}
+        self._last_active: dict[tuple[str, tuple[int, ...]], float] = {}
         self.active: list[Finding] = []
 
     def observe(self, run: RunState) -> list[Finding]:
         """What is wrong now and was not at the last call; ``active`` holds all that is wrong now."""
         if run.began != self._began:  # another attempt: what was said of the one before is settled
-            self._began, self._looked_at, self.active = run.began, {}, []
-        said = {(finding.rule, finding.ranks) for finding in self.active}
-        self.active = [*self._stalls(run), *self._divergence(run.ranks), *self._degradation(run.ranks)]
-        return [finding for finding in self.active if (finding.rule, finding.ranks) not in said]
-
-    def _stalls(self, run: RunState) -> list[Finding]:
+            self._began, self._looked_at, self._last_active, self.active = run.began, {}, {}, []
         now = self._clock()
+        before = {_key(finding) for finding in self.active}
+        self.active = [*self._stalls(run, now), *self._divergence(run.ranks), *self._degradation(run.ranks)]
+        fresh = []
+        for finding in self.active:
+            key = _key(finding)
+            quiet = now - self._last_active.get(key, -math.inf)
+            if key not in before and (finding.severity != "degraded" or quiet > _QUIET_SECONDS):
+                fresh.append(finding)
+            self._last_active[key] = now
+        return fresh
+
+    def _stalls(self, run: RunState, now: float) -> list[Finding]:
         found = []
         for state in run.ranks:
-            if state.end and state.end.error:
-                where = f"rank {state.rank} left by {state.end.error} in {state.end.phase} after step {state.end.step}"
-                found.append(Finding("failed", "stalled", (state.rank,), where))
+            if state.failed and state.end:
+                text = f"rank {state.rank} left by {state.end.error} in {state.end.phase} after step {state.end.step}"
+                severity: Severity = "diverged" if state.end.error == TrainingDiverged.__name__ else "stalled"
+                found.append(Finding("failed", severity, (state.rank,), text))
         there = [(state, state.last) for state in run.ranks if state.last and not state.end]
-        waiting = [state for state, last in there if last.phase in _COLLECTIVE]
         gone = []
         for state, last in there:
             where = f"in {last.phase} after step {last.step}"
@@ -106,7 +118,9 @@ class Watchdog:
             gone.append(Finding("missing", "stalled", tuple(run.missing), text))
         if gone or found:
             # Whoever waits, waits for these.
-            return [*found, *(_with_waiting(finding, waiting) for finding in gone)]
+            named = {rank for finding in gone for rank in finding.ranks}
+            waiting = [state for state, last in there if last.phase in _COLLECTIVE and state.rank not in named]
+            return [*_merged(found), *(_with_waiting(finding, waiting) for finding in _merged(gone))]
         return self._hanging(run, there, now)
 
     def _hanging(self, run: RunState, there: Sequence[tuple[RankState, Row]], now: float) -> list[Finding]:
@@ -120,45 +134,42 @@ class Watchdog:
             elsewhere, in_backward = in_backward, []
         waiting = [state for state, _ in (*arrived, *in_backward)]
         if elsewhere:
-            return [
-                _with_waiting(
-                    Finding(
-                        "stalled-data" if last.phase == "data" else "stalled-compute",
-                        "stalled",
-                        (state.rank,),
-                        f"rank {state.rank} has been in {last.phase} for {state.phase_seconds(now):.0f} s "
-                        f"after step {last.step}",
-                    ),
-                    waiting,
-                )
-                for state, last in elsewhere
-                if state.rank in overdue
-            ]
+            hanging = []
+            for state, last in elsewhere:
+                if state.rank in overdue:
+                    rule = "stalled-data" if last.phase == "data" else "stalled-compute"
+                    seconds = state.phase_seconds(now)
+                    text = f"rank {state.rank} has been in {last.phase} for {seconds:.0f} s after step {last.step}"
+                    hanging.append(Finding(rule, "stalled", (state.rank,), text))
+            return [_with_waiting(finding, waiting) for finding in _merged(hanging)]
         if not waiting or len(overdue) < len(there):
             return []
+        return [self._collective(run, there, "communication" if arrived else "backward", now)]
+
+    def _collective(self, run: RunState, there: Sequence[tuple[RankState, Row]], phase: str, now: float) -> Finding:
+        """All ranks that are there have been in a collective for too long."""
         steps = {state.rank: last.step for state, last in there}
         seconds = min(state.phase_seconds(now) for state, _ in there)
         left = [state.rank for state in run.ranks if state.end]
         alone = len(run.ranks) + len(run.missing) == 1
-        phase = "communication" if arrived else "backward"
         if left:
-            text = f"{_names(left)} left by itself while {_names(steps)} waits in {phase} for {seconds:.0f} s"
-            return [Finding("stalled-collective", "stalled", tuple(left), text)]
+            text = f"{_names(left)} left while {_wait(steps)} in {phase} for {seconds:.0f} s"
+            return Finding("stalled-collective", "stalled", tuple(left), text)
         if alone and phase == "backward":
             text = f"rank {min(steps)} has been in backward for {seconds:.0f} s after step {min(steps.values())}"
-            return [Finding("stalled-compute", "stalled", tuple(steps), text)]
+            return Finding("stalled-compute", "stalled", tuple(steps), text)
         behind = [rank for rank, step in steps.items() if step < max(steps.values())]
         if behind:
             text = (
                 f"all ranks have been in {phase} for {seconds:.0f} s, each in another collective: {_names(behind)} "
                 f"after step {min(steps.values())}, others after step {max(steps.values())}"
             )
-            return [Finding("stalled-collective", "stalled", tuple(behind), text)]
+            return Finding("stalled-collective", "stalled", tuple(behind), text)
         text = (
             f"all ranks have been in {phase} for {seconds:.0f} s after step {max(steps.values())}: "
             "every one has arrived, so look at the network or the backend"
         )
-        return [Finding("stalled-collective", "stalled", tuple(steps), text)]
+        return Finding("stalled-collective", "stalled", tuple(steps), text)
 
     def _limit(self, state: RankState) -> float:
         """How many seconds the rank may stay in its phase."""
@@ -172,6 +183,8 @@ class Watchdog:
     def _divergence(self, ranks: Sequence[RankState]) -> list[Finding]:
         found = []
         for state in ranks:
+            if text := self._rising_loss(state):
+                found.append(Finding("diverging", "diverged", (state.rank,), f"rank {state.rank}: {text}"))
             # All that came since the last look, at the first look the newest: what lies further back is history.
             fresh = state.step_count - self._looked_at.get(state.rank, state.step_count)
             self._looked_at[state.rank] = state.step_count
@@ -183,27 +196,20 @@ class Watchdog:
                     f"at step {broken.step} must be finite"
                 )
                 found.append(Finding("nonfinite", "diverged", (state.rank,), text))
-        return [*found, *self._by_message("diverging", "diverged", ranks, self._rising_loss)]
+        return _merged(found)
 
     def _degradation(self, ranks: Sequence[RankState]) -> list[Finding]:
-        return [
-            *self._by_message("throughput", "degraded", ranks, self._low_throughput),
-            *self._by_message("gates", "degraded", ranks, self._collapsed_gates),
-            *self._by_message("memory", "degraded", ranks, self._growing_memory),
-        ]
-
-    def _by_message(
-        self,
-        rule: str,
-        severity: Severity,
-        ranks: Sequence[RankState],
-        describe: Callable[[RankState], str | None],
-    ) -> list[Finding]:
-        """One finding for all ranks that a rule applies to, with the text for the first of them."""
-        texts = {state.rank: text for state in ranks if (text := describe(state))}
-        if not texts:
-            return []
-        return [Finding(rule, severity, tuple(texts), f"{_names(texts)}: {next(iter(texts.values()))}")]
+        rules = {
+            "throughput": self._low_throughput,
+            "gates": self._collapsed_gates,
+            "memory": self._growing_memory,
+        }
+        return _merged(
+            Finding(rule, "degraded", (state.rank,), f"rank {state.rank}: {text}")
+            for rule, describe in rules.items()
+            for state in ranks
+            if (text := describe(state))
+        )
 
     def _rising_loss(self, state: RankState) -> str | None:
         count = self._config.loss_steps
@@ -284,13 +290,12 @@ class Actions:
 
     def take(self, action: Action, finding: Finding, run: RunState) -> None:
         """Do it. What cannot be written to the disk is said on stderr."""
-        dumped: list[int] = []
+        print(f"watchdog: {finding.message} [{finding.severity}, {action}]", file=sys.stderr)
         try:
-            if action != "warn":
-                dumped = self._dump(finding, run)
-            self._record(action, finding, dumped)
             if action == "halt":
                 request_halt(self._directory, f"watchdog: {finding.message}")
+            dumped = [] if action == "warn" else self._dump(finding, run)
+            self._record(action, finding, dumped)
         except OSError as error:
             print(f"watchdog: '{self._directory}' cannot be written: {error.strerror}", file=sys.stderr)
         if action == "restart":
@@ -298,8 +303,6 @@ class Actions:
             self._restart(finding, run)
 
     def _record(self, action: Action, finding: Finding, dumped: Sequence[int]) -> None:
-        stacks = f"; stacks of {_names(dumped)} in stacks_rank*.txt" if dumped else ""
-        print(f"watchdog: {finding.message} [{finding.severity}, {action}{stacks}]", file=sys.stderr)
         with contextlib.closing(JsonlWriter(self._directory / WATCHDOG_FILE)) as writer:
             ranks = {"ranks": finding.ranks[:_MAX_NAMED], "dumped": dumped[:_MAX_NAMED]}
             writer.append({"time": time.time(), **asdict(finding), "action": action, **ranks})
@@ -361,11 +364,32 @@ def run_watchdog(
 
 
 def _with_waiting(finding: Finding, waiting: Sequence[RankState]) -> Finding:
-    others = [state.rank for state in waiting if state.rank not in finding.ranks]
-    if not others:
+    if not waiting:
         return finding
-    text = f"{finding.message}; {_names(others)} {'wait' if len(others) > 1 else 'waits'} in a collective"
-    return Finding(finding.rule, finding.severity, finding.ranks, text)
+    return replace(finding, message=f"{finding.message}; {_wait(state.rank for state in waiting)} in a collective")
+
+
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding a rule, in the words of its first."""
+    rules: dict[str, list[Finding]] = {}
+    for finding in findings:
+        rules.setdefault(finding.rule, []).append(finding)
+    merged = []
+    for first, *others in rules.values():
+        ranks = tuple(rank for finding in others for rank in finding.ranks)
+        likewise = f"; {_names(ranks)} likewise" if ranks else ""
+        merged.append(replace(first, ranks=(*first.ranks, *ranks), message=first.message + likewise))
+    return merged
+
+
+def _key(finding: Finding) -> tuple[str, tuple[int, ...]]:
+    """What makes a finding the same as an earlier one: of a stall, the ranks to blame belong to it."""
+    return finding.rule, finding.ranks if finding.severity == "stalled" else ()
+
+
+def _wait(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return f"{_names(numbers)} {'wait' if len(numbers) > 1 else 'waits'}"
 
 
 def _names(ranks: Iterable[int]) -> str:

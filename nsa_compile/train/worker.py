@@ -22,6 +22,9 @@ from nsa_compile.errors import USER_FACING
 from nsa_compile.train.signals import EXIT_CODES
 from nsa_compile.train.world import World, check_port, check_world
 
+# Another process died; its own ending says why. EX_PROTOCOL of sysexits.h.
+LOST_CONTACT = 76
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -56,7 +59,7 @@ def _exit_code(config_path: str | None, overrides: Sequence[str], resume: str, r
             raise
         reason = str(error).splitlines()[0][:200]
         print(f"[rank {world.rank}] lost contact with another process: {reason}", file=sys.stderr)
-        return 1
+        return LOST_CONTACT
     return EXIT_CODES[summary["stopped_by"]] if summary["interrupted"] else 0
 
 

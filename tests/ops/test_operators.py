@@ -225,6 +225,19 @@ def test_fallback_says_why_once(monkeypatch, caplog):
     torch.testing.assert_close(out, module("window", "portable").forward(*arguments)[0])
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_dtypes_without_triton_kernels_are_computed_portably_and_said_so(name, caplog):
+    """Decided by the dtype alone: no GPU is asked."""
+    dispatch._best.cache_clear()
+    with torch._subclasses.FakeTensorMode(), caplog.at_level(logging.WARNING, logger="nsa_compile"):
+        chosen = [dispatch.implementation(name, torch.empty(1, device="cuda", dtype=torch.float64)) for _ in range(2)]
+    dispatch._best.cache_clear()
+    assert chosen == [module(name, "portable")] * 2
+    assert [record.message for record in caplog.records] == [
+        f"{name} attention on cuda uses the slow portable implementation: there are no Triton kernels for torch.float64"
+    ]
+
+
 def test_dispatch_takes_cpp_on_the_cpu():
     for name in OPERATORS:
         assert dispatch.implementation(name, torch.zeros(1)) is sys.modules[f"nsa_compile.ops.{name}.cpu"]

@@ -6,12 +6,13 @@ import json
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
 from nsa_compile.models import nsa_attention
 from nsa_compile.passes import pipeline
-from nsa_compile.passes.estimate import Estimate, estimate
+from nsa_compile.passes.estimate import Estimate, estimate, peak_of
 from nsa_compile.passes.report import Report
 from tests.models.test_nsa import EXAMPLE
 
@@ -184,3 +185,16 @@ def test_what_cannot_be_estimated_still_compiles(monkeypatch):
     torch._dynamo.reset()
     nsa_compile.compile(torch.sin, nested="eager", cache=False, estimate=True)(torch.randn(3))
     assert nsa_compile.last_report().notes == ["no estimate: aten.mystery"]
+
+
+def test_the_peak_of_a_computation_counts_what_it_makes_and_not_its_inputs():
+    with FakeTensorMode():
+        x = torch.empty(1000)
+
+        def work():
+            total = (x + 1) * 2  # the sum is dead when the square is made
+            return total.square()
+
+        assert peak_of(work, [x]) == 2 * x.nbytes
+        # Without them being told, inputs are taken for constants, which are there throughout.
+        assert peak_of(work, []) == 3 * x.nbytes

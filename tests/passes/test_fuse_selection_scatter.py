@@ -112,6 +112,20 @@ def test_other_numbers_are_taken_as_they_are():
     assert_equals_loop(program, actual)
 
 
+def test_other_conditions_beside_the_blocks_stay_a_mask():
+    """Conditions on data, and the same one written twice."""
+    program = together(
+        [
+            selection(keep='(tokens & (position <= t))[:, :, None] & (x["m"] > -1)', data=(2, 2, 1)),
+            selection(keep="(tokens & chosen.repeat_interleave(4, -1) & (position <= t))[:, :, None]", data=(2, 2, 1)),
+        ],
+        COMPRESSED,
+    )
+    actual, report = run_compiled(program, attention="sparse")
+    assert fused(report) == [WHOLE.format(4)] * 2
+    assert_equals_loop(program, actual)
+
+
 def test_blocks_have_their_own_size():
     """Tokens in blocks twice as large as those that are ranked, so that half of the blocks hold no token."""
     program = selection(tokens="chosen.repeat_interleave(8, -1)[..., :16]")
@@ -200,10 +214,11 @@ OTHER_MASKS = {
         ),
         "turned round": selection(keep="(~tokens & (position <= t))[:, :, None]"),
         "and another one": selection(
-            keep="(tokens & chosen.repeat_interleave(4, -1) & (position <= t))[:, :, None]"
+            chosen="torch.zeros_like(score, dtype=torch.bool).scatter(-1, index, taken)\n"
+            "        other = torch.zeros_like(score, dtype=torch.bool).scatter(-1, index[..., :1], taken[..., :1])",
+            keep="(tokens & other.repeat_interleave(4, -1) & (position <= t))[:, :, None]",
         ),
         "or another one": selection(keep="((tokens | (position > t - 2)) & (position <= t))[:, :, None]"),
-        "and data": selection(keep='(tokens & (position <= t))[:, :, None] & (x["m"] > -1)', **DATA),
     },
     "tokens": {
         "in unequal blocks": selection(

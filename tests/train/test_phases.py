@@ -122,6 +122,50 @@ def test_a_phase_nobody_knows_is_refused():
         timer.rest_is("allreduce")
 
 
+class DeviceClock:
+    """Stands in for CUDA events: the device is done with those before `waited_for`."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.waited_for = -1.0
+
+    def Event(self, enable_timing):
+        clock, recorded = self, []
+
+        class Event:
+            def record(self):
+                recorded.append(clock.clock.now())
+
+            def query(self):
+                return recorded[0] <= clock.waited_for
+
+            def elapsed_time(self, end):
+                return 1000 * (end.recorded_at() - recorded[0])
+
+            def recorded_at(self):
+                return recorded[0]
+
+        return Event()
+
+
+def test_on_the_gpu_a_step_is_read_only_once_it_is_done(clock, monkeypatch):
+    device_clock = DeviceClock(clock)
+    monkeypatch.setattr(torch.cuda, "Event", device_clock.Event)
+    timer = PhaseTimer(torch.device("cuda"))
+    for waits in (False, True):
+        with timer.phase("forward"):
+            clock.sleep(1)
+        clock.sleep(2)
+        with timer.phase("backward"):
+            clock.sleep(4)
+            timer.add("communication", 1)
+        if waits:
+            device_clock.waited_for = clock.now()
+        phases = timer.step_done()
+        assert (phases is not None) == waits
+    assert phases == {**dict.fromkeys(PHASES, 0.0), "forward": 1, "backward": 3, "communication": 1, "other": 2}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_the_gpu_the_devices_time_is_counted_and_nothing_waits():
     device = torch.device("cuda")

@@ -9,8 +9,7 @@ import pytest
 
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
-from nsa_compile.train.attention_stats import LayerStatistics
-from nsa_compile.train.records import EvalRow, StepRow
+from nsa_compile.train.records import EvalRow, LayerStatistics, StepRow
 from nsa_compile.train.tensorboard import TensorBoard, check_tensorboard
 
 

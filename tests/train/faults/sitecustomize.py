@@ -1,7 +1,8 @@
 """Plants a fault in the processes of a run: ``FAULT=<what>@<rank>:<step>``, while the file ``FAULT_ONCE`` exists.
 
 Python imports a module of this name at every start, so the processes are those that users start, and nothing in the
-package knows of faults. The file is removed when the fault strikes, so that the run goes on without it.
+package knows of faults. The file is removed when a fault strikes, so that the run
+goes on without it.
 """
 
 import os
@@ -57,7 +58,8 @@ def plant(module):
         def faulty(*arguments):
             logits, loss = compute(*arguments)
             if strikes(rank, step, seen):
-                os.unlink(os.environ["FAULT_ONCE"])
+                if what != "crash":  # a mistake in the code does not go away
+                    os.unlink(os.environ["FAULT_ONCE"])
                 if what == "hook":  # within the collective of the gradients
                     loss.register_hook(lambda gradient: hang(gradient))
                 else:

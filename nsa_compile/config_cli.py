@@ -1,0 +1,186 @@
+"""``nsa-compile config``: configurations shown, checked, compared and explained. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nsa_compile.cli import SuggestingGroup, run_options
+from nsa_compile.errors import UserError
+
+
+@click.group(cls=SuggestingGroup)
+def config() -> None:
+    """Show, check, compare and explain configurations.
+
+    \b
+    nsa-compile config keys train
+    nsa-compile config show --set train.steps=50
+    nsa-compile config validate configs/*.yaml
+    nsa-compile config diff my_run.yaml runs/shakespeare-cpu-20260101-120000
+    """
+
+
+@config.command(short_help="The configuration with every default filled in.")
+@run_options
+def show(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Print a configuration with every default filled in, as YAML that --config takes back.
+
+    \b
+    nsa-compile config show --config my_run.yaml --set train.steps=50
+    """
+    from nsa_compile.config import load_config
+
+    resolved = load_config(config_path, overrides)
+    click.echo(json.dumps(resolved.model_dump(), indent=2) if as_json else resolved.to_yaml(), nl=as_json)
+
+
+@config.command(short_help="Check configuration files.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.pass_context
+def validate(ctx: click.Context, files: tuple[str, ...], as_json: bool) -> None:
+    """Check files, one line for each; exit code 2 if one is wrong.
+
+    \b
+    nsa-compile config validate configs/shakespeare_cpu.yaml my_run.yaml
+    """
+    from nsa_compile.config import load_config
+
+    mistakes: dict[str, str | None] = {}
+    for file in files:
+        try:
+            load_config(file)
+            mistakes[file] = None
+        except UserError as error:
+            mistakes[file] = str(error)
+    if as_json:
+        rows = [{"file": file, "ok": mistake is None, "error": mistake} for file, mistake in mistakes.items()]
+        click.echo(json.dumps({"files": rows}, indent=2))
+    else:
+        for file, mistake in mistakes.items():
+            click.echo(f"{file}: {mistake or 'ok'}")
+    if any(mistakes.values()):
+        ctx.exit(2)
+
+
+@config.command(short_help="The keys in which two configurations differ.")
+@click.argument("one")
+@click.argument("other")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.pass_context
+def diff(ctx: click.Context, one: str, other: str, as_json: bool) -> None:
+    """Print the keys in which two configurations differ, defaults filled in; each is a file or the directory of a run.
+
+    Exit code 0 if there are none, 1 if there are some.
+
+    \b
+    nsa-compile config diff my_run.yaml runs/shakespeare-cpu-20260101-120000
+    """
+    from tabulate import tabulate
+
+    from nsa_compile.config import load_config
+    from nsa_compile.train.resume import flatten
+
+    left, right = (dict(flatten(load_config(_file_of(path)).model_dump())) for path in (one, other))
+    differences = {key: [left[key], right[key]] for key in left if left[key] != right[key]}
+    if as_json:
+        click.echo(json.dumps({"differences": differences}, indent=2))
+    elif differences:
+        rows = [(key, *map(json.dumps, values)) for key, values in differences.items()]
+        click.echo(tabulate(rows, headers=("key", one, other), disable_numparse=True))
+    if differences:
+        ctx.exit(1)
+
+
+@config.command(short_help="Every key with its type, default and meaning.")
+@click.argument("section", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def keys(section: str | None, as_json: bool) -> None:
+    """List every key, or those of one section, with its type, default and meaning.
+
+    \b
+    nsa-compile config keys
+    nsa-compile config keys model.pattern
+    """
+    from tabulate import tabulate
+
+    from nsa_compile.config import RunConfig
+
+    sections = {name: schema for name, schema in _sections(RunConfig.model_json_schema()) if name}
+    if section is not None and section not in sections:
+        raise UserError(f"'{section}' is no section; the sections are {', '.join(sections)}")
+    chosen = {name: schema for name, schema in sections.items() if section in (None, name)}
+    if as_json:
+        rows = [{**row, "key": f"{name}.{row['key']}"} for name, schema in chosen.items() for row in _keys(schema)]
+        click.echo(json.dumps({"keys": rows}, indent=2))
+        return
+    for name, schema in chosen.items():
+        summary = schema["description"].partition("\n\n")[0].replace("\n", " ").replace("``", "")
+        table = [
+            (
+                f"{name}.{row['key']}",
+                row["type"],
+                "required" if row["required"] else json.dumps(row["default"]),
+                row["meaning"],
+            )
+            for row in _keys(schema)
+        ]
+        headers = ("key", "type", "default", "meaning")
+        widths = (None, 34, None, 60)
+        click.echo(f"{name}: {summary}\n{tabulate(table, headers, disable_numparse=True, maxcolwidths=widths)}\n")
+
+
+def _file_of(path: str) -> str:
+    return str(Path(path) / "config.resolved.yaml") if Path(path).is_dir() else path
+
+
+def _sections(schema: dict[str, Any], root: dict[str, Any] | None = None, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and JSON schema of a section and of all below it; `root` holds what they refer to."""
+    root = root or schema
+    yield name, schema
+    for key, entry in schema["properties"].items():
+        if "$ref" in entry:
+            inner = root["$defs"][entry["$ref"].rpartition("/")[2]]
+            yield from _sections(inner, root, f"{name}.{key}".lstrip("."))
+
+
+def _keys(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Key, type, default and meaning of each key of a section; sections within it have rows of their own."""
+    for key, entry in schema["properties"].items():
+        if "$ref" not in entry:
+            yield {
+                "key": key,
+                "type": _type(entry),
+                "required": key in schema.get("required", ()),
+                "default": entry.get("default"),
+                "meaning": _meaning(schema["description"], key),
+            }
+
+
+def _type(entry: dict[str, Any]) -> str:
+    """The values a key takes, in words."""
+    if "anyOf" in entry:
+        return " or ".join(_type(choice) for choice in entry["anyOf"])
+    if "enum" in entry:
+        return ", ".join(entry["enum"])
+    if entry["type"] == "array":
+        return f"list of {_type(entry['items'])}"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {entry[name]}" for name, sign in signs.items() if name in entry]
+    return " ".join([entry["type"], *bounds])
+
+
+def _meaning(docstring: str, key: str) -> str:
+    """What a section's docstring says of a key: its line under ``Attributes``, or the sentences that name it."""
+    if attribute := re.search(rf"^ *{key}: (.+(?:\n {{8,}}.+)*)", docstring, re.MULTILINE):
+        text = attribute[1]
+    else:
+        sentences = re.split(r"(?<=[.;:]) |\n\n", docstring.partition("\nAttributes:")[0].replace("\n\n", ".\n\n"))
+        text = " ".join(s for s in map(str.strip, sentences) if f"``{key}``" in s)
+    return re.sub(r"\s+", " ", text).replace("``", "").rstrip(".;:")

@@ -1,0 +1,273 @@
+"""A step compiled without a loop, as generation runs it: one program for all positions, which reads and writes the rows
+it needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import nsa_compile
+from nsa_compile.models.nsa import NSAToken, decode_step, init_state, mean_phi
+from nsa_compile.passes.report import Report
+from tests.attention_programs import (
+    COMPRESSED,
+    AttentionProgram,
+    assert_equals_loop,
+    attention,
+    fused,
+    run_compiled_step,
+    together,
+)
+from tests.models.test_nsa import EXAMPLE, assume_unambiguous, tiny_model, tokens_for, value_and_grads
+from tests.passes.test_fuse_selection_scatter import OTHER_MASKS, OTHER_RANKINGS, OTHERS, selections
+from tests.passes.test_raise_attention import LOWEST
+from tests.strategies import NSAProblem, nsa_problems
+
+BLOCKS, WINDOW, ROW = "mask of blocks of {}", "window of {}", "one row is written"
+
+
+def last_report() -> Report:
+    report = nsa_compile.last_report()
+    assert report is not None
+    return report
+
+
+def decoded(problem: NSAProblem, compiled: bool):
+    """Attention over a sequence, token by token, as a function of its tensors."""
+    phi = mean_phi if problem.phi == "mean" else problem.block_phi
+
+    def step(state, token):
+        return decode_step(state, token, pattern=problem.pattern, phi_k=phi, phi_v=phi)
+
+    run = nsa_compile.compile(step, nested="eager", cache=False) if compiled else step
+
+    def over_sequence(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates) -> Tensor:
+        state = init_state(problem.B, problem.S, k_cmp, v_cmp, pattern=problem.pattern)
+        outputs = []
+        for t in range(problem.S):
+            rows = (x[:, t] for x in (q, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates))
+            state, out = run(state, NSAToken(torch.tensor(t), *rows))
+            outputs.append(out)
+        return torch.stack(outputs, 1)
+
+    return over_sequence
+
+
+@settings(max_examples=max(5, settings().max_examples // 3))
+@given(problem=nsa_problems())
+def test_nsa_decodes_as_without_compilation(problem):
+    """At every position, in values and gradients: before the first block, at edges, under ties, with few blocks."""
+    torch._dynamo.reset()
+    tensors = problem.tensors()
+    assume_unambiguous(problem, tensors)
+    actual = value_and_grads(decoded(problem, compiled=True), tensors)
+    expected = value_and_grads(decoded(problem, compiled=False), tensors)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_nsa_reads_its_blocks_and_its_window():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        decoded(EXAMPLE, compiled=True)(*EXAMPLE.tensors())
+    assert fused(last_report()) == [BLOCKS.format(EXAMPLE.l_sel), WINDOW.format(EXAMPLE.w)]
+
+
+# ------------------------------------------------------------------------------------------------------- whole models
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["state kept", "state updated"])
+@pytest.mark.parametrize("changes", [{}, {"shared_kv": True, "v_head_dim": 6}])
+def test_a_model_decodes_by_one_program(in_place, changes):
+    """Also behind the end of its caches, where a token finds no row of its own."""
+    torch._dynamo.reset()
+    model = tiny_model(**changes)
+    make = (
+        nsa_compile.compile_decode_step if in_place else lambda model, **o: nsa_compile.compile(model.decode_step, **o)
+    )
+    step = make(model, nested="eager", cache=False)
+    tokens = tokens_for(model, 2, 28)
+    state, expected_state = model.init_state(2, 26), model.init_state(2, 26)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for t in range(28):
+            given = state
+            before = [None if x is None else x.clone() for x in pytree.tree_leaves(given)]
+            state, logits = step(state, tokens[:, t])
+            expected_state, expected = model.decode_step(expected_state, tokens[:, t])
+            torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(pytree.tree_leaves(state), pytree.tree_leaves(expected_state))
+            if not in_place:
+                torch.testing.assert_close(pytree.tree_leaves(given), before, rtol=0, atol=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    written = [m for m in last_report().passes[0].matches if ROW in m]
+    caches = sum(x is not None and "recent" not in name for name, x in state.layers[0]._asdict().items())
+    assert len(written) == (caches * model.config.n_layers if in_place else 0)
+
+
+def test_scores_are_those_of_the_tokens_that_are_read(final_graphs):
+    """No score of the selected or the window branch beyond n · l' and w tokens, however long the cache is."""
+    torch._dynamo.reset()
+    model = tiny_model(n_layers=1, head_dim=10)  # a number that no other size is
+    config = model.config
+    flops, blocks = [], []
+    for length in (264, 520):
+        state = model.init_state(1, length)
+        with torch.no_grad():
+            nsa_compile.compile(model.decode_step, nested="eager", cache=False, estimate=True)(
+                state, tokens_for(model, 1, 1)[:, 0]
+            )
+        flops.append(last_report().passes[-1].estimate.flops)
+        blocks.append(state.layers[0].k_cmp.shape[1])
+        floats = [
+            x for n in final_graphs[-1].graph.nodes if isinstance(x := n.meta.get("example_value"), Tensor)
+            and x.is_floating_point() and length in x.shape
+        ]  # fmt: skip
+        assert floats, "the caches themselves"
+        assert all({config.head_dim, config.value_dim} & set(x.shape) for x in floats), "they are keys or values"
+    compressed = 2 * config.n_heads * (config.head_dim + config.value_dim)
+    assert flops[1] - flops[0] == compressed * (blocks[1] - blocks[0])
+
+
+def test_without_the_pass_scores_grow_with_the_cache():
+    """What the test above would see if nothing were fused."""
+    torch._dynamo.reset()
+    model = tiny_model(n_layers=1)
+    flops = []
+    for length in (264, 520):
+        options = {"nested": "eager", "cache": False, "estimate": True, "disable": ["fuse_selection_scatter"]}
+        with torch.no_grad():
+            nsa_compile.compile(model.decode_step, **options)(
+                model.init_state(1, length), tokens_for(model, 1, 1)[:, 0]
+            )
+        flops.append(last_report().passes[-1].estimate.flops)
+    config = model.config
+    assert flops[1] - flops[0] > 2 * 2 * config.n_heads * (config.head_dim + config.value_dim) * 256
+
+
+# ----------------------------------------------------------------------------------------- other steps than NSA's own
+
+
+@settings(max_examples=4)
+@given(case=selections(), nested=st.sampled_from(["eager", "aot_eager"]))
+def test_selection_in_every_form(case, nested):
+    program, block = case
+    actual, report = run_compiled_step(program, nested)
+    assert fused(report) == [BLOCKS.format(block)]
+    assert_equals_loop(program, actual)
+
+
+@pytest.mark.parametrize("programs", [OTHERS, *OTHER_RANKINGS.values()], ids=["others", *OTHER_RANKINGS])
+def test_other_rankings_decide_what_is_read(programs):
+    program = together(list(programs.values()), COMPRESSED)
+    actual, report = run_compiled_step(program)
+    assert fused(report) == [BLOCKS.format(4)] * len(programs)
+    assert_equals_loop(program, actual)
+
+
+@pytest.mark.parametrize("kind", OTHER_MASKS)
+def test_other_masks_are_left_alone(kind):
+    program = together(list(OTHER_MASKS[kind].values()), COMPRESSED)
+    actual, report = run_compiled_step(program)
+    assert fused(report) == []
+    assert len(report.declines) >= len(OTHER_MASKS[kind])
+    assert_equals_loop(program, actual)
+
+
+def windowed(keep: str, **fields) -> AttentionProgram:
+    return attention(keep=keep, masked=LOWEST, S=8, rows=8, **fields)
+
+
+WINDOWS = {
+    "plain": windowed("(position <= t) & (position > t - 3)"),
+    "reversed": windowed("(t >= position) & (t - 2 <= position)"),
+    "by distance": windowed("(t - position >= 0) & (t - position < 3)"),
+    "by distance, the other way": windowed("(position - t <= 0) & (position - t > -3)"),
+    "negated": windowed("~(position > t) & ~(position < t - 2)"),
+    "moved": windowed("((position[None] <= t[None, None]) & (position + 3 > t.reshape(1, 1)))[0]"),
+    "ahead": windowed("(position <= t + 1) & (position > t - 2)"),
+    "and data": windowed('(position <= t) & (position > t - 3) & (x["m"] > 0)', data=(2, 2, 1)),
+}
+NO_WINDOWS = {
+    "no lower end": windowed("position <= t"),
+    "no upper end": windowed("position > t - 3"),
+    "either": windowed("(position <= t) & ((position > t - 3) | (position == 0))"),
+    "as wide as the cache": windowed("(position <= t) & (position > t - 8)"),
+    "growing": windowed("(position <= t) & (position > t - t // 2 - 1)"),
+    "every other key": windowed("(2 * position <= t) & (2 * position > t - 3)"),
+    "backwards": windowed("(7 - position <= t) & (7 - position > t - 3)"),
+    "two positions": windowed("(position <= t) & (position > t * 2 - 5)"),
+    "narrow integers": windowed(
+        "(position.to(torch.uint8) <= t.to(torch.uint8)) & (position.to(torch.uint8) > t.to(torch.uint8) - 3)"
+    ),
+}
+
+
+def test_windows_in_every_form_are_read_alone():
+    program = together([AttentionProgram(**{**vars(p), "data": (2, 2, 1)}) for p in WINDOWS.values()])
+    actual, report = run_compiled_step(program)
+    assert fused(report) == [WINDOW.format(3)] * len(WINDOWS)
+    assert_equals_loop(program, actual)
+
+
+def test_what_is_no_window_is_left_alone():
+    program = together(list(NO_WINDOWS.values()))
+    actual, report = run_compiled_step(program)
+    assert fused(report) == []
+    assert_equals_loop(program, actual)
+
+
+# ------------------------------------------------------------------------------------------------------------- writes
+
+
+def test_rows_are_written_in_place_only_where_one_row_is_meant():
+    """Each cache is set to itself under a condition; positions before, inside and behind the rows."""
+    conditions = {
+        "one row": (lambda row, t: row == t, True),
+        "one later": (lambda row, t: row + 1 == t, True),
+        "the other way": (lambda row, t: t - row == 2, True),
+        "several rows": (lambda row, t: row <= t, False),
+        "backwards": (lambda row, t: 5 - row == t, False),
+        "all or nothing": (lambda row, t: (t == 3).expand(6), False),
+    }
+
+    def step(t, source, *caches):
+        scores = torch.softmax(source, -1)  # a step has attention
+        for cache, (condition, _) in zip(caches, conditions.values(), strict=True):
+            cache.copy_(torch.where(condition(torch.arange(6), t)[:, None], source[None], cache))
+        return scores
+
+    torch._dynamo.reset()
+    fast = nsa_compile.compile(step, nested="eager", cache=False)
+    actual = [torch.zeros(6, 2) for _ in conditions]
+    expected = [torch.zeros(6, 2) for _ in conditions]
+    for t in (-3, 0, 2, 4, 7, 13, 16, 40):
+        source = torch.randn(2)
+        fast(torch.tensor(t), source, *actual)
+        step(torch.tensor(t), source, *expected)
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True)), t
+    written = [m for m in last_report().passes[0].matches if ROW in m]
+    assert len(written) == sum(is_row for _, is_row in conditions.values())
+
+
+def test_copies_that_someone_outside_may_hold_stay_copies():
+    def step(t, x, cache):
+        weights = torch.softmax(x + t, -1)
+        held = cache.clone()
+        swapped = x.clone()
+        cache.copy_(weights)
+        return held, swapped.view(-1), weights.clone().add(1)
+
+    torch._dynamo.reset()
+    fast = nsa_compile.compile(step, nested="eager", cache=False)
+    for run in (step, fast):
+        x, cache = torch.arange(3.0), torch.ones(3)
+        held, swapped, _ = run(torch.tensor(0), x, cache)
+        x.zero_()
+        assert torch.equal(held, torch.ones(3))
+        assert torch.equal(swapped, torch.arange(3.0))
+        torch.testing.assert_close(cache, torch.arange(3.0).softmax(-1))
+    assert "a step by itself" in last_report().passes[0].matches[0]

@@ -1,0 +1,176 @@
+"""What is estimated, against a training that really runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import nsa_compile
+from nsa_compile.cli import _run
+from nsa_compile.config import load_config
+from nsa_compile.models import NSATransformer
+from nsa_compile.profiles.measure import CPU, peak_memory, random_tokens
+from nsa_compile.train.checkpoint import save_checkpoint
+from nsa_compile.train.estimate import (
+    checkpoint_bytes,
+    checkpoints_on_disk,
+    count_parameters,
+    estimate_memory,
+    measure_step,
+    step_flops,
+)
+from nsa_compile.train.loop import train_step
+from nsa_compile.train.optim import make_optimizer
+
+# Large enough that a step stands out from what the allocator does; compiled without writing C++.
+SIZES = {
+    "model.dim": 64,
+    "model.n_layers": 2,
+    "train.seq_len": 512,
+    "train.batch_size": 8,
+    "compile.enabled": "true",
+    "compile.nested": "aot_eager",
+}
+
+
+# The passes have nothing to do.
+QUICK = {"model.attention": "dense"}
+
+
+def configured(tiny_overrides, **changes):
+    return load_config(None, tiny_overrides(**{**SIZES, **changes}))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model.attention": "dense", "model.vocab_size": 4096, "train.dtype": "bf16"}],
+    ids=["nsa", "dense with a large vocabulary in bf16"],
+)
+def test_memory_is_within_a_factor_of_a_step_that_runs(tiny_overrides, changes):
+    config = configured(tiny_overrides, **changes)
+    estimate = estimate_memory(config, CPU)
+
+    torch._dynamo.reset()
+    model = nsa_compile.compile_blocks(NSATransformer(config.model), nested="aot_eager")
+    optimizer = make_optimizer(model, config.optim)
+    batch = random_tokens(config.model, config.train.seq_len + 1, config.train.batch_size).numpy()
+
+    def step():
+        train_step(model, optimizer, [batch], 1e-3, 1.0, CPU, config.train.dtype)
+
+    for _ in range(2):
+        step()
+    measured = peak_memory(step)
+    if measured is None:
+        pytest.skip("this system does not tell the peak of resident memory")
+    # Weights and the optimizer's state lie there before the step.
+    ratio = (estimate.peak - estimate.weights - estimate.optimizer) / measured
+    assert 0.6 < ratio < 1.5, ratio
+
+
+def test_weights_state_and_checkpoint_are_those_of_a_trained_model(tiny_overrides, tmp_path):
+    config = configured(tiny_overrides, **QUICK)
+    model = NSATransformer(config.model)
+    optimizer = make_optimizer(model, config.optim)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    tensors = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
+
+    estimate = estimate_memory(config, CPU)
+    assert count_parameters(config.model) == sum(p.numel() for p in model.parameters())
+    assert estimate.weights == estimate.gradients == sum(p.nbytes for p in model.parameters())
+    assert estimate.optimizer == sum(x.nbytes for x in tensors)
+    states = {
+        "state.pt": {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]},
+        "rank-00000.pt": {"rng": torch.get_rng_state()},
+    }
+    checkpoint = save_checkpoint(tmp_path, 1, states, None)
+    assert checkpoint.bytes == pytest.approx(checkpoint_bytes(count_parameters(config.model)), rel=0.1)
+
+
+def test_memory_follows_batch_processes_checkpointing_and_sharding(tiny_overrides):
+    config = configured(tiny_overrides, **QUICK)
+    one = estimate_memory(config, CPU)
+    torch._dynamo.reset()
+    half = estimate_memory(config, CPU, processes=2)
+    assert half.activations == pytest.approx(one.activations / 2, rel=0.05)
+    assert (half.weights, half.communication) == (one.weights, one.weights)
+
+    sharded = estimate_memory(config, CPU, processes=2, strategy="fsdp", block=half.block)
+    assert sharded.weights == one.weights // 2
+    assert sharded.optimizer == one.optimizer // 2
+
+    some, every = (estimate_memory(config, CPU, checkpointed=blocks, block=one.block) for blocks in ([0], [0, 1]))
+    assert every.activations == 2 * one.block.input
+    assert one.activations > some.activations > every.activations
+    assert one.peak > every.peak
+
+    quantized = {
+        name: estimate_memory(config, CPU, optimizer=name, block=one.block).optimizer
+        for name in ("adamw8bit", "adamw4bit")
+    }
+    assert one.optimizer > quantized["adamw8bit"] > quantized["adamw4bit"]
+
+
+def test_recomputed_blocks_cost_a_forward_pass_more(tiny_overrides):
+    config = configured(tiny_overrides)
+    plain, every = step_flops(config), step_flops(config, checkpointed=[0, 1])
+    assert plain < step_flops(config, checkpointed=[1]) < every < 4 / 3 * plain
+
+
+@pytest.mark.parametrize(
+    ("steps", "save_every", "keep_last", "expected"), [(4, 0, 3, 1), (4, 2, 3, 2), (100, 10, 3, 5), (5, 2, 3, 3)]
+)
+def test_checkpoints_on_disk(tiny_overrides, steps, save_every, keep_last, expected):
+    changes = {"train.steps": steps, "train.save_every": save_every, "train.keep_last": keep_last}
+    assert checkpoints_on_disk(configured(tiny_overrides, **changes)) == expected
+
+
+def test_a_measured_step_grows_with_the_blocks(tiny_overrides):
+    config = configured(tiny_overrides, **QUICK, **{"model.n_layers": 6})
+    times = measure_step(config, CPU)
+    assert 0 < times["one_block"] < times["two_blocks"] < times["seconds"]
+    assert times["seconds"] == pytest.approx(5 * times["two_blocks"] - 4 * times["one_block"])
+
+
+def arguments(overrides):
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def test_the_command_says_what_was_computed_and_what_was_measured(tiny_overrides, capsys):
+    overrides = arguments(tiny_overrides(**SIZES, **QUICK))
+    assert _run(["estimate", *overrides, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["memory"]["peak"] > facts["memory"]["activations"] > 0
+    assert facts["step_seconds"] == facts["step_seconds_at_least"] > 0
+    assert facts["step_seconds_measured"] is None
+    torch._dynamo.reset()
+    assert _run(["estimate", *overrides, "--nproc", "2", "--measure"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("step ") and "measured: " in line for line in lines)
+    assert any(line.startswith("activations ") and "computed: " in line for line in lines)
+    assert any(line.startswith("buckets of DDP ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "expected"),
+    [
+        ({}, ["--nproc", "3"], "train.batch_size = 8 must be a multiple of --nproc = 3"),
+        ({"compile.enabled": "false"}, [], "--set compile.enabled=true"),
+        ({"compile.disable": "[batch_prefill]", "train.seq_len": 64}, [], "nsa-compile passes explain"),
+    ],
+)
+def test_mistakes_are_one_line(tiny_overrides, capsys, changes, options, expected):
+    assert _run(["estimate", *arguments(tiny_overrides(**{**SIZES, **changes})), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert expected in captured.err
+    assert captured.err.rstrip().splitlines()[-1].startswith("error: ")

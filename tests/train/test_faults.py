@@ -1,0 +1,221 @@
+"""What a run must survive, or end by in a way that can be understood: faults planted in real processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
+LONG = {"train.steps": 10, "train.save_every": 2, "train.eval_every": 5, "train.log_every": 1, "train.keep_last": 9}
+# Stalls are found within seconds instead of minutes.
+ALERT = {
+    "watchdog.interval_s": 0.5,
+    "watchdog.stall_s": 4.0,
+    "watchdog.stall_factor": 3.0,
+    "watchdog.pause_s": 60.0,
+    "watchdog.silent_s": 20.0,
+}
+
+
+def start(overrides, *arguments, fault=None, once=None, **options):
+    """Start ``nsa-compile train --nproc 2`` with a fault planted in it."""
+    environment = dict(os.environ)
+    if fault is not None:
+        once.touch()
+        path = [str(Path(__file__).parent / "faults"), environment.get("PYTHONPATH", "")]
+        environment |= {"FAULT": fault, "FAULT_ONCE": str(once), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    sets = [word for override in overrides for word in ("--set", override)]
+    return subprocess.Popen(
+        [*COMMAND, "train", "--json", "--nproc", "2", *sets, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def finish(process, timeout=240):
+    stdout, stderr = process.communicate(timeout=timeout)
+    return process.returncode, stdout, stderr
+
+
+def losses(directory):
+    with (Path(directory) / "training.csv").open(encoding="utf-8") as file:
+        return [(row["step"], row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Losses of a run on two processes that nothing happens to."""
+    from tests.conftest import TINY_RUN
+
+    values = {**TINY_RUN, **LONG, "run.dir": str(tmp_path_factory.mktemp("undisturbed"))}
+    code, stdout, stderr = finish(start([f"{key}={value}" for key, value in values.items()]))
+    assert code == 0, stderr
+    assert "watchdog" not in stderr
+    return losses(json.loads(stdout)["run_dir"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_replaced_and_the_losses_are_the_same(tiny_overrides, tmp_path, undisturbed, rank):
+    process = start(tiny_overrides(**LONG), fault=f"kill@{rank}:8", once=tmp_path / "once")
+    code, stdout, stderr = finish(process)
+    assert code == 0, stderr
+    assert not (tmp_path / "once").exists()
+    assert f"rank {rank} was killed by SIGKILL" in stderr
+    assert "(restart 1 of 3)" in stderr
+    assert "Traceback" not in stderr
+    summary = json.loads(stdout)
+    assert summary["resumed_from"] is not None
+    assert losses(summary["run_dir"]) == undisturbed
+
+
+def test_a_rank_that_hangs_is_named_and_the_run_goes_on(tiny_overrides, tmp_path, undisturbed):
+    overrides = tiny_overrides(**LONG, **ALERT, **{"watchdog.on_stalled": "restart"})
+    code, stdout, stderr = finish(start(overrides, fault="hook@1:8", once=tmp_path / "once"))
+    assert code == 0, stderr
+    (finding,) = [line for line in stderr.splitlines() if line.startswith("watchdog:")]
+    assert "rank 1" in finding.split(";")[0]
+    directory = Path(json.loads(stdout)["run_dir"])
+    assert losses(directory) == undisturbed
+    # Its stack names the line it hung in.
+    assert "hang" in (directory / "stacks_rank1.txt").read_text(encoding="utf-8")
+
+
+def test_a_loader_that_stalls_is_named_with_its_phase(tiny_overrides, tmp_path, undisturbed):
+    overrides = tiny_overrides(**LONG, **ALERT, **{"watchdog.on_stalled": "restart"})
+    code, stdout, stderr = finish(start(overrides, fault="stall@1:8", once=tmp_path / "once"))
+    assert code == 0, stderr
+    (finding,) = [line for line in stderr.splitlines() if line.startswith("watchdog:")]
+    assert "rank 1" in finding
+    assert "data" in finding
+    assert losses(json.loads(stdout)["run_dir"]) == undisturbed
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tiny_overrides, tmp_path):
+    code, _, stderr = finish(start(tiny_overrides(**LONG), fault="nan@1:4", once=tmp_path / "once"))
+    assert code == 3
+    (error,) = [line for line in stderr.splitlines() if line.startswith("error:")]
+    assert "must be finite" in error
+    (directory,) = (tmp_path / "runs").iterdir()
+    (row,) = map(json.loads, (directory / "nonfinite.jsonl").read_text().splitlines()[:1])
+    assert row["step"] == 4
+    assert len(row["sequences"]) == 1
+
+
+def test_steps_that_are_not_finite_are_skipped_by_all(tiny_overrides, tmp_path, undisturbed):
+    overrides = tiny_overrides(**LONG, **{"train.on_nonfinite": "skip"})
+    code, stdout, stderr = finish(start(overrides, fault="nan@1:4", once=tmp_path / "once"))
+    assert code == 0, stderr
+    summary = json.loads(stdout)
+    assert summary["skipped_steps"] == 1
+    found = losses(summary["run_dir"])
+    assert found[:3] == undisturbed[:3]
+    assert found[3] == ("4", "nan")
+    assert all(loss != "nan" for _, loss in found[4:])
+
+
+def test_a_mistake_in_the_code_is_not_tried_again(tiny_overrides, tmp_path):
+    code, _, stderr = finish(start(tiny_overrides(**LONG), fault="crash@0:1", once=tmp_path / "once"))
+    assert code == 1
+    assert "ValueError: a planted fault" in stderr
+    assert "before the first step, and would again" in stderr
+
+
+def test_sigterm_saves_and_leaves_with_75(tiny_overrides, tmp_path):
+    process = start(tiny_overrides(**{**LONG, "train.steps": 500, "train.save_every": 0}))
+    for line in process.stderr:
+        if line.startswith("step 3:"):
+            break
+    process.send_signal(signal.SIGTERM)
+    code, stdout, stderr = finish(process)
+    assert code == 75, stderr
+    summary = json.loads(stdout)
+    (checkpoint,) = (Path(summary["run_dir"]) / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{summary['steps']:08d}"
+
+
+def test_no_process_outlives_a_killed_launcher(tiny_overrides):
+    process = start(tiny_overrides(**{**LONG, "train.steps": 500}))
+    for line in process.stderr:
+        if line.startswith("step 2:"):
+            break
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) == 2
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_a_file_halt_stops_all_and_not_the_next_run(tiny_overrides, tmp_path):
+    overrides = tiny_overrides(**{**LONG, "train.steps": 500})
+    process = start(overrides)
+    for line in process.stderr:
+        if line.startswith("step 2:"):
+            break
+    (directory,) = (tmp_path / "runs").iterdir()
+    (directory / ".HALT").write_text("enough\n")
+    code, _, stderr = finish(process)
+    assert code == 4
+    (error,) = [line for line in stderr.splitlines() if line.startswith("error:")]
+    assert "was halted after step" in error
+    assert "enough" in error
+    saved = sorted((directory / "checkpoints").iterdir())[-1]
+    steps = int(saved.name.removeprefix("step-"))
+    code, stdout, stderr = finish(start([*overrides, f"train.steps={steps + 1}"], "--resume", "auto"))
+    assert code == 0, stderr
+    assert json.loads(stdout)["resumed_from"] == steps
+
+
+def test_a_full_disk_ends_all_with_5(tiny_overrides, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system takes root")
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(small)], check=False)
+    if mounted.returncode:
+        pytest.skip("this container may not mount a file system")
+    try:
+        overrides = tiny_overrides(**{**LONG, "train.save_every": 1, "train.steps": 100, "run.dir": str(small)})
+        code, _, stderr = finish(start(overrides))
+        assert code == 5, stderr
+        (error,) = [line for line in stderr.splitlines() if line.startswith("error:")]
+        assert "No space left on device" in error
+    finally:
+        time.sleep(0.2)
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_a_corrupt_compile_cache_is_not_trusted(tiny_overrides, tmp_path):
+    cache = tmp_path / "cache"
+    options = {"compile.enabled": "true", "compile.nested": "aot_eager", "train.steps": 2, "train.sample_tokens": 0}
+    sets = [word for override in tiny_overrides(**options) for word in ("--set", override)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+
+    def run():
+        return subprocess.run(
+            [*COMMAND, "train", "--json", *sets], capture_output=True, text=True, env=environment, check=False
+        )
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(b"\0" * path.stat().st_size)
+    second = run()
+    assert second.returncode == 0, second.stderr
+    assert losses(json.loads(first.stdout)["run_dir"]) == losses(json.loads(second.stdout)["run_dir"])
