@@ -14,7 +14,8 @@ pytest.importorskip("matplotlib")
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "needle.py"
 TINY = (
     "compile.enabled=false", "train.seq_len=48", "train.batch_size=2", "train.eval_batches=1", "train.steps=2",
-    "optim.warmup=0", "data.needles=1", "data.min_distance=8", "model.pattern.window=8", "model.dim=16", "model.head_dim=8",
+    "optim.warmup=0", "data.needles=1", "data.min_distance=8", "model.pattern.window=8", "model.dim=16",
+    "model.head_dim=8",
 )  # fmt: skip
 
 
