@@ -83,7 +83,7 @@ class DataSection(Section):
     name: str = "shakespeare"
     tokenizer: Literal["byte", "gpt2"] = "byte"
     min_distance: Count | None = None
-    # Each takes nine of the task's 92 symbols, and the longest phrase of its filler twenty.
+    # Each takes nine of the task's 92 symbols, and a phrase of its filler up to sixteen.
     needles: Annotated[int, Field(ge=1, le=8)] = 4
     text_field: str = "text"
     cache_dir: Annotated[str, Field(min_length=1)] | None = None

@@ -72,8 +72,9 @@ class Needle:
     theirs, so an answer is found after the one earlier occurrence of the byte before it. The places of the needles are
     uniform among those that leave ``min_distance`` tokens up to the first question.
 
-    The filler is random phrases, each repeated a few times. Little in it is unknown, and what predicts it, to go back
-    to the last occurrence of a byte and one on, is what retrieval needs as well.
+    The filler is random phrases that take turns, each repeated a few times when it is there. They have no symbol in
+    common, so little in it is unknown, and what predicts it, to go back to an earlier occurrence of a byte and one on,
+    is what retrieval needs as well: in the window within a turn, far outside when a phrase comes back.
 
     Args:
         seed: selects the stream.
@@ -85,8 +86,9 @@ class Needle:
     SYMBOLS = np.setdiff1d(np.arange(ord("!"), ord("~") + 1, dtype=np.uint8), np.frombuffer(b"[]", np.uint8))
     VALUE = 8
     NEEDLE = len("[k]") + VALUE
-    PHRASE = (12, 20)  # symbols of a phrase, at the least and at the most
-    REPEATS = 8
+    PHRASE = (12, 16)  # symbols of a phrase, at the least and at the most
+    REPEATS = (8, 10)
+    PHRASES = 4  # or as many as the needles leave symbols for
 
     def __init__(self, seed: int, min_distance: int, held_out: bool = False, needles: int = 4) -> None:
         self.seed = seed
@@ -119,13 +121,15 @@ class Needle:
         return (question >= 0) & (place >= 0) & (place < self.VALUE)
 
     def _filler(self, random: np.random.Generator, symbols: npt.NDArray[np.uint8], length: int) -> bytes:
-        """Phrases of different symbols, one after the other."""
-        shortest, longest = self.PHRASE
-        filler = bytearray()
+        longest = self.PHRASE[1]
+        count = min(self.PHRASES, len(symbols) // longest)
+        sizes = random.integers(*self.PHRASE, size=count, endpoint=True)
+        parts = random.permutation(symbols)[: count * longest].reshape(count, longest)
+        phrases = [part[:size].tobytes() for part, size in zip(parts, sizes, strict=True)]
+        filler = b""
         while len(filler) < length:
-            size = random.integers(shortest, longest + 1)
-            filler += random.permutation(symbols)[:size].tobytes() * self.REPEATS
-        return bytes(filler[:length])
+            filler += phrases[random.integers(count)] * int(random.integers(*self.REPEATS, endpoint=True))
+        return filler[:length]
 
 
 def make_synthetic(config: RunConfig, held_out: bool) -> AnsweredSource:
