@@ -73,8 +73,8 @@ class Needle:
     uniform among those that leave ``min_distance`` tokens up to the first question.
 
     The filler is random phrases that take turns, each repeated a few times when it is there. They have no symbol in
-    common, so little in it is unknown, and what predicts it, to go back to an earlier occurrence of a byte and one on,
-    is what retrieval needs as well: in the window within a turn, far outside when a phrase comes back.
+    common, so little in it is unknown. What predicts it, to go back to an earlier occurrence of a byte and one on, is
+    what retrieval needs as well.
 
     Args:
         seed: selects the stream.
