@@ -74,7 +74,8 @@ class DataSection(Section):
     """What is trained on: ``shakespeare``, a synthetic task, ``uniform``, ``fineweb-edu``, or a file or directory.
 
     ``min_distance`` is how many tokens of a synthetic task lie at least between a question and what it asks for;
-    ``None`` takes the model's sliding window, so that the answer lies outside of it. ``text_field`` is the key or
+    ``None`` takes the model's sliding window, so that the answer lies outside of it. ``needles`` is how many the task
+    ``needle`` hides and asks for. ``text_field`` is the key or
     column with the text, for JSON lines and Parquet. Tokens of files are kept below ``cache_dir``; ``None`` takes the
     platform's directory for caches.
     """
@@ -82,6 +83,8 @@ class DataSection(Section):
     name: str = "shakespeare"
     tokenizer: Literal["byte", "gpt2"] = "byte"
     min_distance: Count | None = None
+    # Each takes nine of the task's 92 symbols, and a phrase of its filler up to sixteen.
+    needles: Annotated[int, Field(ge=1, le=8)] = 4
     text_field: str = "text"
     cache_dir: Annotated[str, Field(min_length=1)] | None = None
 
@@ -164,7 +167,8 @@ class CompileSection(Section):
 class LogSection(Section):
     """What a run tells beside its CSV files.
 
-    ``stats_every`` steps the gates and the selection of every NSA layer go to ``attention.jsonl``, 0 for never;
+    ``stats_every`` steps the gates and the selection of every NSA layer go to ``attention.jsonl``, 0 for never
+    (nor where ``model.branches`` leaves a branch out);
     ``tensorboard`` writes all figures to event files, too (it needs the extra of that name).
     """
 

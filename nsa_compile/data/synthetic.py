@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -52,9 +52,9 @@ class Copying:
     def sequence(self, index: int, length: int) -> Tokens:
         size = (length - 1) // 2
         random = generator(self.seed, index)
-        string = _draw(lambda: random.choice(self.ALPHABET, size), self.held_out)
+        original = _draw(lambda: random.choice(self.ALPHABET, size), self.held_out)
         tokens = np.full(length, self.SEPARATOR, dtype=np.int64)
-        tokens[:size] = tokens[size + 1 : 2 * size + 1] = string
+        tokens[:size] = tokens[size + 1 : 2 * size + 1] = original
         return tokens
 
     def answers(self, length: int) -> Mask:
@@ -65,53 +65,71 @@ class Copying:
 
 
 class Needle:
-    """``filler … [key=value] … filler [key=value``: needle retrieval, the value at the end being the answer.
+    """``filler [kvalue] filler [kvalue] filler [kvalue][kvalue]``: needle retrieval.
 
-    The filler is a text that repeats itself, from a random place on, so that nearly all there is to learn is in the
-    needle. Its place is uniform among those that leave ``min_distance`` tokens between it and the question.
+    Needles, each a key and a value, lie in a haystack of filler and are all asked for at the end, in random order. The
+    bytes of the values are the answers. No symbol occurs in two needles or twice in one, and the filler has none of
+    theirs, so an answer is found after the one earlier occurrence of the byte before it. The places of the needles are
+    uniform among those that leave ``min_distance`` tokens up to the first question.
+
+    The filler is random phrases that take turns, each repeated a few times when it is there. They have no symbol in
+    common, so little in it is unknown. What predicts it, to go back to an earlier occurrence of a byte and one on, is
+    what retrieval needs as well.
 
     Args:
         seed: selects the stream.
-        min_distance: tokens that lie between needle and question at the least.
+        min_distance: tokens of filler between the last needle and the first question.
         held_out: draw from the examples that are not trained on.
+        needles: how many there are; at most 8, to leave symbols to the filler.
     """
 
-    # The filler of passkey retrieval (Mohtashami and Jaggi, arXiv 2305.16300).
-    FILLER = b"The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-    KEY, VALUE = 4, 6
-    QUESTION = len("[=") + KEY
-    NEEDLE = QUESTION + VALUE + len("] ")
+    SYMBOLS = np.setdiff1d(np.arange(ord("!"), ord("~") + 1, dtype=np.uint8), np.frombuffer(b"[]", np.uint8))
+    VALUE = 8
+    NEEDLE = len("[k]") + VALUE
+    PHRASE = (12, 16)  # symbols of a phrase, at the least and at the most
+    REPEATS = (8, 10)
+    PHRASES = 4  # or as many as the needles leave symbols for
 
-    def __init__(self, seed: int, min_distance: int, held_out: bool = False) -> None:
+    def __init__(self, seed: int, min_distance: int, held_out: bool = False, needles: int = 4) -> None:
         self.seed = seed
         self.min_distance = min_distance
         self.held_out = held_out
+        self.needles = needles
 
-    @classmethod
-    def shortest(cls, min_distance: int) -> int:
-        """Length of the shortest sequence that has room for needle, distance and question."""
-        return cls.NEEDLE + min_distance + cls.QUESTION + cls.VALUE
+    @property
+    def shortest(self) -> int:
+        """Length of the shortest sequence that has room for needles, distance and questions."""
+        return 2 * self.needles * self.NEEDLE + self.min_distance
 
     def sequence(self, index: int, length: int) -> Tokens:
         random = generator(self.seed, index)
-        letters = _draw(lambda: self._example(random), self.held_out)
-        key, value = bytes(letters[: self.KEY].tolist()), bytes(letters[self.KEY :].tolist())
-        question = b"[" + key + b"="
-        start = int(random.integers(length - self.shortest(self.min_distance) + 1))
-        phase = int(random.integers(len(self.FILLER)))
-        room = length - self.shortest(0)
-        filler = (self.FILLER * (room // len(self.FILLER) + 2))[phase : phase + room]
-        text = filler[:start] + question + value + b"] " + filler[start:] + question + value
+        shape = (self.needles, 1 + self.VALUE)
+        drawn = _draw(lambda: random.choice(self.SYMBOLS, shape, replace=False), self.held_out)
+        needles = [b"[" + symbols.tobytes() + b"]" for symbols in drawn]
+        room = length - self.shortest
+        starts = np.sort(random.integers(room + 1, size=self.needles)).tolist()
+        filler = self._filler(random, np.setdiff1d(self.SYMBOLS, drawn), room + self.min_distance)
+        text = filler[: starts[0]]
+        for needle, start, end in zip(needles, starts, [*starts[1:], len(filler)], strict=True):
+            text += needle + filler[start:end]
+        text += b"".join(needles[i] for i in random.permutation(self.needles))
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def answers(self, length: int) -> Mask:
-        return np.arange(length) >= length - self.VALUE
+        question = np.arange(length) - (length - self.needles * self.NEEDLE)
+        place = question % self.NEEDLE - len("[k")
+        return (question >= 0) & (place >= 0) & (place < self.VALUE)
 
-    def _example(self, random: np.random.Generator) -> Tokens:
-        """A key of lower-case letters and a value of digits, one after the other."""
-        key = random.integers(ord("a"), ord("z") + 1, self.KEY)
-        value = random.integers(ord("0"), ord("9") + 1, self.VALUE)
-        return np.concatenate((key, value))
+    def _filler(self, random: np.random.Generator, symbols: npt.NDArray[np.uint8], length: int) -> bytes:
+        longest = self.PHRASE[1]
+        count = min(self.PHRASES, len(symbols) // longest)
+        sizes = random.integers(*self.PHRASE, size=count, endpoint=True)
+        parts = random.permutation(symbols)[: count * longest].reshape(count, longest)
+        phrases = [part[:size].tobytes() for part, size in zip(parts, sizes, strict=True)]
+        filler = b""
+        while len(filler) < length:
+            filler += phrases[random.integers(count)] * int(random.integers(*self.REPEATS, endpoint=True))
+        return filler[:length]
 
 
 def make_synthetic(config: RunConfig, held_out: bool) -> AnsweredSource:
@@ -125,7 +143,12 @@ def make_synthetic(config: RunConfig, held_out: bool) -> AnsweredSource:
     window = config.model.pattern.window
     given = config.data.min_distance
     distance = window if given is None else given
-    shortest = 2 * distance + 1 if config.data.name == "copying" else Needle.shortest(distance)
+    source: Copying | Needle
+    if config.data.name == "copying":
+        source, shortest = Copying(config.run.seed, held_out), 2 * distance + 1
+    else:
+        source = Needle(config.run.seed, distance, held_out, config.data.needles)
+        shortest = source.shortest
     if length < shortest:
         origin = f"model.pattern.window = {window}, its default" if given is None else "as configured"
         raise UserError(
@@ -133,9 +156,7 @@ def make_synthetic(config: RunConfig, held_out: bool) -> AnsweredSource:
             f"'{config.data.name}' needs train.seq_len of at least {shortest - 1}, and it is {length - 1}; "
             "change one of them with --set"
         )
-    if config.data.name == "copying":
-        return Copying(config.run.seed, held_out)
-    return Needle(config.run.seed, distance, held_out)
+    return source
 
 
 def answer_accuracy(predictions: npt.ArrayLike, tokens: npt.ArrayLike, answers: Mask) -> float:
@@ -151,7 +172,7 @@ def answer_accuracy(predictions: npt.ArrayLike, tokens: npt.ArrayLike, answers: 
     return float(right[..., asked].mean())
 
 
-def _draw(example: Callable[[], Tokens], held_out: bool) -> Tokens:
+def _draw(example: Callable[[], npt.NDArray[Any]], held_out: bool) -> npt.NDArray[Any]:
     """The first random example that lies on the wanted side."""
     while True:
         drawn = example()

@@ -12,6 +12,8 @@ from typing import Literal, get_args
 IndexConvention = Literal["minus", "paper_v2"]
 Phi = Literal["mlp", "mean"]
 Attention = Literal["nsa", "dense"]
+Branch = Literal["compressed", "selected", "window"]
+BRANCHES: tuple[Branch, ...] = get_args(Branch)
 
 
 def _require_int(owner: object, name: str, minimum: int) -> None:
@@ -39,6 +41,24 @@ def _require_positive(owner: object, name: str) -> None:
     value = getattr(owner, name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(f"{name} = {value!r} must be a positive number")
+
+
+def ordered_branches(branches: object) -> tuple[Branch, ...]:
+    """Some of ``BRANCHES``, in their order.
+
+    Raises:
+        ValueError: what is given is no list of branches, or a branch lacks another that it needs.
+    """
+    if not isinstance(branches, list | tuple) or not branches or any(branch not in BRANCHES for branch in branches):
+        given = list(branches) if isinstance(branches, tuple) else branches
+        raise ValueError(f"branches = {given!r} must be a list of one or more of {', '.join(BRANCHES)}")
+    if len(set(branches)) < len(branches):
+        raise ValueError(f"branches = {list(branches)!r} must name each branch once")
+    if "selected" in branches and "compressed" not in branches:
+        raise ValueError(
+            f"branches = {list(branches)!r} must include 'compressed', or 'selected' has nothing to select by"
+        )
+    return tuple(branch for branch in BRANCHES if branch in branches)
 
 
 @dataclass(frozen=True)
@@ -102,6 +122,8 @@ class NSAConfig:
         pattern: block sizes and counts.
         phi: the block compression of eq. 7, ``"mlp"`` (with intra-block position embedding) or ``"mean"``.
         shared_kv: one key/value projection for the three branches, where the paper has one for each.
+        branches: the branches of eq. 5 that are there, for ablation; others have no parameters and add nothing.
+            ``"selected"`` needs ``"compressed"``, from whose weights it selects.
         attention: ``"nsa"``, or ``"dense"`` for causal attention over all tokens.
         mlp_hidden: hidden width of the SwiGLU feed-forward;
             ``None`` means 8/3 · ``dim``, rounded up to a multiple of 32.
@@ -124,6 +146,7 @@ class NSAConfig:
     pattern: SparsePattern = field(default_factory=SparsePattern)
     phi: Phi = "mlp"
     shared_kv: bool = False
+    branches: tuple[Branch, ...] = BRANCHES
     attention: Attention = "nsa"
     mlp_hidden: int | None = None
     rope_theta: float = 10000.0
@@ -143,6 +166,7 @@ class NSAConfig:
             _require_positive(self, name)
         _require_choice(self, "phi", get_args(Phi))
         _require_choice(self, "attention", get_args(Attention))
+        object.__setattr__(self, "branches", ordered_branches(self.branches))
         if not isinstance(self.pattern, SparsePattern):
             raise ValueError(f"pattern = {self.pattern!r} must be a SparsePattern")
         if self.n_heads % self.n_kv_heads:

@@ -44,8 +44,8 @@ def attention_pairs(config: NSAConfig, seq_len: int) -> int:
     """Query-key pairs one head of one layer works on in a sequence of ``seq_len`` tokens."""
     if config.attention == "dense":
         return _triangle(seq_len)
-    pattern = config.pattern
-    return visible_compressed(pattern, seq_len) + visible_selected(pattern, seq_len) + visible_window(pattern, seq_len)
+    visible = {"compressed": visible_compressed, "selected": visible_selected, "window": visible_window}
+    return sum(visible[branch](config.pattern, seq_len) for branch in config.branches)
 
 
 def forward_flops_per_token(config: NSAConfig, seq_len: int) -> float:
@@ -53,15 +53,15 @@ def forward_flops_per_token(config: NSAConfig, seq_len: int) -> float:
     dim, heads, groups = config.dim, config.n_heads, config.n_kv_heads
     key_dim, value_dim = config.head_dim, config.value_dim
     sparse = config.attention == "nsa"
-    kv_sets = 3 if sparse and not config.shared_kv else 1
+    kv_sets = len(config.branches) if sparse and not config.shared_kv else 1
 
     multiplies: float = dim * heads * key_dim  # query projection
     multiplies += kv_sets * dim * groups * (key_dim + value_dim)
     multiplies += heads * value_dim * dim  # output projection
     multiplies += 3 * dim * config.hidden_dim  # SwiGLU
     if sparse:
-        multiplies += dim * heads * 3  # gates
-        if config.phi == "mlp":
+        multiplies += dim * heads * len(config.branches)  # gates
+        if config.phi == "mlp" and "compressed" in config.branches:
             blocks_per_token = compressed_blocks(config.pattern, seq_len) / seq_len
             multiplies += blocks_per_token * groups * (_phi(config, key_dim) + _phi(config, value_dim))
     multiplies += attention_pairs(config, seq_len) / seq_len * heads * (key_dim + value_dim)

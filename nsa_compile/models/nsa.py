@@ -8,7 +8,7 @@ belongs to group `g`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_compile.loop import scan
-from nsa_compile.models.config import SparsePattern
+from nsa_compile.models.config import BRANCHES, SparsePattern, ordered_branches
 
 __all__ = ["CompressionMLP", "NSAState", "NSAToken", "decode_step", "init_state", "nsa_attention"]
 
@@ -27,9 +27,9 @@ class NSAToken(NamedTuple):
     """What one token brings to the step. `B` sequences are decoded side by side.
 
     `q` reads the selected and the window branch, `q_cmp` the compressed one: compression happens on keys before
-    RoPE, so the compressed keys carry no rotation and meet a query without one. `gates` are activated, in the order
-    compressed, selected, window. With a shared projection `k_win` and `v_win` are None, and the window branch reads
-    the cache of the selected one.
+    RoPE, so the compressed keys carry no rotation and meet a query without one. `gates` are activated, one for each
+    branch, in the order compressed, selected, window. With a shared projection `k_win` and `v_win` are None, and the
+    window branch reads the cache of the selected one.
     """
 
     t: Tensor  # [] int64, the position of the token
@@ -41,7 +41,7 @@ class NSAToken(NamedTuple):
     v_slc: Tensor  # [B, G, Dv]
     k_win: Tensor | None  # [B, G, D]
     v_win: Tensor | None  # [B, G, Dv]
-    gates: Tensor  # [B, Hq, 3]
+    gates: Tensor  # [B, Hq, branches]
 
 
 class NSAState(NamedTuple):
@@ -79,11 +79,18 @@ def init_state(
 
 
 def decode_step(
-    state: NSAState, token: NSAToken, *, pattern: SparsePattern, phi_k: Phi, phi_v: Phi
+    state: NSAState,
+    token: NSAToken,
+    *,
+    pattern: SparsePattern,
+    phi_k: Phi,
+    phi_v: Phi,
+    branches: Sequence[str] = BRANCHES,
 ) -> tuple[NSAState, Tensor]:
     """One token through all three branches: the new state and the output `[B, Hq, Dv]` (eq. 5).
 
-    `phi_k` and `phi_v` compress a block `[B, G, l, D] -> [B, G, D]`.
+    `phi_k` and `phi_v` compress a block `[B, G, l, D] -> [B, G, D]`. Of fewer `branches` the output is the sum of
+    those; the keys and values of the others are kept and not read.
     """
     t = token.t
     max_len = state.k_slc.shape[1]
@@ -115,20 +122,29 @@ def decode_step(
     q = token.q.unflatten(1, (groups, -1))  # [B, G, h, D]
     q_cmp = token.q_cmp.unflatten(1, (groups, -1))
 
-    # Compressed branch, eq. 8: attention over the blocks that end no later than t.
-    o_cmp, p_cmp = _masked_attention(q_cmp, k_cmp, v_cmp, block_end <= t)
+    outputs = []
+    if "compressed" in branches:
+        # Compressed branch, eq. 8: attention over the blocks that end no later than t.
+        o_cmp, p_cmp = _masked_attention(q_cmp, k_cmp, v_cmp, block_end <= t)
+        outputs.append(o_cmp)
 
-    # Selected branch, eq. 9–12: attention over the tokens of the n best blocks.
-    selected = select_blocks(p_cmp, t, max_len, pattern)  # [B, G, Nb]
-    in_selected_block = selected.repeat_interleave(pattern.select_block, dim=-1)[..., :max_len]
-    o_slc, _ = _masked_attention(q, k_slc, v_slc, (in_selected_block & (position <= t))[:, :, None])
+        if "selected" in branches:
+            # Selected branch, eq. 9–12: attention over the tokens of the n best blocks.
+            selected = select_blocks(p_cmp, t, max_len, pattern)  # [B, G, Nb]
+            in_selected_block = selected.repeat_interleave(pattern.select_block, dim=-1)[..., :max_len]
+            o_slc, _ = _masked_attention(q, k_slc, v_slc, (in_selected_block & (position <= t))[:, :, None])
+            outputs.append(o_slc)
 
-    # Sliding window, §3.3.3: the last w tokens, t included.
-    o_win, _ = _masked_attention(q, k_win, v_win, (position <= t) & (position > t - pattern.window))
+    if "window" in branches:
+        # Sliding window, §3.3.3: the last w tokens, t included.
+        o_win, _ = _masked_attention(q, k_win, v_win, (position <= t) & (position > t - pattern.window))
+        outputs.append(o_win)
 
     # eq. 5: gate and add.
-    gates = token.gates.unflatten(1, (groups, -1))[..., None]  # [B, G, h, 3, 1]
-    output = gates[..., 0, :] * o_cmp + gates[..., 1, :] * o_slc + gates[..., 2, :] * o_win
+    gates = token.gates.unflatten(1, (groups, -1))[..., None]  # [B, G, h, branches, 1]
+    output = gates[..., 0, :] * outputs[0]
+    for i in range(1, len(outputs)):
+        output = output + gates[..., i, :] * outputs[i]
     new_state = NSAState(recent_k, recent_v, k_cmp, v_cmp, k_slc, v_slc, kept_k_win, kept_v_win)
     return new_state, output.flatten(1, 2).to(token.q.dtype)
 
@@ -235,6 +251,7 @@ def nsa_attention(
     pattern: SparsePattern,
     phi: str | Phi | tuple[Phi, Phi] = "mean",
     q_cmp: Tensor | None = None,
+    branches: Sequence[str] = BRANCHES,
 ) -> Tensor:
     """NSA over a sequence: `decode_step`, looped. No projection and no RoPE happen here.
 
@@ -242,18 +259,21 @@ def nsa_attention(
         q: `[B, S, Hq, D]`.
         k_cmp, k_slc, k_win: `[B, S, G, D]`; v_cmp, v_slc, v_win: `[B, S, G, Dv]`. `k_win = v_win = None` lets the
             window branch read the keys and values of the selected one.
-        gates: `[B, S, Hq, 3]`, already activated, in the order compressed, selected, window.
+        gates: `[B, S, Hq, 3]`, already activated, in the order compressed, selected, window; of fewer `branches`, one
+            column for each.
         pattern: block sizes, number of blocks and window.
         phi: `"mean"`, a module `[B, G, l, D] -> [B, G, D]` for keys and values alike, or a pair of them.
         q_cmp: `[B, S, Hq, D]`, the query of the compressed branch where it differs from `q`.
+        branches: those that are there; `"selected"` needs `"compressed"`.
 
     Returns:
         `[B, S, Hq, Dv]`.
 
     Raises:
-        ValueError: shapes that do not fit together, S = 0, or an unknown `phi`.
+        ValueError: shapes that do not fit together, S = 0, an unknown `phi`, or `branches` that cannot be.
     """
-    _check_shapes(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+    branches = ordered_branches(branches)
+    _check_shapes(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, len(branches))
     batch, length = q.shape[:2]
     phi_k, phi_v = _resolve_phi(phi)
     state = init_state(batch, length, k_cmp, v_cmp, pattern=pattern, shared_kv=k_win is None)
@@ -266,7 +286,7 @@ def nsa_attention(
     )
 
     def step(state: NSAState, token: NSAToken) -> tuple[NSAState, Tensor]:
-        return decode_step(state, token, pattern=pattern, phi_k=phi_k, phi_v=phi_v)
+        return decode_step(state, token, pattern=pattern, phi_k=phi_k, phi_v=phi_v, branches=branches)
 
     _, output = scan(step, state, rows)
     return output.transpose(0, 1)
@@ -291,6 +311,7 @@ def _check_shapes(
     k_win: Tensor | None,
     v_win: Tensor | None,
     gates: Tensor,
+    branches: int,
 ) -> None:
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [B, S, Hq, D]")
@@ -310,5 +331,6 @@ def _check_shapes(
                 )
     if groups == 0 or heads % groups:
         raise ValueError(f"q has {heads} heads, k_slc has {groups}; the query heads must be a multiple of the groups")
-    if gates.shape != (batch, length, heads, 3):
-        raise ValueError(f"gates has shape {list(gates.shape)}; with this q it must be {[batch, length, heads, 3]}")
+    expected = [batch, length, heads, branches]
+    if list(gates.shape) != expected:
+        raise ValueError(f"gates has shape {list(gates.shape)}; with this q it must be {expected}")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.config import BRANCHES, NSAConfig
 from nsa_compile.models.nsa import CompressionMLP, NSAState, NSAToken, decode_step, init_state, mean_phi, nsa_attention
 
 __all__ = ["ModelState", "NSATransformer", "apply_rope"]
@@ -48,7 +48,8 @@ class ModelState(NamedTuple):
 class NSAttention(nn.Module):
     """Multi-head NSA with its projections and gates: `[B, S, dim] -> [B, S, dim]`.
 
-    Keys and values have a projection for each branch (the paper's choice) or one shared by all. Gates are a sigmoid
+    Keys and values have a projection for each branch (the paper's choice) or one shared by all. A branch that
+    `config.branches` lacks has neither projection nor gate. Gates are a sigmoid
     per branch and head of the layer's input. RoPE turns queries and keys of the selected and the window branch;
     compression happens on keys before RoPE, so the compressed branch reads with an unrotated query.
     """
@@ -58,13 +59,13 @@ class NSAttention(nn.Module):
         self.config = config
         heads, groups, dim = config.n_heads, config.n_kv_heads, config.dim
         key_dim, value_dim = config.head_dim, config.value_dim
-        branches = 1 if config.shared_kv else 3
+        kv_sets = 1 if config.shared_kv else len(config.branches)
         self.q = nn.Linear(dim, heads * key_dim, bias=False)
-        self.k = nn.Linear(dim, branches * groups * key_dim, bias=False)
-        self.v = nn.Linear(dim, branches * groups * value_dim, bias=False)
-        self.gate = nn.Linear(dim, heads * 3)
+        self.k = nn.Linear(dim, kv_sets * groups * key_dim, bias=False)
+        self.v = nn.Linear(dim, kv_sets * groups * value_dim, bias=False)
+        self.gate = nn.Linear(dim, heads * len(config.branches))
         self.out = nn.Linear(heads * value_dim, dim, bias=False)
-        if config.phi == "mlp":
+        if config.phi == "mlp" and "compressed" in config.branches:
             block = config.pattern.compress_block
             self.phi_k: nn.Module | None = CompressionMLP(block, key_dim, config.phi_hidden)
             self.phi_v: nn.Module | None = CompressionMLP(block, value_dim, config.phi_hidden)
@@ -80,7 +81,7 @@ class NSAttention(nn.Module):
         config = self.config
         groups = config.n_kv_heads
         q_cmp = self.q(x).unflatten(-1, (config.n_heads, -1))
-        gates = self.gate(x).sigmoid().unflatten(-1, (config.n_heads, 3))
+        gates = self.gate(x).sigmoid().unflatten(-1, (config.n_heads, -1))
         keys = self.k(x).unflatten(-1, (-1, groups, config.head_dim)).unbind(-3)
         values = self.v(x).unflatten(-1, (-1, groups, config.value_dim)).unbind(-3)
 
@@ -90,7 +91,9 @@ class NSAttention(nn.Module):
         q = rope(q_cmp)
         if config.shared_kv:
             return q, q_cmp, keys[0], values[0], rope(keys[0]), values[0], None, None, gates
-        return q, q_cmp, keys[0], values[0], rope(keys[1]), values[1], rope(keys[2]), values[2], gates
+        # A branch that is not there is handed the first one's, which it does not read.
+        cmp, slc, win = (config.branches.index(b) if b in config.branches else 0 for b in BRANCHES)
+        return q, q_cmp, keys[cmp], values[cmp], rope(keys[slc]), values[slc], rope(keys[win]), values[win], gates
 
     def forward(self, x: Tensor) -> Tensor:
         position = torch.arange(x.shape[1], device=x.device)
@@ -98,7 +101,7 @@ class NSAttention(nn.Module):
         k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = kv
         o = nsa_attention(
             q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates,
-            pattern=self.config.pattern, phi=self._phi, q_cmp=q_cmp,
+            pattern=self.config.pattern, phi=self._phi, q_cmp=q_cmp, branches=self.config.branches,
         )  # fmt: skip
         return self.out(o.flatten(-2))
 
@@ -112,7 +115,10 @@ class NSAttention(nn.Module):
         """One token `x` `[B, dim]` at position `t`."""
         projected = (None if y is None else y[:, 0] for y in self._project(x[:, None], t[None]))
         phi_k, phi_v = self._phi
-        state, o = decode_step(state, NSAToken(t, *projected), pattern=self.config.pattern, phi_k=phi_k, phi_v=phi_v)
+        pattern, branches = self.config.pattern, self.config.branches
+        state, o = decode_step(
+            state, NSAToken(t, *projected), pattern=pattern, phi_k=phi_k, phi_v=phi_v, branches=branches
+        )
         return state, self.out(o.flatten(-2))
 
 

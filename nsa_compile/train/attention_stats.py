@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_compile.models.config import SparsePattern
+from nsa_compile.models.config import BRANCHES, SparsePattern
 from nsa_compile.models.nsa import Phi, block_weights
 from nsa_compile.models.transformer import NSATransformer, NSAttention
 from nsa_compile.ops import compressed_attention, selected_attention, window_attention
@@ -20,13 +20,14 @@ QUANTILES = (0.1, 0.5, 0.9)
 
 @torch.no_grad()
 def attention_statistics(model: NSATransformer, tokens: Tensor) -> list[LayerStatistics]:
-    """Statistics of every layer of ``model`` on ``tokens`` ``[B, S]`` int64; an empty list for dense attention.
+    """Statistics of every layer of ``model`` on ``tokens`` ``[B, S]`` int64; an empty list for dense attention, and
+    where ``model.branches`` leaves a branch out, because then there are no three to weigh.
 
     The layers are run on the operators that the compiler lowers them to, in memory linear in S, by the model's own
     projections, norms and feed-forward. The blocks themselves are not called, so nothing is compiled; neither gradients
     nor random numbers are involved. An autocast around the call holds inside.
     """
-    if model.config.attention != "nsa":
+    if model.config.attention != "nsa" or model.config.branches != BRANCHES:
         return []
     statistics = []
     x = model.embedding(tokens)

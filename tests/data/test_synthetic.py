@@ -34,39 +34,77 @@ def test_a_copy_repeats_the_string_after_the_separator(seed, index, length):
     assert text(tokens[answers]) == copy
 
 
-@given(SEEDS, INDICES, st.integers(1, 300), st.integers(0, 200))
-def test_a_needle_is_asked_for_at_the_end_and_lies_far_enough_away(seed, index, min_distance, more):
-    source = Needle(seed, min_distance)
-    length = Needle.shortest(min_distance) + more
+@given(SEEDS, INDICES, st.integers(1, 300), st.integers(0, 200), st.integers(1, 8))
+def test_needles_are_asked_for_at_the_end_and_lie_far_enough_away(seed, index, min_distance, more, needles):
+    source = Needle(seed, min_distance, needles=needles)
+    length = source.shortest + more
     tokens = source.sequence(index, length)
     assert tokens.shape == (length,)
-    key, value, between, asked, answer = re.fullmatch(
-        r"[^\[]*\[(\w{4})=(\d{6})\] ([^\[]*)\[(\w{4})=(\d{6})", text(tokens)
-    ).groups()
-    assert (asked, answer) == (key, value)
-    assert len(between) >= min_distance
-    assert text(tokens[source.answers(length)]) == value
+    written = text(tokens)
+    found = [(match[1], match[2], match.end()) for match in re.finditer(r"\[([^]])([^]]{8})\]", written)]
+    hidden, asked = found[:needles], found[needles:]
+    assert sorted(needle[:2] for needle in hidden) == sorted(needle[:2] for needle in asked)
+    first_question = length - needles * Needle.NEEDLE
+    assert asked[0][2] - Needle.NEEDLE == first_question
+    assert first_question - hidden[-1][2] >= min_distance
+    assert text(tokens[source.answers(length)]) == "".join(value for _, value, _ in asked)
 
 
-def test_needles_lie_everywhere():
-    places = [text(Needle(0, 100).sequence(index, 513)).index("[") for index in range(400)]
-    room = 513 - Needle.shortest(100)
-    assert min(places) < 0.05 * room
-    assert 0.95 * room < max(places) <= room
-    assert abs(np.mean(places) - room / 2) < 0.1 * room
+@given(SEEDS, INDICES, st.integers(1, 8))
+def test_each_answer_follows_the_one_earlier_occurrence_of_the_byte_before_it(seed, index, needles):
+    source = Needle(seed, 64, needles=needles)
+    written = text(source.sequence(index, 500))
+    for place in np.flatnonzero(source.answers(500)):
+        earlier = written.index(written[place - 1])
+        assert written.count(written[place - 1]) == 2
+        assert written[earlier + 1] == written[place]
+        assert place - earlier > 64
 
 
-@pytest.mark.parametrize("make", [Copying, lambda seed, held_out: Needle(seed, 8, held_out)])
+def test_the_filler_is_predictable_but_for_the_turns():
+    """What follows the last occurrence of a byte follows it again."""
+    known = wrong = 0
+    for index in range(20):
+        written = text(Needle(0, 1000, needles=1).sequence(index, 1022))
+        filler = written[Needle.NEEDLE : -Needle.NEEDLE]
+        for place in range(1, len(filler)):
+            earlier = filler.rfind(filler[place - 1], 0, place - 1)
+            known += earlier >= 0
+            wrong += earlier >= 0 and filler[earlier + 1] != filler[place]
+        assert 12 <= len(set(filler)) <= 4 * 16
+    assert known > 0.94 * 20 * 1000
+    # A turn is eight rounds of twelve bytes at the least.
+    assert 0 < wrong <= 20 * 1000 / (8 * 12)
+
+
+def test_needles_lie_everywhere_and_are_asked_for_in_any_order():
+    source = Needle(0, 100, needles=2)
+    texts = [text(source.sequence(index, 513)) for index in range(400)]
+    places = [[match.start() for match in re.finditer(r"\[", written)][:2] for written in texts]
+    room = 513 - source.shortest
+    firsts, seconds = np.array(places).T - [[0], [Needle.NEEDLE]]
+    assert firsts.min() < 0.05 * room
+    assert 0.95 * room < seconds.max() <= room
+    # The smaller and the larger of two uniform numbers.
+    assert abs(firsts.mean() - room / 3) < 0.1 * room
+    assert abs(seconds.mean() - 2 * room / 3) < 0.1 * room
+    swapped = sum(
+        written[first + 1] != written[-2 * Needle.NEEDLE + 1] for written, (first, _) in zip(texts, places, strict=True)
+    )
+    assert 150 < swapped < 250
+
+
+@pytest.mark.parametrize("make", [Copying, lambda seed, held_out: Needle(seed, 8, held_out, needles=1)])
 def test_no_held_out_example_is_trained_on_though_there_are_few(make, monkeypatch):
-    # Strings of two characters, and keys and values of one, so that a common example would be drawn.
-    for name, value in {"KEY": 1, "VALUE": 1, "QUESTION": len("[k="), "NEEDLE": len("[k=v] ")}.items():
+    # Strings of two characters, and values of one, so that a common example would be drawn.
+    for name, value in {"VALUE": 1, "NEEDLE": len("[kv]"), "SYMBOLS": Needle.SYMBOLS[:22]}.items():
         monkeypatch.setattr(Needle, name, value)
     monkeypatch.setattr(Copying, "ALPHABET", Copying.ALPHABET[:20])
 
     def examples(held_out: bool) -> set[str]:
         source = make(3, held_out)
         length = 5 if isinstance(source, Copying) else 200
-        return {re.search(r"\[(.=.)\]|(.+)\|", text(source.sequence(i, length)))[0] for i in range(2000)}
+        return {re.search(r"\[(..)\]|(.+)\|", text(source.sequence(i, length)))[0] for i in range(2000)}
 
     train, held_out = examples(False), examples(True)
     assert not train & held_out
@@ -87,7 +125,7 @@ def test_a_corpus_of_a_task_resumes_and_knows_its_answers(name):
     assert 0 < corpus.best_unigram_loss < np.log(256)
 
 
-@pytest.mark.parametrize(("name", "seq_len"), [("copying", 128), ("needle", 89)])
+@pytest.mark.parametrize(("name", "seq_len"), [("copying", 128), ("needle", 151)])
 def test_the_distance_defaults_to_the_window_and_must_fit(name, seq_len):
     overrides = [f"data.name={name}", f"train.seq_len={seq_len}"]
     load_corpus(load_config(overrides=overrides))

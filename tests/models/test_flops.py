@@ -48,13 +48,17 @@ def make_config(**changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"shared_kv": True}, {"phi": "mean"}, {"attention": "dense"}, {"v_head_dim": 4}]
-)
+    "changes",
+    [
+        {}, {"shared_kv": True}, {"phi": "mean"}, {"attention": "dense"}, {"v_head_dim": 4},
+        {"branches": ("compressed", "window")}, {"branches": ("window",)},
+    ],
+)  # fmt: skip
 def test_projections_count_the_models_own_matrices(changes):
     torch = pytest.importorskip("torch")
     from nsa_compile.models import NSATransformer
 
-    # With one token there is neither a compressed block nor more than one visible key a branch.
+    # With one token there is no compressed block, and one visible key in each of the other branches.
     config = make_config(**changes)
     model = NSATransformer(config)
     matrices = sum(
@@ -62,7 +66,7 @@ def test_projections_count_the_models_own_matrices(changes):
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and "phi" not in name
     )
-    branches = 1 if config.attention == "dense" else 2
+    branches = 1 if config.attention == "dense" else len({"selected", "window"} & set(config.branches))
     pairs = config.n_layers * branches * config.n_heads * (config.head_dim + config.value_dim)
     assert forward_flops_per_token(config, 1) == 2 * (matrices + pairs)
 

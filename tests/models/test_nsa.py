@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given
 
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern, nsa_attention
+from nsa_compile.models.config import BRANCHES
 from nsa_compile.models.transformer import apply_rope
 from tests.oracle import nsa_attention_oracle, nsa_branches_oracle, selection_margin
 from tests.strategies import NSAProblem, nsa_problems
@@ -108,6 +109,42 @@ def test_each_branch_alone(branch):
         assert flows == (i // 2 == branch), f"gradient of input {i + 1} with only branch {branch} open"
 
 
+FEWER_BRANCHES = [("compressed", "window"), ("compressed", "selected"), ("compressed",), ("window",)]
+
+
+@pytest.mark.parametrize("branches", FEWER_BRANCHES, ids="+".join)
+def test_a_branch_that_is_not_there_equals_one_whose_gate_is_zero(branches):
+    """In values and in gradients, the oracle having all three."""
+    *tensors, gates = EXAMPLE.tensors()
+    there = [BRANCHES.index(branch) for branch in branches]
+
+    def shut(*x):
+        return nsa_attention_oracle(*x, gates * torch.eye(3)[there].sum(0), **EXAMPLE.oracle_arguments)[0]
+
+    actual = value_and_grads(
+        lambda *x: nsa_attention(*x, gates[..., there], pattern=EXAMPLE.pattern, branches=branches), tensors
+    )
+    torch.testing.assert_close(actual, value_and_grads(shut, tensors), rtol=1e-9, atol=1e-10)
+
+
+def test_only_the_selected_branch_reads_the_order_within_a_distant_block():
+    """What retrieval of more than one token needs: of a block that is a mean, the others know the sum alone."""
+    S, block = 40, slice(8, 12)
+    for branches in (BRANCHES, ("compressed", "window")):
+        model = tiny_model(
+            n_layers=1, phi="mean", branches=branches,
+            # Ten blocks, all selected; those of either kind lie side by side.
+            pattern=SparsePattern(compress_block=4, compress_stride=4, select_block=4, num_selected=10, window=8),
+        )  # fmt: skip
+        tokens = tokens_for(model, 2, S)
+        swapped = tokens.clone()
+        swapped[:, block] = tokens[:, block].flip(1)
+        assert (tokens != swapped).any(1).all()
+        far = slice(block.stop + model.config.pattern.window, None)
+        change = (model(tokens) - model(swapped))[:, far].abs().amax(-1)
+        assert (change.min() > 1e-6) if "selected" in branches else (change.max() < 1e-12)
+
+
 def test_no_visible_block_is_zero_not_nan():
     *tensors, gates = EXAMPLE.tensors()
     only_compressed = torch.zeros_like(gates).index_fill(-1, torch.tensor(0), 1.0)
@@ -157,8 +194,12 @@ def test_later_keys_change_no_earlier_selection():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"phi": "mean"}, {"shared_kv": True}, {"v_head_dim": 6}, {"attention": "dense"}]
-)
+    "changes",
+    [
+        {}, {"phi": "mean"}, {"shared_kv": True}, {"v_head_dim": 6}, {"attention": "dense"},
+        {"branches": ("compressed", "window")}, {"branches": ("window",), "shared_kv": True},
+    ],
+)  # fmt: skip
 def test_decoding_equals_the_forward_pass(changes):
     """In values and in gradients."""
     model = tiny_model(**changes)
@@ -180,7 +221,13 @@ def test_decoding_with_room_to_spare():
     torch.testing.assert_close(logits, model(tokens)[:, -1], rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("changes", [{}, {"phi": "mean"}, {"shared_kv": True}, {"attention": "dense"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"phi": "mean"}, {"shared_kv": True}, {"attention": "dense"},
+        *({"branches": branches} for branches in FEWER_BRANCHES),
+    ],
+)  # fmt: skip
 def test_every_parameter_gets_a_gradient(changes):
     model = tiny_model(**changes)
     tokens = tokens_for(model, 2, 24)
@@ -289,6 +336,11 @@ def test_pattern_errors_name_field_value_and_rule(changes, message):
         ({"head_dim": 5}, r"head_dim = 5 must be even"),
         ({"phi": "median"}, r"phi = 'median' must be one of mlp, mean"),
         ({"n_layers": 0}, r"n_layers = 0 must be at least 1"),
+        ({"branches": "window"}, r"branches = 'window' must be a list of one or more of compressed, selected, window"),
+        ({"branches": ()}, r"branches = \[\] must be a list of one or more of"),
+        ({"branches": ["window", "sliding"]}, r"branches = \['window', 'sliding'\] must be a list of one or more of"),
+        ({"branches": ["window", "window"]}, r"branches = \['window', 'window'\] must name each branch once"),
+        ({"branches": ["selected", "window"]}, r"branches = \['selected', 'window'\] must include 'compressed'"),
     ],
 )
 def test_model_errors_name_field_value_and_rule(changes, message):
@@ -304,5 +356,9 @@ def test_attention_refuses_shapes_that_do_not_fit():
             nsa_attention(**{**good, name: good[name][:, 1:]}, pattern=EXAMPLE.pattern)
     with pytest.raises(ValueError, match="phi"):
         nsa_attention(**good, pattern=EXAMPLE.pattern, phi="median")
+    with pytest.raises(ValueError, match=r"gates has shape .*, 3\]; with this q it must be .*, 2\]"):
+        nsa_attention(**good, pattern=EXAMPLE.pattern, branches=("compressed", "window"))
+    with pytest.raises(ValueError, match="must include 'compressed'"):
+        nsa_attention(**good, pattern=EXAMPLE.pattern, branches=("selected", "window"))
     with pytest.raises(ValueError, match="length 0"):
         nsa_attention(*(x[:, :0] for x in EXAMPLE.tensors()), pattern=EXAMPLE.pattern)

@@ -118,7 +118,14 @@ def loss_and_grads(run, model, tokens):
 
 
 @pytest.mark.parametrize("nested", ["eager", "aot_eager"])
-@pytest.mark.parametrize("changes", [{}, {"phi": "mean", "v_head_dim": 6}, {"shared_kv": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"phi": "mean", "v_head_dim": 6}, {"shared_kv": True},
+        {"branches": ("compressed", "window")}, {"branches": ("compressed", "selected"), "phi": "mean"},
+        {"branches": ("window",)},
+    ],
+)  # fmt: skip
 def test_compiled_model_equals_the_loop(changes, nested):
     model = tiny_model(**changes)
     tokens = tokens_for(model, 2, 34)

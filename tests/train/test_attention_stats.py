@@ -177,8 +177,9 @@ def test_sequences_without_a_free_choice_have_no_distances():
     assert sum((statistics.share_compressed, statistics.share_selected, statistics.share_window)) == pytest.approx(1)
 
 
-def test_dense_attention_has_none():
-    assert attention_statistics(make_model(attention="dense"), tokens()) == []
+@pytest.mark.parametrize("changes", [{"attention": "dense"}, {"branches": ("compressed", "window")}])
+def test_dense_attention_and_fewer_branches_have_none(changes):
+    assert attention_statistics(make_model(**changes), tokens()) == []
 
 
 def test_training_does_not_notice():
