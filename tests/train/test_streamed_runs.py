@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nsa_compile.train.checkpoint import load_checkpoint, save_checkpoint
@@ -21,6 +22,7 @@ pytest.importorskip("datasets")
 
 FAULTY = [sys.executable, str(Path(__file__).parent / "faults" / "faulty_stream.py")]
 LONG = {"train.steps": 10, "train.save_every": 3, "train.eval_every": 5, "train.log_every": 1, "train.keep_last": 9}
+LONG |= {"ddp.compress": "none"}
 PER_FILE = 700
 
 
@@ -57,10 +59,14 @@ def undisturbed(tmp_path_factory, documents):
 def interrupted(undisturbed, runs, step):
     """A copy of the run, as if it had been killed after the checkpoint of `step`."""
     copy = Path(shutil.copytree(undisturbed, runs / undisturbed.name))
-    for path in checkpoint_paths(copy / "checkpoints"):
+    forget_after(copy, step)
+    return copy
+
+
+def forget_after(run, step):
+    for path in checkpoint_paths(run / "checkpoints"):
         if int(path.name[5:]) > step:
             shutil.rmtree(path)
-    return copy
 
 
 def faulty(fault, place, overrides, *arguments):
@@ -72,7 +78,7 @@ def faulty(fault, place, overrides, *arguments):
 def test_a_killed_run_goes_on_bit_for_bit_through_a_failure_of_the_stream(overrides, undisturbed, tmp_path):
     code, *_ = train_until(overrides(), "step 5:", signal.SIGKILL)
     assert code == -signal.SIGKILL
-    result = faulty("fail", 500, overrides(), "--resume", "auto")
+    result = faulty("fail", 400, overrides(), "--resume", "auto")
     assert result.returncode == 0, result.stderr
     assert "failed (ConnectionError: a planted fault): trying again in 1 s" in result.stderr
     assert json.loads(result.stdout)["resumed_from"] == 3
@@ -83,26 +89,25 @@ def test_a_killed_run_goes_on_bit_for_bit_through_a_failure_of_the_stream(overri
 def test_a_run_goes_on_with_the_same_batches_on_two_processes_and_back_on_one(overrides, undisturbed, tmp_path):
     directory = interrupted(undisturbed, tmp_path / "runs", 3)
     expected = column(undisturbed / "training.csv", "loss")
-    for steps, processes in ((6, 2), (10, 1)):
-        # The schedule is that of ten steps from the first on.
-        changes = {"train.steps": steps, "optim.min_lr_ratio": 0.1, "ddp.compress": "bf16"}
-        result = train(overrides(**changes), "--resume", "auto", "--nproc", str(processes))
+    for step, processes in ((3, 2), (6, 1)):
+        forget_after(directory, step)
+        result = train(overrides(), "--resume", "auto", "--nproc", str(processes))
         assert result.returncode == 0, result.stderr
-        assert json.loads(result.stdout)["processes"] == processes
-    found = column(directory / "training.csv", "loss")
-    assert [step for step, _ in found] == [step for step, _ in expected]
-    # Gradients are sent as bf16, and six steps have another schedule than ten.
-    for (_, loss), (_, other) in zip(found, expected, strict=True):
-        assert float(loss) == pytest.approx(float(other), abs=0.02)
+        summary = json.loads(result.stdout)
+        assert (summary["resumed_from"], summary["processes"]) == (step, processes)
+        found = column(directory / "training.csv", "loss")
+        assert [row[0] for row in found] == [row[0] for row in expected]
+        # Sums over two processes are rounded elsewhere; another sequence changes a loss by more than 0.01.
+        np.testing.assert_allclose([float(row[1]) for row in found], [float(row[1]) for row in expected], atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("fault", "expected"),
-    [("stall", "no document within data.timeout_s = 8 s"), ("down", "after 3 tries (document 650 of file 1")],
+    [("stall", "no document within data.timeout_s = 8 s"), ("down", "after 3 tries (document 690 of file 1")],
 )
-def test_a_stream_that_breaks_off_ends_the_run_in_one_line(overrides, undisturbed, tmp_path, fault, expected):
-    # More than the first file is held out or counted; the batches are larger, so that the second is soon used up.
-    result = faulty(fault, 650, overrides(**{"data.timeout_s": 8.0, "train.batch_size": 32, "train.steps": 40}))
+def test_a_stream_that_breaks_off_ends_the_run_in_one_line(overrides, fault, expected):
+    # Batches are larger, so that the second file is soon used up.
+    result = faulty(fault, 690, overrides(**{"data.timeout_s": 8.0, "train.batch_size": 32, "train.steps": 40}))
     assert result.returncode == 2
     assert result.stdout == ""
     assert expected in result.stderr.splitlines()[-1]
@@ -115,23 +120,15 @@ def test_a_stream_that_ends_ends_the_run_in_one_line(overrides):
     assert result.stderr.splitlines()[-1].startswith("error: the stream of documents ended at sequence")
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (None, "the place in the stream of documents is damaged"),
-        ({"origin": (0, 0), "loads": [0, 0], "lanes": {}}, "must be that of 2 lanes, each once"),
-        ({"origin": (0, 0), "loads": [0, -1], "lanes": {}}, "loads.1: Input should be greater than or equal to 0"),
-    ],
-)
-def test_a_place_that_somebody_changed_is_refused(overrides, undisturbed, tmp_path, source, expected):
+def test_a_place_that_somebody_changed_is_refused(overrides, undisturbed, tmp_path):
     directory = interrupted(undisturbed, tmp_path / "runs", 3)
     path = directory / "checkpoints" / "step-00000003"
     states = load_checkpoint(path)
-    states["rank-00000.pt"]["source"] = source
+    states["rank-00000.pt"]["source"]["loads"][1] = -1
     shutil.rmtree(path)
     save_checkpoint(path.parent, 3, states)
     result = train(overrides(), "--resume", "auto")
     assert result.returncode == 5
     assert result.stderr.startswith(f"error: checkpoint '{path}' cannot be used: ")
-    assert expected in result.stderr
+    assert "loads.1: Input should be greater than or equal to 0" in result.stderr
     assert result.stderr.count("\n") == 1

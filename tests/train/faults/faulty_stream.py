@@ -1,6 +1,6 @@
 """``nsa-compile`` on streams with a fault: ``python faulty_stream.py stall|fail|down N ARGUMENT…``.
 
-From document N of every file on, the stream hangs, fails (once in a process), or fails every time.
+From document N of every file but the first on, the stream hangs, fails (once in a process), or fails every time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ def disturbed(documents):
 
 def open_files(files):
     open_from = real(files)
-    return lambda first: map(disturbed, open_from(first))
+
+    def open_disturbed(first):
+        for number, documents in enumerate(open_from(first), first):
+            yield disturbed(documents) if number else documents
+
+    return open_disturbed
 
 
 corpus.open_files = open_files
