@@ -334,16 +334,17 @@ class PackedDocuments:
         self, origin: Place, loads: Sequence[int], begins: dict[int, Place]
     ) -> Iterator[tuple[_Dealt, npt.NDArray[np.integer] | None]]:
         """Documents with their lanes and, where they are wanted here, their tokens. Runs in the thread."""
+        separator = self._tokenizer.separator
         lanes = [(load, number) for number, load in enumerate(loads)]
         heapq.heapify(lanes)
         for place, text in self._open_documents(origin):
             load, number = lanes[0]
-            dealt = _Dealt(place, number, len(text) + 1)
+            dealt = _Dealt(place, number, len(text) + len(separator))
             heapq.heapreplace(lanes, (load + dealt.load, number))
             tokens = None
             if number in begins and place >= begins[number]:
                 ids = self._tokenizer.encode(text)
-                tokens = np.concatenate((ids, np.array(self._tokenizer.separator, dtype=ids.dtype)))
+                tokens = np.concatenate((ids, np.array(separator, dtype=ids.dtype)))
             yield dealt, tokens
 
 
