@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -220,12 +221,12 @@ class PackedDocuments:
         own: range | None = None,
         start: Place = START,
     ) -> None:
+        self._fetched: _Fetcher | None = None
         self._open_documents = open_documents
         self._tokenizer = tokenizer
         self._start = start
         self._count = lanes
         self._own = range(lanes) if own is None else own
-        self._fetched: _Fetcher | None = None
         self._restart()
 
     def sequence(self, index: int, length: int) -> Tokens:
@@ -256,7 +257,7 @@ class PackedDocuments:
             found = [PackedState.model_validate(state) for state in states]
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
+            where = ".".join(map(str, first["loc"])) or "a rank's"
             raise CheckpointError(f"the place in the stream of documents is damaged: {where}: {first['msg']}") from None
         lanes = {number: lane for state in found for number, lane in state.lanes.items()}
         numbers = sorted(number for state in found for number in state.lanes)
@@ -275,10 +276,13 @@ class PackedDocuments:
         self._go_on(last.origin, last.loads, own)
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading; so does deleting the last reference."""
         if self._fetched is not None:
             self._fetched.close()
             self._fetched = None
+
+    def __del__(self) -> None:
+        self.close()
 
     def _restart(self) -> None:
         self._go_on(self._start, [0] * self._count, {number: _Lane(0, self._start, 0) for number in self._own})
@@ -307,8 +311,9 @@ class PackedDocuments:
         """Hand the next document to its lane."""
         if self._fetched is None:
             begins = {number: lane.place for number, lane in self._lanes.items()}
-            origin, loads = self._origin, list(self._loads)
-            self._fetched = _Fetcher(lambda: self._deal(origin, loads, begins), DEALT)
+            # Without a reference to this object, so that the thread does not keep it alive.
+            read = partial(_deal, self._open_documents, self._tokenizer, self._origin, list(self._loads), begins)
+            self._fetched = _Fetcher(read, DEALT)
         kind, value = self._fetched.next(None)
         if kind is not None:
             raise value
@@ -329,23 +334,6 @@ class PackedDocuments:
                 f"{waiting:,} tokens of the stream wait for their turn, and {MAX_WAITING:,} may: some sequences of a "
                 "batch get texts of far more tokens to a character than others; shuffle the documents"
             )
-
-    def _deal(
-        self, origin: Place, loads: Sequence[int], begins: dict[int, Place]
-    ) -> Iterator[tuple[_Dealt, npt.NDArray[np.integer] | None]]:
-        """Documents with their lanes and, where they are wanted here, their tokens. Runs in the thread."""
-        separator = self._tokenizer.separator
-        lanes = [(load, number) for number, load in enumerate(loads)]
-        heapq.heapify(lanes)
-        for place, text in self._open_documents(origin):
-            load, number = lanes[0]
-            dealt = _Dealt(place, number, len(text) + len(separator))
-            heapq.heapreplace(lanes, (load + dealt.load, number))
-            tokens = None
-            if number in begins and place >= begins[number]:
-                ids = self._tokenizer.encode(text)
-                tokens = np.concatenate((ids, np.array(separator, dtype=ids.dtype)))
-            yield dealt, tokens
 
 
 def after(place: Place) -> Place:
@@ -402,6 +390,32 @@ class _Lane:
         self.available -= length
         self.number += 1
         return taken
+
+
+def _deal(
+    open_documents: Callable[[Place], Iterable[tuple[Place, str]]],
+    tokenizer: Tokenizer,
+    origin: Place,
+    loads: Sequence[int],
+    begins: Mapping[int, Place],
+) -> Iterator[tuple[_Dealt, npt.NDArray[np.integer] | None]]:
+    """Documents from `origin` on with their lanes; with their tokens, too, in lanes that have begun. Runs in a thread.
+
+    Args:
+        loads: what each lane of all processes had been dealt before.
+        begins: from where on the lanes of this process want documents.
+    """
+    lanes = [(load, number) for number, load in enumerate(loads)]
+    heapq.heapify(lanes)
+    for place, text in open_documents(origin):
+        load, number = lanes[0]
+        dealt = _Dealt(place, number, len(text) + len(tokenizer.separator))
+        heapq.heapreplace(lanes, (load + dealt.load, number))
+        tokens = None
+        if number in begins and place >= begins[number]:
+            ids = tokenizer.encode(text)
+            tokens = np.concatenate((ids, np.array(tokenizer.separator, dtype=ids.dtype)))
+        yield dealt, tokens
 
 
 def _placed(open_files: Opener, first: int) -> Iterator[tuple[Place, Any]]:

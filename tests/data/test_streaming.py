@@ -257,6 +257,18 @@ def test_one_huge_document_makes_no_others_wait():
         assert source._lanes[1].available < 1000
 
 
+def test_a_source_that_is_forgotten_stops_reading():
+    before = set(threading.enumerate())
+    source = PackedDocuments(places(["x"] * 5000), ByteTokenizer())
+    source.sequence(0, 10)
+    threads = set(threading.enumerate()) - before
+    assert threads
+    del source
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_what_waits_is_bounded(monkeypatch):
     monkeypatch.setattr(streaming, "MAX_WAITING", 3000)
     # One text in two has four bytes a character, and goes to the same lane every time.
