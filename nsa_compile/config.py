@@ -54,6 +54,7 @@ PassName = Annotated[str, AfterValidator(_known_pass)]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -77,7 +78,8 @@ class DataSection(Section):
     ``None`` takes the model's sliding window, so that the answer lies outside of it. ``needles`` is how many the task
     ``needle`` hides and asks for. ``text_field`` is the key or
     column with the text, for JSON lines and Parquet. Tokens of files are kept below ``cache_dir``; ``None`` takes the
-    platform's directory for caches.
+    platform's directory for caches. With ``stream``, JSON lines or Parquet too large for that are read and tokenized
+    while the model trains, as ``fineweb-edu`` always is. A document of a stream may take ``timeout_s`` seconds to come.
     """
 
     name: str = "shakespeare"
@@ -87,6 +89,8 @@ class DataSection(Section):
     needles: Annotated[int, Field(ge=1, le=8)] = 4
     text_field: str = "text"
     cache_dir: Annotated[str, Field(min_length=1)] | None = None
+    stream: bool = False
+    timeout_s: Seconds = 60.0
 
 
 class TrainSection(Section):
@@ -176,7 +180,6 @@ class LogSection(Section):
     stats_every: Annotated[int, Field(ge=0)] = 100
 
 
-Seconds = Annotated[float, Field(gt=0)]
 Action = Literal["warn", "dump", "halt", "restart"]
 
 
@@ -250,6 +253,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.tokenizer = {self.data.tokenizer!r} must be 'byte' for data.name = '{self.data.name}', "
                 "which is made of bytes"
+            )
+        if self.data.stream and self.data.name in BUILT_IN and self.data.name != "fineweb-edu":
+            raise ValueError(
+                f"data.stream = true is for files and must be false for the built-in data.name = '{self.data.name}'"
             )
         if self.model.attention == "nsa" and self.train.seq_len < self.model.pattern.compress_block:
             raise ValueError(

@@ -27,7 +27,7 @@ Status = Literal["ok", "warning", "problem"]
 PACKAGES = {
     "matplotlib": ("loss.png and --plot", "plots"),
     "tokenizers": ("the gpt2 tokenizer", "gpt2"),
-    "datasets": ("data.name=fineweb-edu", "data"),
+    "datasets": ("data.name=fineweb-edu, data.stream", "data"),
     "pyarrow": ("Parquet files", "data"),
     "torchao": ("low-bit optimizers", "torchao"),
     "tensorboard": ("TensorBoard's event files", None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import math
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import resources
 
@@ -13,8 +13,26 @@ import numpy as np
 import numpy.typing as npt
 
 from nsa_compile.config import SYNTHETIC, RunConfig
-from nsa_compile.data.sampling import BatchSampler, RandomWindows, Source, UniformBytes, evenly_spaced_batches
-from nsa_compile.data.streaming import FINEWEB_EDU, DocumentStream, Opener, PackedDocuments, open_dataset
+from nsa_compile.data.documents import find_files
+from nsa_compile.data.sampling import (
+    BatchSampler,
+    RandomWindows,
+    Source,
+    UniformBytes,
+    evenly_spaced_batches,
+    local_rows,
+)
+from nsa_compile.data.streaming import (
+    FINEWEB_EDU,
+    START,
+    DocumentStream,
+    Opener,
+    PackedDocuments,
+    Place,
+    after,
+    open_dataset,
+    open_files,
+)
 from nsa_compile.data.synthetic import make_synthetic
 from nsa_compile.data.token_cache import open_cache
 from nsa_compile.data.tokenizers import ByteTokenizer, Tokenizer, make_tokenizer
@@ -50,10 +68,14 @@ class Corpus:
     answers: npt.NDArray[np.bool_] | None = None
 
 
-def load_corpus(config: RunConfig) -> Corpus:
+def load_corpus(config: RunConfig, rank: int = 0, world_size: int = 1) -> Corpus:
     """Load the data set that ``config.data`` names, and tokenize it if that was not done before.
 
     The last 5 % of a text, by position, are held out; no token of them is ever trained on.
+
+    Args:
+        config: of the run.
+        rank, world_size: whose part of each batch is going to be asked for.
 
     Raises:
         UserError: the data set does not exist, cannot be read or is too short.
@@ -63,30 +85,39 @@ def load_corpus(config: RunConfig) -> Corpus:
     if config.data.name in SYNTHETIC:
         return _synthetic(config)
     if config.data.name == "fineweb-edu":
-        return streamed_corpus(config, open_dataset(**FINEWEB_EDU))
+        return streamed_corpus(config, open_dataset(**FINEWEB_EDU), rank, world_size)
+    if config.data.stream:
+        return streamed_corpus(config, open_files(find_files(config.data.name)), rank, world_size)
     return _text(config)
 
 
-def streamed_corpus(config: RunConfig, open_at: Opener) -> Corpus:
+def streamed_corpus(config: RunConfig, open_at: Opener, rank: int = 0, world_size: int = 1) -> Corpus:
     """A data set read as a stream; its first ``HELD_OUT_DOCUMENTS`` documents are held out.
 
     Raises:
         UserError: the stream cannot be read, or ends too early.
     """
-    tokenizer = make_tokenizer(config.data.tokenizer)
-    name, field = config.data.name, config.data.text_field
+    data, shape = config.data, config.train
+    tokenizer = make_tokenizer(data.tokenizer)
 
-    def held_out_documents() -> Iterator[str]:
-        return itertools.islice(DocumentStream(name, open_at, text_field=field), HELD_OUT_DOCUMENTS)
+    def documents(place: Place) -> DocumentStream:
+        return DocumentStream(data.name, open_at, text_field=data.text_field, place=place, timeout=data.timeout_s)
 
-    def training_documents() -> DocumentStream:
-        return DocumentStream(name, open_at, text_field=field, position=HELD_OUT_DOCUMENTS)
-
-    validation = _generated_validation(PackedDocuments(held_out_documents, tokenizer), config)
-    train = PackedDocuments(training_documents, tokenizer)
-    length = config.train.seq_len + 1
-    sample = np.concatenate([train.sequence(index, length) for index in range(UNIGRAM_SEQUENCES)])
+    held_out = list(itertools.islice(documents(START), HELD_OUT_DOCUMENTS))
+    if len(held_out) < HELD_OUT_DOCUMENTS:
+        raise UserError(
+            f"data.name = '{data.name}' is too short for a stream: it holds {len(held_out)} documents, and the first "
+            f"{HELD_OUT_DOCUMENTS:,} are held out; take a larger data set"
+        )
+    start = after(held_out[-1][0])
+    with closing(PackedDocuments(lambda place: held_out, tokenizer)) as source:
+        validation = _generated_validation(source, config)
+    # A source of its own, so that where a run only checks its data nothing is read ahead.
+    with closing(PackedDocuments(documents, tokenizer, start=start)) as source:
+        sample = np.concatenate([source.sequence(index, shape.seq_len + 1) for index in range(UNIGRAM_SEQUENCES)])
     yardstick = best_unigram_loss(sample, validation.ravel(), tokenizer.vocab_size)
+    share = local_rows(shape.batch_size, rank, world_size)
+    train = PackedDocuments(documents, tokenizer, shape.batch_size, range(share.start, share.stop), start)
     return Corpus(train, validation, tokenizer, yardstick)
 
 

@@ -117,6 +117,8 @@ def _files_of(config_path: str | None, overrides: tuple[str, ...]) -> RunConfig:
             f"data.name = '{config.data.name}' is built in and has no cache: it must be a file or a directory here; "
             "name one with --set data.name=PATH"
         )
+    if config.data.stream:
+        raise UserError("data.stream = true keeps no cache; use --set data.stream=false to tokenize ahead of a run")
     return config
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,21 @@ class Source(Protocol):
 
     def sequence(self, index: int, length: int) -> Tokens:
         """Tokens ``[length]`` of the ``index``-th sequence; always the same for the same index."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A source that cannot jump to a position, and has to keep its place to go on from there."""
+
+    def state(self) -> dict[str, Any]:
+        """The place this process is at, as plain values."""
+
+    def restore(self, states: Sequence[Any], position: int) -> None:
+        """Go on where the processes that had these states were, after `position` sequences of all together.
+
+        Raises:
+            CheckpointError: the states are not those of this source.
+        """
 
 
 def generator(seed: int, index: int) -> np.random.Generator:

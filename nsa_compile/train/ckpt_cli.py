@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -73,23 +74,26 @@ def list_checkpoints(run: str, as_json: bool) -> None:
 
 @ckpt.command(short_help="Read every checkpoint whole.")
 @click.argument("run")
-def verify(run: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def verify(run: str, as_json: bool) -> None:
     """Compare every file with its SHA-256; exit code 5, and a line for each damaged file, if one differs.
 
     \b
     nsa-compile ckpt verify runs/shakespeare-cpu-20260101-120000
     """
     paths = checkpoint_paths(_checkpoints_of(run))
-    damaged = 0
+    found: list[dict[str, Any]] = []
     for path in paths:
         try:
             problems = file_problems(read_checkpoint(path))
         except CheckpointError as error:
             problems = [str(error)]
-        damaged += bool(problems)
-        for line in problems or ["ok"]:
+        found.append({"name": path.name, "problems": problems})
+        for line in () if as_json else problems or ["ok"]:
             click.echo(f"{path.name}: {line}")
-    if damaged:
+    if as_json:
+        click.echo(json.dumps({"run": run, "checkpoints": found}, indent=2))
+    if damaged := sum(bool(entry["problems"]) for entry in found):
         raise CheckpointError(f"{damaged} of {len(paths)} checkpoints in '{run}' are damaged; resuming skips them")
 
 
@@ -108,7 +112,8 @@ def prune(run: str, keep: int, dry_run: bool) -> None:
     from nsa_compile.train.preflight import lock_run_directory
 
     directory = _checkpoints_of(run)
-    with lock_run_directory(Path(run)):
+    # Who only looks may do so beside a run at work.
+    with contextlib.nullcontext() if dry_run else lock_run_directory(Path(run)):
         old = _old_checkpoints(directory, keep)
         for checkpoint in old:
             if not dry_run:

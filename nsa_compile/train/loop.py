@@ -19,7 +19,7 @@ from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.train.all_reduce import AllReduceHook
 from nsa_compile.train.attention_stats import LayerStatistics, attention_statistics
 from nsa_compile.train.checkpoint import load_checkpoint
-from nsa_compile.train.checkpoint_files import Checkpoint
+from nsa_compile.train.checkpoint_files import STATE, Checkpoint
 from nsa_compile.train.distributed import (
     choose_device,
     greatest_of_all,
@@ -39,6 +39,7 @@ from nsa_compile.train.optim import learning_rate, make_optimizer
 from nsa_compile.train.phases import OTHER, PhaseTimer
 from nsa_compile.train.plots import plot_losses
 from nsa_compile.train.records import EvalRow, StepRow, phase_columns, throughput
+from nsa_compile.train.resume import flatten
 from nsa_compile.train.signals import stop_on_signals
 from nsa_compile.train.state import restore_training, training_states
 from nsa_compile.train.steps import StepResult, train_step
@@ -126,9 +127,10 @@ class Trainer:
     def run(self, resumed: Checkpoint | None) -> dict[str, Any]:
         """Train to the last step, or until something stops it, and return the summary; see :func:`run`."""
         first_step = 0
+        planned = self.config.train.steps
         if resumed is not None:
             first_step = resumed.step
-            self._restore(resumed)
+            planned = self._restore(resumed)
         resumed_at = None if resumed is None else first_step
         step = first_step
         with (
@@ -136,7 +138,7 @@ class Trainer:
             Journal(self.config, self.directory, self.world, resumed_at) as journal,
         ):
             journal.write_provenance(self.device, self.peak_flops)
-            self._announce(journal, resumed_at)
+            self._announce(journal, resumed_at, planned)
             if resumed is None:
                 self._evaluate(journal, 0)
             saved, stop = resumed is not None, Stop.NOT
@@ -164,7 +166,8 @@ class Trainer:
             raise error
         raise SystemExit(error.exit_code)
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
+    def _restore(self, checkpoint: Checkpoint) -> Any:
+        """Put a checkpoint back, and return the number of steps that its run was to have."""
         states = load_checkpoint(checkpoint.path)
         try:
             restore_training(
@@ -179,11 +182,12 @@ class Trainer:
             )
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint '{checkpoint.path}' cannot be used: {error}") from None
+        return dict(flatten(states[STATE]["config"])).get("train.steps")
 
     def _enter_phase(self, name: str) -> None:
         self.heartbeat.phase("idle" if name == OTHER else cast(Phase, name))
 
-    def _announce(self, journal: Journal, resumed_at: int | None) -> None:
+    def _announce(self, journal: Journal, resumed_at: int | None, planned: Any) -> None:
         config, world = self.config, self.world
         processes = f" x {world.size} processes" if world.size > 1 else ""
         journal.log(f"{self.parameters:,} parameters on {self.device.type}{processes}; files in {self.directory}")
@@ -195,6 +199,12 @@ class Trainer:
             journal.log("compile.enabled = false: attention loops over the tokens one by one, which is slow")
         if resumed_at is not None:
             journal.log(f"resumed from step {resumed_at}")
+        steps = config.train.steps
+        if planned != steps:
+            before = planned if type(planned) is int else "another number"
+            journal.log(
+                f"train.steps was {before} and is {steps}: the learning rate now follows the schedule of {steps} steps"
+            )
 
     def _step(self, journal: Journal, step: int) -> bool:
         """Do the `step`-th step and what comes after it, and return whether it was saved."""

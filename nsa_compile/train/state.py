@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nsa_compile.config import RunConfig
-from nsa_compile.data import BatchSampler
+from nsa_compile.data import BatchSampler, Resumable
 from nsa_compile.errors import CheckpointError
 from nsa_compile.train.checkpoint_files import STATE, rank_file
 from nsa_compile.train.distributed import gather_to_main, shard_like, whole_state
@@ -31,8 +31,8 @@ def training_states(
 ) -> dict[str, Any]:
     """The files of a checkpoint, as tensors and plain values: what all ranks share, and what each has of its own.
 
-    Every process has to call this; only rank 0 gets the states of the others. Data need no generator's state: a batch
-    is a pure function of the seed and of the sampler's position.
+    Every process has to call this; only rank 0 gets the states of the others. A batch is a pure function of the seed
+    and of the sampler's position, or each rank keeps the place of its source.
     """
     shared = {
         "step": step,
@@ -42,9 +42,11 @@ def training_states(
         "nonfinite": nonfinite.state_dict(),
         "config": config.model_dump(),
     }
-    own = {"rng": torch.get_rng_state()}
+    own: dict[str, Any] = {"rng": torch.get_rng_state()}
     if torch.cuda.is_available():
         own["cuda_rng"] = torch.cuda.get_rng_state()
+    if isinstance(sampler.source, Resumable):
+        own["source"] = sampler.source.state()
     everyones = gather_to_main(own) or []
     return {STATE: shared, **{rank_file(rank): state for rank, state in enumerate(everyones)}}
 
@@ -68,8 +70,9 @@ def restore_training(
         CheckpointError: they are not those of such a run; names what differs.
     """
     shared = states[STATE]
-    own = states[rank_file(world.rank)] if len(states) - 1 == world.size else None
-    _require(isinstance(shared, dict) and isinstance(own, dict | None), "its files must hold dicts")
+    everyones = [states[rank_file(rank)] for rank in range(len(states) - 1)]
+    own = everyones[world.rank] if len(everyones) == world.size else None
+    _require(all(isinstance(state, dict) for state in (shared, *everyones)), "its files must hold dicts")
     for name, kind in _SHARED.items():
         _require(isinstance(shared.get(name), kind), f"{name} in {STATE} must be of type {kind.__name__}")
     _require(shared["step"] == step, f"step = {shared['step']} in {STATE} must be {step}")
@@ -85,9 +88,16 @@ def restore_training(
         _require(isinstance(entry, dict) and set(entry) == _MOMENTS, f"optimizer.{index} must hold AdamW's moments")
         like = {name: torch.zeros(()) if name == "step" else parameters[index] for name in entry}
         _check_tensors(f"optimizer.{index}", entry, like)
+    source = sampler.source
     names = {"rng", "cuda_rng"} if torch.cuda.is_available() else {"rng"}
     if own is not None:
-        _require(set(own) == names, f"it has the generators {sorted(map(str, own))}, and this machine {sorted(names)}")
+        generators = own.keys() - {"source"}
+        _require(
+            generators == names,
+            f"it has the generators {sorted(map(str, generators))}, and this machine {sorted(names)}",
+        )
+    if isinstance(source, Resumable):
+        source.restore([state.get("source") for state in everyones], shared["sampler_position"])
 
     present = model.state_dict()
     model.load_state_dict({name: shard_like(tensor, present[name]) for name, tensor in shared["model"].items()})

@@ -87,7 +87,7 @@ def run_worker(world: World, config: RunConfig, resume: str, run_dir: Path | Non
     check_world(config, world.size, world.local_size)
     if world.main and world.rendezvous:
         check_port(int(world.rendezvous["MASTER_PORT"]))
-    corpus = load_corpus(config)
+    corpus = load_corpus(config, world.rank, world.size)
     wait_passively()
 
     from nsa_compile.train.distributed import choose_device, from_main, process_group

@@ -67,18 +67,27 @@ def test_a_text_that_is_no_text_is_an_error(tmp_path):
 
 
 def test_a_stream_holds_out_its_first_documents():
-    def open_at(position):
+    def open_from(first):
         # 40 characters and the separator's two: documents say on which side they are.
-        return ({"text": ("h" if number < 1000 else "t") * 40} for number in range(position, 10_000))
+        files = [[{"text": ("h" if 400 * file + row < 1000 else "t") * 40} for row in range(400)] for file in range(25)]
+        return files[first:]
 
     config = load_config(overrides=["data.name=fineweb-edu", "train.seq_len=128"])
-    corpus = streamed_corpus(config, open_at)
+    corpus = streamed_corpus(config, open_from)
     assert set(corpus.validation.ravel().tolist()) == set(b"h\n")
     train = np.concatenate([corpus.train.sequence(index, 129) for index in range(300)])
     assert set(train.tolist()) == set(b"t\n")
     np.testing.assert_array_equal(corpus.train.sequence(7, 129), train[7 * 129 : 8 * 129])
+    corpus.train.close()
     with pytest.raises(UserError, match="the stream of documents ended at sequence"):
-        streamed_corpus(config, lambda position: ({"text": "x"} for number in range(position, 10_000)))
+        streamed_corpus(config, lambda first: [[{"text": "x"}] * 9000])
+
+
+@pytest.mark.parametrize("count", [0, 999])
+def test_a_stream_too_short_to_hold_anything_out_is_an_error(count):
+    config = load_config(overrides=["data.name=fineweb-edu"])
+    with pytest.raises(UserError, match=f"it holds {count} documents, and the first 1,000 are held out"):
+        streamed_corpus(config, lambda first: [[{"text": "x"}] * count])
 
 
 @pytest.mark.parametrize("length", [0, 100])

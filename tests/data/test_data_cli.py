@@ -75,6 +75,13 @@ def test_prepare_then_verify_then_a_flipped_byte(data, tmp_path):
         (["prepare"], "data.name = 'shakespeare' is built in and has no cache"),
         (["verify", "--set", "data.name=fineweb-edu"], "data.name = 'fineweb-edu' is built in and has no cache"),
         (["verify", "--set", "data.name=text.txt"], "was never made"),
+        (
+            ["prepare", "--set", "data.name=text.jsonl", "--set", "data.stream=true"],
+            "data.stream = true keeps no cache",
+        ),
+        (["smoke", "--set", "data.stream=true"], "must be false for the built-in data.name = 'shakespeare'"),
+        (["smoke", "--set", "data.name=text.txt", "--set", "data.stream=true"], "reads .jsonl, .jsonl.gz, .parquet"),
+        (["smoke", "--set", "data.name=no.jsonl", "--set", "data.stream=true"], "there is no such file or directory"),
         (["smoke", "--set", "data.name=needle", "--set", "data.min_distance=0"], "data.min_distance = 0"),
         (["smoke", "--set", "data.name=needle", "--set", "data.min_distance=600"], "must leave room in a sequence"),
         (["smoke", "--set", "data.name=nothing.jsonl"], "there is no such file or directory"),

@@ -188,6 +188,13 @@ def test_fewer_steps_than_the_checkpoint_has_is_a_mistake(tiny_overrides, finish
     assert "train.steps = 5 must be at least 14" in result.stderr
 
 
+def test_another_number_of_steps_is_told_of(tiny_overrides, finished):
+    result = train(tiny_overrides(**{**LONG, "train.steps": 15}), "--resume", "auto")
+    assert result.returncode == 0, result.stderr
+    line = "train.steps was 14 and is 15: the learning rate now follows the schedule of 15 steps"
+    assert line in result.stderr.splitlines()
+
+
 def test_a_run_at_work_is_not_resumed(tiny_overrides, finished):
     with lock_run_directory(finished):
         result = train(tiny_overrides(**LONG), "--resume", "auto")
@@ -308,7 +315,16 @@ def test_ckpt_lists_verifies_and_prunes(finished):
     assert result.stdout.count(": ok") == len(others)
     assert result.stderr == f"error: 1 of 5 checkpoints in '{finished}' are damaged; resuming skips them\n"
 
-    would = ckpt("prune", str(finished), "--keep", "1", "--dry-run").stdout
+    result = ckpt("verify", str(finished), "--json")
+    assert result.returncode == 5
+    found = {row["name"]: row["problems"] for row in json.loads(result.stdout)["checkpoints"]}
+    assert [name for name, problems in found.items() if problems] == ["step-00000014"]
+    assert len(found) == 5
+
+    with lock_run_directory(finished):  # looking is allowed beside a run at work
+        would = ckpt("prune", str(finished), "--keep", "1", "--dry-run").stdout
+        assert ckpt("prune", str(finished), "--keep", "1").returncode == 2
+    assert "would delete" in would
     assert len(checkpoint_paths(finished / "checkpoints")) == 5
     assert ckpt("prune", str(finished), "--keep", "1").stdout == would.replace("would delete", "deleted")
     left = [path.name for path in checkpoint_paths(finished / "checkpoints")]
