@@ -104,6 +104,9 @@ class TrainSection(Section):
     more processes sees the same batches. ``activation_checkpointing`` names the blocks whose activations are computed
     again in the backward pass instead of being kept: ``none``, ``all``, or ranges such as ``0-5,8``.
 
+    ``loss`` is about ``all`` tokens or, of a synthetic task, about the ``answers``: the others are noise to whom only
+    retrieval is to be taught.
+
     A step whose loss or gradient is not finite changes no weight; ``on_nonfinite`` says whether it ends the run or is
     skipped, at most ``max_skipped`` times in a row.
     """
@@ -112,6 +115,7 @@ class TrainSection(Section):
     seq_len: Count = 512
     batch_size: Count = 8
     accumulate: Count = 1
+    loss: Literal["all", "answers"] = "all"
     dtype: Literal["float32", "bf16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     activation_checkpointing: Annotated[str, BeforeValidator(_number_as_text)] = "none"
@@ -257,6 +261,11 @@ class RunConfig(Section):
         if self.data.stream and self.data.name in BUILT_IN and self.data.name != "fineweb-edu":
             raise ValueError(
                 f"data.stream = true is for files and must be false for the built-in data.name = '{self.data.name}'"
+            )
+        if self.train.loss == "answers" and self.data.name not in SYNTHETIC:
+            raise ValueError(
+                f"train.loss = 'answers' must be 'all' for data.name = '{self.data.name}': "
+                f"which tokens are answers is known of {' and '.join(SYNTHETIC)}"
             )
         if self.model.attention == "nsa" and self.train.seq_len < self.model.pattern.compress_block:
             raise ValueError(

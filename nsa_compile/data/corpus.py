@@ -133,9 +133,12 @@ def _synthetic(config: RunConfig) -> Corpus:
     train, held_out = make_synthetic(config, held_out=False), make_synthetic(config, held_out=True)
     length = config.train.seq_len + 1
     validation = _generated_validation(held_out, config)
-    sample = np.concatenate([train.sequence(index, length) for index in range(UNIGRAM_SEQUENCES)])
-    yardstick = best_unigram_loss(sample, validation.ravel(), ByteTokenizer.vocab_size)
-    return Corpus(train, validation, ByteTokenizer(), yardstick, train.answers(length))
+    answers = train.answers(length)
+    # The yardstick is about the tokens that the loss is about.
+    counted = answers if config.train.loss == "answers" else np.ones_like(answers)
+    sample = np.concatenate([train.sequence(index, length)[counted] for index in range(UNIGRAM_SEQUENCES)])
+    yardstick = best_unigram_loss(sample, validation[..., counted].ravel(), ByteTokenizer.vocab_size)
+    return Corpus(train, validation, ByteTokenizer(), yardstick, answers)
 
 
 def _generated_validation(held_out: Source, config: RunConfig) -> npt.NDArray[np.int64]:

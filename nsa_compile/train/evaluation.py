@@ -11,17 +11,34 @@ from torch import nn
 from nsa_compile.data.synthetic import Mask, answer_accuracy
 
 
-def logits_and_loss(model: nn.Module, tokens: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits ``[B, S, V]`` for ``tokens`` ``[B, S + 1]`` int64 and their mean cross-entropy in nats per token; bf16
-    means autocast."""
+def logits_and_loss(
+    model: nn.Module, tokens: torch.Tensor, dtype: str, counted: Mask | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits ``[B, S, V]`` for ``tokens`` ``[B, S + 1]`` int64 and their mean cross-entropy in nats per token.
+
+    Args:
+        model: tokens ``[B, S]`` to logits.
+        tokens: the sequences.
+        dtype: ``"float32"``, or ``"bf16"`` for autocast.
+        counted: which tokens ``[S + 1]`` of every sequence the loss is about; ``None`` for all but the first.
+    """
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bf16"):
         logits = model(tokens[:, :-1])
+    predicted, targets = logits, tokens[:, 1:]
+    if counted is not None:
+        chosen = torch.from_numpy(counted[1:]).to(tokens.device)
+        predicted, targets = predicted[:, chosen], targets[:, chosen]
     # In float32: the sum over the vocabulary is where bf16 would hurt.
-    return logits, F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    return logits, F.cross_entropy(predicted.float().flatten(0, 1), targets.flatten())
 
 
 def evaluate_answers(
-    model: nn.Module, batches: npt.NDArray[np.int64], answers: Mask | None, device: torch.device, dtype: str
+    model: nn.Module,
+    batches: npt.NDArray[np.int64],
+    answers: Mask | None,
+    device: torch.device,
+    dtype: str,
+    counted: Mask | None = None,
 ) -> tuple[float, float | None]:
     """Mean loss over held-out batches, and the share of the answers that the most probable token gets right.
 
@@ -31,6 +48,7 @@ def evaluate_answers(
         answers: which tokens ``[S + 1]`` of every sequence are answers; ``None`` where that is not known.
         device: where the model is.
         dtype: ``"float32"``, or ``"bf16"`` for autocast.
+        counted: which tokens the loss is about, as for :func:`logits_and_loss`.
 
     Returns:
         The loss in nats per token, and the accuracy or, without ``answers``, ``None``.
@@ -38,7 +56,7 @@ def evaluate_answers(
     # With gradients enabled, though none are taken: without them the blocks would be compiled a second time.
     losses, predictions = [], []
     for batch in batches:
-        logits, loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype)
+        logits, loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted)
         losses.append(loss.detach())
         if answers is not None:
             predictions.append(logits.detach().argmax(dim=-1))

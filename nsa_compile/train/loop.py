@@ -116,6 +116,7 @@ class Trainer:
         self.sampler = BatchSampler(
             corpus.train, shape.batch_size, shape.seq_len, rank=world.rank, world_size=world.size
         )
+        self.counted = corpus.answers if shape.loss == "answers" else None
         self.validation = corpus.validation[:, local_rows(shape.batch_size, world.rank, world.size)]
         self.nonfinite = NonFinitePolicy(shape.on_nonfinite, shape.max_skipped, directory)
         matmul_dtype = torch.bfloat16 if shape.dtype == "bf16" else torch.float32
@@ -224,6 +225,7 @@ class Trainer:
             shape.dtype,
             self.timer,
             self.hook,
+            self.counted,
         )
         synchronize(self.device)
         seconds = time.perf_counter() - start
@@ -268,7 +270,7 @@ class Trainer:
     def _evaluate(self, journal: Journal, step: int) -> None:
         self.heartbeat.phase("evaluate")
         loss, accuracy = evaluate_answers(
-            self.model, self.validation, self.corpus.answers, self.device, self.config.train.dtype
+            self.model, self.validation, self.corpus.answers, self.device, self.config.train.dtype, self.counted
         )
         figures = torch.tensor([loss, accuracy or 0.0], dtype=torch.float64, device=self.device)
         loss, mean_accuracy = mean_of_all(figures).tolist()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from nsa_compile.data.synthetic import Mask
 from nsa_compile.train.all_reduce import AllReduceHook, Overlap
 from nsa_compile.train.distributed import gradients_stay_local, mean_of_all, whole
 from nsa_compile.train.evaluation import logits_and_loss
@@ -46,6 +47,7 @@ def train_step(
     dtype: str,
     timer: PhaseTimer | None = None,
     hook: AllReduceHook | None = None,
+    counted: Mask | None = None,
 ) -> StepResult:
     """One optimizer step over micro batches ``[B, S + 1]``, equal to one step over all of them at once.
 
@@ -59,6 +61,7 @@ def train_step(
         dtype: ``"float32"``, or ``"bf16"`` for autocast.
         timer: told of each phase.
         hook: the communication hook of a model wrapped in DDP.
+        counted: which tokens ``[S + 1]`` of every sequence the loss is about; ``None`` for all but the first.
     """
     timer = timer or PhaseTimer(device)
     total = torch.zeros((), device=device)
@@ -67,7 +70,7 @@ def train_step(
         # Gradients are sent once a step, when those of the last micro batch have been added.
         with contextlib.nullcontext() if last else gradients_stay_local(model):
             with timer.phase("forward"):
-                _, loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype)
+                _, loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted)
                 loss = loss / len(batches)
             with timer.phase("backward"):
                 if hook is not None and last:
