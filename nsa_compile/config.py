@@ -120,8 +120,14 @@ class TrainSection(Section):
 
 
 class OptimSection(Section):
-    """AdamW: linear warm-up over ``warmup`` steps, then a cosine to ``min_lr_ratio`` times ``lr`` at the last step."""
+    """AdamW: linear warm-up over ``warmup`` steps, then a cosine to ``min_lr_ratio`` times ``lr`` at the last step.
 
+    ``name`` says how its two moments are kept: ``adamw`` in float32, ``adamw8bit`` and ``adamw4bit`` in so many bits and
+    a scale for each block of values, for weights of at least 4096 values (they need the torchao extra). ``fused``
+    computes a step of ``adamw`` in one kernel; it is of no effect on the others, which are compiled at the first step.
+    """
+
+    name: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 1e-3
     # A list, because YAML has no tuples and strict validation takes nothing else for one.
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
@@ -256,6 +262,11 @@ class RunConfig(Section):
             raise ValueError(f"optim.warmup = {self.optim.warmup} must not exceed train.steps = {self.train.steps}")
         if self.train.device == "cpu" and self.ddp.backend == "nccl":
             raise ValueError("ddp.backend = 'nccl' must be 'gloo' or 'auto' where train.device = 'cpu'")
+        if self.optim.name != "adamw" and self.ddp.strategy == "fsdp":
+            raise ValueError(
+                f"optim.name = {self.optim.name!r} must be 'adamw' for ddp.strategy = 'fsdp': its blocks of quantized "
+                "moments would differ with the number of processes, and checkpoints are for any number"
+            )
         self.checkpointed_blocks()
         # One beat may be late.
         if self.watchdog.silent_s < 3 * self.watchdog.interval_s:

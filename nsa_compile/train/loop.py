@@ -193,6 +193,8 @@ class Trainer:
             journal.log("compiling; the first batches take longer")
         elif config.model.attention == "nsa":
             journal.log("compile.enabled = false: attention loops over the tokens one by one, which is slow")
+        if config.optim.name != "adamw":
+            journal.log(f"{config.optim.name} compiles its update in the first step, once for each shape of a weight")
         if resumed_at is not None:
             journal.log(f"resumed from step {resumed_at}")
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from nsa_compile.config import RunConfig
@@ -24,16 +25,32 @@ def check_run(config: RunConfig) -> None:
     """
     check_compiler(config)
     check_tensorboard(config)
+    check_torchao(config)
 
 
 def check_compiler(config: RunConfig) -> None:
-    """Make sure that Inductor will find a C++ compiler.
+    """Make sure that Inductor will find a C++ compiler, for the blocks or for a step of torchao's optimizers.
 
     Raises:
         UserError: the configuration asks for Inductor and there is none.
     """
     if config.compile.enabled and config.compile.nested == "inductor":
         require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
+    if config.optim.name != "adamw":
+        require_cxx(f"optim.name = '{config.optim.name}'", "--set optim.name=adamw")
+
+
+def check_torchao(config: RunConfig) -> None:
+    """Make sure that torchao is there, if the configuration asks for it. Imports neither it nor torch.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if config.optim.name != "adamw" and find_spec("torchao") is None:
+        raise UserError(
+            f"optim.name = '{config.optim.name}' needs the package torchao; install it with "
+            "pip install 'nsa-compile[torchao]', or use --set optim.name=adamw"
+        )
 
 
 def require_cxx(what: str, way_out: str) -> None:
