@@ -99,6 +99,10 @@ class TrainSection(Section):
 
     A step whose loss or gradient is not finite changes no weight; ``on_nonfinite`` says whether it ends the run or is
     skipped, at most ``max_skipped`` times in a row.
+
+    ``matmul`` is what the linear layers of the blocks multiply in: ``native`` is that of ``dtype``; ``float8`` and
+    ``int8`` scale and round both operands, forward and backward, while the weights stay float32 (they need the torchao
+    extra, and a device with units for such numbers).
     """
 
     steps: Count = 300
@@ -106,6 +110,7 @@ class TrainSection(Section):
     batch_size: Count = 8
     accumulate: Count = 1
     dtype: Literal["float32", "bf16"] = "float32"
+    matmul: Literal["native", "float8", "int8"] = "native"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     activation_checkpointing: Annotated[str, BeforeValidator(_number_as_text)] = "none"
     eval_every: Count = 100
@@ -262,6 +267,18 @@ class RunConfig(Section):
             raise ValueError(f"optim.warmup = {self.optim.warmup} must not exceed train.steps = {self.train.steps}")
         if self.train.device == "cpu" and self.ddp.backend == "nccl":
             raise ValueError("ddp.backend = 'nccl' must be 'gloo' or 'auto' where train.device = 'cpu'")
+        if self.train.matmul != "native":
+            # Layers between two other sizes may stay native; with this one none is left.
+            if self.model.dim % 16:
+                raise ValueError(
+                    f"model.dim = {self.model.dim} must be a multiple of 16 for train.matmul = {self.train.matmul!r}"
+                )
+            # The gradient of a weight is a product over the tokens.
+            if self.train.seq_len % 16:
+                raise ValueError(
+                    f"train.seq_len = {self.train.seq_len} must be a multiple of 16 for train.matmul = "
+                    f"{self.train.matmul!r}"
+                )
         if self.optim.name != "adamw" and self.ddp.strategy == "fsdp":
             raise ValueError(
                 f"optim.name = {self.optim.name!r} must be 'adamw' for ddp.strategy = 'fsdp': its blocks of quantized "

@@ -16,6 +16,9 @@ from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 from nsa_compile.train.tensorboard import check_tensorboard
 
+# What tensor cores need at least: float8 came with Ada and Hopper; torchao's int8 kernel is written for Ampere.
+LEAST_CAPABILITY = {"float8": (8, 9), "int8": (8, 0)}
+
 
 def check_run(config: RunConfig) -> None:
     """Make sure that what the configuration asks for is there: a compiler, packages.
@@ -26,6 +29,7 @@ def check_run(config: RunConfig) -> None:
     check_compiler(config)
     check_tensorboard(config)
     check_torchao(config)
+    check_matmul(config)
 
 
 def check_compiler(config: RunConfig) -> None:
@@ -46,11 +50,42 @@ def check_torchao(config: RunConfig) -> None:
     Raises:
         UserError: it is not installed.
     """
-    if config.optim.name != "adamw" and find_spec("torchao") is None:
-        raise UserError(
-            f"optim.name = '{config.optim.name}' needs the package torchao; install it with "
-            "pip install 'nsa-compile[torchao]', or use --set optim.name=adamw"
-        )
+    wanted = {"optim.name": (config.optim.name, "adamw"), "train.matmul": (config.train.matmul, "native")}
+    for key, (value, without) in wanted.items():
+        if value != without and find_spec("torchao") is None:
+            raise UserError(
+                f"{key} = '{value}' needs the package torchao; install it with "
+                f"pip install 'nsa-compile[torchao]', or use --set {key}={without}"
+            )
+
+
+def check_matmul(config: RunConfig) -> None:
+    """Make sure that the device multiplies in the precision that the configuration asks for.
+
+    Raises:
+        UserError: it does not; says why.
+    """
+    kind = config.train.matmul
+    if kind == "native":
+        return
+    import torch  # only who asks for low precision waits for this
+    from torch.utils._triton import has_triton
+
+    reason = None
+    if config.train.device != "cpu" and torch.cuda.is_available():
+        least = LEAST_CAPABILITY[kind]
+        found = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+        if found < least:
+            needed, present = (".".join(map(str, version)) for version in (least, found))
+            reason = f"needs GPUs of compute capability {needed}, and there is one of {present}"
+    elif kind == "float8":
+        reason = "needs a GPU of compute capability 8.9: a CPU would only emulate it, slower than float32"
+    elif has_triton():
+        reason = "runs on the CPU only where there is no GPU: torchao would take its kernel for the GPU"
+    elif not torch.cpu._is_vnni_supported():
+        reason = "needs a GPU, or a CPU with units for int8 (VNNI)"
+    if reason:
+        raise UserError(f"train.matmul = '{kind}' {reason}; use --set train.matmul=native")
 
 
 def require_cxx(what: str, way_out: str) -> None:
