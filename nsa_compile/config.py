@@ -127,8 +127,8 @@ class TrainSection(Section):
 class OptimSection(Section):
     """AdamW: linear warm-up over ``warmup`` steps, then a cosine to ``min_lr_ratio`` times ``lr`` at the last step.
 
-    ``name`` says how its two moments are kept: ``adamw`` in float32, ``adamw8bit`` and ``adamw4bit`` in so many bits and
-    a scale for each block of values, for weights of at least 4096 values (they need the torchao extra). ``fused``
+    ``name`` says how its two moments are kept: ``adamw`` in float32, ``adamw8bit`` and ``adamw4bit`` in so many bits
+    and a scale for each block of values, for weights of at least 4096 values (they need the torchao extra). ``fused``
     computes a step of ``adamw`` in one kernel; it is of no effect on the others, which are compiled at the first step.
     """
 

@@ -1,7 +1,8 @@
 """Linear layers whose matrix products are computed in float8 or int8, by torchao.
 
-Weights, their gradients and what passes between layers keep their type: each product scales and rounds its two operands,
-forward and backward, and gives back the type it was given. So checkpoints, optimizers and DDP see the same model.
+Weights, their gradients and what passes between layers keep their type: each product scales and rounds its two
+operands, forward and backward, and gives back the type it was given. So checkpoints, optimizers and DDP see the same
+model.
 """
 
 from __future__ import annotations

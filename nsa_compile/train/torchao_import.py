@@ -9,7 +9,10 @@ from typing import Any
 
 
 def import_torchao(name: str) -> Any:
-    """Import a module of torchao, or one of ours that imports it, without its messages about libraries for hardware that is not here."""
+    """Import a module of torchao, or one of ours that imports it, without its messages.
+
+    They are about libraries for hardware that is not here.
+    """
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

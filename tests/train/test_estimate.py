@@ -116,9 +116,7 @@ def test_memory_follows_batch_processes_checkpointing_and_sharding(tiny_override
     assert one.activations > some.activations > every.activations
     assert one.peak > every.peak
 
-    quantized = {
-        name: changed(one.block, **{"optim.name": name}).optimizer for name in ("adamw8bit", "adamw4bit")
-    }
+    quantized = {name: changed(one.block, **{"optim.name": name}).optimizer for name in ("adamw8bit", "adamw4bit")}
     assert one.optimizer > quantized["adamw8bit"] > quantized["adamw4bit"]
 
 

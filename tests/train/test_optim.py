@@ -21,7 +21,6 @@ from nsa_compile.data.sampling import UniformBytes
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.models import NSATransformer
 from nsa_compile.train.checkpoint import load_checkpoint, save_checkpoint
-from nsa_compile.train.checkpoint_files import checkpoint_paths
 from nsa_compile.train.estimate import checkpoint_bytes
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer, plain_tensors
@@ -220,14 +219,15 @@ def test_a_killed_run_that_goes_on_equals_an_undisturbed_one(tiny_overrides, tmp
     assert_equal_runs(directory, undisturbed)
 
 
-def test_two_processes_train_as_one_and_the_update_is_compiled(tiny_overrides):
-    """With torchao's update and the blocks both compiled, in the same processes."""
+def test_two_processes_train_as_one_and_the_update_is_compiled(tiny_overrides, monkeypatch):
+    """With torchao's update and the blocks both compiled in the same processes, where one process compiles neither."""
     pytest.importorskip("torchao")
     changes = {"train.steps": 3, "train.sample_tokens": 0, "optim.name": "adamw4bit", "ddp.compress": "none"}
     overrides = tiny_overrides(**changes, **{"compile.enabled": "true", "compile.nested": "aot_eager"})
     overrides.append("model.attention=dense")
     found = []
-    for arguments in ([], ["--nproc", "2"]):
+    for disabled, arguments in (("1", []), ("0", ["--nproc", "2"])):
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", disabled)
         result = train(overrides, *arguments)
         assert result.returncode == 0, result.stderr
         assert "adamw4bit compiles its update in the first step" in result.stderr
@@ -240,7 +240,9 @@ def test_two_processes_train_as_one_and_the_update_is_compiled(tiny_overrides):
 @pytest.mark.parametrize(("key", "value"), [("optim.name", "adamw8bit"), ("train.matmul", "int8")])
 def test_without_torchao_the_extra_is_named(tiny_overrides, monkeypatch, key, value):
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(UserError, match=rf"{key} = '{value}' needs the package torchao.*nsa-compile\[torchao\]") as error:
+    with pytest.raises(
+        UserError, match=rf"{key} = '{value}' needs the package torchao.*nsa-compile\[torchao\]"
+    ) as error:
         check_run(load_config(overrides=tiny_overrides(**{key: value})))
     assert "\n" not in str(error.value)
 
