@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nsa_compile.config import OptimSection, load_config
-from nsa_compile.data import BatchSampler
+from nsa_compile.data import BatchSampler, load_corpus
 from nsa_compile.data.sampling import UniformBytes
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.models import NSATransformer
 from nsa_compile.train.checkpoint import load_checkpoint, save_checkpoint
 from nsa_compile.train.estimate import checkpoint_bytes
+from nsa_compile.train.loop import run
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer, plain_tensors
 from nsa_compile.train.preflight import check_run
@@ -179,12 +180,12 @@ def test_what_is_saved_goes_on_bit_for_bit_and_needs_no_torchao(tiny_overrides, 
     assert {type(tensor) for tensor in saved.values()} == {torch.Tensor}
     assert any(key.endswith("exp_avg.codes") for key in saved) == (name != "adamw")
     restore_training(states, *other)
-    for run in (one, other):
-        step(*run[:3])
+    for each in (one, other):
+        step(*each[:3])
     for expected, found in zip(one[0].parameters(), other[0].parameters(), strict=True):
         assert torch.equal(expected, found)
     # The next checkpoint is the same, too.
-    expected, found = (training_states(*run)["state.pt"]["optimizer"] for run in (one, other))
+    expected, found = (training_states(*each)["state.pt"]["optimizer"] for each in (one, other))
     found = dict(flatten(found))
     assert all(torch.equal(tensor, found[name]) for name, tensor in flatten(expected))
 
@@ -205,31 +206,32 @@ def replaced(entry, **parts):
     ],
 )
 def test_a_quantized_state_of_something_else_is_refused(tiny_overrides, damage, expected):
-    run = training(tiny_overrides(**{"optim.name": "adamw8bit", "model.attention": "dense"}), 0)
-    states = copy.deepcopy(training_states(*run))
+    refused = training(tiny_overrides(**{"optim.name": "adamw8bit", "model.attention": "dense"}), 0)
+    states = copy.deepcopy(training_states(*refused))
     index = next(i for i, entry in states["state.pt"]["optimizer"].items() if isinstance(entry["exp_avg"], dict))
     damage(states["state.pt"]["optimizer"][index])
-    before = [p.detach().clone() for p in run[0].parameters()]
+    before = [p.detach().clone() for p in refused[0].parameters()]
     with pytest.raises(CheckpointError, match=expected):
-        restore_training(states, *run)
-    assert all(map(torch.equal, before, run[0].parameters()))
+        restore_training(states, *refused)
+    assert all(map(torch.equal, before, refused[0].parameters()))
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_killed_run_that_goes_on_equals_an_undisturbed_one(tiny_overrides, tmp_path, monkeypatch, name):
-    pytest.importorskip("torchao")
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # as the fixture `eager` does
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # what the fixture `eager` does here
     changes = {"train.steps": 8, "train.save_every": 2, "train.log_every": 99, "train.sample_tokens": 0}
     changes |= {"optim.name": name, "model.attention": "dense"}
-    result = train(tiny_overrides(**{**changes, "run.dir": str(tmp_path / "undisturbed")}))
-    assert result.returncode == 0, result.stderr
-    assert "torchao" not in result.stderr  # none of its messages
-    undisturbed = Path(json.loads(result.stdout)["run_dir"])
     overrides = tiny_overrides(**changes)
+    config = load_config(overrides=overrides)
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    run(config, load_corpus(config), undisturbed)
     code, *_ = train_until(overrides, "step 6:", signal.SIGKILL)
     assert code == -signal.SIGKILL
     result = train(overrides, "--resume", "auto")
     assert result.returncode == 0, result.stderr
+    assert "torchao" not in result.stderr  # none of its messages
     assert json.loads(result.stdout)["resumed_from"] in (2, 4, 6)
     (directory,) = (tmp_path / "runs").iterdir()
     assert_equal_runs(directory, undisturbed)
