@@ -148,9 +148,10 @@ def test_sizes_must_be_multiples_of_16(tiny_overrides, key, value):
 
 
 @pytest.mark.skipif(not (ON_CPU and torch.cpu._is_vnni_supported()), reason="no int8 on this CPU")
-def test_a_run_in_int8_trains_and_says_so(tiny_overrides):
+def test_a_run_in_int8_on_two_processes_trains_and_says_so(tiny_overrides):
     changes = {"train.matmul": "int8", "model.attention": "dense", "train.steps": 6}
-    result = train(tiny_overrides(**changes))
+    changes |= {"compile.enabled": "true", "compile.nested": "aot_eager"}
+    result = train(tiny_overrides(**changes), "--nproc", "2")
     assert result.returncode == 0, result.stderr
     assert "int8 matrix products in 5 of the 7 linear layers of the blocks\n" in result.stderr
     summary = json.loads(result.stdout)
