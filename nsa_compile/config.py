@@ -109,6 +109,10 @@ class TrainSection(Section):
 
     A step whose loss or gradient is not finite changes no weight; ``on_nonfinite`` says whether it ends the run or is
     skipped, at most ``max_skipped`` times in a row.
+
+    ``matmul`` is what the linear layers of the blocks multiply in: ``native`` is that of ``dtype``; ``float8`` and
+    ``int8`` scale and round both operands, forward and backward, while the weights stay float32 (they need the torchao
+    extra, and a device with units for such numbers).
     """
 
     steps: Count = 300
@@ -117,6 +121,7 @@ class TrainSection(Section):
     accumulate: Count = 1
     loss: Literal["all", "answers"] = "all"
     dtype: Literal["float32", "bf16"] = "float32"
+    matmul: Literal["native", "float8", "int8"] = "native"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     activation_checkpointing: Annotated[str, BeforeValidator(_number_as_text)] = "none"
     eval_every: Count = 100
@@ -131,8 +136,14 @@ class TrainSection(Section):
 
 
 class OptimSection(Section):
-    """AdamW: linear warm-up over ``warmup`` steps, then a cosine to ``min_lr_ratio`` times ``lr`` at the last step."""
+    """AdamW: linear warm-up over ``warmup`` steps, then a cosine to ``min_lr_ratio`` times ``lr`` at the last step.
 
+    ``name`` says how its two moments are kept: ``adamw`` in float32, ``adamw8bit`` and ``adamw4bit`` in so many bits
+    and a scale for each block of values, for weights of at least 4096 values (they need the torchao extra). ``fused``
+    computes a step of ``adamw`` in one kernel; it is of no effect on the others, which are compiled at the first step.
+    """
+
+    name: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 1e-3
     # A list, because YAML has no tuples and strict validation takes nothing else for one.
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
@@ -276,6 +287,23 @@ class RunConfig(Section):
             raise ValueError(f"optim.warmup = {self.optim.warmup} must not exceed train.steps = {self.train.steps}")
         if self.train.device == "cpu" and self.ddp.backend == "nccl":
             raise ValueError("ddp.backend = 'nccl' must be 'gloo' or 'auto' where train.device = 'cpu'")
+        if self.train.matmul != "native":
+            # Layers between two other sizes may stay native; with this one none is left.
+            if self.model.dim % 16:
+                raise ValueError(
+                    f"model.dim = {self.model.dim} must be a multiple of 16 for train.matmul = {self.train.matmul!r}"
+                )
+            # The gradient of a weight is a product over the tokens.
+            if self.train.seq_len % 16:
+                raise ValueError(
+                    f"train.seq_len = {self.train.seq_len} must be a multiple of 16 for train.matmul = "
+                    f"{self.train.matmul!r}"
+                )
+        if self.optim.name != "adamw" and self.ddp.strategy == "fsdp":
+            raise ValueError(
+                f"optim.name = {self.optim.name!r} must be 'adamw' for ddp.strategy = 'fsdp': its blocks of quantized "
+                "moments would differ with the number of processes, and checkpoints are for any number"
+            )
         self.checkpointed_blocks()
         # One beat may be late.
         if self.watchdog.silent_s < 3 * self.watchdog.interval_s:

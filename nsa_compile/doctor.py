@@ -29,7 +29,7 @@ PACKAGES = {
     "tokenizers": ("the gpt2 tokenizer", "gpt2"),
     "datasets": ("data.name=fineweb-edu, data.stream", "data"),
     "pyarrow": ("Parquet files", "data"),
-    "torchao": ("low-bit optimizers", "torchao"),
+    "torchao": ("low-bit optimizers, float8 and int8 products", "torchao"),
     "tensorboard": ("TensorBoard's event files", None),
     "nvtx": ("ranges in NVIDIA's profilers", None),
 }

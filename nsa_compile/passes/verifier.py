@@ -91,7 +91,9 @@ def _check_meta(gm: fx.GraphModule, pass_name: str) -> None:
         for node in graph.graph.nodes:
             has_shape = "example_value" in node.meta or "val" in node.meta
             returns_something = node.users and node.target is not torch._C._set_grad_enabled
-            if node.op == "call_function" and returns_something and not has_shape:
+            # A class is called to make a constant, such as an option of a library's function; it never had a shape.
+            makes_constant = isinstance(node.target, type)
+            if node.op == "call_function" and returns_something and not makes_constant and not has_shape:
                 raise VerificationError(pass_name, f"node {node.name} ({node.target}) lost its meta: no shape")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +28,12 @@ from nsa_compile.models import NSAConfig, NSATransformer
 from nsa_compile.models.flops import forward_flops_per_token
 from nsa_compile.models.transformer import Block
 from nsa_compile.passes.estimate import peak_of
+from nsa_compile.train.low_precision import convert_linear_layers
 from nsa_compile.train.optim import make_optimizer
 
-# State of an optimizer in bytes for each element of a weight. The quantized ones keep a float32 scale for each block of
-# 256 or 128 values, and weights that are small, or no multiple of that, as the first one does.
-OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "adamw4bit": 2 * (0.5 + 4 / 128)}
-_QUANTIZATION_BLOCK = {"adamw": 1, "adamw8bit": 256, "adamw4bit": 128}
+# Bits and block of a quantized moment: it has a float32 scale for each block of values, and a table of what its codes
+# stand for. Weights that are small, or no multiple of a block, have moments in float32.
+_QUANTIZED = {"adamw8bit": (8, 256), "adamw4bit": (4, 128)}
 _QUANTIZED_FROM = 4096
 
 REPEATS = 5
@@ -94,20 +93,14 @@ def estimate_memory(
     config: RunConfig,
     device: torch.device,
     processes: int = 1,
-    checkpointed: Collection[int] = (),
-    strategy: str = "ddp",
-    optimizer: str = "adamw",
     block: BlockMemory | None = None,
 ) -> MemoryEstimate:
-    """Memory of one of ``processes``.
+    """Memory of one of ``processes``; the linear layers are taken to multiply in the numbers of ``train.dtype``.
 
     Args:
         config: the run.
         device: where it trains; decides which operators attention becomes.
         processes: share the micro batch evenly.
-        checkpointed: blocks that keep only their input and are run again in backward.
-        strategy: ``"ddp"``, each process has everything, or ``"fsdp"``, each has a share.
-        optimizer: a key of ``OPTIMIZER_BYTES``.
         block: what a block needs, where that is known; it is what takes long.
 
     Raises:
@@ -121,7 +114,8 @@ def estimate_memory(
         sizes = [parameter.numel() for parameter in model.parameters()]
         embedding = model.embedding.weight.nbytes
         head, head_gradients = _head_peak(model, config, device, batch)
-    weights, state = 4 * sum(sizes), int(sum(size * _state_bytes(size, optimizer) for size in sizes))
+    checkpointed, strategy = config.checkpointed_blocks(), config.ddp.strategy
+    weights, state = 4 * sum(sizes), sum(_state_bytes(size, config.optim.name) for size in sizes)
     share = processes if strategy == "fsdp" else 1
     communication = 0
     if processes > 1:
@@ -150,9 +144,12 @@ def estimate_memory(
     return MemoryEstimate(weights, gradients, state, communication, sum(kept), peak, peak_at, block)
 
 
-def _state_bytes(size: int, optimizer: str) -> float:
-    quantized = size >= _QUANTIZED_FROM and size % _QUANTIZATION_BLOCK[optimizer] == 0
-    return OPTIMIZER_BYTES[optimizer if quantized else "adamw"]
+def _state_bytes(size: int, optimizer: str) -> int:
+    """Both moments of a weight of ``size`` elements."""
+    bits, block = _QUANTIZED.get(optimizer, (32, 1))
+    if bits == 32 or size < _QUANTIZED_FROM or size % block:
+        return 2 * 4 * size
+    return 2 * (size * bits // 8 + 4 * size // block + 4 * 2**bits)
 
 
 def _block_memory(config: RunConfig, device: torch.device, batch: int) -> BlockMemory:
@@ -232,9 +229,11 @@ def _head_peak(model: NSATransformer, config: RunConfig, device: torch.device, b
     return peak, sum(p.nbytes for p in tail.parameters())
 
 
-def checkpoint_bytes(parameters: int, memory_of_state: float = OPTIMIZER_BYTES["adamw"]) -> int:
+def checkpoint_bytes(config: RunConfig) -> int:
     """Size of a checkpoint: the weights and the state of the optimizer, of all processes together."""
-    return int(parameters * (4 + memory_of_state))
+    with torch.device("meta"):
+        sizes = [parameter.numel() for parameter in NSATransformer(config.model).parameters()]
+    return sum(4 * size + _state_bytes(size, config.optim.name) for size in sizes)
 
 
 def checkpoints_on_disk(config: RunConfig) -> int:
@@ -244,17 +243,19 @@ def checkpoints_on_disk(config: RunConfig) -> int:
     return min(saves, train.keep_last + train.keep_best + 1)
 
 
-def step_flops(config: RunConfig, checkpointed: Collection[int] = ()) -> float:
+def step_flops(config: RunConfig) -> float:
     """Matmul FLOPs of an optimizer step, of all processes together; what is run again in backward counts again."""
     train, model = config.train, config.model
     forward = forward_flops_per_token(model, train.seq_len)
     head = 2.0 * model.dim * model.vocab_size
-    again = (forward - head) * len(checkpointed) / model.n_layers
+    again = (forward - head) * len(config.checkpointed_blocks()) / model.n_layers
     return (3 * forward + again) * train.seq_len * train.batch_size * train.accumulate
 
 
 def measure_step(config: RunConfig, device: torch.device, processes: int = 1) -> dict[str, float]:
     """Train models of one and of two blocks for some steps on one process, and go on from them to the model's depth.
+
+    All activations are kept, whatever ``train.activation_checkpointing`` says.
 
     Returns:
         Median seconds of a step of each, and ``"seconds"`` of a step of the whole model, communication not counted.
@@ -268,6 +269,8 @@ def measure_step(config: RunConfig, device: torch.device, processes: int = 1) ->
 
     def step(layers: int) -> Any:
         model = NSATransformer(dataclasses.replace(config.model, n_layers=layers)).to(device)
+        if train.matmul != "native":
+            convert_linear_layers(model, train.matmul)
         nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable)
         optimizer = make_optimizer(model, optim)
         return lambda: train_step(model, optimizer, batches, optim.lr, optim.clip, device, train.dtype)

@@ -34,12 +34,14 @@ def estimate(config_path: str | None, overrides: tuple[str, ...], as_json: bool,
     """
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
-    from nsa_compile.train.preflight import check_compiler
+    from nsa_compile.train.preflight import check_compiler, check_matmul, check_torchao
 
     config = load_config(config_path, overrides)
     _check(config, nproc)
     if measure:
         check_compiler(config)
+        check_torchao(config)
+        check_matmul(config)
     facts = _estimate(config, nproc, measure)
     click.echo(json.dumps(facts, indent=2) if as_json else _render(facts))
 
@@ -80,10 +82,12 @@ def _estimate(config: RunConfig, processes: int, measure: bool) -> dict[str, Any
     bound = estimates.step_flops(config) / processes / rate
     measured = estimates.measure_step(config, device, processes) if measure else None
     seconds = measured["seconds"] if measured else bound
-    checkpoint = estimates.checkpoint_bytes(parameters)
+    checkpoint = estimates.checkpoint_bytes(config)
     return {
         "device": str(device),
         "processes": processes,
+        "strategy": config.ddp.strategy if processes > 1 else None,
+        "optimizer": config.optim.name,
         "parameters": parameters,
         "tokens_per_step": tokens,
         "tokens": tokens * train.steps,
@@ -119,7 +123,7 @@ def _render(facts: dict[str, Any]) -> str:
         ("parameters", f"{facts['parameters']:,}", "counted"),
         ("weights", size(memory["weights"]), "computed: 4 bytes a parameter"),
         ("gradients", size(memory["gradients"]), "computed: 4 bytes a parameter"),
-        ("optimizer", size(memory["optimizer"]), "computed: two moments of AdamW"),
+        ("optimizer", size(memory["optimizer"]), f"computed: two moments of {facts['optimizer']}"),
         (
             "activations",
             size(memory["activations"]),
@@ -145,12 +149,19 @@ def _render(facts: dict[str, Any]) -> str:
         ),
     ]
     if memory["communication"]:
-        rows.insert(4, ("buckets of DDP", size(memory["communication"]), "computed: a copy of the gradients"))
+        kind, source = _COMMUNICATION[facts["strategy"]]
+        rows.insert(4, (kind, size(memory["communication"]), f"computed: {source}"))
     processes = facts["processes"]
     title = f"Each of {processes} processes, a {'device' if facts['device'] != 'cpu' else 'share of the machine'} each"
     title = title if processes > 1 else "One process"
     table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right", "left"))
     return f"{title}:\n\n{table}"
+
+
+_COMMUNICATION = {
+    "ddp": ("buckets of DDP", "a copy of the gradients"),
+    "fsdp": ("gathered by FSDP", "weights of two blocks, gradients of one"),
+}
 
 
 def _time_source(measured: dict[str, float] | None) -> str:

@@ -34,6 +34,7 @@ from nsa_compile.train.generate import generate
 from nsa_compile.train.halt import halt_reason
 from nsa_compile.train.heartbeat import Heartbeat, Phase, install_stack_dump
 from nsa_compile.train.journal import Journal, write_json
+from nsa_compile.train.low_precision import convert_linear_layers
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer
 from nsa_compile.train.phases import OTHER, PhaseTimer
@@ -102,6 +103,9 @@ class Trainer:
         self.model = NSATransformer(config.model).to(self.device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.model.checkpoint_blocks(config.checkpointed_blocks())
+        self.converted = (0, 0)
+        if config.train.matmul != "native":
+            self.converted = convert_linear_layers(self.model, config.train.matmul)
         if config.compile.enabled:
             nsa_compile.compile_blocks(
                 self.model, nested=config.compile.nested, disable=config.compile.disable, estimate=True
@@ -198,6 +202,11 @@ class Trainer:
             journal.log("compiling; the first batches take longer")
         elif config.model.attention == "nsa":
             journal.log("compile.enabled = false: attention loops over the tokens one by one, which is slow")
+        if config.train.matmul != "native":
+            done, layers = self.converted
+            journal.log(f"{config.train.matmul} matrix products in {done} of the {layers} linear layers of the blocks")
+        if config.optim.name != "adamw":
+            journal.log(f"{config.optim.name} compiles its update in the first step, once for each shape of a weight")
         if resumed_at is not None:
             journal.log(f"resumed from step {resumed_at}")
         steps = config.train.steps

@@ -9,11 +9,15 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 from nsa_compile.train.tensorboard import check_tensorboard
+
+# What tensor cores need at least: float8 came with Ada and Hopper; torchao's int8 kernel is written for Ampere.
+LEAST_CAPABILITY = {"float8": (8, 9), "int8": (8, 0)}
 
 
 def check_run(config: RunConfig) -> None:
@@ -24,16 +28,64 @@ def check_run(config: RunConfig) -> None:
     """
     check_compiler(config)
     check_tensorboard(config)
+    check_torchao(config)
+    check_matmul(config)
 
 
 def check_compiler(config: RunConfig) -> None:
-    """Make sure that Inductor will find a C++ compiler.
+    """Make sure that Inductor will find a C++ compiler, for the blocks or for a step of torchao's optimizers.
 
     Raises:
         UserError: the configuration asks for Inductor and there is none.
     """
     if config.compile.enabled and config.compile.nested == "inductor":
         require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
+    if config.optim.name != "adamw":
+        require_cxx(f"optim.name = '{config.optim.name}'", "--set optim.name=adamw")
+
+
+def check_torchao(config: RunConfig) -> None:
+    """Make sure that torchao is there, if the configuration asks for it. Imports neither it nor torch.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    wanted = {"optim.name": (config.optim.name, "adamw"), "train.matmul": (config.train.matmul, "native")}
+    for key, (value, without) in wanted.items():
+        if value != without and find_spec("torchao") is None:
+            raise UserError(
+                f"{key} = '{value}' needs the package torchao; install it with "
+                f"pip install 'nsa-compile[torchao]', or use --set {key}={without}"
+            )
+
+
+def check_matmul(config: RunConfig) -> None:
+    """Make sure that the device multiplies in the precision that the configuration asks for.
+
+    Raises:
+        UserError: it does not; says why.
+    """
+    kind = config.train.matmul
+    if kind == "native":
+        return
+    import torch  # only who asks for low precision waits for this
+    from torch.utils._triton import has_triton
+
+    reason = None
+    if config.train.device != "cpu" and torch.cuda.is_available():
+        least = LEAST_CAPABILITY[kind]
+        found = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+        if found < least:
+            needed, present = (".".join(map(str, version)) for version in (least, found))
+            reason = f"needs GPUs of compute capability {needed}, and there is one of {present}"
+    elif kind == "float8":
+        reason = "needs a GPU of compute capability 8.9: a CPU would only emulate it, slower than float32"
+    elif has_triton():
+        reason = "runs on the CPU only where there is no GPU: torchao would take its kernel for the GPU"
+    elif not torch.cpu._is_vnni_supported():
+        reason = "needs a GPU, or a CPU with units for int8 (VNNI)"
+    if reason:
+        raise UserError(f"train.matmul = '{kind}' {reason}; use --set train.matmul=native")
 
 
 def require_cxx(what: str, way_out: str) -> None:

@@ -14,11 +14,11 @@ from nsa_compile.errors import CheckpointError
 from nsa_compile.train.checkpoint_files import STATE, rank_file
 from nsa_compile.train.distributed import gather_to_main, shard_like, whole_state
 from nsa_compile.train.nonfinite import NonFinitePolicy
-from nsa_compile.train.resume import first_difference
+from nsa_compile.train.optim import empty_state, plain_state, plain_tensors
+from nsa_compile.train.resume import first_difference, flatten
 from nsa_compile.train.world import World
 
 _SHARED = {"step": int, "model": dict, "optimizer": dict, "sampler_position": int, "nonfinite": dict, "config": dict}
-_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 
 
 def training_states(
@@ -37,7 +37,8 @@ def training_states(
     shared = {
         "step": step,
         "model": whole_state(model.state_dict()),
-        "optimizer": whole_state(optimizer.state_dict()["state"]),  # the groups follow from the configuration
+        # The groups follow from the configuration.
+        "optimizer": plain_state(whole_state(optimizer.state_dict()["state"])),
         "sampler_position": sampler.position,
         "nonfinite": nonfinite.state_dict(),
         "config": config.model_dump(),
@@ -85,9 +86,9 @@ def restore_training(
     # Before the first step there are none.
     _require(not moments or set(moments) == set(range(len(parameters))), "the optimizer has other parameters")
     for index, entry in moments.items():
-        _require(isinstance(entry, dict) and set(entry) == _MOMENTS, f"optimizer.{index} must hold AdamW's moments")
-        like = {name: torch.zeros(()) if name == "step" else parameters[index] for name in entry}
-        _check_tensors(f"optimizer.{index}", entry, like)
+        _require(isinstance(entry, dict), f"optimizer.{index} must hold AdamW's moments")
+        like = {name: plain_tensors(tensor) for name, tensor in empty_state(optimizer, parameters[index]).items()}
+        _check_tensors(f"optimizer.{index}", dict(flatten(entry)), dict(flatten(like)))
     source = sampler.source
     names = {"rng", "cuda_rng"} if torch.cuda.is_available() else {"rng"}
     if own is not None:
@@ -102,9 +103,7 @@ def restore_training(
     present = model.state_dict()
     model.load_state_dict({name: shard_like(tensor, present[name]) for name, tensor in shared["model"].items()})
     for index, entry in moments.items():
-        moments[index] = {
-            name: tensor if name == "step" else shard_like(tensor, parameters[index]) for name, tensor in entry.items()
-        }
+        moments[index] = _as_kept(entry, empty_state(optimizer, parameters[index]))
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     sampler.position = shared["sampler_position"]
     nonfinite.load_state_dict(shared["nonfinite"])
@@ -116,6 +115,19 @@ def restore_training(
             torch.cuda.set_rng_state(own["cuda_rng"])
     except (RuntimeError, TypeError, AttributeError):
         raise CheckpointError("the state of the random generators is not one of torch's") from None
+
+
+def _as_kept(saved: Mapping[str, Any], empty: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state of a parameter as the optimizer keeps it: sharded, or quantized."""
+    state = {}
+    for name, moment in empty.items():
+        if isinstance(saved[name], Mapping):
+            for part, tensor in saved[name].items():
+                getattr(moment, part).copy_(tensor)
+            state[name] = moment
+        else:
+            state[name] = shard_like(saved[name], moment)
+    return state
 
 
 def _check_tensors(where: str, found: dict[Any, Any], expected: Mapping[str, torch.Tensor]) -> None:

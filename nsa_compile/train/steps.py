@@ -14,6 +14,7 @@ from nsa_compile.data.synthetic import Mask
 from nsa_compile.train.all_reduce import AllReduceHook, Overlap
 from nsa_compile.train.distributed import gradients_stay_local, mean_of_all, whole
 from nsa_compile.train.evaluation import logits_and_loss
+from nsa_compile.train.optim import set_learning_rate
 from nsa_compile.train.phases import PhaseTimer
 
 
@@ -89,8 +90,7 @@ def train_step(
     result = StepResult(loss_value, norm_value, overlap)
     with timer.phase("optimizer"):
         if result.finite:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(optimizer, lr)
             optimizer.step()
         optimizer.zero_grad()
     return result

@@ -93,7 +93,7 @@ def test_weights_state_and_checkpoint_are_those_of_a_trained_model(tiny_override
         "rank-00000.pt": {"rng": torch.get_rng_state()},
     }
     checkpoint = save_checkpoint(tmp_path, 1, states, None)
-    assert checkpoint.bytes == pytest.approx(checkpoint_bytes(count_parameters(config.model)), rel=0.1)
+    assert checkpoint.bytes == pytest.approx(checkpoint_bytes(config), rel=0.1)
 
 
 def test_memory_follows_batch_processes_checkpointing_and_sharding(tiny_overrides):
@@ -104,26 +104,28 @@ def test_memory_follows_batch_processes_checkpointing_and_sharding(tiny_override
     assert half.activations == pytest.approx(one.activations / 2, rel=0.05)
     assert (half.weights, half.communication) == (one.weights, one.weights)
 
-    sharded = estimate_memory(config, CPU, processes=2, strategy="fsdp", block=half.block)
+    def changed(block, processes=1, **changes):
+        return estimate_memory(configured(tiny_overrides, **QUICK, **changes), CPU, processes, block)
+
+    sharded = changed(half.block, 2, **{"ddp.strategy": "fsdp"})
     assert sharded.weights == one.weights // 2
     assert sharded.optimizer == one.optimizer // 2
 
-    some, every = (estimate_memory(config, CPU, checkpointed=blocks, block=one.block) for blocks in ([0], [0, 1]))
+    some, every = (changed(one.block, **{"train.activation_checkpointing": blocks}) for blocks in ("0", "all"))
     assert every.activations == 2 * one.block.input
     assert one.activations > some.activations > every.activations
     assert one.peak > every.peak
 
-    quantized = {
-        name: estimate_memory(config, CPU, optimizer=name, block=one.block).optimizer
-        for name in ("adamw8bit", "adamw4bit")
-    }
+    quantized = {name: changed(one.block, **{"optim.name": name}).optimizer for name in ("adamw8bit", "adamw4bit")}
     assert one.optimizer > quantized["adamw8bit"] > quantized["adamw4bit"]
 
 
 def test_recomputed_blocks_cost_a_forward_pass_more(tiny_overrides):
-    config = configured(tiny_overrides)
-    plain, every = step_flops(config), step_flops(config, checkpointed=[0, 1])
-    assert plain < step_flops(config, checkpointed=[1]) < every < 4 / 3 * plain
+    plain, some, every = (
+        step_flops(configured(tiny_overrides, **{"train.activation_checkpointing": blocks}))
+        for blocks in ("none", "1", "0-1")
+    )
+    assert plain < some < every < 4 / 3 * plain
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,11 @@ def test_the_command_says_what_was_computed_and_what_was_measured(tiny_overrides
     assert any(line.startswith("step ") and "measured: " in line for line in lines)
     assert any(line.startswith("activations ") and "computed: " in line for line in lines)
     assert any(line.startswith("buckets of DDP ") for line in lines)
+    torch._dynamo.reset()
+    changes = ["--set", "ddp.strategy=fsdp", "--set", "train.activation_checkpointing=all"]
+    assert _run(["estimate", *overrides, "--nproc", "2", *changes]) == 0
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
+    assert "weights of two blocks" in rows["gathered by FSDP"]
 
 
 @pytest.mark.parametrize(
