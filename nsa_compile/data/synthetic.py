@@ -65,30 +65,26 @@ class Copying:
 
 
 class Needle:
-    """``filler [kvalue] filler [kvalue] filler [kvalue][kvalue]``: needle retrieval.
+    """``filler mvvvvvvvv filler … filler mvvvvvvvv mvvvvvvvv …``: needle retrieval.
 
-    Needles, each a key and a value, lie in a haystack of filler and are all asked for at the end, in random order. The
-    bytes of the values are the answers. No symbol occurs in two needles or twice in one, and the filler has none of
-    theirs, so an answer is found after the one earlier occurrence of the byte before it. The places of the needles are
-    uniform among those that leave ``min_distance`` tokens up to the first question.
-
-    The filler is random phrases that take turns, each repeated a few times when it is there. They have no symbol in
-    common, so little in it is unknown. What predicts it, to go back to an earlier occurrence of a byte and one on, is
-    what retrieval needs as well.
+    Needles, each a marker and eight random letters, lie in a haystack of filler and are all asked for at the end, in
+    random order: after its marker, the letters are the answer. No two needles of a sequence have the same marker. Their
+    places are uniform among those that leave ``min_distance`` tokens up to the first question. Letters and markers do
+    not occur in the filler, a text that repeats itself from a random place on.
 
     Args:
         seed: selects the stream.
         min_distance: tokens of filler between the last needle and the first question.
         held_out: draw from the examples that are not trained on.
-        needles: how many there are; at most 8, to leave symbols to the filler.
+        needles: how many there are, at most ``len(MARKERS)``; the others of a sequence are distractors of each.
     """
 
-    SYMBOLS = np.setdiff1d(np.arange(ord("!"), ord("~") + 1, dtype=np.uint8), np.frombuffer(b"[]", np.uint8))
+    MARKERS = np.frombuffer(b"0123456789QRSTUVWXYZ!#$%&*+<=>?@", np.uint8)
+    LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOP", np.uint8)
     VALUE = 8
-    NEEDLE = len("[k]") + VALUE
-    PHRASE = (12, 16)  # symbols of a phrase, at the least and at the most
-    REPEATS = (8, 10)
-    PHRASES = 4  # or as many as the needles leave symbols for
+    NEEDLE = 1 + VALUE
+    # After the filler of passkey retrieval (Mohtashami and Jaggi, arXiv 2305.16300).
+    FILLER = b"the grass is green. the sky is blue. the sun is yellow. here we go. there and back again. "
 
     def __init__(self, seed: int, min_distance: int, held_out: bool = False, needles: int = 4) -> None:
         self.seed = seed
@@ -103,12 +99,12 @@ class Needle:
 
     def sequence(self, index: int, length: int) -> Tokens:
         random = generator(self.seed, index)
-        shape = (self.needles, 1 + self.VALUE)
-        drawn = _draw(lambda: random.choice(self.SYMBOLS, shape, replace=False), self.held_out)
-        needles = [b"[" + symbols.tobytes() + b"]" for symbols in drawn]
+        drawn = _draw(lambda: self._example(random), self.held_out)
+        needles = [row.tobytes() for row in drawn]
         room = length - self.shortest
         starts = np.sort(random.integers(room + 1, size=self.needles)).tolist()
-        filler = self._filler(random, np.setdiff1d(self.SYMBOLS, drawn), room + self.min_distance)
+        phase, size = int(random.integers(len(self.FILLER))), room + self.min_distance
+        filler = (self.FILLER * (size // len(self.FILLER) + 2))[phase : phase + size]
         text = filler[: starts[0]]
         for needle, start, end in zip(needles, starts, [*starts[1:], len(filler)], strict=True):
             text += needle + filler[start:end]
@@ -117,19 +113,12 @@ class Needle:
 
     def answers(self, length: int) -> Mask:
         question = np.arange(length) - (length - self.needles * self.NEEDLE)
-        place = question % self.NEEDLE - len("[k")
-        return (question >= 0) & (place >= 0) & (place < self.VALUE)
+        return (question >= 0) & (question % self.NEEDLE > 0)
 
-    def _filler(self, random: np.random.Generator, symbols: npt.NDArray[np.uint8], length: int) -> bytes:
-        longest = self.PHRASE[1]
-        count = min(self.PHRASES, len(symbols) // longest)
-        sizes = random.integers(*self.PHRASE, size=count, endpoint=True)
-        parts = random.permutation(symbols)[: count * longest].reshape(count, longest)
-        phrases = [part[:size].tobytes() for part, size in zip(parts, sizes, strict=True)]
-        filler = b""
-        while len(filler) < length:
-            filler += phrases[random.integers(count)] * int(random.integers(*self.REPEATS, endpoint=True))
-        return filler[:length]
+    def _example(self, random: np.random.Generator) -> npt.NDArray[np.uint8]:
+        """Markers and letters of all needles, ``[needles, 1 + VALUE]``."""
+        markers = random.permutation(self.MARKERS)[: self.needles, None]
+        return np.concatenate((markers, random.choice(self.LETTERS, (self.needles, self.VALUE))), axis=1)
 
 
 def make_synthetic(config: RunConfig, held_out: bool) -> AnsweredSource:

@@ -29,15 +29,15 @@ def data(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("name", "after"), [("copying", ""), ("needle", "]")])
-def test_smoke_shows_a_task_and_its_answer(data, name, after):
+@pytest.mark.parametrize("name", ["copying", "needle"])
+def test_smoke_shows_a_task_and_its_answer(data, name):
     arguments = ["smoke", "--set", f"data.name={name}", "--set", "train.seq_len=128", "--set", "data.needles=1"]
     plain, as_json = data(*arguments), data(*arguments, "--json")
     assert (plain.returncode, as_json.returncode) == (0, 0), plain.stderr + as_json.stderr
     facts = json.loads(as_json.stdout)
     assert facts["shape"] == [4, 129]
     assert facts["tokens_per_s"] > 0
-    assert facts["ends"].endswith(facts["answer"] + after)
+    assert facts["ends"].endswith(facts["answer"])
     assert f"answer        {facts['answer']!r}" in plain.stdout
 
 
