@@ -5,12 +5,15 @@
 
 Two models are trained one after the other as `configs/needle_cpu.yaml` says, from the same seed and on the same data,
 one with all branches and one without the selected branch. Each has `--seconds`, compiling included, or the steps of
-the configuration if those take less; the time of the evaluations does not count. The record holds every evaluation
-and, on sequences that neither training nor those evaluations saw, how many of the answers were right at the end.
+the configuration if those take less; the time of the evaluations does not count. The first steps are on shorter
+sequences with fewer needles (`STAGES`), the evaluations always on what the configuration says. The record holds every
+evaluation and, on sequences that neither training nor those evaluations saw, how many of the answers were right at the
+end.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -35,6 +38,8 @@ from nsa_compile.train.steps import train_step
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "needle.json"
 VARIANTS = {"all branches": "[compressed, selected, window]", "without selected": "[compressed, window]"}
+# Steps on shorter sequences at the start: their length, needles in them, sequences in a batch.
+STAGES = ((3000, 128, 5, 8), (2000, 256, 10, 4), (2000, 512, 16, 2))
 # The first of the held-out sequences are those of the evaluations on the way.
 FINAL_POSITION = 1_000_000
 
@@ -93,36 +98,48 @@ def train(config: RunConfig, seconds: float, eval_seconds: float, sequences: int
     optimizer = make_optimizer(model, config.optim)
     if config.compile.enabled:
         nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable)
-    sampler = BatchSampler(corpus.train, shape.batch_size, shape.seq_len)
+    samplers = stages(config)
     curve: list[dict[str, Any]] = []
-    spent = warm = 0.0
-    step = 0
+    spent, step, trained = 0.0, 0, 0
 
     def result() -> dict[str, Any]:
-        # The first step compiles.
-        rate = (step - 1) * shape.batch_size * shape.seq_len / (spent - warm) if step > 1 else None
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        rate = trained / spent if spent else None
         return {"parameters": parameters, "tokens_per_s": rate, "curve": curve}
 
     while True:
         done = step == shape.steps or spent >= seconds
         if done or spent >= len(curve) * eval_seconds:
-            loss, accuracy = evaluate_answers(model, corpus.validation, corpus.answers, CPU, shape.dtype)
+            loss, accuracy = evaluate_answers(
+                model, corpus.validation, corpus.answers, CPU, shape.dtype, corpus.answers
+            )
             curve.append({"seconds": spent, "step": step, "val_loss": loss, "accuracy": accuracy})
             if done:
                 break
             yield result()
         start = time.perf_counter()
         step += 1
+        sampler = next(samplers)
         batches = [sampler.next_batch() for _ in range(shape.accumulate)]
+        answers = sampler.source.answers(sampler.seq_len + 1)
         lr = learning_rate(config.optim, step, shape.steps)
-        outcome = train_step(model, optimizer, batches, lr, config.optim.clip, CPU, shape.dtype)
+        outcome = train_step(model, optimizer, batches, lr, config.optim.clip, CPU, shape.dtype, counted=answers)
         if not outcome.finite:
             raise SystemExit(f"training diverged at step {step}")
         spent += time.perf_counter() - start
-        if step == 1:
-            warm = spent
+        trained += sum(batch.size - len(batch) for batch in batches)
     yield result() | final_accuracy(model, config, sequences)
+
+
+def stages(config: RunConfig) -> Iterator[BatchSampler]:
+    """Where the batch of each step comes from: the stages one after the other, then the configured task."""
+    shape, seed = config.train, config.run.seed
+    distance = config.data.min_distance or config.model.pattern.window
+    for steps, seq_len, needles, batch_size in STAGES:
+        if seq_len < shape.seq_len:
+            source = Needle(seed, distance, needles=min(needles, config.data.needles))
+            yield from itertools.repeat(BatchSampler(source, batch_size, seq_len), steps)
+    yield from itertools.repeat(BatchSampler(make_synthetic(config, held_out=False), shape.batch_size, shape.seq_len))
 
 
 def final_accuracy(model: torch.nn.Module, config: RunConfig, sequences: int) -> dict[str, Any]:

@@ -77,8 +77,9 @@ class DataSection(Section):
     ``min_distance`` is how many tokens of a synthetic task lie at least between a question and what it asks for;
     ``None`` takes the model's sliding window, so that the answer lies outside of it. ``needles`` is how many the task
     ``needle`` hides and asks for. ``text_field`` is the key or column with the text, for JSON lines and Parquet. Tokens
-    of files are kept below ``cache_dir``; ``None`` takes the platform's directory for caches. With ``stream``, JSON lines or Parquet too large for that are read and tokenized
-    while the model trains, as ``fineweb-edu`` always is. A document of a stream may take ``timeout_s`` seconds to come.
+    of files are kept below ``cache_dir``; ``None`` takes the platform's directory for caches. With ``stream``, JSON
+    lines or Parquet too large for that are read and tokenized while the model trains, as ``fineweb-edu`` always is. A
+    document of a stream may take ``timeout_s`` seconds to come.
     """
 
     name: str = "shakespeare"

@@ -42,7 +42,7 @@ from nsa_compile.train.plots import plot_losses
 from nsa_compile.train.records import EvalRow, StepRow, phase_columns, throughput
 from nsa_compile.train.resume import flatten
 from nsa_compile.train.signals import stop_on_signals
-from nsa_compile.train.state import restore_training, training_states
+from nsa_compile.train.state import TrainingState
 from nsa_compile.train.steps import StepResult, train_step
 from nsa_compile.train.world import World
 
@@ -123,6 +123,7 @@ class Trainer:
         self.counted = corpus.answers if shape.loss == "answers" else None
         self.validation = corpus.validation[:, local_rows(shape.batch_size, world.rank, world.size)]
         self.nonfinite = NonFinitePolicy(shape.on_nonfinite, shape.max_skipped, directory)
+        self.state = TrainingState(config, self.model, self.optimizer, self.sampler, self.nonfinite, world)
         matmul_dtype = torch.bfloat16 if shape.dtype == "bf16" else torch.float32
         # All processes measure at the same time: on one machine they share its cores.
         self.peak_flops = sum_of_all(measure_matmul_flops(self.device, matmul_dtype), self.device)
@@ -175,16 +176,7 @@ class Trainer:
         """Put a checkpoint back, and return the number of steps that its run was to have."""
         states = load_checkpoint(checkpoint.path)
         try:
-            restore_training(
-                states,
-                self.model,
-                self.optimizer,
-                self.sampler,
-                self.nonfinite,
-                checkpoint.step,
-                self.config,
-                self.world,
-            )
+            self.state.restore(states, checkpoint.step)
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint '{checkpoint.path}' cannot be used: {error}") from None
         return dict(flatten(states[STATE]["config"])).get("train.steps")
@@ -287,8 +279,7 @@ class Trainer:
 
     def _save(self, journal: Journal, step: int) -> None:
         self.heartbeat.phase("checkpoint")
-        states = training_states(self.model, self.optimizer, self.sampler, self.nonfinite, step, self.config)
-        journal.save(step, states)
+        journal.save(step, self.state.files(step))
 
     def _agree_to_stop(self, journal: Journal, signal_name: str | None) -> Stop:
         reason = Stop.NOT if signal_name is None else Stop[signal_name]

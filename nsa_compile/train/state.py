@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,94 +22,102 @@ from nsa_compile.train.world import World
 _SHARED = {"step": int, "model": dict, "optimizer": dict, "sampler_position": int, "nonfinite": dict, "config": dict}
 
 
-def training_states(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sampler: BatchSampler,
-    nonfinite: NonFinitePolicy,
-    step: int,
-    config: RunConfig,
-) -> dict[str, Any]:
-    """The files of a checkpoint, as tensors and plain values: what all ranks share, and what each has of its own.
+@dataclass(frozen=True)
+class TrainingState:
+    """The parts of a training that a checkpoint holds."""
 
-    Every process has to call this; only rank 0 gets the states of the others. A batch is a pure function of the seed
-    and of the sampler's position, or each rank keeps the place of its source.
-    """
-    shared = {
-        "step": step,
-        "model": whole_state(model.state_dict()),
-        # The groups follow from the configuration.
-        "optimizer": plain_state(whole_state(optimizer.state_dict()["state"])),
-        "sampler_position": sampler.position,
-        "nonfinite": nonfinite.state_dict(),
-        "config": config.model_dump(),
-    }
-    own: dict[str, Any] = {"rng": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        own["cuda_rng"] = torch.cuda.get_rng_state()
-    if isinstance(sampler.source, Resumable):
-        own["source"] = sampler.source.state()
-    everyones = gather_to_main(own) or []
-    return {STATE: shared, **{rank_file(rank): state for rank, state in enumerate(everyones)}}
+    config: RunConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    sampler: BatchSampler
+    nonfinite: NonFinitePolicy
+    world: World = World()  # noqa: RUF009  immutable
+
+    def files(self, step: int) -> dict[str, Any]:
+        """The files of the checkpoint of ``step``, plain values and tensors: what ranks share, and what each has.
+
+        Every process has to call this; only rank 0 gets the states of the others. A batch is a pure function of the
+        seed and of the sampler's position, or each rank keeps the place of its source.
+        """
+        shared = {
+            "step": step,
+            "model": whole_state(self.model.state_dict()),
+            # The groups follow from the configuration.
+            "optimizer": plain_state(whole_state(self.optimizer.state_dict()["state"])),
+            "sampler_position": self.sampler.position,
+            "nonfinite": self.nonfinite.state_dict(),
+            "config": self.config.model_dump(),
+        }
+        own: dict[str, Any] = {"rng": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            own["cuda_rng"] = torch.cuda.get_rng_state()
+        if isinstance(self.sampler.source, Resumable):
+            own["source"] = self.sampler.source.state()
+        everyones = gather_to_main(own) or []
+        return {STATE: shared, **{rank_file(rank): state for rank, state in enumerate(everyones)}}
+
+    def restore(self, files: Mapping[str, Any], step: int) -> None:
+        """Put the files of the checkpoint of ``step`` back.
+
+        On another number of processes than they were written by, only the state of the random generators is not
+        restored, which nothing in a training step draws from.
+
+        Raises:
+            CheckpointError: they are not those of such a run; names what differs.
+        """
+        shared = files[STATE]
+        everyones = [files[rank_file(rank)] for rank in range(len(files) - 1)]
+        own = everyones[self.world.rank] if len(everyones) == self.world.size else None
+        _require(all(isinstance(state, dict) for state in (shared, *everyones)), "its files must hold dicts")
+        self._check_shared(shared, step)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self._check_optimizer(shared["optimizer"], parameters)
+        if own is not None:
+            _check_generators(own)
+        source, position = self.sampler.source, shared["sampler_position"]
+        if isinstance(source, Resumable):
+            source.restore([state.get("source") for state in everyones], position)
+
+        present = self.model.state_dict()
+        self.model.load_state_dict({name: shard_like(saved, present[name]) for name, saved in shared["model"].items()})
+        moments = {
+            index: _as_kept(entry, empty_state(self.optimizer, parameters[index]))
+            for index, entry in shared["optimizer"].items()
+        }
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self.sampler.position = position
+        self.nonfinite.load_state_dict(shared["nonfinite"])
+        if own is not None:
+            _set_generators(own)
+
+    def _check_shared(self, shared: Mapping[str, Any], step: int) -> None:
+        for name, kind in _SHARED.items():
+            _require(isinstance(shared.get(name), kind), f"{name} in {STATE} must be of type {kind.__name__}")
+        position = shared["sampler_position"]
+        _require(shared["step"] == step, f"step = {shared['step']} in {STATE} must be {step}")
+        _require(position >= 0, f"sampler_position = {position} must not be negative")
+        difference = first_difference(self.config, shared["config"])
+        _require(difference is None, f"it is of another configuration: {difference}")
+        _check_tensors("model", shared["model"], self.model.state_dict())
+
+    def _check_optimizer(self, moments: Mapping[Any, Any], parameters: Sequence[torch.Tensor]) -> None:
+        # Before the first step there are none.
+        _require(not moments or set(moments) == set(range(len(parameters))), "the optimizer has other parameters")
+        for index, entry in moments.items():
+            _require(isinstance(entry, dict), f"optimizer.{index} must hold AdamW's moments")
+            kept = empty_state(self.optimizer, parameters[index])
+            like = {name: plain_tensors(tensor) for name, tensor in kept.items()}
+            _check_tensors(f"optimizer.{index}", dict(flatten(entry)), dict(flatten(like)))
 
 
-def restore_training(
-    states: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sampler: BatchSampler,
-    nonfinite: NonFinitePolicy,
-    step: int,
-    config: RunConfig,
-    world: World = World(),  # noqa: B008  immutable
-) -> None:
-    """Put the states of the checkpoint of ``step`` back.
-
-    On another number of processes than it was written by, only the state of the random generators is not restored,
-    which nothing in a training step draws from.
-
-    Raises:
-        CheckpointError: they are not those of such a run; names what differs.
-    """
-    shared = states[STATE]
-    everyones = [states[rank_file(rank)] for rank in range(len(states) - 1)]
-    own = everyones[world.rank] if len(everyones) == world.size else None
-    _require(all(isinstance(state, dict) for state in (shared, *everyones)), "its files must hold dicts")
-    for name, kind in _SHARED.items():
-        _require(isinstance(shared.get(name), kind), f"{name} in {STATE} must be of type {kind.__name__}")
-    _require(shared["step"] == step, f"step = {shared['step']} in {STATE} must be {step}")
-    _require(shared["sampler_position"] >= 0, f"sampler_position = {shared['sampler_position']} must not be negative")
-    difference = first_difference(config, shared["config"])
-    _require(difference is None, f"it is of another configuration: {difference}")
-    _check_tensors("model", shared["model"], model.state_dict())
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    moments = shared["optimizer"]
-    # Before the first step there are none.
-    _require(not moments or set(moments) == set(range(len(parameters))), "the optimizer has other parameters")
-    for index, entry in moments.items():
-        _require(isinstance(entry, dict), f"optimizer.{index} must hold AdamW's moments")
-        like = {name: plain_tensors(tensor) for name, tensor in empty_state(optimizer, parameters[index]).items()}
-        _check_tensors(f"optimizer.{index}", dict(flatten(entry)), dict(flatten(like)))
-    source = sampler.source
+def _check_generators(own: Mapping[str, Any]) -> None:
     names = {"rng", "cuda_rng"} if torch.cuda.is_available() else {"rng"}
-    if own is not None:
-        generators = own.keys() - {"source"}
-        _require(
-            generators == names,
-            f"it has the generators {sorted(map(str, generators))}, and this machine {sorted(names)}",
-        )
-    if isinstance(source, Resumable):
-        source.restore([state.get("source") for state in everyones], shared["sampler_position"])
+    found = own.keys() - {"source"}
+    _require(found == names, f"it has the generators {sorted(map(str, found))}, and this machine {sorted(names)}")
 
-    present = model.state_dict()
-    model.load_state_dict({name: shard_like(tensor, present[name]) for name, tensor in shared["model"].items()})
-    for index, entry in moments.items():
-        moments[index] = _as_kept(entry, empty_state(optimizer, parameters[index]))
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-    sampler.position = shared["sampler_position"]
-    nonfinite.load_state_dict(shared["nonfinite"])
-    if own is None:
-        return
+
+def _set_generators(own: Mapping[str, Any]) -> None:
     try:
         torch.set_rng_state(own["rng"])
         if "cuda_rng" in own:

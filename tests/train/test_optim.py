@@ -27,7 +27,7 @@ from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer, plain_tensors
 from nsa_compile.train.preflight import check_run
 from nsa_compile.train.resume import flatten
-from nsa_compile.train.state import restore_training, training_states
+from nsa_compile.train.state import TrainingState
 from nsa_compile.train.steps import train_step
 from tests.train.test_resume import assert_equal_runs, train, train_until
 
@@ -154,7 +154,7 @@ def test_the_state_takes_as_many_bytes_as_promised(tiny_overrides, name, expecte
 
 
 def training(overrides, seed):
-    """What `training_states` takes, after two steps."""
+    """A training after two steps."""
     config = load_config(overrides=overrides)
     torch.manual_seed(seed)
     model = NSATransformer(config.model)
@@ -162,7 +162,7 @@ def training(overrides, seed):
     sampler, policy = BatchSampler(UniformBytes(1), 2, 32), NonFinitePolicy("skip", 3, Path(config.run.dir))
     for _ in range(2):
         step(model, optimizer, sampler)
-    return model, optimizer, sampler, policy, 5, config
+    return TrainingState(config, model, optimizer, sampler, policy)
 
 
 def step(model, optimizer, sampler):
@@ -174,18 +174,18 @@ def step(model, optimizer, sampler):
 def test_what_is_saved_goes_on_bit_for_bit_and_needs_no_torchao(tiny_overrides, tmp_path, name):
     overrides = tiny_overrides(**{"optim.name": name, "model.attention": "dense"})
     one, other = training(overrides, 0), training(overrides, 1)
-    path = save_checkpoint(tmp_path, 5, training_states(*one)).path
+    path = save_checkpoint(tmp_path, 5, one.files(5)).path
     states = load_checkpoint(path)
     saved = dict(flatten(states["state.pt"]["optimizer"]))
     assert {type(tensor) for tensor in saved.values()} == {torch.Tensor}
     assert any(key.endswith("exp_avg.codes") for key in saved) == (name != "adamw")
-    restore_training(states, *other)
+    other.restore(states, 5)
     for each in (one, other):
-        step(*each[:3])
-    for expected, found in zip(one[0].parameters(), other[0].parameters(), strict=True):
+        step(each.model, each.optimizer, each.sampler)
+    for expected, found in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(expected, found)
     # The next checkpoint is the same, too.
-    expected, found = (training_states(*each)["state.pt"]["optimizer"] for each in (one, other))
+    expected, found = (each.files(5)["state.pt"]["optimizer"] for each in (one, other))
     found = dict(flatten(found))
     assert all(torch.equal(tensor, found[name]) for name, tensor in flatten(expected))
 
@@ -207,13 +207,13 @@ def replaced(entry, **parts):
 )
 def test_a_quantized_state_of_something_else_is_refused(tiny_overrides, damage, expected):
     refused = training(tiny_overrides(**{"optim.name": "adamw8bit", "model.attention": "dense"}), 0)
-    states = copy.deepcopy(training_states(*refused))
+    states = copy.deepcopy(refused.files(5))
     index = next(i for i, entry in states["state.pt"]["optimizer"].items() if isinstance(entry["exp_avg"], dict))
     damage(states["state.pt"]["optimizer"][index])
-    before = [p.detach().clone() for p in refused[0].parameters()]
+    before = [p.detach().clone() for p in refused.model.parameters()]
     with pytest.raises(CheckpointError, match=expected):
-        restore_training(states, *refused)
-    assert all(map(torch.equal, before, refused[0].parameters()))
+        refused.restore(states, 5)
+    assert all(map(torch.equal, before, refused.model.parameters()))
 
 
 @pytest.mark.usefixtures("eager")

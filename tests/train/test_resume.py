@@ -26,7 +26,7 @@ from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import make_optimizer
 from nsa_compile.train.preflight import lock_run_directory
 from nsa_compile.train.resume import find_run, first_difference, flatten, newest_good_checkpoint
-from nsa_compile.train.state import restore_training, training_states
+from nsa_compile.train.state import TrainingState
 
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
 LONG = {"train.steps": 14, "train.save_every": 3, "train.eval_every": 4, "train.log_every": 99, "train.keep_last": 9}
@@ -231,15 +231,15 @@ def _training(overrides):
     torch.manual_seed(0)
     model = NSATransformer(config.model)
     sampler, policy = BatchSampler(UniformBytes(1), 2, 32), NonFinitePolicy("skip", 3, Path(config.run.dir))
-    return model, make_optimizer(model, config.optim), sampler, policy, 5, config
+    return TrainingState(config, model, make_optimizer(model, config.optim), sampler, policy)
 
 
 def test_random_generators_go_on_where_they_were(tiny_overrides):
     training = _training(tiny_overrides())
-    states = training_states(*training)
+    states = training.files(5)
     expected = torch.rand(4)
     torch.manual_seed(99)
-    restore_training(states, *training)
+    training.restore(states, 5)
     assert torch.equal(torch.rand(4), expected)
 
 
@@ -257,22 +257,22 @@ def test_random_generators_go_on_where_they_were(tiny_overrides):
 )
 def test_states_of_something_else_are_refused(tiny_overrides, key, value, expected):
     training = _training(tiny_overrides())
-    states = training_states(*training)
+    states = training.files(5)
     states["state.pt"][key] = value
     with pytest.raises(CheckpointError, match=expected):
-        restore_training(states, *training)
+        training.restore(states, 5)
 
 
 def test_states_of_several_processes_are_for_any_number(tiny_overrides):
     training = _training(tiny_overrides())
-    states = training_states(*training)
+    states = training.files(5)
     torch.manual_seed(99)
     expected = torch.get_rng_state()
     states = copy.deepcopy(states)
     with torch.no_grad():
-        training[0].head.weight.zero_()
-    restore_training({**states, "rank-00001.pt": states["rank-00000.pt"]}, *training)
-    assert torch.equal(training[0].head.weight, states["state.pt"]["model"]["head.weight"])
+        training.model.head.weight.zero_()
+    training.restore({**states, "rank-00001.pt": states["rank-00000.pt"]}, 5)
+    assert torch.equal(training.model.head.weight, states["state.pt"]["model"]["head.weight"])
     assert torch.equal(torch.get_rng_state(), expected)  # whose state it should be, nobody can say
 
 
