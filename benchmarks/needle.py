@@ -6,14 +6,13 @@
 Two models are trained one after the other as `configs/needle_cpu.yaml` says, from the same seed and on the same data,
 one with all branches and one without the selected branch. Each has `--seconds`, compiling included, or the steps of
 the configuration if those take less; the time of the evaluations does not count. The first steps are on shorter
-sequences with fewer needles (`STAGES`), the evaluations always on what the configuration says. The record holds every
+sequences (`STAGES`), the evaluations always on what the configuration says. The record holds every
 evaluation and, on sequences that neither training nor those evaluations saw, how many of the answers were right at the
 end.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -38,8 +37,10 @@ from nsa_compile.train.steps import train_step
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "needle.json"
 VARIANTS = {"all branches": "[compressed, selected, window]", "without selected": "[compressed, window]"}
-# Steps on shorter sequences at the start: their length, needles in them, sequences in a batch.
-STAGES = ((3000, 128, 5, 8), (2000, 256, 10, 4), (2000, 512, 16, 2))
+# Training begins on shorter sequences: their length, sequences in a batch, and steps at the most. A stage is over as
+# soon as the loss on the answers, averaged over about fifty steps, is below one nat.
+STAGES = ((128, 8, 4000), (256, 4, 1500), (512, 2, 1500))
+LEARNED, SMOOTHING = 1.0, 0.98
 # The first of the held-out sequences are those of the evaluations on the way.
 FINAL_POSITION = 1_000_000
 
@@ -66,7 +67,8 @@ def main(config_path, overrides, seconds, eval_seconds, sequences, threads, out)
             write_record(path, make_record("needle", settings, rows, config=configs["all branches"].model_dump()))
             last = row["curve"][-1]
             print(
-                f"{name}: {last['seconds']:.0f} s, step {last['step']}, held-out loss {last['val_loss']:.3f}, "
+                f"{name}: {last['seconds']:.0f} s, step {last['step']} of S = {last['seq_len']}, "
+                f"held-out loss {last['val_loss']:.3f}, "
                 f"{last['accuracy']:.1%} of the answers right, {row['tokens_per_s'] or 0:,.0f} tokens/s",
                 flush=True,
             )
@@ -98,7 +100,7 @@ def train(config: RunConfig, seconds: float, eval_seconds: float, sequences: int
     optimizer = make_optimizer(model, config.optim)
     if config.compile.enabled:
         nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable)
-    samplers = stages(config)
+    stages = Stages(config)
     curve: list[dict[str, Any]] = []
     spent, step, trained = 0.0, 0, 0
 
@@ -113,33 +115,53 @@ def train(config: RunConfig, seconds: float, eval_seconds: float, sequences: int
             loss, accuracy = evaluate_answers(
                 model, corpus.validation, corpus.answers, CPU, shape.dtype, corpus.answers
             )
-            curve.append({"seconds": spent, "step": step, "val_loss": loss, "accuracy": accuracy})
+            stage = stages.sampler.seq_len
+            curve.append({"seconds": spent, "step": step, "seq_len": stage, "val_loss": loss, "accuracy": accuracy})
             if done:
                 break
             yield result()
         start = time.perf_counter()
         step += 1
-        sampler = next(samplers)
+        sampler = stages.sampler
         batches = [sampler.next_batch() for _ in range(shape.accumulate)]
         answers = sampler.source.answers(sampler.seq_len + 1)
         lr = learning_rate(config.optim, step, shape.steps)
         outcome = train_step(model, optimizer, batches, lr, config.optim.clip, CPU, shape.dtype, counted=answers)
         if not outcome.finite:
             raise SystemExit(f"training diverged at step {step}")
+        stages.done(outcome.loss)
         spent += time.perf_counter() - start
         trained += sum(batch.size - len(batch) for batch in batches)
     yield result() | final_accuracy(model, config, sequences)
 
 
-def stages(config: RunConfig) -> Iterator[BatchSampler]:
+class Stages:
     """Where the batch of each step comes from: the stages one after the other, then the configured task."""
-    shape, seed = config.train, config.run.seed
-    distance = config.data.min_distance or config.model.pattern.window
-    for steps, seq_len, needles, batch_size in STAGES:
-        if seq_len < shape.seq_len:
-            source = Needle(seed, distance, needles=min(needles, config.data.needles))
-            yield from itertools.repeat(BatchSampler(source, batch_size, seq_len), steps)
-    yield from itertools.repeat(BatchSampler(make_synthetic(config, held_out=False), shape.batch_size, shape.seq_len))
+
+    def __init__(self, config: RunConfig) -> None:
+        shape, data = config.train, config.data
+        distance = data.min_distance or config.model.pattern.window
+        source = Needle(config.run.seed, distance, needles=data.needles)
+        self.left = [
+            (BatchSampler(source, batch_size, seq_len), steps)
+            for seq_len, batch_size, steps in STAGES
+            if source.shortest <= seq_len < shape.seq_len
+        ]
+        self.task = BatchSampler(make_synthetic(config, held_out=False), shape.batch_size, shape.seq_len)
+        self.steps, self.loss = 0, math.inf
+
+    @property
+    def sampler(self) -> BatchSampler:
+        """Of the present stage."""
+        return self.left[0][0] if self.left else self.task
+
+    def done(self, loss: float) -> None:
+        """A step came to this loss."""
+        self.steps += 1
+        self.loss = loss if math.isinf(self.loss) else SMOOTHING * self.loss + (1 - SMOOTHING) * loss
+        if self.left and (self.loss < LEARNED or self.steps == self.left[0][1]):
+            self.left.pop(0)
+            self.steps, self.loss = 0, math.inf
 
 
 def final_accuracy(model: torch.nn.Module, config: RunConfig, sequences: int) -> dict[str, Any]:
