@@ -64,7 +64,7 @@ def main(config_path, overrides, seconds, eval_seconds, sequences, threads, out)
         rows.append({"variant": name, "branches": list(config.model.branches)})
         for row in train(config, seconds, eval_seconds, sequences):
             rows[-1] |= row
-            write_record(path, make_record("needle", settings, rows, config=configs["all branches"].model_dump()))
+            write_record(path, make_record("needle", settings, rows, config=configs["all branches"].plain()))
             last = row["curve"][-1]
             print(
                 f"{name}: {last['seconds']:.0f} s, step {last['step']} of S = {last['seq_len']}, "

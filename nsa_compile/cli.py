@@ -161,7 +161,7 @@ def train(
             click.echo(note, err=True)
         if dry_run:
             check_output(config.run.dir)
-            click.echo(json.dumps(config.model_dump(), indent=2) if as_json else config.to_yaml(), nl=as_json)
+            click.echo(json.dumps(config.plain(), indent=2) if as_json else config.to_yaml(), nl=as_json)
             return
         with open_run(config, found) as start:
             wait_passively()

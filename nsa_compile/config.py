@@ -335,7 +335,11 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The configuration with every default filled in, as YAML that loads to an equal configuration."""
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+        return yaml.safe_dump(self.plain(), sort_keys=False)
+
+    def plain(self) -> dict[str, Any]:
+        """The configuration as it is read from a file: nested dicts of numbers, texts and lists."""
+        return self.model_dump(mode="json")
 
 
 def _build_dataclass(schema: Any, values: dict[str, Any]) -> Any:

@@ -37,7 +37,7 @@ def show(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> 
     from nsa_compile.config import load_config
 
     resolved = load_config(config_path, overrides)
-    click.echo(json.dumps(resolved.model_dump(), indent=2) if as_json else resolved.to_yaml(), nl=as_json)
+    click.echo(json.dumps(resolved.plain(), indent=2) if as_json else resolved.to_yaml(), nl=as_json)
 
 
 @config.command(short_help="Check configuration files.")
@@ -87,7 +87,7 @@ def diff(ctx: click.Context, one: str, other: str, as_json: bool) -> None:
     from nsa_compile.config import load_config
     from nsa_compile.train.resume import flatten
 
-    left, right = (dict(flatten(load_config(_file_of(path)).model_dump())) for path in (one, other))
+    left, right = (dict(flatten(load_config(_file_of(path)).plain())) for path in (one, other))
     differences = {key: [left[key], right[key]] for key in left if left[key] != right[key]}
     if as_json:
         click.echo(json.dumps({"differences": differences}, indent=2))

@@ -26,7 +26,7 @@ def test_show_prints_what_load_config_takes_back(capsys, tmp_path):
     (tmp_path / "run.yaml").write_text(out, encoding="utf-8")
     assert load_config(str(tmp_path / "run.yaml")) == load_config(None, ["train.steps=50"])
     code, out, _ = config(capsys, "show", "--set", "train.steps=50", "--json")
-    assert json.loads(out) == load_config(None, ["train.steps=50"]).model_dump()
+    assert json.loads(out) == load_config(None, ["train.steps=50"]).plain()
 
 
 def test_validate_has_a_line_for_each_file(capsys, tmp_path):
@@ -67,7 +67,7 @@ def test_keys_lists_every_key_with_what_the_schema_says(capsys):
     code, out, _ = config(capsys, "keys", "--json")
     rows = {row["key"]: row for row in json.loads(out)["keys"]}
     assert code == 0
-    assert set(rows) == set(dict(flatten(load_config().model_dump())))
+    assert set(rows) == set(dict(flatten(load_config().plain())))
     assert rows["train.steps"]["type"] == "integer ≥ 1"
     assert rows["train.steps"]["default"] == 300
     assert rows["model.dim"] | {"required": True} == rows["model.dim"]

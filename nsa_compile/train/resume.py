@@ -88,7 +88,7 @@ def newest_good_checkpoint(found: FoundRun) -> tuple[Checkpoint, list[str]]:
 
 def first_difference(config: RunConfig, saved: Any) -> str | None:
     """The first key whose value differs between a configuration and a saved one, said in words; free keys aside."""
-    ours, theirs = dict(flatten(config.model_dump())), dict(flatten(saved))
+    ours, theirs = dict(flatten(config.plain())), dict(flatten(saved))
     for key in [*ours, *theirs]:
         if key not in FREE_KEYS and (key not in ours or key not in theirs or ours[key] != theirs[key]):
             here, there = (ascii(values[key])[:80] if key in values else "absent" for values in (ours, theirs))
@@ -133,4 +133,4 @@ def _difference_of_run(config: RunConfig, directory: Path) -> str | None:
         saved = load_config(str(directory / "config.resolved.yaml"))
     except UserError as error:
         raise CheckpointError(f"run '{directory}' cannot be used: {error}") from None
-    return first_difference(config, saved.model_dump())
+    return first_difference(config, saved.plain())

@@ -46,7 +46,7 @@ class TrainingState:
             "optimizer": plain_state(whole_state(self.optimizer.state_dict()["state"])),
             "sampler_position": self.sampler.position,
             "nonfinite": self.nonfinite.state_dict(),
-            "config": self.config.model_dump(),
+            "config": self.config.plain(),
         }
         own: dict[str, Any] = {"rng": torch.get_rng_state()}
         if torch.cuda.is_available():

@@ -157,8 +157,9 @@ def test_on_the_gpu_a_step_is_read_only_once_it_is_done(clock, monkeypatch):
             clock.sleep(1)
         clock.sleep(2)
         with timer.phase("backward"):
-            clock.sleep(4)
-            timer.add("communication", 1)
+            clock.sleep(3)
+            timer.rest_is("communication")
+            clock.sleep(1)
         if waits:
             device_clock.waited_for = clock.now()
         phases = timer.step_done()

@@ -278,11 +278,11 @@ def test_states_of_several_processes_are_for_any_number(tiny_overrides):
 
 def test_every_key_but_the_free_ones_counts(tiny_overrides):
     config = load_config(overrides=tiny_overrides())
-    saved = config.model_dump()
+    saved = config.plain()
     assert first_difference(config, saved) is None
     del saved["model"]["pattern"]["window"]
     assert first_difference(config, saved) == "model.pattern.window = 8 here and absent there"
-    assert first_difference(config, {**saved, "model": config.model_dump()["model"], "zzz": {"x": 1}}) == (
+    assert first_difference(config, {**saved, "model": config.plain()["model"], "zzz": {"x": 1}}) == (
         "zzz.x = absent here and 1 there"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pty
@@ -165,7 +166,9 @@ def test_a_table_has_a_line_for_each_rank(directory, start):
 def test_in_a_terminal_a_table_is_drawn_over_the_one_before(directory, start):
     start("never")
     screen, terminal = pty.openpty()
-    with subprocess.Popen([*COMMAND, str(directory)], stdout=terminal) as process:
+    # A shell starts its background jobs deaf to Ctrl-C, and the tests may be one.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen([*COMMAND, str(directory)], stdout=terminal, preexec_fn=listen) as process:
         os.close(terminal)
         text = b""
         while text.count(b"\x1b[3A\x1b[J") < 2:
