@@ -124,9 +124,7 @@ class Trainer:
         self.validation = corpus.validation[:, local_rows(shape.batch_size, world.rank, world.size)]
         self.nonfinite = NonFinitePolicy(shape.on_nonfinite, shape.max_skipped, directory)
         self.state = TrainingState(config, self.model, self.optimizer, self.sampler, self.nonfinite, world)
-        matmul_dtype = torch.bfloat16 if shape.dtype == "bf16" else torch.float32
-        # All processes measure at the same time: on one machine they share its cores.
-        self.peak_flops = sum_of_all(measure_matmul_flops(self.device, matmul_dtype), self.device)
+        self.peak_flops = self._measure_peak()
         self.tokens_per_step = shape.seq_len * shape.batch_size * shape.accumulate
         self.flops_per_token = training_flops_per_token(config.model, shape.seq_len)
 
@@ -171,6 +169,19 @@ class Trainer:
         if self.world.main:
             raise error
         raise SystemExit(error.exit_code)
+
+    def _measure_peak(self) -> float:
+        """Matrix-product rate of all devices together, in FLOP/s; processes of one machine share its cores."""
+        dtype = torch.bfloat16 if self.config.train.dtype == "bf16" else torch.float32
+        own = 0.0
+        if self.device.type == "cuda":
+            own = measure_matmul_flops(self.device, dtype)
+        elif self.world.local_rank == 0:  # for the others, which wait
+            threads = torch.get_num_threads()
+            torch.set_num_threads(threads * self.world.local_size)
+            own = measure_matmul_flops(self.device, dtype)
+            torch.set_num_threads(threads)
+        return sum_of_all(own, self.device)
 
     def _restore(self, checkpoint: Checkpoint) -> Any:
         """Put a checkpoint back, and return the number of steps that its run was to have."""
