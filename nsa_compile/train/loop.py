@@ -277,7 +277,8 @@ class Trainer:
     def _attention_statistics(self, batch: Any) -> list[LayerStatistics]:
         if self.config.model.attention != "nsa" or self.config.ddp.strategy == "fsdp" or not self.world.main:
             return []
-        return attention_statistics(self.model, torch.from_numpy(batch[:1, :-1]).to(self.device))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.dtype == "bf16"):
+            return attention_statistics(self.model, torch.from_numpy(batch[:1, :-1]).to(self.device))
 
     def _evaluate(self, journal: Journal, step: int) -> None:
         self.heartbeat.phase("evaluate")
