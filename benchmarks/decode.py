@@ -4,8 +4,7 @@
     python benchmarks/decode.py --cache-lens 4096 --tokens 50
 
 One token goes through one layer. With the pass it reads the rows of its n selected blocks and of its window; without,
-the selected branch scores the whole cache. The caches are full of random rows, and the token stands at their end. The
-uncompiled step, which writes whole caches anew, is timed beside both.
+the selected branch scores the whole cache. The caches are full of random rows, and the token stands at their end.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def main(cache_lens, tokens, out) -> None:
         steps = {
             "on": nsa_compile.compile_decode_step(model),
             "off": nsa_compile.compile_decode_step(model, disable=(PASS,)),
-            "uncompiled": model.decode_step,
         }
 
         def decode(step: Any, state: Any = state, token: torch.Tensor = token, length: int = length) -> None:
@@ -69,8 +67,8 @@ def main(cache_lens, tokens, out) -> None:
         rows.append({"cache_len": length, **timings, "ratio": ratio(timings["off"], timings["on"])})
         settings = {"tokens": tokens, "disabled": PASS, "layers": 1, "dim": config.dim, "heads": config.n_heads}
         write_record(path, make_record("decode", settings, rows))
-    table = [(r["cache_len"], *(show(r[n]) for n in ("on", "off", "uncompiled")), f"{r['ratio']:.1f}") for r in rows]
-    headers = ("cache", "on, ms (range)", "off, ms (range)", "uncompiled, ms (range)", "off / on")
+    table = [(r["cache_len"], *(show(r[n]) for n in ("on", "off")), f"{r['ratio']:.1f}") for r in rows]
+    headers = ("cache", "on, ms (range)", "off, ms (range)", "off / on")
     print(tabulate(table, headers=headers))
     print(path)
 

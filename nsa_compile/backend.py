@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from nsa_compile import cache
 from nsa_compile.passes.pipeline import Options, Uncacheable, run_pipeline
@@ -56,9 +55,8 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
 
     def step(state: Any, tokens: Tensor) -> Tensor:
         after, logits = step_of(state, tokens)
-        for old, new in zip(tree_leaves(state), tree_leaves(after), strict=True):
-            if old is not None:
-                old.copy_(new)
+        for old, new in zip(_tensors(state), _tensors(after), strict=True):
+            old.copy_(new)
         return logits
 
     compiled = compile(step, **options)
@@ -68,6 +66,13 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
             return state, compiled(state, tokens)
 
     return decode_step
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Tensors of nested tuples and lists; torch's pytree would tie a compiled step to the state of its registry."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [] if value is None else [tensor for part in value for tensor in _tensors(part)]
 
 
 def parse_options(options: dict[str, Any]) -> Options:
