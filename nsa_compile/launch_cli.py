@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -29,14 +30,29 @@ def launch() -> None:
 
 
 def _job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that every kind of job has; `command` is called with the job that they describe."""
+
+    @functools.wraps(command)
+    def with_job(
+        config_path: str | None,
+        overrides: tuple[str, ...],
+        nodes: int,
+        nproc: int,
+        name: str | None,
+        cpu: bool,
+        **others: str | None,
+    ) -> None:
+        command(_job(config_path, overrides, nodes, nproc, name, cpu), **others)
+
+    wrapped: Callable[..., None] = with_job
     for option in (
         click.option("--cpu", is_flag=True, help="Train on processors: ask for no GPUs."),
         click.option("--name", metavar="NAME", help="Name of the job; without it, run.name."),
         click.option("--nproc", required=True, type=click.IntRange(min=1), help="Processes a node, one for each GPU."),
         click.option("--nodes", required=True, type=click.IntRange(min=1), help="Machines."),
     ):
-        command = option(command)
-    return config_options(command)
+        wrapped = option(wrapped)
+    return config_options(wrapped)
 
 
 @launch.command(short_help="A script for sbatch.")
@@ -44,17 +60,7 @@ def _job_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--time", metavar="LIMIT", help="Time limit, as in 12:00:00 or 2-00:00:00.")
 @click.option("--partition", metavar="NAME", help="Partition to run in.")
 @click.option("--account", metavar="NAME", help="Account to charge.")
-def slurm(
-    config_path: str | None,
-    overrides: tuple[str, ...],
-    nodes: int,
-    nproc: int,
-    name: str | None,
-    cpu: bool,
-    time: str | None,
-    partition: str | None,
-    account: str | None,
-) -> None:
+def slurm(job: Job, time: str | None, partition: str | None, account: str | None) -> None:
     """Print a script for sbatch. Two minutes before its time is over, or when it is pre-empted, the run saves a
     checkpoint and the job queues again.
 
@@ -69,22 +75,13 @@ def slurm(
         _require_match(option, value, NAME, "a name of letters, digits, '.', '_' and '-'")
     days_and_clock = r"(\d+-)?\d{1,3}(:\d{2}){0,2}"
     _require_match("--time", time, days_and_clock, "minutes, H:MM:SS or D-HH:MM:SS")
-    job = _job(config_path, overrides, nodes, nproc, name, cpu)
     click.echo(render(job, time=time, partition=partition, account=account), nl=False)
 
 
 @launch.command(short_help="A component file for torchx.")
 @_job_options
 @click.option("--image", required=True, metavar="IMAGE", help="Container image with nsa-compile in it.")
-def torchx(
-    config_path: str | None,
-    overrides: tuple[str, ...],
-    nodes: int,
-    nproc: int,
-    name: str | None,
-    cpu: bool,
-    image: str,
-) -> None:
+def torchx(job: Job, image: str) -> None:
     """Print a component file for torchx. The file given to --config must be in the image, at the same path.
 
     \b
@@ -94,23 +91,14 @@ def torchx(
     from nsa_compile.launch import torchx as render
 
     _require_image(image)
-    click.echo(render(_job(config_path, overrides, nodes, nproc, name, cpu), image=image), nl=False)
+    click.echo(render(job, image=image), nl=False)
 
 
 @launch.command(short_help="Manifests for Kubernetes.")
 @_job_options
 @click.option("--image", required=True, metavar="IMAGE", help="Container image with nsa-compile in it.")
 @click.option("--claim", required=True, metavar="NAME", help="PersistentVolumeClaim that every pod can write to.")
-def k8s(
-    config_path: str | None,
-    overrides: tuple[str, ...],
-    nodes: int,
-    nproc: int,
-    name: str | None,
-    cpu: bool,
-    image: str,
-    claim: str,
-) -> None:
+def k8s(job: Job, image: str, claim: str) -> None:
     """Print manifests for Kubernetes: a ConfigMap with the resolved configuration, a headless Service, an Indexed Job.
 
     The claim is the working directory of every pod: relative paths, run.dir among them, lie on it.
@@ -122,7 +110,7 @@ def k8s(
 
     _require_image(image)
     _require_match("--claim", claim, r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "lower-case letters, digits, '-' and '.'")
-    click.echo(render(_job(config_path, overrides, nodes, nproc, name, cpu), image=image, claim=claim), nl=False)
+    click.echo(render(job, image=image, claim=claim), nl=False)
 
 
 def _job(

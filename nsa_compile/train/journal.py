@@ -6,6 +6,7 @@ import contextlib
 import json
 import statistics
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,7 @@ class Journal:
     def __init__(self, config: RunConfig, directory: Path, world: World, resumed_at: int | None) -> None:
         self.config, self.directory, self.main = config, directory, world.main
         self.resumed_at = resumed_at
-        self._overlaps: list[Overlap] = []
+        self._overlaps: deque[Overlap] = deque(maxlen=THROUGHPUT_STEPS)
         self._save_error: CheckpointError | None = None
         self._tensorboard: TensorBoard | None = None
         self._open = contextlib.ExitStack()
@@ -160,13 +161,12 @@ class Journal:
 
     def communication(self) -> dict[str, Any]:
         """How gradients were sent in the last steps, for the summary; empty where DDP sent none."""
-        last = self._overlaps[-THROUGHPUT_STEPS:]
-        if not last:
+        if not self._overlaps:
             return {}
         return {
             "compress": self.config.ddp.compress,
-            "gradient_bytes": last[-1].sent_bytes,
-            "first_all_reduce": statistics.median(overlap.first for overlap in last),
+            "gradient_bytes": self._overlaps[-1].sent_bytes,
+            "first_all_reduce": statistics.median(overlap.first for overlap in self._overlaps),
         }
 
 
