@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
+from nsa_compile.train import environment
 from nsa_compile.train.environment import describe_environment, synchronize
 
 __all__ = [
@@ -159,16 +160,11 @@ def peak_memory(work: Callable[[], Any], device: torch.device = CPU) -> int | No
         ctypes.CDLL(None).malloc_trim(0)
         # Sets the peak back to what is resident now.
         Path("/proc/self/clear_refs").write_text("5")
-        before = _resident_peak()
+        before = environment.peak_memory(device)
         work()
-        return _resident_peak() - before
+        return environment.peak_memory(device) - before
     except (OSError, AttributeError):
         return None
-
-
-def _resident_peak() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def make_record(

@@ -61,20 +61,19 @@ def _check(config: RunConfig, nproc: int) -> None:
 
 def _estimate(config: RunConfig, processes: int, measure: bool) -> dict[str, Any]:
     import dataclasses
-    import resource
 
     import torch
 
     from nsa_compile.models.flops import training_flops_per_token
     from nsa_compile.train import estimate as estimates
-    from nsa_compile.train.environment import measure_matmul_flops
+    from nsa_compile.train.environment import measure_matmul_flops, peak_memory
 
     train = config.train
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parameters = estimates.count_parameters(config.model)
     memory = estimates.estimate_memory(config, device, processes)
     # Torch and the compiler are loaded by now, and nothing else is.
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident = peak_memory(torch.device("cpu"))
 
     dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
     rate = measure_matmul_flops(device, dtype)
