@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import os
 import time
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from nsa_compile.errors import UserError
+from nsa_compile.page import embed, png, render, replace
 from nsa_compile.train.checkpoint_files import best_checkpoint
 from nsa_compile.train.plots import run_figures
 from nsa_compile.train.report import RunRecord, environment_rows, latest_layers
@@ -36,10 +31,10 @@ def write_report(record: RunRecord, path: Path) -> list[Path]:
     files = []
     try:
         folder.mkdir(exist_ok=True)
-        for name, _, png in pictures:
+        for name, _, content in pictures:
             files.append(folder / f"{name}.png")
-            _replace(files[-1], png)
-        _replace(path, render_page(record, pictures).encode("utf-8", errors="replace"))
+            replace(files[-1], content)
+        replace(path, render_page(record, pictures).encode("utf-8", errors="replace"))
     except OSError as error:
         raise UserError(
             f"the report cannot be written to '{path}': {error.strerror or error}; choose another place with --out FILE"
@@ -49,17 +44,16 @@ def write_report(record: RunRecord, path: Path) -> list[Path]:
 
 def render_page(record: RunRecord, pictures: list[tuple[str, str, bytes]]) -> str:
     """The page, with ``pictures`` as name, caption and PNG. Whatever comes from the run is escaped."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((resources.files("nsa_compile.train") / "report.html").read_text("utf-8"))
     best = best_checkpoint(record.checkpoints)
     statistics_step, layers = latest_layers(record)
-    return template.render(
+    return render(
+        "nsa_compile.train",
+        "report.html",
         name=record.directory.absolute().name,
-        directory=str(record.directory),
-        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        directory=record.directory,
         problems=record.problems,
         summary=[("status", record.status), *_summary_rows(record)],
-        pictures=[(name, caption, base64.b64encode(png).decode()) for name, caption, png in pictures],
+        pictures=[(name, caption, embed(content)) for name, caption, content in pictures],
         statistics_step=statistics_step,
         layers=[{name: _cell(value) for name, value in layer.items()} for layer in layers],
         checkpoints=[
@@ -84,13 +78,12 @@ def _draw(record: RunRecord) -> list[tuple[str, str, bytes]]:
     unigram = record.summary["best_unigram_loss"]
     pictures = []
     for name, caption, make in run_figures(record.steps, record.evals, record.layers, unigram, record.resumed):
-        png = io.BytesIO()
         try:
-            make().savefig(png, format="png", dpi=120)
+            content = png(make())
         except (ValueError, ArithmeticError) as error:  # values that no axis can hold
             record.problems.append(f"{name}.png cannot be drawn: {error}")
         else:
-            pictures.append((name, caption, png.getvalue()))
+            pictures.append((name, caption, content))
     return pictures
 
 
@@ -123,13 +116,3 @@ def _date(seconds: Any) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
         return "unknown"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one, never half of either."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
