@@ -25,6 +25,7 @@ LAZY_COMMANDS = {
     "launch": ("nsa_compile.launch_cli:launch", "Print a job file for several nodes."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
     "report": ("nsa_compile.train.report_cli:report", "Write what a run did as one HTML page."),
+    "validate": ("nsa_compile.validation.validate_cli:validate", "The validation runbook: GO or NO-GO, and a report."),
     "watch": ("nsa_compile.train.watch_cli:watch", "Watch a run: is it alive, and does it get on?"),
 }
 

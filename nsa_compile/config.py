@@ -235,6 +235,24 @@ class WatchdogSection(Section):
     on_degraded: Action = "warn"
 
 
+class AcceptSection(Section):
+    """What ``nsa-compile validate`` asks for before it says GO; ``None`` asks for nothing.
+
+    The baseline reaches ``tokens_per_s`` and ``mfu``, a process among others the fraction ``scaling`` of the throughput
+    of one alone. The held-out loss after the stability run is at most ``val_loss``. Python takes at most the share
+    ``python_share`` of a step, memory grows by at most the fraction ``memory_growth`` in the second half of the
+    stability run, and each branch keeps ``gate_share`` of the gates in every layer.
+    """
+
+    tokens_per_s: Annotated[float, Field(gt=0)] | None = None
+    mfu: Fraction | None = None
+    scaling: Fraction | None = None
+    val_loss: Annotated[float, Field(gt=0)] | None = None
+    python_share: Fraction | None = 0.1
+    memory_growth: Annotated[float, Field(ge=0)] | None = 0.05
+    gate_share: Fraction | None = 0.01
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -247,6 +265,7 @@ class RunConfig(Section):
     compile: CompileSection = CompileSection()
     log: LogSection = LogSection()
     watchdog: WatchdogSection = WatchdogSection()
+    accept: AcceptSection = AcceptSection()
 
     @field_validator("model", mode="before")
     @classmethod
@@ -465,6 +484,7 @@ _SECTIONS: dict[str, Any] = {
     "compile": CompileSection,
     "log": LogSection,
     "watchdog": WatchdogSection,
+    "accept": AcceptSection,
 }
 
 

@@ -1,0 +1,1 @@
+"""The validation runbook as a command: phases, acceptance criteria, a report with a verdict."""

@@ -1,0 +1,205 @@
+"""The phases of the runbook: which commands each runs, and what it reads out of their results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa_compile.train.environment import describe_environment, git_revision
+from nsa_compile.train.heartbeat import heartbeat_path
+from nsa_compile.train.report import RunRecord, latest_layers, read_run
+from nsa_compile.validation.runbook import Phase, Plan, Work
+
+SHORT = ("train.save_every=0", "train.sample_tokens=0")
+
+
+def run_arguments(plan: Plan, work: Work, steps: int | None = None, *more: str) -> list[str]:
+    """`--config` and `--set` of a command on the configuration that is validated, its runs below the phase's folder."""
+    settings = [f"run.dir={work.folder / 'runs'}", *more]
+    if steps is not None:
+        warmup = min(plan.config.optim.warmup, steps)
+        settings += [f"train.steps={steps}", f"optim.warmup={warmup}", f"train.eval_every={steps}", *SHORT]
+    return ["--config", str(plan.config_file), *(word for setting in settings for word in ("--set", setting))]
+
+
+def preflight(work: Work) -> None:
+    """What this is, on what machine, and whether it can run at all."""
+    import torch
+
+    revision = git_revision()
+    sha = revision["sha"] or "unknown: not a git checkout"
+    path = work.folder / "git_sha.txt"
+    path.write_text(sha + (" with uncommitted changes" if revision["dirty"] else "") + "\n", encoding="utf-8")
+    work.artifact(path)
+    environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    (work.folder / "env.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+    work.artifact(work.folder / "env.json")
+    work.process("collect_env", [sys.executable, "-m", "torch.utils.collect_env"], ".txt")
+    if shutil.which("nvidia-smi"):
+        work.process("nvidia_smi", ["nvidia-smi", "-q", "-x"], ".xml")
+    else:
+        work.note("there is no nvidia-smi on this machine, so no nvidia_smi.xml")
+    work.figure("revision", path.read_text().strip(), "git_sha.txt")
+    work.figure("processor", environment["machine"]["processor"], "env.json")
+    work.figure("torch", environment["packages"]["torch"], "env.json")
+    if (found := work.command("doctor", "doctor")) is not None:
+        bad = [f for f in found["findings"] if f["status"] == "problem"]
+        for finding in bad:
+            work.problem(f"{finding['check']}: {finding['found']}; {finding['advice']}")
+        work.figure("findings of doctor", f"{len(bad)} problems", "doctor.json", n=len(found["findings"]))
+
+
+def parity(work: Work) -> None:
+    """Selected attention as a loop over ranges (v1) against the operator (v2), on every pattern."""
+    model = work.plan.config.model
+    p = model.pattern
+    lens = ",".join(map(str, work.plan.effort.parity_lens))
+    found = work.command(
+        "selection",
+        *("bench", "selection", "--seq-lens", lens, "--repeats", "3"),
+        *("--pattern", f"{p.compress_block}/{p.compress_stride}/{p.select_block}/{p.num_selected}/{p.window}"),
+        *("--heads", str(model.n_heads), "--groups", str(model.n_kv_heads), "--head-dim", str(model.head_dim)),
+    )
+    if found is None:
+        return
+    for row in found["results"]:
+        if not row["equal"]:
+            work.problem(f"v1 and v2 disagree on {row['pattern']} at S = {row['seq_len']}")
+    rows = found["results"]
+    work.figure(
+        "patterns on which v1 = v2", f"{sum(r['equal'] for r in rows)} of {len(rows)}", "selection.json", n=len(rows)
+    )
+
+
+def baseline(work: Work) -> None:
+    """Throughput of the configuration as it is, on synthetic data where its tokens are bytes."""
+    plan, effort, accept = work.plan, work.plan.effort, work.plan.config.accept
+    synthetic = plan.config.data.tokenizer == "byte" and plan.config.train.loss == "all"
+    data = ("data.name=uniform", "data.stream=false") if synthetic else ()
+    if not synthetic:
+        work.note(f"measured on the configured data, {plan.config.data.name}")
+    summary = work.command(
+        "train", "train", *run_arguments(plan, work, effort.steps, *data), "--nproc", str(plan.processes)
+    )
+    if summary is None:
+        return
+    record = run_of(work, summary)
+    rows = record.steps[-effort.window :]
+    mean, deviation = mean_and_deviation([row.tokens_per_s for row in rows])
+    mfu = statistics.fmean(row.mfu for row in rows)
+    file, window = f"{relative(work, record.directory)}/training.csv", f"the last {len(rows)} steps"
+    work.figure("tokens/s", f"{mean:,.0f} ± {deviation:,.0f}", file, window, len(rows))
+    work.figure("MFU", f"{mfu:.1%}", file, window, len(rows))
+    if (memory := rows[-1].memory_bytes) is not None:
+        work.figure("peak memory", f"{memory / 2**30:.2f} GiB", file)
+    work.figure("parameters", f"{summary['parameters']:,}", f"{relative(work, record.directory)}/summary.json")
+    if accept.tokens_per_s is not None:
+        work.require(f"tokens/s ≥ {accept.tokens_per_s:,.0f}", f"{mean:,.0f} tokens/s", mean >= accept.tokens_per_s)
+    if accept.mfu is not None:
+        work.require(f"MFU ≥ {accept.mfu:.1%}", f"MFU {mfu:.1%}", mfu >= accept.mfu)
+
+
+def stability(work: Work) -> None:
+    """A longer run under the watchdog: its findings, signs of life, gates and memory."""
+    plan, accept = work.plan, work.plan.config.accept
+    steps = plan.effort.stability_steps
+    settings = ("watchdog.enabled=true", f"log.stats_every={max(1, steps // 10)}")
+    summary = work.command(
+        "train", "train", *run_arguments(plan, work, steps, *settings), "--nproc", str(plan.processes)
+    )
+    if summary is None:
+        return
+    record = run_of(work, summary)
+    place = relative(work, record.directory)
+    for problem in record.problems:
+        work.problem(problem)
+    for finding in record.findings:
+        work.problem(f"watchdog: {finding['rule']}: {finding['message']}")
+    silent = [r for r in range(plan.processes) if not heartbeat_path(record.directory, r).exists()]
+    for rank in silent:
+        work.problem(f"rank {rank} left no heartbeat")
+    work.figure(
+        "findings of the watchdog", str(len(record.findings)), f"{place}/heartbeat_rank0.jsonl", f"{steps} steps"
+    )
+    losses = [row.loss for row in record.steps]
+    work.figure("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f}", f"{place}/training.csv", f"{steps} steps")
+    judge_memory(work, record, place)
+    judge_gates(work, record, place)
+    if (loss := summary["val_loss_end"]) is not None:
+        work.figure("held-out loss at the end", f"{loss:.3f}", f"{place}/val.csv")
+        if accept.val_loss is not None:
+            work.require(f"held-out loss ≤ {accept.val_loss}", f"{loss:.3f}", loss <= accept.val_loss)
+
+
+def judge_memory(work: Work, record: RunRecord, place: str) -> None:
+    """Peak memory at the end against that after the second quarter: what grows for ever has no plateau."""
+    peaks = [row.memory_bytes for row in record.steps if row.memory_bytes is not None]
+    if len(peaks) < 4:
+        work.note("too few steps to see whether memory grows")
+        return
+    growth = peaks[-1] / peaks[len(peaks) // 2 - 1] - 1
+    window = f"steps {record.steps[len(peaks) // 2 - 1].step} to {record.steps[-1].step}"
+    work.figure("growth of peak memory", f"{growth:+.2%}", f"{place}/training.csv", window, len(peaks))
+    if (limit := work.plan.config.accept.memory_growth) is not None:
+        work.require(f"peak memory grows by at most {limit:.1%}", f"{growth:+.2%} over {window}", growth <= limit)
+
+
+def judge_gates(work: Work, record: RunRecord, place: str) -> None:
+    """The least share that a branch has in the gates of a layer."""
+    step, layers = latest_layers(record)
+    if not layers:
+        work.note("no statistics of gates: the attention is dense, or branches are left out")
+        return
+    branches = ("compressed", "selected", "window")
+    gates = {(layer["layer"], b): layer[f"gate_{b}"] for layer in layers for b in branches}
+    totals = {layer["layer"]: sum(layer[f"gate_{b}"] for b in branches) for layer in layers}
+    (layer, branch), least = min(gates.items(), key=lambda item: item[1] / totals[item[0][0]])
+    share = least / totals[layer]
+    text = f"{share:.1%}, {branch} of layer {layer}"
+    work.figure("least share of a branch in the gates", text, f"{place}/attention.jsonl", f"step {step}", len(layers))
+    if (limit := work.plan.config.accept.gate_share) is not None:
+        work.require(f"every branch has ≥ {limit:.1%} of the gates", text, share >= limit)
+
+
+def run_of(work: Work, summary: dict[str, Any]) -> RunRecord:
+    """The run that a `train` has summed up; its files become artifacts."""
+    record = read_run(Path(summary["run_dir"]))
+    for name in (
+        "training.csv",
+        "val.csv",
+        "attention.jsonl",
+        "summary.json",
+        "env.json",
+        "passes.json",
+        "loss.png",
+        "watchdog.jsonl",
+        "heartbeat_rank0.jsonl",
+    ):
+        work.artifact(record.directory / name)
+    return record
+
+
+def relative(work: Work, directory: Path) -> str:
+    """Below the folder of the phase."""
+    return directory.relative_to(work.folder).as_posix()
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def needs_processes(plan: Plan) -> str | None:
+    return None if plan.processes > 1 else "one process sends no gradients; --nproc 2 or more has something to compare"
+
+
+PHASES = (
+    Phase("preflight", "Preflight", preflight),
+    Phase("parity", "Parity of selected attention, v1 and v2", parity),
+    Phase("baseline", "Baseline", baseline),
+    Phase("stability", "Stability under the watchdog", stability),
+)
