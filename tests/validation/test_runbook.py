@@ -1,0 +1,164 @@
+"""What is kept of a validation, what decides about GO, and what becomes of phases that fail."""
+
+from __future__ import annotations
+
+
+import pytest
+
+from nsa_compile.cli import main
+from nsa_compile.config import load_config
+from nsa_compile.errors import UserError
+from nsa_compile.train.records import StepRow
+from nsa_compile.train.report import RunRecord
+from nsa_compile.validation import phases
+from nsa_compile.validation.report import write_report
+from nsa_compile.validation.runbook import (
+    Outcome,
+    Phase,
+    Plan,
+    Work,
+    begin,
+    carry_out,
+    load_plan,
+    verdict,
+)
+
+
+@pytest.fixture
+def plan(tmp_path, tiny_overrides):
+    made = Plan(tmp_path / "validation", load_config(None, tiny_overrides()), "quick", 1)
+    begin(made)
+    return made
+
+
+def run(plan, *chosen):
+    return carry_out(plan, chosen, lambda phase, outcome: None)
+
+
+def good(work):
+    work.figure("tokens/s", "12", "training.csv", "the last 6 steps", 6)
+
+
+def bad(work):
+    work.require("tokens/s ≥ 100", "12 tokens/s", False)
+
+
+def broken(work):
+    work.command("nonsense", "train", "--config", "/nowhere.yaml")
+
+
+def test_a_phase_that_meets_its_criteria_passes(plan):
+    outcomes = run(plan, Phase("one", "One", good))
+    assert verdict(outcomes) == ("GO", [])
+
+
+def test_a_criterion_that_is_not_met_is_a_reason(plan):
+    outcomes = run(plan, Phase("one", "One", good), Phase("two", "Two", bad))
+    assert [outcome.status for outcome in outcomes] == ["passed", "failed"]
+    assert verdict(outcomes) == ("NO-GO", ["two: 12 tokens/s, and the criterion is tokens/s ≥ 100"])
+
+
+def test_a_command_that_fails_is_named_with_its_last_words_and_the_others_go_on(plan):
+    outcomes = run(plan, Phase("one", "One", broken), Phase("two", "Two", good))
+    assert [outcome.status for outcome in outcomes] == ["failed", "passed"]
+    (problem,) = outcomes[0].problems
+    assert "exit code 2" in problem and "/nowhere.yaml" in problem
+    assert outcomes[0].commands == ["nsa-compile train --config /nowhere.yaml --json"]
+
+
+def test_a_phase_that_does_not_apply_says_why(plan):
+    outcomes = run(plan, Phase("buckets", "Buckets", bad, phases.needs_processes))
+    assert outcomes[0].status == "not applicable" and "--nproc 2" in outcomes[0].notes[0]
+    assert verdict(outcomes)[0] == "GO"
+
+
+def test_finished_phases_are_not_run_again(plan):
+    runs = []
+
+    def count(work):
+        runs.append(1)
+        good(work)
+
+    def interrupted(work):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, Phase("one", "One", count), Phase("two", "Two", interrupted))
+    outcomes = run(load_plan(plan.directory), Phase("one", "One", count), Phase("two", "Two", count))
+    assert len(runs) == 2
+    assert [outcome.figures[0].value for outcome in outcomes] == ["12", "12"]
+
+
+def test_every_figure_of_the_report_names_its_file_window_and_number(plan):
+    outcomes = run(plan, Phase("one", "One <b>", good))
+    for path in write_report(plan, outcomes, ["two"]):
+        text = path.read_text()
+        for part in ("12", "one/training.csv", "the last 6 steps", "NO-GO", "not carried out yet: two"):
+            assert part in text, (path, part)
+    assert "One &lt;b&gt;" in (plan.directory / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: (d / "plan.json").unlink(), "holds no validation"),
+        (lambda d: (d / "plan.json").write_text("{"), "cannot be read"),
+        (lambda d: (d / "plan.json").write_text('{"schema": 99, "preset": "quick"}'), "another version"),
+        (lambda d: (d / "plan.json").write_text('{"schema": 1, "preset": "quick", "git": {}}'), "another revision"),
+    ],
+)
+def test_what_is_no_validation_is_not_gone_on_with(plan, spoil, message):
+    spoil(plan.directory)
+    with pytest.raises(UserError, match=message):
+        load_plan(plan.directory)
+
+
+# ------------------------------------------------------------------------------------------- what phases read off runs
+
+
+def record_of(plan, peaks, **fields):
+    steps = [StepRow(i + 1, 2.0, 1e-3, 1.0, 100.0, 0.1, 1.0, peak) for i, peak in enumerate(peaks)]
+    return RunRecord(plan.directory / "stability" / "runs" / "x", steps=steps, **fields)
+
+
+@pytest.fixture
+def work(plan):
+    return Work(plan, Outcome("stability", "Stability", "passed"))
+
+
+@pytest.mark.parametrize(
+    ("peaks", "met"), [([100] * 4 + [101] * 4, True), ([100, 100, 100, 100, 110, 120, 130, 140], False)]
+)
+def test_memory_that_grows_to_the_end_is_found(plan, work, peaks, met):
+    phases.judge_memory(work, record_of(plan, peaks), "runs/x")
+    assert [criterion.met for criterion in work.outcome.criteria] == [met]
+
+
+@pytest.mark.parametrize(("gates", "met"), [((0.5, 0.4, 0.6), True), ((0.5, 0.001, 0.6), False)])
+def test_a_collapsed_gate_is_found(plan, work, gates, met, monkeypatch):
+    layer = dict(zip(("gate_compressed", "gate_selected", "gate_window"), gates, strict=True)) | {"layer": 3}
+    monkeypatch.setattr(phases, "latest_layers", lambda record: (8, [layer]))
+    phases.judge_gates(work, record_of(plan, [1]), "runs/x")
+    (criterion,) = work.outcome.criteria
+    assert criterion.met is met
+    assert met or "selected of layer 3" in criterion.measured
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "CONFIG is missing"),
+        (["/nowhere.yaml"], "'/nowhere.yaml' does not exist"),
+        (["--preset", "slow", "x.yaml"], "'slow' is not one of"),
+        (["--resume", "/nowhere"], "holds no validation"),
+        (["x.yaml", "--resume", "/nowhere"], "leave them out"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["validate", *arguments])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
