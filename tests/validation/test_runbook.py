@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from nsa_compile.cli import main
@@ -62,13 +61,15 @@ def test_a_command_that_fails_is_named_with_its_last_words_and_the_others_go_on(
     outcomes = run(plan, Phase("one", "One", broken), Phase("two", "Two", good))
     assert [outcome.status for outcome in outcomes] == ["failed", "passed"]
     (problem,) = outcomes[0].problems
-    assert "exit code 2" in problem and "/nowhere.yaml" in problem
+    assert "exit code 2" in problem
+    assert "/nowhere.yaml" in problem
     assert outcomes[0].commands == ["nsa-compile train --config /nowhere.yaml --json"]
 
 
 def test_a_phase_that_does_not_apply_says_why(plan):
     outcomes = run(plan, Phase("buckets", "Buckets", bad, phases.needs_processes))
-    assert outcomes[0].status == "not applicable" and "--nproc 2" in outcomes[0].notes[0]
+    assert outcomes[0].status == "not applicable"
+    assert "--nproc 2" in outcomes[0].notes[0]
     assert verdict(outcomes)[0] == "GO"
 
 
