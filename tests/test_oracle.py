@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests import oracle
-from tests.oracle import (
+from nsa_compile.verification import oracle
+from nsa_compile.verification.oracle import (
     importance,
     masked_softmax,
     nsa_attention_oracle,

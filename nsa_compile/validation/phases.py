@@ -104,6 +104,69 @@ def baseline(work: Work) -> None:
         work.require(f"MFU ≥ {accept.mfu:.1%}", f"MFU {mfu:.1%}", mfu >= accept.mfu)
 
 
+def buckets(work: Work) -> None:
+    """Throughput by size of the gradients' buckets."""
+    plan = work.plan
+    sizes = [str(size) for size in plan.effort.buckets]
+    experiment(work, "sweep", "sweep", "buckets", *sizes, "--nproc", str(plan.processes))
+
+
+def isolation(work: Work) -> None:
+    """Throughput of a process among others against that of one alone."""
+    plan = work.plan
+    record = experiment(work, "scaling", "scaling", "--nproc", "1", "--nproc", str(plan.processes))
+    limit = plan.config.accept.scaling
+    if record is None or limit is None:
+        return
+    (efficiency,) = record["efficiency"].values()
+    measured = "no run to measure it by" if efficiency is None else f"efficiency {efficiency:.1%}"
+    work.require(f"efficiency ≥ {limit:.1%}", measured, efficiency is not None and efficiency >= limit)
+
+
+def fused(work: Work) -> None:
+    """AdamW in one kernel against AdamW in several."""
+    settings = ("--base-set", "optim.fused=false", "--set", "optim.fused=true")
+    experiment(work, "ab", "ab", *settings, "--nproc", str(work.plan.processes), override="--base-set")
+
+
+def needs_adamw(plan: Plan) -> str | None:
+    name = plan.config.optim.name
+    return None if name == "adamw" else f"optim.name = {name} has no fused form"
+
+
+def experiment(work: Work, name: str, *command: str, override: str = "--set") -> dict[str, Any] | None:
+    """An experiment on the configuration: its record, or None where it failed. Figures are those of its arms.
+
+    Args:
+        override: the option of the command by which all arms are changed.
+    """
+    plan, effort = work.plan, work.plan.effort
+    place = work.folder / name
+    record = work.command(
+        name, *command, "--config", str(plan.config_file), override, f"run.dir={work.folder}",
+        "--steps", str(effort.arm_steps), "--window", str(effort.window), "--repeats", str(effort.repeats),
+        "--out", str(place),
+    )  # fmt: skip
+    if record is None:
+        return None
+    for failure in record["failures"]:
+        work.problem(f"{failure['arm']} left with exit code {failure['exit_code']}: {failure['last_line']}")
+    for arm in record["arms"]:
+        rates = [run["tokens_per_s"] for run in arm["runs"]]
+        if not rates:
+            continue
+        mean, deviation = mean_and_deviation(rates)
+        steps = arm["runs"][0]["last_step"] - arm["runs"][0]["first_step"] + 1
+        value = f"{mean:,.0f} ± {deviation:,.0f}"
+        work.figure(f"tokens/s, {arm['name']}", value, f"{name}/experiment.json", f"the last {steps} steps", len(rates))
+    work.figure("verdict", record["verdict"], f"{name}/experiment.json")
+    for note in record["notes"]:
+        work.note(note)
+    for path in sorted(place.glob("*.*")):
+        work.artifact(path)
+    return record
+
+
 def stability(work: Work) -> None:
     """A longer run under the watchdog: its findings, signs of life, gates and memory."""
     plan, accept = work.plan, work.plan.config.accept
@@ -201,5 +264,8 @@ PHASES = (
     Phase("preflight", "Preflight", preflight),
     Phase("parity", "Parity of selected attention, v1 and v2", parity),
     Phase("baseline", "Baseline", baseline),
+    Phase("buckets", "Sweep of bucket sizes", buckets, needs_processes),
+    Phase("isolation", "One process alone and among others", isolation, needs_processes),
+    Phase("fused", "Fused AdamW", fused, needs_adamw),
     Phase("stability", "Stability under the watchdog", stability),
 )

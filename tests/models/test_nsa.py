@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern, nsa_attention
 from nsa_compile.models.config import BRANCHES
 from nsa_compile.models.transformer import apply_rope
-from tests.oracle import nsa_attention_oracle, nsa_branches_oracle, selection_margin
+from nsa_compile.verification.oracle import nsa_attention_oracle, nsa_branches_oracle, selection_margin
 from tests.strategies import NSAProblem, nsa_problems
 
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=4, window=8)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from nsa_compile.ops.compressed.selection import block_scores, sum_heads
 from nsa_compile.ops.dense import masked_attention
+from nsa_compile.verification.oracle import importance, select
 from tests.ops.problems import IMPLEMENTATIONS, Problem, check, module, problems
-from tests.oracle import importance, select
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import nsa_compile
 from nsa_compile.config import load_config
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 from nsa_compile.passes.scans import subgraphs
+from nsa_compile.verification.oracle import nsa_branches_oracle
 from tests.models.test_nsa import EXAMPLE, PATTERN, tiny_model, tokens_for
-from tests.oracle import nsa_branches_oracle
 from tests.passes.test_pipeline_nsa import assert_whole, attention, compiled
 
 # Operators that wait for the device, or whose result's shape depends on data.

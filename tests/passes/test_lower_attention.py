@@ -21,6 +21,7 @@ from nsa_compile.passes import lower_attention
 from nsa_compile.passes.pipeline import Options, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import aten, example, find_scans
+from nsa_compile.verification.oracle import importance, select
 from tests.attention_programs import (
     AttentionProgram,
     assert_equals_loop,
@@ -32,7 +33,6 @@ from tests.attention_programs import (
     selection,
     together,
 )
-from tests.oracle import importance, select
 
 LOWEST = "s.masked_fill(~keep, torch.finfo(s.dtype).min)"
 

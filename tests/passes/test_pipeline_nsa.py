@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import nsa_compile
 from nsa_compile.models import nsa_attention
 from nsa_compile.passes.pipeline import ORDER
+from nsa_compile.verification.oracle import nsa_attention_oracle, selection_margin
 from tests.models.test_nsa import EXAMPLE, assume_unambiguous, tiny_model, tokens_for, value_and_grads
-from tests.oracle import nsa_attention_oracle, selection_margin
 from tests.strategies import NSAProblem, nsa_problems
 
 # Passes that only make sense when the one before has run are skipped by the pipeline, so every subset is legal.

@@ -12,7 +12,7 @@ import torch
 import nsa_compile
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 from nsa_compile.train.attention_stats import attention_statistics
-from tests.oracle import nsa_branches_oracle
+from nsa_compile.verification.oracle import nsa_branches_oracle
 
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=5, window=6)
 S = 44

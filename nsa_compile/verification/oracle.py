@@ -44,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
 def compress(x: Tensor, l: int, d: int, phi: Phi | str) -> Tensor:
     """Eq. 7: x [S, D] -> one row for each block, [num_blocks, D]."""
     blocks = [x[j * d : j * d + l] for j in range(num_compressed_blocks(x.shape[0], l, d))]
-    rows = [block.mean(0) if phi == "mean" else phi(block) for block in blocks]
+    rows = [block.mean(0) if isinstance(phi, str) else phi(block) for block in blocks]
     return torch.stack(rows) if rows else x.new_zeros(0, x.shape[-1])
 
 
@@ -105,7 +105,8 @@ def nsa_attention_oracle(
         l=l, d=d, l_sel=l_sel, n=n, w=w, num_initial=num_initial, num_local=num_local,
         phi_k=phi_k, phi_v=phi_v, index_convention=index_convention,
     )  # fmt: skip
-    return sum(gates.double()[..., c, None] * branch for c, branch in enumerate(branches)), indices
+    gated = [gates.double()[..., c, None] * branch for c, branch in enumerate(branches)]
+    return torch.stack(gated).sum(0), indices
 
 
 def nsa_branches_oracle(
@@ -127,7 +128,7 @@ def nsa_branches_oracle(
     block_end = torch.arange(num_compressed_blocks(S, l, d)) * d + l - 1
     num_selection_blocks = -(-S // l_sel)
     indices = torch.full((B, S, G, n), -1, dtype=torch.int64)
-    outputs = [[], [], []]  # for each branch: [h, Dv], in the order batch, token, group
+    outputs: list[list[Tensor]] = [[], [], []]  # for each branch: [h, Dv], in the order batch, token, group
 
     for b in range(B):
         compressed = [(compress(k_cmp[b, :, g], l, d, phi_k), compress(v_cmp[b, :, g], l, d, phi_v)) for g in range(G)]
@@ -149,7 +150,8 @@ def nsa_branches_oracle(
                 for branch, o in zip(outputs, (o_cmp, o_slc, o_win), strict=True):
                     branch.append(o)
 
-    return tuple(torch.stack(branch).view(B, S, Hq, -1) for branch in outputs), indices
+    cmp, slc, win = (torch.stack(branch).view(B, S, Hq, -1) for branch in outputs)
+    return (cmp, slc, win), indices
 
 
 def selection_margin(q, k_cmp, *, l, d, l_sel, n, num_initial=1, num_local=2, phi_k="mean", index_convention="minus"):

@@ -1,0 +1,310 @@
+"""The three kinds of experiment: their arms, and what may be concluded of their runs. Imports no torch.
+
+A caller makes a plan, has it run by `run_experiment`, and gets plain data: the same as ``experiment.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nsa_compile.config import load_config
+from nsa_compile.errors import UserError
+from nsa_compile.experiments.runs import Arm, Results, RunResult, base_overrides, check_arms, run_arms
+from nsa_compile.experiments.statistics import MIN_PAIRS, Comparison, compare, rank
+from nsa_compile.page import replace
+
+SCHEMA = 1
+RECORD = "experiment.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared.
+
+    Attributes:
+        kind: how the arms are judged: ``ab`` the second against the first, ``sweep`` by rank, ``scaling`` by
+            throughput per process against the first.
+        title: in words.
+        arms: the variants.
+        threads: of each process; ``None`` leaves them to the runs.
+        notes: what a reader must know.
+    """
+
+    kind: Literal["ab", "sweep", "scaling"]
+    title: str
+    arms: tuple[Arm, ...]
+    threads: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def ab_plan(
+    config_path: str | None,
+    overrides: Sequence[str],
+    base: Sequence[str] = (),
+    *,
+    nproc: int = 1,
+    steps: int | None = None,
+) -> Plan:
+    """The configuration with `base` (A) against the same with `overrides` as well (B).
+
+    Raises:
+        UserError: one of them is wrong, or they are the same.
+    """
+    if not overrides:
+        raise UserError("ab needs at least one --set KEY=VALUE, by which B differs from A")
+    common = base_overrides(config_path, base, steps)
+    a, b = load_config(config_path, common), load_config(config_path, [*common, *overrides])
+    if a == b:
+        raise UserError(
+            f"--set {' --set '.join(overrides)} is what A has already, so B would be the same; "
+            "give B another value, or A with --base-set"
+        )
+    return Plan("ab", f"B: {', '.join(overrides)}", (Arm("A", a, nproc), Arm("B", b, nproc, tuple(overrides))))
+
+
+def sweep_plan(
+    config_path: str | None,
+    key: str,
+    values: Sequence[str],
+    base: Sequence[str] = (),
+    *,
+    nproc: int = 2,
+    steps: int | None = None,
+) -> Plan:
+    """One arm for each of the values of a configuration key.
+
+    Raises:
+        UserError: a configuration is wrong, or there are fewer than two different ones.
+    """
+    common = base_overrides(config_path, base, steps)
+    arms = tuple(
+        Arm(f"{key}={value}", load_config(config_path, [*common, f"{key}={value}"]), nproc, (f"{key}={value}",))
+        for value in values
+    )
+    if len(arms) < 2 or any(arm.config == other.config for i, arm in enumerate(arms) for other in arms[:i]):
+        raise UserError(f"a sweep of {key} needs two or more different values, not {' '.join(values) or 'none'}")
+    if key.startswith("ddp.") and nproc == 1:
+        raise UserError(f"{key} is of no effect on one process; use --nproc 2 or more")
+    return Plan("sweep", f"Sweep of {key}", arms)
+
+
+def scaling_plan(
+    config_path: str | None,
+    counts: Sequence[int],
+    base: Sequence[str] = (),
+    *,
+    strong: bool = False,
+    steps: int | None = None,
+) -> Plan:
+    """The same configuration on several numbers of processes, the smallest of which is what others are held against.
+
+    Each process gets ``train.batch_size`` sequences (weak scaling), or with `strong` its share of them. The threads of
+    a process are the same in every arm, or few processes would look slow beside many.
+
+    Raises:
+        UserError: a configuration is wrong, or there are fewer than two different numbers.
+    """
+    numbers = sorted(set(counts))
+    if len(numbers) < 2:
+        raise UserError("scaling needs two or more different numbers of processes, as in --nproc 1 --nproc 2")
+    common = base_overrides(config_path, base, steps)
+    batch = load_config(config_path, common).train.batch_size
+    arms = []
+    for nproc in numbers:
+        overrides = () if strong else (f"train.batch_size={batch * nproc}",)
+        arms.append(Arm(f"nproc={nproc}", load_config(config_path, [*common, *overrides]), nproc, overrides))
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(chosen) if chosen.isdecimal() else max(1, len(os.sched_getaffinity(0)) // numbers[-1])
+    sequences = f"{batch} sequences shared by all processes" if strong else f"{batch} sequences a process"
+    note = f"{'strong' if strong else 'weak'} scaling: {sequences}, {threads} threads each"
+    return Plan("scaling", f"Scaling to {numbers[-1]} processes", tuple(arms), threads, (note,))
+
+
+def run_experiment(
+    plan: Plan,
+    directory: Path,
+    *,
+    repeats: int = 5,
+    window: int = 50,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Train every arm of a plan `repeats` times, in turns, and judge them.
+
+    ``experiment.json`` in `directory` is brought up to date after every run; an experiment that was interrupted goes
+    on where it was when it is run again.
+
+    Args:
+        plan: what to compare.
+        directory: for the runs and the results.
+        repeats: runs of each arm.
+        window: steps at the end of a run over which tokens/s are averaged.
+        seed: of the order of the runs.
+        tell: is handed a line about each run.
+
+    Returns:
+        The content of ``experiment.json``; see docs/experiments.md.
+
+    Raises:
+        UserError: an arm cannot run here, or the directory holds another experiment.
+    """
+    check_arms(plan.arms)
+    _check_directory(plan, directory)
+    record = conclude(plan, Results(), directory, repeats, window, seed)
+    for results in run_arms(
+        plan.arms, directory, repeats=repeats, window=window, seed=seed, threads=plan.threads, tell=tell
+    ):
+        record = conclude(plan, results, directory, repeats, window, seed)
+        replace(directory / RECORD, json.dumps(record, indent=2).encode())
+    return record
+
+
+def conclude(plan: Plan, results: Results, directory: Path, repeats: int, window: int, seed: int) -> dict[str, Any]:
+    """What can be said of the runs there are."""
+    judge = {"ab": _judge_ab, "sweep": _judge_sweep, "scaling": _judge_scaling}[plan.kind]
+    missing = [arm.name for arm in plan.arms if not results.of(arm.name)]
+    if missing:
+        conclusions = {"comparisons": [], "verdict": f"no verdict: no finished run of {', '.join(missing)}"}
+    else:
+        conclusions = judge(plan, results)
+    notes = list(plan.notes)
+    shorter = sorted({length for run in results.runs if (length := run.last_step - run.first_step + 1) < window})
+    if shorter:
+        lengths = " or ".join(map(str, shorter))
+        notes.append(f"the window is {lengths} steps, not {window}: the first quarter of a run does not count")
+    if repeats < MIN_PAIRS:
+        notes.append(f"--repeats {repeats} is too few for a test, which needs {MIN_PAIRS}")
+    return {
+        "schema": SCHEMA,
+        "kind": plan.kind,
+        "title": plan.title,
+        "directory": str(directory),
+        "repeats": repeats,
+        "window": window,
+        "seed": seed,
+        "order": [list(entry) for entry in results.order],
+        "arms": [_describe(arm, results.of(arm.name)) for arm in plan.arms],
+        **conclusions,
+        "failures": [dataclasses.asdict(failure) for failure in results.failures],
+        "notes": notes,
+    }
+
+
+def _describe(arm: Arm, runs: list[RunResult]) -> dict[str, Any]:
+    model, train = arm.config.model, arm.config.train
+    rates = [run.tokens_per_s for run in runs]
+    return {
+        "name": arm.name,
+        "overrides": list(arm.overrides),
+        "sizes": {
+            "seq_len": train.seq_len,
+            "batch_size": train.batch_size,
+            "accumulate": train.accumulate,
+            "layers": model.n_layers,
+            "parameters": runs[0].summary["parameters"] if runs else None,
+            "attention": model.attention,
+            "num_selected": model.pattern.num_selected,
+            "window": model.pattern.window,
+            "dtype": train.dtype,
+            "steps": train.steps,
+            "processes": arm.nproc,
+            "threads": runs[0].threads if runs else None,
+        },
+        "tokens_per_s": statistics.fmean(rates) if rates else None,
+        "between_runs": statistics.stdev(rates) if len(rates) > 1 else None,
+        "within_runs": within_runs(runs) if runs else None,
+        "mfu": statistics.fmean(run.summary["mfu"] for run in runs) if runs else None,
+        "runs": [
+            {
+                "repeat": run.repeat,
+                "directory": run.directory,
+                "tokens_per_s": run.tokens_per_s,
+                "deviation": run.deviation,
+                "first_step": run.first_step,
+                "last_step": run.last_step,
+            }
+            for run in runs
+        ],
+    }
+
+
+def within_runs(runs: Sequence[RunResult]) -> float:
+    """Standard deviation of tokens/s from step to step, over all runs of an arm: the root of the mean variance."""
+    return statistics.fmean(run.deviation**2 for run in runs) ** 0.5
+
+
+def _judge_ab(plan: Plan, results: Results) -> dict[str, Any]:
+    a, b = (arm.name for arm in plan.arms)
+    rates = results.rates(a, b)
+    comparison = compare(b, rates[b], a, rates[a])
+    return {"comparisons": [comparison.plain()], "verdict": comparison.verdict}
+
+
+def _judge_sweep(plan: Plan, results: Results) -> dict[str, Any]:
+    names = [arm.name for arm in plan.arms]
+    rates = results.rates(*names)
+    if not rates[names[0]]:
+        return {"comparisons": [], "verdict": "no verdict: no round in which every value has a finished run"}
+    ranking = rank(rates, {name: within_runs(results.of(name)) for name in names})
+    return {
+        "comparisons": [comparison.plain() for comparison in ranking.comparisons],
+        "leader": ranking.leader,
+        "winner": ranking.winner,
+        "tied": ranking.tied,
+        "verdict": ranking.verdict,
+    }
+
+
+def _judge_scaling(plan: Plan, results: Results) -> dict[str, Any]:
+    """Throughput per process against the smallest arm; its ratio is the efficiency."""
+    first, *others = plan.arms
+    comparisons: list[Comparison] = []
+    for arm in others:
+        rates = results.rates(arm.name, first.name)
+        per_process = [[rate / each.nproc for rate in rates[each.name]] for each in (arm, first)]
+        comparisons.append(compare(arm.name, per_process[0], first.name, per_process[1], len(others)))
+    verdicts = [_efficiency(comparison) for comparison in comparisons]
+    return {
+        "comparisons": [
+            {**comparison.plain(), "verdict": verdict}
+            for comparison, verdict in zip(comparisons, verdicts, strict=True)
+        ],
+        "efficiency": {comparison.name: comparison.ratio for comparison in comparisons},
+        "verdict": "; ".join(verdicts),
+    }
+
+
+def _efficiency(comparison: Comparison) -> str:
+    if comparison.ratio is None:
+        return comparison.verdict
+    text = f"{comparison.name}: efficiency {comparison.ratio:.1%} of {comparison.against} per process"
+    if comparison.low is None or comparison.high is None:
+        return f"{text} (n = {comparison.pairs} is too few to tell; the test needs {MIN_PAIRS} rounds)"
+    level = f"{100 * (1 - comparison.significance):.4g} %"
+    difference = "" if comparison.different else "; no significant difference to linear scaling"
+    bounds = f"{level} CI {comparison.low:.1%} to {comparison.high:.1%}"
+    return f"{text} ({bounds}, n = {comparison.pairs} pairs, p = {comparison.p:.2g}{difference})"
+
+
+def _check_directory(plan: Plan, directory: Path) -> None:
+    """Raises UserError where `directory` holds an experiment with other arms."""
+    path = directory / RECORD
+    if not path.exists():
+        return
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        names, kind = [arm["name"] for arm in record["arms"]], record["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"'{path}' is not the record of an experiment; choose another place with --out DIR") from None
+    ours = [arm.name for arm in plan.arms]
+    if kind != plan.kind or names != ours:
+        raise UserError(
+            f"'{directory}' holds another experiment ({kind}: {', '.join(names)}); choose another place with --out DIR"
+        )
