@@ -76,6 +76,25 @@ def parity(work: Work) -> None:
     )
 
 
+def equivalence(work: Work) -> None:
+    """The properties of `verify`: nothing that is compiled computes anything else."""
+    plan = work.plan
+    minutes = str(plan.effort.verify_minutes)
+    found = work.command("verify", "verify", "--config", str(plan.config_file), "--minutes", minutes)
+    if found is None:
+        return
+    for result in found["properties"]:
+        if not result["ok"]:
+            work.problem(f"{result['name']}: {result['message']}; again: {result['command']}")
+        closest = f"{result['error']:.2g} ≤ {result['bound']:.2g}" if result["bound"] else "bitwise"
+        value = f"{'holds' if result['ok'] else 'BROKEN'}, {closest}"
+        work.figure(f"{result['name']}: {result['title']}", value, "verify.json", "random examples", result["examples"])
+
+
+def needs_nsa(plan: Plan) -> str | None:
+    return "model.attention = dense has no branches" if plan.config.model.attention != "nsa" else None
+
+
 def baseline(work: Work) -> None:
     """Throughput of the configuration as it is, on synthetic data where its tokens are bytes."""
     plan, effort, accept = work.plan, work.plan.effort, work.plan.config.accept
@@ -102,6 +121,52 @@ def baseline(work: Work) -> None:
         work.require(f"tokens/s ≥ {accept.tokens_per_s:,.0f}", f"{mean:,.0f} tokens/s", mean >= accept.tokens_per_s)
     if accept.mfu is not None:
         work.require(f"MFU ≥ {accept.mfu:.1%}", f"MFU {mfu:.1%}", mfu >= accept.mfu)
+
+
+def audit(work: Work) -> None:
+    """Which operator and backend each attention really used."""
+    found = work.command("attention", "audit", "attention", "--config", str(work.plan.config_file))
+    if found is None:
+        return
+    for fallback in found["fallbacks"]:
+        work.problem(str(fallback))
+    rows: dict[tuple[str, str, str], list[int]] = {}
+    for row in found["observed"]:
+        rows.setdefault((row["branch"], row["direction"], row["backend"]), []).append(row["layer"])
+    for (branch, direction, backend), layers in rows.items():
+        work.figure(f"{branch}, {direction}", backend, "attention.json", f"{len(set(layers))} layers", len(layers))
+
+
+def profile(work: Work) -> None:
+    """Where the time of a warm step goes, and whether Python or a host sync takes any."""
+    plan = work.plan
+    steps = str(plan.effort.profile_steps)
+    place = work.folder / "step"
+    found = work.command(
+        "step", "profile", "step", "--config", str(plan.config_file), "--steps", steps, "--out", str(place)
+    )
+    if found is None:
+        return
+    window, n = f"{found['steps']} warm steps", found["steps"]
+    for name, row in found["phases"].items():
+        work.figure(f"phase {name}", f"{1e3 * row['mean_s']:,.1f} ms, {row['share']:.1%}", "step.json", window, n)
+    branches: dict[str, float] = {}
+    for row in found["ranges"]:
+        branches[row["branch"]] = branches.get(row["branch"], 0.0) + row["share"]
+    for name, share in branches.items():
+        if name.startswith("nsa."):
+            work.figure(name, f"{share:.1%} of a step", "step.json", window, n)
+    if plan.config.model.attention == "nsa" and plan.config.compile.enabled and "nsa.sel.ranges_v2" not in branches:
+        work.problem("the range nsa.sel.ranges_v2 is missing: selected attention did not run on token ranges")
+    for name, check in found["checks"].items():
+        if not check["ok"] and name != "python_hot_spot":
+            work.problem(f"{name.replace('_', ' ')}: {check['value']:.3g}, and the limit is {check['limit']:.3g}")
+    python = found["checks"]["python_hot_spot"]
+    if (limit := plan.config.accept.python_share) is not None:
+        where = "".join(f"; {place}" for place in python["places"][:1])
+        work.require(f"Python takes ≤ {limit:.0%} of a step", f"{python['value']:.1%}{where}", python["value"] <= limit)
+    for path in sorted(path for path in place.iterdir() if path.is_file()):
+        work.artifact(path)
 
 
 def buckets(work: Work) -> None:
@@ -159,10 +224,11 @@ def experiment(work: Work, name: str, *command: str, override: str = "--set") ->
         steps = arm["runs"][0]["last_step"] - arm["runs"][0]["first_step"] + 1
         value = f"{mean:,.0f} ± {deviation:,.0f}"
         work.figure(f"tokens/s, {arm['name']}", value, f"{name}/experiment.json", f"the last {steps} steps", len(rates))
+    work.note(record["title"])
     work.figure("verdict", record["verdict"], f"{name}/experiment.json")
     for note in record["notes"]:
         work.note(note)
-    for path in sorted(place.glob("*.*")):
+    for path in sorted(path for path in place.glob("experiment.*") if path.is_file()):
         work.artifact(path)
     return record
 
@@ -263,8 +329,11 @@ def needs_processes(plan: Plan) -> str | None:
 PHASES = (
     Phase("preflight", "Preflight", preflight),
     Phase("parity", "Parity of selected attention, v1 and v2", parity),
+    Phase("equivalence", "Equivalence of what is compiled", equivalence, needs_nsa),
     Phase("baseline", "Baseline", baseline),
     Phase("buckets", "Sweep of bucket sizes", buckets, needs_processes),
+    Phase("audit", "Attention audit", audit),
+    Phase("profile", "Profile of a step", profile),
     Phase("isolation", "One process alone and among others", isolation, needs_processes),
     Phase("fused", "Fused AdamW", fused, needs_adamw),
     Phase("stability", "Stability under the watchdog", stability),
