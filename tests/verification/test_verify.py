@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -217,7 +218,7 @@ def test_a_failure_names_the_smallest_example_as_a_command(config, monkeypatch):
     words = shlex.split(result["command"])
     assert words[:2] == ["nsa-compile", "verify"]
     assert words[-8:] == ["--property", "operators", "--examples", "1", "--device", "cpu", "--dtype", "float32"]
-    overrides = [word for previous, word in zip(words, words[1:], strict=False) if previous == "--set"]
+    overrides = [word for previous, word in pairwise(words) if previous == "--set"]
     again = load_config(None, overrides)
     assert 20 <= again.train.seq_len <= 22, "made smaller"
     assert broken(again, "operators") == {"operators": result["message"]}, "and it is the example that fails"
