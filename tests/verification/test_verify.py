@@ -14,7 +14,6 @@ import torch
 
 from nsa_compile.config import load_config
 from nsa_compile.models import nsa
-from nsa_compile.passes import ORDER
 from nsa_compile.passes.pipeline import REGISTRY, pipeline, register
 from nsa_compile.verification.examples import neighbours, options, reduced
 from nsa_compile.verification.properties import PROPERTIES
@@ -29,6 +28,13 @@ def config(tiny_overrides):
     return load_config(None, tiny_overrides(**{"compile.nested": "eager", "train.seq_len": 32, "train.batch_size": 1}))
 
 
+@pytest.fixture
+def few_passes(config):
+    """Without the passes on attention: each of those left is a compilation more."""
+    rest = ["raise_attention", "fuse_selection_scatter", "lower_attention"]
+    return config.model_copy(update={"compile": config.compile.model_copy(update={"disable": rest})})
+
+
 def broken(config, *properties: str, **arguments) -> dict[str, str]:
     """Names of the properties that do not hold, with what is said."""
     arguments = {"examples": 1, "properties": properties or NAMES, **arguments}
@@ -41,30 +47,37 @@ def broken(config, *properties: str, **arguments) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16", "float64"])
-def test_a_healthy_compiler_keeps_every_property(config, dtype):
-    record = verify(config, examples=2, dtype=dtype, properties=[name for name in NAMES if name != "passes"])
+def test_healthy_operators_are_within_their_bounds(config, dtype):
+    (result,) = verify(config, examples=5, dtype=dtype, properties=["operators"])["properties"]
+    assert result["ok"], result
+    assert result["examples"] == 5
+    assert 0 < result["error"] <= result["bound"]
+
+
+@pytest.mark.parametrize(("dtype", "properties"), [("float32", NAMES[:3]), ("bf16", NAMES[:1])])
+def test_a_healthy_compiler_keeps_every_property(config, dtype, properties):
+    record = verify(config, examples=1, dtype=dtype, properties=properties)
     assert record["ok"], record["properties"]
-    assert [result["examples"] for result in record["properties"]] == [2] * 4
     for result in record["properties"]:
-        assert result["error"] <= result["bound"]
-        assert (result["bound"] > 0) == (result["name"] in ("paths", "operators"))
+        assert result["examples"] == 1
+        assert (0 < result["error"] <= result["bound"]) == (result["name"] == "paths")
 
 
-def test_every_pass_can_be_left_out(config):
-    assert not broken(config, "passes")
+def test_every_pass_can_be_left_out(few_passes):
+    assert not broken(few_passes, "passes")
 
 
 def test_the_command_says_nothing_but_its_table(tiny_overrides):
     words = [word for override in tiny_overrides(**{"compile.nested": "eager"}) for word in ("--set", override)]
-    begin = ["verify", "--examples", "1", "--property", "gradients", "--property", "operators"]
+    begin = ["verify", "--examples", "1", "--property", "operators"]
     result = subprocess.run([*COMMAND, *begin, *words, "--json"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert record["ok"]
     assert (record["schema"], record["device"], record["dtype"]) == (1, "cpu", "float32")
     assert record["sizes"]["pattern"]["window"] == 8
-    assert [item["name"] for item in record["properties"]] == ["gradients", "operators"]
-    assert all(line.startswith(("gradients: ", "operators: ")) for line in result.stderr.splitlines())
+    assert [item["name"] for item in record["properties"]] == ["operators"]
+    assert all(line.startswith("operators: ") for line in result.stderr.splitlines())
 
 
 def test_the_names_of_the_command_line_are_the_properties():
@@ -74,10 +87,10 @@ def test_the_names_of_the_command_line_are_the_properties():
 def test_time_is_kept(config):
     """With one example of each property at least."""
     begin = time.monotonic()
-    record = verify(config, seconds=6, properties=["gradients", "operators"])
-    assert time.monotonic() - begin < 15
+    record = verify(config, seconds=4, properties=["operators"])
+    assert 2 < time.monotonic() - begin < 12
     assert record["ok"]
-    assert sum(result["examples"] for result in record["properties"]) > 2
+    assert record["properties"][0]["examples"] > 2
     assert all(result["examples"] for result in verify(config, seconds=0.01, properties=["operators"])["properties"])
 
 
@@ -144,7 +157,7 @@ def test_one_token_of_the_future_is_found(config, monkeypatch):
         return run
 
     _patch_operator(monkeypatch, "window", ahead)
-    found = broken(config, "future", "operators", "gradients")
+    found = broken(config, "future", "operators")
     assert set(found) == {"future", "operators"}
     assert found["future"].startswith("logits of the compiled model before token")
     assert found["operators"].startswith("window attention, values")
@@ -179,7 +192,7 @@ def test_a_parameter_without_a_gradient_is_found(config, monkeypatch):
     assert found == {"gradients": "blocks.0.attention.phi_k.position gets no gradient"}
 
 
-def test_a_wrong_pass_is_named(config):
+def test_a_wrong_pass_is_named(few_passes):
     pipeline()
     before = REGISTRY["batch_prefill"]
 
@@ -191,17 +204,16 @@ def test_a_wrong_pass_is_named(config):
         return changed
 
     try:
-        found = broken(config, "passes")
+        found = broken(few_passes, "passes")
     finally:
         wrong.unregister()
     assert REGISTRY["batch_prefill"] is before
-    assert "batch_prefill" in ORDER
-    assert "right without" in found["passes"], found
-    assert "batch_prefill" in found["passes"].partition("right without")[2]
+    assert found["passes"].startswith("wrong with all passes, right without"), found
+    assert "batch_prefill" in found["passes"]
 
 
 def test_a_failure_names_the_smallest_example_as_a_command(config, monkeypatch):
-    """Only sequences of 40 tokens and more are wrong: the first example is not, a random one is found and shrunk."""
+    """Sequences of 20 tokens and more with several heads are wrong: a random one is found, and made smaller."""
 
     def wrong_when_long(forward):
         def run(q, *arguments):
