@@ -105,18 +105,20 @@ def neighbours(config: RunConfig) -> SearchStrategy[RunConfig]:
         length = block + stride + draw(st.integers(0, 32))
         nested = draw(st.sampled_from(["eager", "aot_eager", config.compile.nested]))
         example = _example(config, small, length, batch)
-        return example.model_copy(
+        example = example.model_copy(
             update={
                 "run": config.run.model_copy(update={"seed": seed}),
                 "compile": config.compile.model_copy(update={"nested": nested}),
             }
         )
+        return reduced(example)  # as it will be when it is named as a configuration
 
     return draw_one()
 
 
 def _example(config: RunConfig, model: NSAConfig, seq_len: int, batch_size: int) -> RunConfig:
-    train = config.train.model_copy(update={"seq_len": seq_len, "batch_size": batch_size, "loss": "all"})
+    unused = {"loss": "all", "matmul": "native", "activation_checkpointing": "none"}
+    train = config.train.model_copy(update={"seq_len": seq_len, "batch_size": batch_size, **unused})
     data = config.data if config.data.tokenizer == "byte" else DataSection()
     return config.model_copy(update={"model": model, "train": train, "data": data})
 

@@ -186,7 +186,8 @@ class _Search:
             self.result.ok = False
             raise Broken from error
         finally:
-            self.longest = max(self.longest if self.result.examples > 1 else 0.0, time.monotonic() - begin)
+            if self.result.examples:  # the first one loads and compiles what all need
+                self.longest = max(self.longest, time.monotonic() - begin)
         self.result.examples += 1
         result = self.result
         if result.bound == 0 or measured.error * result.bound > result.error * measured.bound:

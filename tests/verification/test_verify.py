@@ -112,14 +112,15 @@ def test_the_first_example_is_the_configuration_made_small(path):
 def test_random_examples_are_valid_and_can_be_named_as_options():
     from hypothesis import given
 
-    config = load_config("configs/m7c_125m_2xa100_production.yaml")
+    config = load_config(
+        "configs/m7c_125m_2xa100_production.yaml", ["train.activation_checkpointing=0-5,8", "train.matmul=int8"]
+    )
 
     @given(example=neighbours(config))
     def check(example):
         words = shlex.split(" ".join(options(example, None)))
         assert load_config(None, words[1::2]) == example
-        assert reduced(example).model.pattern.compress_stride == example.model.pattern.compress_stride
-        assert reduced(example).train.seq_len == example.train.seq_len
+        assert reduced(example) == example
 
     check()
 
