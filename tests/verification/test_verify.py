@@ -86,6 +86,7 @@ def test_the_names_of_the_command_line_are_the_properties():
 
 def test_time_is_kept(config):
     """With one example of each property at least."""
+    verify(config, examples=1, properties=["operators"])  # loads the kernels
     begin = time.monotonic()
     record = verify(config, seconds=4, properties=["operators"])
     assert 2 < time.monotonic() - begin < 12
@@ -200,8 +201,13 @@ def test_a_wrong_pass_is_named(few_passes):
     @register("batch_prefill", requires=before.requires, ensures=before.ensures)
     def wrong(gm, context):
         changed = before.run(gm, context)
-        for node in gm.graph.find_nodes(op="call_function", target=torch.sigmoid):
-            node.target = torch.tanh
+        (output,) = gm.graph.find_nodes(op="output")
+        logits = output.args[0][0]
+        with gm.graph.inserting_before(output):
+            scaled = gm.graph.call_function(torch.mul, (logits, 1 + 1e-3))
+        scaled.meta = dict(logits.meta)
+        output.replace_input_with(logits, scaled)
+        gm.recompile()
         return changed
 
     try:
