@@ -223,23 +223,7 @@ class Trainer:
         """Do the `step`-th step and what comes after it, and return whether it was saved."""
         config, shape = self.config, self.config.train
         start = time.perf_counter()
-        with self.timer.phase("data"):
-            indices = [self.sampler.next_indices() for _ in range(shape.accumulate)]
-            batches = [self.sampler.sequences(part) for part in indices]
-        lr = learning_rate(config.optim, step, shape.steps)
-        result = train_step(
-            self.trained,
-            self.optimizer,
-            batches,
-            lr,
-            config.optim.clip,
-            self.device,
-            shape.dtype,
-            self.timer,
-            self.hook,
-            self.counted,
-        )
-        synchronize(self.device)
+        indices, batches, lr, result = self.take_step(step)
         seconds = time.perf_counter() - start
         phases = self.timer.step_done()
         rate = self.tokens_per_step / seconds
@@ -267,6 +251,28 @@ class Trainer:
             self._save(journal, step)
         self.heartbeat.phase("idle")
         return save
+
+    def take_step(self, step: int) -> tuple[list[Any], list[Any], float, StepResult]:
+        """Learn from the `step`-th batch, and return its indices and sequences, the learning rate, and the result."""
+        shape = self.config.train
+        with self.timer.phase("data"):
+            indices = [self.sampler.next_indices() for _ in range(shape.accumulate)]
+            batches = [self.sampler.sequences(part) for part in indices]
+        lr = learning_rate(self.config.optim, step, shape.steps)
+        result = train_step(
+            self.trained,
+            self.optimizer,
+            batches,
+            lr,
+            self.config.optim.clip,
+            self.device,
+            shape.dtype,
+            self.timer,
+            self.hook,
+            self.counted,
+        )
+        synchronize(self.device)
+        return indices, batches, lr, result
 
     def _skip(self, step: int, sequences: list[int], result: StepResult) -> None:
         try:
