@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from nsa_compile import cache
 from nsa_compile.passes.pipeline import Options, Uncacheable, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import find_scans
+from nsa_compile.profiles import markers
 
 log = logging.getLogger("nsa_compile")
 
@@ -91,7 +93,7 @@ def nsa_compile_backend(
     chosen = parse_options(dict(options or {}))
     specialize_shapes(gm)
     _last_report = optimize(gm, chosen, example_inputs)
-    return compile_nested(gm, example_inputs, chosen.nested)
+    return compile_nested(gm, example_inputs, chosen.nested, ranges=chosen.ranges)
 
 
 def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> Report:
@@ -130,15 +132,22 @@ def specialize_shapes(gm: fx.GraphModule) -> None:
                 int(size)
 
 
-def compile_nested(gm: fx.GraphModule, example_inputs: Sequence[Tensor], nested: str) -> Callable[..., Any]:
-    """Compile a rewritten graph with the backend behind this one."""
+def compile_nested(
+    gm: fx.GraphModule, example_inputs: Sequence[Tensor], nested: str, *, ranges: bool = False
+) -> Callable[..., Any]:
+    """Compile a rewritten graph with the backend behind this one.
+
+    With `ranges`, those that `annotate_ranges` named are put in; run eagerly, a graph has them in the forward pass only.
+    """
     if nested == "eager":
+        if ranges:
+            markers.insert(gm, "forward")
         return gm.forward
     from torch._dynamo.backends.registry import lookup_backend
 
     if nested == "aot_eager":
-        return lookup_backend("aot_eager")(gm, list(example_inputs))
+        return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if ranges else {}))
     from nsa_compile.workarounds import inductor_config
 
-    with inductor_config(has_scans=bool(find_scans(gm))):
+    with inductor_config(has_scans=bool(find_scans(gm))), markers.inductor_config(gm) if ranges else nullcontext():
         return lookup_backend("inductor")(gm, list(example_inputs))
