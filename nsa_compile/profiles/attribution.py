@@ -21,7 +21,9 @@ from typing import Any, Literal
 
 STEP = "step"
 PHASES = ("data", "forward", "backward", "communication", "optimizer")
-BRANCHES = ("nsa.proj", "nsa.cmp", "nsa.sel", "nsa.sel.ranges_v2", "nsa.win", "nsa.gate", "nsa.mlp")
+BRANCHES = (
+    "nsa.proj", "nsa.cmp", "nsa.sel", "nsa.sel.ranges_v2", "nsa.win", "nsa.attention", "nsa.gate", "nsa.mlp", "nsa.loop",
+)  # fmt: skip
 OTHER = "other"
 Kind = Literal["operator", "communication", "host"]
 
@@ -166,6 +168,11 @@ class Timeline:
     @property
     def seconds(self) -> float:
         return (self.end - self.start) / 1e6
+
+    def syncs_by_event(self) -> list[tuple[Event, str]]:
+        """What made the host wait, in order, with the phase it did so in."""
+        found = {segment.path[-1]: segment.phase for segment in self.syncs}
+        return sorted(found.items(), key=lambda item: item[0].start)
 
 
 def timelines(events: Sequence[Event]) -> list[Timeline]:
@@ -326,7 +333,7 @@ def _operators(steps: Sequence[Timeline]) -> list[dict[str, Any]]:
 def _syncs(steps: Sequence[Timeline]) -> list[dict[str, Any]]:
     found: Counter[tuple[str, str]] = Counter()
     for step in steps:
-        for event, phase in {(segment.path[-1], segment.phase) for segment in step.syncs}:
+        for event, phase in step.syncs_by_event():
             found[event.name, phase] += 1
     return [
         {"name": name, "phase": phase, "calls": count / len(steps), "expected": phase in SYNC_PHASES}

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import threading
 import time
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -20,8 +21,21 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import nsa_compile
 
-Mark = tuple[int, str | None]
-"""A moment, as of ``time.perf_counter_ns``, and ``function (file:line)``; ``None`` for torch's own machinery."""
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a function."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+Mark = tuple[float, Place | None]
+"""A moment, as of ``time.perf_counter_ns``, and where; ``None`` for torch's own machinery."""
 
 _OURS = str(Path(nsa_compile.__file__).parent) + os.sep
 _INSTALLED = tuple(
@@ -85,13 +99,13 @@ class LineTracer:
         return self._line
 
 
-def _place(frame: FrameType | None) -> str | None:
+def _place(frame: FrameType | None) -> Place | None:
     """The innermost line that is nobody's library, or None where torch's machinery is at work inside of it."""
     while frame is not None and _is_library(frame.f_code):
         if frame.f_code.co_filename.startswith(_MACHINERY) or _is_generated(frame.f_code):
             return None
         frame = frame.f_back
-    return None if frame is None else _show(frame.f_code, frame.f_lineno)
+    return None if frame is None else Place(frame.f_code.co_qualname, frame.f_code.co_filename, frame.f_lineno)
 
 
 @cache
@@ -104,8 +118,3 @@ def _is_generated(code: CodeType) -> bool:
     """Whether a compiler wrote the function: Inductor's wrappers, and what has no file."""
     return code.co_filename.startswith(("<", cache_dir() + os.sep))
 
-
-@cache
-def _show(code: CodeType, line: int) -> str:
-    path = Path(code.co_filename)
-    return f"{code.co_qualname} ({path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line})"

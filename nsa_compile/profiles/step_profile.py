@@ -7,13 +7,14 @@ made to wait, are more steps run to find the lines of Python to blame.
 
 from __future__ import annotations
 
-import bisect
 import statistics
 import time
-from collections import Counter
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from nsa_compile.config import ProfileSection, RunConfig
 from nsa_compile.data import Corpus
 from nsa_compile.profiles import ranges
-from nsa_compile.profiles.attribution import Timeline, attribute, host_intervals, read_trace, timelines
+from nsa_compile.profiles.attribution import SYNC_PHASES, Timeline, attribute, host_intervals, read_trace, timelines
 from nsa_compile.profiles.measure import summarize
 from nsa_compile.profiles.python_lines import LineTracer, Mark, Sampler
 from nsa_compile.train.environment import describe_environment
@@ -54,18 +55,17 @@ def profile_step(config: RunConfig, corpus: Corpus, directory: Path, steps: int,
             Heartbeat(directory, 0, config.watchdog.interval_s) as heartbeat,
         ):
             run = _Steps(Trainer(config, corpus, directory, World(), heartbeat))
-            warm = run.timed(warmup)
+            warm = _seconds(run.run(warmup))
             compiled = counters["stats"]["unique_graphs"]
-            plain = run.timed(steps)
-            profiled = run.profiled(steps, directory / TRACE)
+            plain = _seconds(run.run(steps))
+            profiled = _seconds(run.profiled(steps, directory / TRACE))
             recompiled = counters["stats"]["unique_graphs"] - compiled
-            found = timelines(read_trace(directory / TRACE))
-            attribution = attribute(found)
+            attribution = attribute(timelines(read_trace(directory / TRACE)))
             checks = {
                 "sum": _check_sum(attribution, profiled),
                 "compiled_before": {"ok": not recompiled, "value": recompiled, "limit": 0},
-                "python_hot_spot": _check_python(run, attribution, directory, steps),
-                "host_syncs": _check_syncs(run, attribution, directory),
+                "python_hot_spot": _check_python(run, attribution, steps),
+                "host_syncs": _check_syncs(run, attribution),
             }
     finally:
         ranges.enable(False)
@@ -91,49 +91,117 @@ def _named_kernels() -> Iterator[None]:
 
 
 class _Steps:
-    """The trainer's steps, one after the other, with the moments at which they began."""
+    """The trainer's steps, one after the other."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.number = 0
+        self._number = 0
 
-    def timed(self, count: int) -> list[float]:
-        """Seconds of each of the next steps."""
-        return [(end - start) / 1e9 for start, end in self._run(count)]
+    def run(self, count: int) -> list[tuple[int, int]]:
+        """The next steps: when each began and ended, in nanoseconds of ``time.perf_counter_ns``."""
+        moments = []
+        for _ in range(count):
+            self._number += 1
+            with ranges.step(self._number):
+                start = time.perf_counter_ns()
+                self.trainer.take_step(self._number)
+                moments.append((start, time.perf_counter_ns()))
+            self.trainer.timer.step_done()
+        return moments
 
-    def profiled(self, count: int, trace: Path) -> list[float]:
+    def profiled(self, count: int, trace: Path) -> list[tuple[int, int]]:
         """The same under torch's profiler, which leaves a trace."""
-        return [(end - start) / 1e9 for start, end in self._profiled(count, trace)]
-
-    def looked_at(self, count: int, trace: Path, observer: Sampler | LineTracer) -> tuple[list[Timeline], list[Mark]]:
-        """The next steps, and what the observer saw, in the microseconds of the trace."""
-        began = [start for start, _ in self._profiled(count, trace, observer)]
-        steps = timelines(read_trace(trace))
-        trace.unlink()
-        # The two clocks run alike and start apart.
-        apart = statistics.median(step.start - start / 1e3 for step, start in zip(steps, began, strict=True))
-        return steps, [(time_ns / 1e3 + apart, place) for time_ns, place in observer.marks]
-
-    def _profiled(self, count: int, trace: Path, observer: Any = None) -> list[tuple[int, int]]:
         activities = [ProfilerActivity.CPU]
         if self.trainer.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as recorded:
-            moments = self._run(count, observer)
+            moments = self.run(count)
         recorded.export_chrome_trace(str(trace))
         return moments
 
-    def _run(self, count: int, observer: Any = None) -> list[tuple[int, int]]:
-        moments = []
-        for _ in range(count):
-            self.number += 1
-            with ranges.step(self.number):
-                start = time.perf_counter_ns()
-                if observer is None:
-                    self.trainer.take_step(self.number)
-                else:
-                    with observer:
-                        self.trainer.take_step(self.number)
-                moments.append((start, time.perf_counter_ns()))
-            self.trainer.timer.step_done()
-        return moments
+    def observed(self, count: int, observer: Sampler | LineTracer) -> tuple[list[Timeline], list[Mark]]:
+        """The same under an observer: the steps taken apart, and what it saw, in microseconds of the trace."""
+        with TemporaryDirectory() as directory:
+            trace = Path(directory) / "trace.json"
+            with observer:
+                moments = self.profiled(count, trace)
+            steps = timelines(read_trace(trace))
+        # The two clocks run alike and start apart.
+        apart = statistics.median(step.start - began / 1e3 for step, (began, _) in zip(steps, moments, strict=True))
+        return steps, [(time_ns / 1e3 + apart, place) for time_ns, place in observer.marks]
+
+
+def _seconds(moments: Sequence[tuple[int, int]]) -> list[float]:
+    return [(end - start) / 1e9 for start, end in moments]
+
+
+def _check_sum(attribution: dict[str, Any], wall: Sequence[float]) -> dict[str, Any]:
+    """Whether what the trace adds up to is what the clock says."""
+    measured = statistics.fmean(wall)
+    residual = (attribution["step"]["sum_s"] - measured) / measured
+    return {"ok": abs(residual) <= TOLERANCE, "value": residual, "limit": TOLERANCE}
+
+
+def _check_python(run: _Steps, attribution: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Whether one function keeps the host busy; steps are sampled only where the host is busy that long at all."""
+    share = attribution["kinds"].get("host", {"share": 0.0})["share"]
+    if share <= HOT_SPOT:
+        return {"ok": True, "value": share, "limit": HOT_SPOT, "places": []}
+    found, marks = run.observed(steps, Sampler())
+    idle = list(host_intervals(found))
+    starts = [start for start, _ in idle]
+    places = [
+        place for time_us, place in marks if (at := bisect_right(starts, time_us) - 1) >= 0 and time_us < idle[at][1]
+    ]
+    functions: Counter[str] = Counter()
+    lines: dict[str, Counter[str]] = defaultdict(Counter)
+    for place in places:
+        if place is not None:
+            functions[place.function] += 1
+            lines[place.function][str(place)] += 1
+    ranked = [
+        {"where": lines[name].most_common(1)[0][0], "share": share * count / len(places)}
+        for name, count in functions.most_common(5)
+    ]
+    greatest = ranked[0]["share"] if ranked else 0.0
+    return {"ok": greatest <= HOT_SPOT, "value": greatest, "limit": HOT_SPOT, "places": ranked, "samples": len(places)}
+
+
+def _check_syncs(run: _Steps, attribution: dict[str, Any]) -> dict[str, Any]:
+    """Whether the host waits for the device outside of the one place where it must; if so, a step is traced by line."""
+    unexpected = sum(row["calls"] for row in attribution["syncs"] if not row["expected"])
+    check = {"ok": not unexpected, "value": unexpected, "limit": 0, "places": []}
+    if unexpected:
+        (step,), marks = run.observed(1, LineTracer())
+        times = [time_us for time_us, _ in marks]
+        places: Counter[tuple[str, str, str]] = Counter()
+        for event, phase in step.syncs_by_event():
+            at = bisect_right(times, event.start) - 1
+            if phase not in SYNC_PHASES:
+                places[event.name, phase, str(marks[at][1]) if at >= 0 else "unknown"] += 1
+        check["places"] = [
+            {"name": name, "phase": phase, "where": where, "calls": count}
+            for (name, phase, where), count in places.most_common()
+        ]
+    return check
+
+
+def _settings(config: RunConfig, trainer: Trainer, steps: int, warmup: int) -> dict[str, Any]:
+    """The sizes that every figure belongs to."""
+    shape, pattern = config.train, config.model.pattern
+    return {
+        "device": trainer.device.type,
+        "dtype": shape.dtype,
+        "seq_len": shape.seq_len,
+        "batch_size": shape.batch_size,
+        "accumulate": shape.accumulate,
+        "attention": config.model.attention,
+        "layers": config.model.n_layers,
+        "parameters": trainer.parameters,
+        "num_selected": pattern.num_selected,
+        "window": pattern.window,
+        "compiled": config.compile.nested if config.compile.enabled else None,
+        "threads": torch.get_num_threads(),
+        "steps": steps,
+        "warmup": warmup,
+    }
