@@ -16,6 +16,7 @@ from nsa_compile.errors import USER_FACING, UserError
 
 # Commands that live in other modules, with the line that --help shows for them; imported only when they are called.
 LAZY_COMMANDS = {
+    "audit": ("nsa_compile.profiles.audit_cli:audit", "Show which operators and backends really ran."),
     "bench": ("nsa_compile.profiles.bench_cli:bench", "Measure NSA, compiled, against dense attention."),
     "ckpt": ("nsa_compile.train.ckpt_cli:ckpt", "List, verify and prune the checkpoints of a run."),
     "config": ("nsa_compile.config_cli:config", "Show, check, compare and explain configurations."),

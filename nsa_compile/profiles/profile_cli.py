@@ -63,6 +63,7 @@ def step(
     corpus = load_corpus(config)
     directory = _directory(config, out)
     wait_passively()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it announces each start and stop of the profiler otherwise
 
     from nsa_compile.profiles.step_page import write_page
     from nsa_compile.profiles.step_profile import profile_step

@@ -11,8 +11,7 @@ import statistics
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +24,7 @@ from nsa_compile.config import ProfileSection, RunConfig
 from nsa_compile.data import Corpus
 from nsa_compile.profiles import ranges
 from nsa_compile.profiles.attribution import SYNC_PHASES, Timeline, attribute, host_intervals, read_trace, timelines
-from nsa_compile.profiles.measure import summarize
+from nsa_compile.profiles.measure import named_kernels, summarize
 from nsa_compile.profiles.python_lines import LineTracer, Mark, Sampler
 from nsa_compile.train.environment import describe_environment
 from nsa_compile.train.heartbeat import Heartbeat
@@ -51,7 +50,7 @@ def profile_step(config: RunConfig, corpus: Corpus, directory: Path, steps: int,
     ranges.enable()
     try:
         with (
-            _named_kernels(),
+            named_kernels(),
             Heartbeat(directory, 0, config.watchdog.interval_s) as heartbeat,
         ):
             run = _Steps(Trainer(config, corpus, directory, World(), heartbeat))
@@ -79,15 +78,6 @@ def profile_step(config: RunConfig, corpus: Corpus, directory: Path, steps: int,
         **attribution,
         "checks": checks,
     }
-
-
-@contextmanager
-def _named_kernels() -> Iterator[None]:
-    """Inductor's C++ kernels tell the profiler when they run, or their time would pass for Python's."""
-    import torch._inductor.config as inductor
-
-    with inductor.patch({"cpp.enable_kernel_profile": True}):
-        yield
 
 
 class _Steps:
