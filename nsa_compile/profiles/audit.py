@@ -113,6 +113,11 @@ def audit_attention(config: RunConfig, arm: str | None = None, repeats: int = 5)
     with allowed(), named_kernels():
         run(lambda layer, direction: nullcontext())  # compiles
         observed = _observe(run, device)
+    if arm is not None and not any(row.backend.startswith("SDPA") for row in observed):
+        raise UserError(
+            f"--{arm.replace(' ', '-')} has nothing to act on: no attention of this model ran through SDPA at this size; "
+            "use --set model.attention=dense"
+        )
     report = nsa_compile.last_report() if config.compile.enabled else None
     return {
         "schema": SCHEMA,
@@ -206,7 +211,15 @@ def recognise(events: Sequence[Event], uses: dict[str, list[Use]]) -> list[Obser
         for (branch, what, name), calls in called.items():
             row = Observed(int(layer), direction, branch, what, calls, name)
             used = {use for use in uses.get(region.name, ()) if _OURS.match(name) and use.operator == branch}
-            rows += [replace(row, backend=u.implementation, reason=u.reason, seen_as=f"{name}, dispatch") for u in used] or [row]
+            rows += [
+                replace(row, backend=use.implementation, reason=use.reason, seen_as=f"{name}, dispatch") for use in used
+            ] or [row]
+    # The math backend has no backward of its own: its gradients are those of the operators it is made of.
+    by_math = {(row.layer, row.branch) for row in rows if row.backend == MATH}
+    rows = [
+        replace(row, backend=MATH) if row.backend == PLAIN and (row.layer, row.branch) in by_math else row
+        for row in rows
+    ]
     return sorted(rows, key=lambda row: (row.layer, row.direction != "forward"))
 
 
