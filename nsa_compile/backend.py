@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -149,5 +148,6 @@ def compile_nested(
         return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if ranges else {}))
     from nsa_compile.workarounds import inductor_config
 
-    with inductor_config(has_scans=bool(find_scans(gm))), markers.inductor_config(gm) if ranges else nullcontext():
-        return lookup_backend("inductor")(gm, list(example_inputs))
+    patches = {"config_patches": markers.inductor_config(gm)} if ranges else {}
+    with inductor_config(has_scans=bool(find_scans(gm))):
+        return lookup_backend("inductor")(gm, list(example_inputs), **patches)

@@ -235,6 +235,16 @@ class WatchdogSection(Section):
     on_degraded: Action = "warn"
 
 
+class ProfileSection(Section):
+    """What a run lets profilers see.
+
+    ``nvtx`` opens named ranges around steps, their phases, checkpoints and passes and, inside compiled blocks, around
+    the branches of attention, forward and backward: NVTX ranges of the domain ``nsa``, and regions of torch's profiler.
+    """
+
+    nvtx: bool = False
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -247,6 +257,7 @@ class RunConfig(Section):
     compile: CompileSection = CompileSection()
     log: LogSection = LogSection()
     watchdog: WatchdogSection = WatchdogSection()
+    profile: ProfileSection = ProfileSection()
 
     @field_validator("model", mode="before")
     @classmethod
@@ -465,6 +476,7 @@ _SECTIONS: dict[str, Any] = {
     "compile": CompileSection,
     "log": LogSection,
     "watchdog": WatchdogSection,
+    "profile": ProfileSection,
 }
 
 

@@ -20,6 +20,7 @@ __all__ = ["IMPLEMENTATIONS", "Use", "force_implementation", "implementation", "
 
 logger = logging.getLogger("nsa_compile")
 
+
 @dataclass(frozen=True)
 class Use:
     """One call of an operator.

@@ -22,8 +22,16 @@ from typing import Any, Literal
 STEP = "step"
 PHASES = ("data", "forward", "backward", "communication", "optimizer")
 BRANCHES = (
-    "nsa.proj", "nsa.cmp", "nsa.sel", "nsa.sel.ranges_v2", "nsa.win", "nsa.attention", "nsa.gate", "nsa.mlp", "nsa.loop",
-)  # fmt: skip
+    "nsa.proj",
+    "nsa.cmp",
+    "nsa.sel",
+    "nsa.sel.ranges_v2",
+    "nsa.win",
+    "nsa.attention",
+    "nsa.gate",
+    "nsa.mlp",
+    "nsa.loop",
+)
 OTHER = "other"
 Kind = Literal["operator", "communication", "host"]
 
@@ -207,15 +215,13 @@ def timelines(events: Sequence[Event]) -> list[Timeline]:
     return result
 
 
-def _launched(
-    kernels: list[Event], on_host: list[Event], threads: Mapping[Any, list[Segment]]
-) -> list[Segment]:
+def _launched(kernels: list[Event], on_host: list[Event], threads: Mapping[Any, list[Segment]]) -> list[Segment]:
     """Each kernel as a segment inside of what was open in the thread that launched it, when it did."""
     calls = {event.correlation: event for event in on_host if event.correlation is not None}
     by_start = {id(found): [segment.start for segment in found] for found in threads.values()}
     result = []
     for kernel in kernels:
-        call = calls.get(kernel.correlation)
+        call = None if kernel.correlation is None else calls.get(kernel.correlation)
         path: tuple[Event, ...] = ()
         for found in threads.values() if call is not None else ():
             assert call is not None

@@ -2,8 +2,8 @@
 
 The blocks of the model run one after the other, forward and then backward, under torch's profiler. Operators are
 recognised by the events they leave; which implementation ran one of ours, `ops/dispatch.py` tells while it runs; the
-branch is the range that was open. The reasons for what should be otherwise come from torch's warnings and from the report
-of the compiler's passes.
+branch is the range that was open. The reasons for what should be otherwise come from torch's warnings and from the
+report of the compiler's passes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def audit_attention(config: RunConfig, arm: str | None = None, repeats: int = 5)
         observed = _observe(run, device)
     if arm is not None and not any(row.backend.startswith("SDPA") for row in observed):
         raise UserError(
-            f"--{arm.replace(' ', '-')} has nothing to act on: no attention of this model ran through SDPA at this size; "
+            f"--{arm.replace(' ', '-')} has nothing to act on: no attention of this model ran through SDPA; "
             "use --set model.attention=dense"
         )
     report = nsa_compile.last_report() if config.compile.enabled else None

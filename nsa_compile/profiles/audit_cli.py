@@ -78,9 +78,10 @@ def render_audit(result: Mapping[str, Any]) -> str:
         key = (row["direction"], row["branch"], row["backend"], str(row["calls"]), row["seen_as"])
         rows.setdefault(key, []).append(row["layer"])
     table = [(spans(layers), *key) for key, layers in rows.items()]
+    shape = f"{settings['layers']} layers, {settings['batch_size']} × {settings['seq_len']} tokens"
+    where = f"{settings['dtype']}, {settings['device']}, {compiled}, SDPA: {settings['sdpa']}"
     lines = [
-        f"{settings['attention']} attention, {settings['layers']} layers, {settings['batch_size']} × "
-        f"{settings['seq_len']} tokens, {settings['dtype']}, {settings['device']}, {compiled}, SDPA: {settings['sdpa']}",
+        f"{settings['attention']} attention, {shape}, {where}",
         "",
         tabulate(table, headers=("layer", "direction", "attention", "computed by", "calls", "seen as")),
     ]
@@ -93,7 +94,9 @@ def render_audit(result: Mapping[str, Any]) -> str:
         lines += [f"  {name}: {show(timing)}" for name, timing in timings.items()]
     lines.append("")
     for found in result["fallbacks"]:
-        lines.append(f"FALLBACK  layers {spans(found['layers'])}, {found['branch']}: {found['what']}; {found['reason']}")
+        lines.append(
+            f"FALLBACK  layers {spans(found['layers'])}, {found['branch']}: {found['what']}; {found['reason']}"
+        )
     return "\n".join(lines if result["fallbacks"] else [*lines, "ok  no fallback"])
 
 

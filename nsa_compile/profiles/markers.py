@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +60,12 @@ def compilers() -> dict[str, Callable[..., Callable[..., Any]]]:
     return {"fw_compiler": compiler("forward"), "bw_compiler": compiler("backward")}
 
 
-def inductor_config(gm: fx.GraphModule) -> AbstractContextManager[Any]:
-    """Inductor's configuration that puts ranges into the code of a labelled graph."""
-    from torch._inductor import config
-
+def inductor_config(gm: fx.GraphModule) -> dict[str, Any]:
+    """The configuration of Inductor that puts ranges into the code of a labelled graph."""
     # Inductor's caches look at neither labels nor this file.
     labels = "".join(f"{node.name}:{label_of(node)}\n" for node in gm.graph.nodes)
     digest = hashlib.sha256(labels.encode() + Path(__file__).read_bytes()).hexdigest()
-    return config.patch(_pre_fusion_custom_pass=InductorRanges(digest))
+    return {"_pre_fusion_custom_pass": InductorRanges(digest)}
 
 
 class InductorRanges(CustomSchedulerPass):
@@ -126,9 +123,20 @@ def _mark_kernels(scheduler: Any) -> None:
 
 
 def _label_of_kernel(kernel: Any) -> str | None:
-    origins = [origin for part in kernel.get_nodes() if part.node is not None for origin in part.node.get_origins()]
-    found = Counter(label for origin in origins if (label := label_of(origin)) is not None)
-    return max(sorted(found), key=found.__getitem__, default=None)
+    """What most of the operations in a kernel belong to; a call of an operator belongs where the operator does."""
+    votes: Counter[str] = Counter()
+    for part in kernel.get_nodes():
+        labels = {origin: label for origin in part.node.get_origins() if (label := label_of(origin))}
+        if part.is_extern() and labels:
+            votes[labels[max(labels)]] += 1  # the others are the views it reads
+        else:
+            votes.update(label for origin, label in labels.items() if not _is_view(origin))
+    return max(sorted(votes), key=votes.__getitem__, default=None)
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(argument.alias_info for argument in schema.arguments)
 
 
 def _filled(labels: Sequence[str | None]) -> list[str | None]:

@@ -29,7 +29,11 @@ def profile() -> None:
 @profile.command(short_help="Where the time of a training step goes.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps to profile.")
 @click.option(
-    "--warmup", type=click.IntRange(min=1), default=3, show_default=True, help="Steps before, the first of them compiles."
+    "--warmup",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Steps before, the first of them compiles.",
 )
 @click.option("--out", metavar="DIR", help="Where the files go; without it, a new directory in run.dir.")
 @run_options

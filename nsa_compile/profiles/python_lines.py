@@ -44,7 +44,8 @@ _INSTALLED = tuple(
 )  # fmt: skip
 # What runs compiled code, differentiates and updates: its time is the price of a call, wherever that stands.
 _MACHINERY = tuple(
-    str(Path(torch.__file__).parent / name) + os.sep for name in ("_dynamo", "_functorch", "_inductor", "autograd", "optim")
+    str(Path(torch.__file__).parent / name) + os.sep
+    for name in ("_dynamo", "_functorch", "_inductor", "autograd", "optim")
 )
 SAMPLE_SECONDS = 0.0005
 
@@ -117,4 +118,3 @@ def _is_library(code: CodeType) -> bool:
 def _is_generated(code: CodeType) -> bool:
     """Whether a compiler wrote the function: Inductor's wrappers, and what has no file."""
     return code.co_filename.startswith(("<", cache_dir() + os.sep))
-

@@ -54,7 +54,7 @@ def _ranges(profile: Mapping[str, Any]) -> Figure:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
     phases = list(profile["phases"])
     colors = {name: colormaps["tab10"](index) for index, name in enumerate(BRANCHES)} | {OTHER: "lightgray"}
@@ -68,7 +68,7 @@ def _ranges(profile: Mapping[str, Any]) -> Figure:
         left[phase] += width
     axes.set_ylim(len(phases) - 0.5, -0.5)
     axes.set_xlabel("ms")
-    figure.legend(loc="outside right center", fontsize="small")
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     return figure
 
 
@@ -76,7 +76,7 @@ def _operators(profile: Mapping[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     rows = profile["operators"][:TOP_OPERATORS]
-    figure = Figure(figsize=(8, 0.8 + 0.28 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(6.4, 0.8 + 0.28 * len(rows)), layout="constrained")
     axes = figure.subplots()
     names = [row[0] for row in operator_rows(profile)]
     axes.barh(range(len(rows)), [row["mean_s"] * 1e3 for row in rows])

@@ -1,8 +1,8 @@
 """A few warm training steps of a configured run under torch's profiler: what they spend their time on.
 
 The steps are those of the trainer itself. Compilation and warm-up come before; then as many steps are timed without
-the profiler as with it. What the trace shows is taken apart in `attribution.py`. Only where that finds the host busy, or
-made to wait, are more steps run to find the lines of Python to blame.
+the profiler as with it. What the trace shows is taken apart in `attribution.py`. Only where that finds the host busy,
+or made to wait, are more steps run to find the lines of Python to blame.
 """
 
 from __future__ import annotations
@@ -47,12 +47,8 @@ def profile_step(config: RunConfig, corpus: Corpus, directory: Path, steps: int,
         ``checks``, each with ``ok``, a number and its limit, and the culprits where it failed.
     """
     config = config.model_copy(update={"profile": ProfileSection(nvtx=True)})
-    ranges.enable()
     try:
-        with (
-            named_kernels(),
-            Heartbeat(directory, 0, config.watchdog.interval_s) as heartbeat,
-        ):
+        with named_kernels(), Heartbeat(directory, 0, config.watchdog.interval_s) as heartbeat:
             run = _Steps(Trainer(config, corpus, directory, World(), heartbeat))
             warm = _seconds(run.run(warmup))
             compiled = counters["stats"]["unique_graphs"]
@@ -92,10 +88,9 @@ class _Steps:
         moments = []
         for _ in range(count):
             self._number += 1
-            with ranges.step(self._number):
-                start = time.perf_counter_ns()
-                self.trainer.take_step(self._number)
-                moments.append((start, time.perf_counter_ns()))
+            start = time.perf_counter_ns()
+            self.trainer.take_step(self._number)
+            moments.append((start, time.perf_counter_ns()))
             self.trainer.timer.step_done()
         return moments
 

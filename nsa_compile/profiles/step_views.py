@@ -10,14 +10,15 @@ from tabulate import tabulate
 from nsa_compile.profiles.attribution import OTHER
 
 TOP_OPERATORS = 12
+ALIGNED = ("left", "left", "right", "right", "right")
 
 
 def render_step(profile: Mapping[str, Any]) -> str:
     """The profile for a terminal: tables first, what was found last."""
     parts = [
         "\n".join(f"{label:<9}  {text}" for label, text in summary_rows(profile)),
-        tabulate(range_rows(profile), RANGE_HEADERS, disable_numparse=True, colalign=("left", "left", "right", "right", "right")),
-        tabulate(operator_rows(profile), OPERATOR_HEADERS, disable_numparse=True, colalign=("left", "left", "right", "right", "right")),
+        tabulate(range_rows(profile), RANGE_HEADERS, disable_numparse=True, colalign=ALIGNED),
+        tabulate(operator_rows(profile), OPERATOR_HEADERS, disable_numparse=True, colalign=ALIGNED),
         "\n".join(f"{'ok  ' if ok else 'FAIL'}  {text}" for ok, text in check_rows(profile)),
     ]
     return "\n\n".join(parts)
@@ -96,7 +97,9 @@ def check_rows(profile: Mapping[str, Any]) -> list[tuple[bool, str]]:
     checks = profile["checks"]
     total, python, syncs, compiled = (checks[n] for n in ("sum", "python_hot_spot", "host_syncs", "compiled_before"))
     rows = [(total["ok"], f"the parts add up to {1 + total['value']:.2%} of the clock's time (±{total['limit']:.0%})")]
-    recompiled = "nothing" if compiled["ok"] else f"{compiled['value']} graphs, so the figures are not those of a warm step"
+    recompiled = (
+        "nothing" if compiled["ok"] else f"{compiled['value']} graphs, so the figures are not those of a warm step"
+    )
     rows.append((compiled["ok"], f"compiled while steps were measured: {recompiled}"))
     if python["ok"]:
         rows.append((True, f"no Python hot spot: no function takes more than {python['value']:.1%} of the step "

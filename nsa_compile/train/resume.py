@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa_compile.config import DDPSection, LogSection, RunConfig, WatchdogSection, load_config
+from nsa_compile.config import DDPSection, LogSection, ProfileSection, RunConfig, WatchdogSection, load_config
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.train.checkpoint_files import MANIFEST, Checkpoint, checkpoint_paths, verify_checkpoint
 
-# What may differ between the parts of a run: its length, where it lies, how often it tells of itself, who watches it,
-# and on what it runs; the numbers that gradients are sent as are another run.
+# What may differ between the parts of a run: its length, where it lies, how often it tells of itself, who watches it
+# and looks into it, and on what it runs; the numbers that gradients are sent as are another run.
 _FREE_TRAIN_KEYS = ("steps", "save_every", "keep_last", "keep_best", "log_every", "eval_every", "device")
 FREE_KEYS = frozenset(
     ["run.dir", "data.timeout_s"]
@@ -21,6 +21,7 @@ FREE_KEYS = frozenset(
     + [f"ddp.{name}" for name in DDPSection.model_fields if name != "compress"]
     + [f"log.{name}" for name in LogSection.model_fields]
     + [f"watchdog.{name}" for name in WatchdogSection.model_fields]
+    + [f"profile.{name}" for name in ProfileSection.model_fields]
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 
 import pytest
@@ -72,7 +73,7 @@ def test_operators_are_told_from_the_host_and_count_without_those_inside():
     assert result["kinds"]["host"]["mean_s"] == pytest.approx(400e-6)
     found = {row["name"]: row["mean_s"] * 1e6 for row in result["operators"]}
     assert found == pytest.approx({"aten::mm": 300, "aten::linear": 200, "graph_0_cpp_fused_add_1": 100})
-    assert [row["name"] for row in result["operators"]][0] == "aten::mm"
+    assert next(row["name"] for row in result["operators"]) == "aten::mm"
 
 
 def test_an_operator_may_end_inside_the_range_it_opened():
@@ -110,7 +111,12 @@ def test_a_kernel_counts_where_it_was_launched_and_not_when():
 
 def test_communication_and_how_much_of_it_is_hidden():
     result = figures(
-        [*STEP, region("backward", 0, 1000), operator("gloo:all_reduce", 200, 600, "gloo"), operator("aten::mm", 0, 300)]
+        [
+            *STEP,
+            region("backward", 0, 1000),
+            operator("gloo:all_reduce", 200, 600, "gloo"),
+            operator("aten::mm", 0, 300),
+        ]
     )
     assert result["communication"]["total_s"] == pytest.approx(400e-6)
     assert result["communication"]["overlapped_s"] == pytest.approx(100e-6)
@@ -168,6 +174,6 @@ def test_no_instant_is_lost_or_counted_twice(intervals):
     covered = [(segment.start, segment.end) for segment in step.segments]
     assert covered[0][0] == 0
     assert covered[-1][1] == 100
-    assert all(one[1] == other[0] for one, other in zip(covered, covered[1:], strict=False))
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(covered))
     for segment in segments(events[:1]):
         assert segment.path == (events[0],)
