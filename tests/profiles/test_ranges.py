@@ -111,7 +111,7 @@ def test_without_being_asked_for_there_are_no_ranges_and_with_them_losses_are_th
         process, events = under_client(*train_command(tiny_overrides(**RUN, **changes)))
         assert process.returncode == 0, process.stderr
         assert bool(events) == (asked == "true")
-        (table,) = root.glob("*/metrics.csv")
+        (table,) = root.glob("*/training.csv")
         with table.open(encoding="utf-8") as file:
             losses[asked] = [(row["loss"], row["grad_norm"]) for row in csv.DictReader(file)]
     assert losses["true"] == losses["false"]
