@@ -13,6 +13,8 @@ import nsa_compile
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
 from nsa_compile.ops import dispatch, force_implementation, window_attention
+from nsa_compile.passes.report import PassReport, Report, ScanReport
+from nsa_compile.passes.scans import Decline
 from nsa_compile.profiles.attribution import Event
 from nsa_compile.profiles.audit import MATH, PLAIN, Observed, audit_attention, find_fallbacks, recognise
 from nsa_compile.profiles.audit_cli import render_audit, spans
@@ -63,12 +65,19 @@ def test_a_compiled_model_shows_our_operators_in_every_layer(audit, tiny_overrid
     assert (fallback["branch"], fallback["what"]) == ("compressed", "not observed")
 
 
-def test_a_loop_that_stayed_one_is_named(audit):
-    result = audit(**COMPILED, **{"compile.disable": "[batch_prefill]"})
-    (fallback,) = result["fallbacks"]
-    assert fallback["what"] == "a loop over the tokens stayed one"
-    assert fallback["reason"] == "batch_prefill did not run: disabled"
-    assert fallback["layers"] == [0]
+def test_a_loop_that_stayed_one_is_named_with_what_the_compiler_said(tiny_overrides):
+    ran = [Observed(layer, "forward", "loop", PLAIN, 96, "aten::_softmax") for layer in (0, 1)]
+    decline = Decline("batch_prefill", "aten.cumsum", "step.py:7", "it needs its own result")
+    for report, reason in (
+        (Report("inductor", [PassReport("batch_prefill", skipped="disabled")]), "batch_prefill did not run: disabled"),
+        (
+            Report("inductor", scans=[ScanReport("scan", 32, declines=[decline])]),
+            "aten.cumsum at step.py:7: it needs its own result",
+        ),
+    ):
+        (fallback,) = find_fallbacks(ran, load_config(None, tiny_overrides(**COMPILED)), report)
+        assert fallback["what"] == "a loop over the tokens stayed one"
+        assert (fallback["reason"], fallback["layers"]) == (reason, [0, 1])
 
 
 def test_an_uncompiled_model_is_a_loop(audit):
@@ -89,7 +98,7 @@ def test_operators_that_fell_back_to_plain_torch_say_why(audit, monkeypatch):
     monkeypatch.setattr(dispatch, "_NATIVE", {})
     dispatch._best.cache_clear()
     try:
-        result = audit(**COMPILED)
+        result = audit(**COMPILED | {"train.seq_len": 32})
     finally:
         dispatch._best.cache_clear()
     found = {(row["branch"], row["what"], row["reason"]) for row in result["fallbacks"]}
