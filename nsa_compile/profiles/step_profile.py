@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from nsa_compile.config import ProfileSection, RunConfig
 from nsa_compile.data import Corpus
@@ -33,6 +33,7 @@ from nsa_compile.train.world import World
 
 SCHEMA = 1
 TRACE = "trace.json.gz"
+TICK = "tick"
 # One function in which Python spends more of a step than this, while no operator runs, is a hot spot.
 HOT_SPOT = 0.10
 # How far apart the wall clock and what the trace adds up to may be.
@@ -96,10 +97,7 @@ class _Steps:
 
     def profiled(self, count: int, trace: Path) -> list[tuple[int, int]]:
         """The same under torch's profiler, which leaves a trace."""
-        activities = [ProfilerActivity.CPU]
-        if self.trainer.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as recorded:
+        with self._profiler() as recorded:
             moments = self.run(count)
         recorded.export_chrome_trace(str(trace))
         return moments
@@ -108,12 +106,30 @@ class _Steps:
         """The same under an observer: the steps taken apart, and what it saw, in microseconds of the trace."""
         with TemporaryDirectory() as directory:
             trace = Path(directory) / "trace.json"
-            with observer:
-                moments = self.profiled(count, trace)
-            steps = timelines(read_trace(trace))
-        # The two clocks run alike and start apart.
-        apart = statistics.median(step.start - began / 1e3 for step, (began, _) in zip(steps, moments, strict=True))
-        return steps, [(time_ns / 1e3 + apart, place) for time_ns, place in observer.marks]
+            with self._profiler() as recorded:
+                ticks = _ticks()
+                with observer:
+                    self.run(count)
+            recorded.export_chrome_trace(str(trace))
+            events = read_trace(trace)
+        # The two clocks run alike and start apart. A tick is read after its end, so none says too much.
+        ends = sorted(event.end for event in events if event.name == TICK)
+        apart = max(end - time_ns / 1e3 for end, time_ns in zip(ends, ticks, strict=True))
+        return timelines(events), [(time_ns / 1e3 + apart, place) for time_ns, place in observer.marks]
+
+    def _profiler(self) -> profile:
+        on_gpu = [ProfilerActivity.CUDA] if self.trainer.device.type == "cuda" else []
+        return profile(activities=[ProfilerActivity.CPU, *on_gpu])
+
+
+def _ticks() -> list[int]:
+    """Moments right after regions of the trace that are named so, in nanoseconds of ``time.perf_counter_ns``."""
+    moments = []
+    for _ in range(20):
+        with record_function(TICK):
+            pass
+        moments.append(time.perf_counter_ns())
+    return moments
 
 
 def _seconds(moments: Sequence[tuple[int, int]]) -> list[float]:
