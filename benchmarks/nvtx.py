@@ -35,7 +35,9 @@ RECORD = Path(__file__).parent / "results" / "nvtx.json"
 @click.command()
 @click.option("--seq-lens", default="512,2048", show_default=True, help="Sequence lengths.")
 @click.option("--layers", default=4, show_default=True, help="Blocks of the model.")
-@click.option("--repeats", default=15, show_default=True, help="Timed steps of each variant, in turns, after a warm-up.")
+@click.option(
+    "--repeats", default=15, show_default=True, help="Timed steps of each variant, in turns, after a warm-up."
+)
 @click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/nvtx.json without it.")
 def main(seq_lens, layers, repeats, out) -> None:
     """Write the record after each length; print a table."""
@@ -49,7 +51,7 @@ def main(seq_lens, layers, repeats, out) -> None:
             torch._dynamo.reset()
             model = nsa_compile.compile_blocks(build(config), ranges=asked)
 
-            def step(model=model, asked=asked) -> None:
+            def step(model=model, tokens=tokens, asked=asked) -> None:
                 ranges.enable(asked)
                 with ranges.step(0):
                     forward_backward(model, tokens)

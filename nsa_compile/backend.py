@@ -136,7 +136,7 @@ def compile_nested(
 ) -> Callable[..., Any]:
     """Compile a rewritten graph with the backend behind this one.
 
-    With `ranges`, those that `annotate_ranges` named are put in; run eagerly, a graph has them in the forward pass only.
+    With `ranges`, those that `annotate_ranges` named are put in; a graph run eagerly has them in the forward pass only.
     """
     if nested == "eager":
         if ranges:

@@ -47,7 +47,7 @@ PRODUCTS = {
 SDPA = {F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
 
 
-@register("annotate_ranges")
+@register("annotate_ranges", option="ranges")
 def annotate_ranges(gm: fx.GraphModule, context: PassContext) -> bool:
     """Name the range of each node: projections, the three branches, gates, feed-forward layer."""
     if not context.may_rewrite():

@@ -1,7 +1,7 @@
 """Ranges in compiled programs: `push` and `pop` of :mod:`~nsa_compile.profiles.ranges` between their kernels.
 
-`annotate_ranges` labels the nodes of a captured graph. AOTAutograd keeps the labels and gives each backward node that of
-the forward node it belongs to, so the ranges of both directions are put in after differentiation, when the order of
+`annotate_ranges` labels the nodes of a captured graph. AOTAutograd keeps the labels and gives each backward node that
+of the forward node it belongs to, so the ranges of both directions are put in after differentiation, when the order of
 the kernels is final. Nothing is computed, copied or fused otherwise than without them: they are calls between the
 kernels, and a kernel that Inductor fused from several parts belongs to the one most of it comes from. What has no
 label, such as the sum of two gradients, is put with what runs before it.

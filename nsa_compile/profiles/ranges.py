@@ -5,8 +5,8 @@ profiler records, a region of the same name there, so that time is attributed th
 category says what kind of work it names, its payload is the step.
 
 Ranges belong to the thread that opens them: a backward pass may run in threads of autograd. The end of a range closes
-what was left open inside it, by an exception for instance, and an end without a beginning is ignored, so the ranges of a
-thread are balanced and nested whatever happens. Nothing is opened before :func:`enable`.
+what was left open inside it, by an exception for instance, and an end without a beginning is ignored, so the ranges of
+a thread are balanced and nested whatever happens. Nothing is opened before :func:`enable`.
 """
 
 from __future__ import annotations
