@@ -13,6 +13,7 @@ from nsa_compile import cache
 from nsa_compile.passes.pipeline import Options, Uncacheable, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import find_scans
+from nsa_compile.profiles import markers
 
 log = logging.getLogger("nsa_compile")
 
@@ -91,7 +92,7 @@ def nsa_compile_backend(
     chosen = parse_options(dict(options or {}))
     specialize_shapes(gm)
     _last_report = optimize(gm, chosen, example_inputs)
-    return compile_nested(gm, example_inputs, chosen.nested)
+    return compile_nested(gm, example_inputs, chosen.nested, ranges=chosen.ranges)
 
 
 def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> Report:
@@ -130,15 +131,23 @@ def specialize_shapes(gm: fx.GraphModule) -> None:
                 int(size)
 
 
-def compile_nested(gm: fx.GraphModule, example_inputs: Sequence[Tensor], nested: str) -> Callable[..., Any]:
-    """Compile a rewritten graph with the backend behind this one."""
+def compile_nested(
+    gm: fx.GraphModule, example_inputs: Sequence[Tensor], nested: str, *, ranges: bool = False
+) -> Callable[..., Any]:
+    """Compile a rewritten graph with the backend behind this one.
+
+    With `ranges`, those that `annotate_ranges` named are put in; a graph run eagerly has them in the forward pass only.
+    """
     if nested == "eager":
+        if ranges:
+            markers.insert(gm, "forward")
         return gm.forward
     from torch._dynamo.backends.registry import lookup_backend
 
     if nested == "aot_eager":
-        return lookup_backend("aot_eager")(gm, list(example_inputs))
+        return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if ranges else {}))
     from nsa_compile.workarounds import inductor_config
 
+    patches = {"config_patches": markers.inductor_config(gm)} if ranges else {}
     with inductor_config(has_scans=bool(find_scans(gm))):
-        return lookup_backend("inductor")(gm, list(example_inputs))
+        return lookup_backend("inductor")(gm, list(example_inputs), **patches)

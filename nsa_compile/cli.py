@@ -17,6 +17,7 @@ from nsa_compile.errors import USER_FACING, UserError
 # Commands that live in other modules, with the line that --help shows for them; imported only when they are called.
 LAZY_COMMANDS = {
     "ab": ("nsa_compile.experiments.experiments_cli:ab", "Is a run with some keys changed faster?"),
+    "audit": ("nsa_compile.profiles.audit_cli:audit", "Show which operators and backends really ran."),
     "bench": ("nsa_compile.profiles.bench_cli:bench", "Measure NSA, compiled, against dense attention."),
     "ckpt": ("nsa_compile.train.ckpt_cli:ckpt", "List, verify and prune the checkpoints of a run."),
     "config": ("nsa_compile.config_cli:config", "Show, check, compare and explain configurations."),
@@ -25,6 +26,7 @@ LAZY_COMMANDS = {
     "estimate": ("nsa_compile.train.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
     "launch": ("nsa_compile.launch_cli:launch", "Print a job file for several nodes."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
+    "profile": ("nsa_compile.profiles.profile_cli:profile", "Show where time goes: a training step."),
     "report": ("nsa_compile.train.report_cli:report", "Write what a run did as one HTML page."),
     "scaling": ("nsa_compile.experiments.experiments_cli:scaling", "Throughput per process on several processes."),
     "sweep": ("nsa_compile.experiments.experiments_cli:sweep", "Which value of a key is fastest?"),

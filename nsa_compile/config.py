@@ -253,6 +253,16 @@ class AcceptSection(Section):
     gate_share: Fraction | None = 0.01
 
 
+class ProfileSection(Section):
+    """What a run lets profilers see.
+
+    ``nvtx`` opens named ranges around steps, their phases, checkpoints and passes and, inside compiled blocks, around
+    the branches of attention, forward and backward: NVTX ranges of the domain ``nsa``, and regions of torch's profiler.
+    """
+
+    nvtx: bool = False
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -266,6 +276,7 @@ class RunConfig(Section):
     log: LogSection = LogSection()
     watchdog: WatchdogSection = WatchdogSection()
     accept: AcceptSection = AcceptSection()
+    profile: ProfileSection = ProfileSection()
 
     @field_validator("model", mode="before")
     @classmethod
@@ -485,6 +496,7 @@ _SECTIONS: dict[str, Any] = {
     "log": LogSection,
     "watchdog": WatchdogSection,
     "accept": AcceptSection,
+    "profile": ProfileSection,
 }
 
 

@@ -9,4 +9,5 @@ ORDER = (
     "fuse_selection_scatter",
     "batch_prefill",
     "lower_attention",
+    "annotate_ranges",
 )

@@ -34,6 +34,7 @@ from nsa_compile.passes import attention as nodes
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.rewriting import inline_tensors
 from nsa_compile.passes.scans import aten, example, fake_inputs, find_scans, location, subgraphs, trace_to_aten
+from nsa_compile.profiles.markers import label_of, set_label
 
 ATTENTION = nodes.attention._opoverload
 SELECT = nodes.select_blocks._opoverload
@@ -55,6 +56,8 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                 name, fn, group = "a step of a loop", _one_query(node), [node]
             else:
                 name, fn, group = choose(node, context.options.attention)
+            for member in group:
+                set_label(member, _range_of(member))
             where, what = location(node), " and ".join(_describe(n) for n in group)
             _replace(graph, group, fn)
             replaced.update(group)
@@ -78,12 +81,24 @@ def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
             causal = node.args[6] == "window" and node.args[7][0] >= example(node.args[0]).shape[1]
             if selected >= blocks and causal and context.may_rewrite():
                 context.match(location(node), f"all {blocks} blocks are selected: no indices")
+                set_label(node, _range_of(node))  # of the selected branch all the same
                 node.update_arg(4, None)
                 dropped = True
         if dropped:
             graph.graph.eliminate_dead_code()  # the ranking, if nobody else reads it
         changed |= dropped
     return changed
+
+
+def _range_of(node: fx.Node) -> str:
+    """The named range of an attention or a selection."""
+    if (known := label_of(node)) is not None:
+        return known
+    if node.target is SELECT:
+        return "nsa.sel"
+    if node.args[4] is not None:
+        return "nsa.sel.ranges_v2"
+    return {"blocks": "nsa.cmp", "window": "nsa.win"}.get(node.args[6], "nsa.attention")
 
 
 def _describe(node: fx.Node) -> str:

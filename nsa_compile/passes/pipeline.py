@@ -26,6 +26,7 @@ from nsa_compile.passes import ORDER, verifier
 from nsa_compile.passes.estimate import Estimate, estimate
 from nsa_compile.passes.report import Guard, PassReport, Report, ScanReport
 from nsa_compile.passes.scans import Decline, Declined, find_scans, name_scans_apart, subgraphs
+from nsa_compile.profiles import ranges
 
 log = logging.getLogger("nsa_compile")
 
@@ -43,12 +44,13 @@ class RegisteredPass(Protocol):
 
 @dataclass(frozen=True)
 class Pass:
-    """A registered pass: what it needs to have happened, and what holds once it ran."""
+    """A registered pass: what it needs to have happened, what holds once it ran, and the option that asks for it."""
 
     name: str
     run: PassFunction
     requires: tuple[str, ...]
     ensures: tuple[str, ...]
+    option: str | None = None
 
     @property
     def summary(self) -> str:
@@ -59,9 +61,12 @@ REGISTRY: dict[str, Pass] = {}
 
 
 def register(
-    name: str, *, requires: tuple[str, ...] = (), ensures: tuple[str, ...] = ()
+    name: str, *, requires: tuple[str, ...] = (), ensures: tuple[str, ...] = (), option: str | None = None
 ) -> Callable[[PassFunction], RegisteredPass]:
-    """Make a function a pass of the pipeline, under a name users can disable. `function.unregister()` undoes it."""
+    """Make a function a pass of the pipeline, under a name users can disable. `function.unregister()` undoes it.
+
+    With `option`, the name of a field of `Options`, it runs only where that is true.
+    """
 
     def decorate(run: PassFunction) -> RegisteredPass:
         before = REGISTRY.get(name)
@@ -71,7 +76,7 @@ def register(
             if before is not None:
                 REGISTRY[name] = before
 
-        REGISTRY[name] = Pass(name, run, requires, ensures)
+        REGISTRY[name] = Pass(name, run, requires, ensures, option)
         registered = cast(RegisteredPass, run)
         registered.unregister = unregister
         return registered
@@ -101,6 +106,7 @@ class Options:
         on_decline: `"warn"` leaves a scan that cannot be batched a loop and says so; `"error"` raises.
         check: run every pass's result against its input on the first real inputs and compare values.
         estimate: report what the graph costs after each pass (`estimate.py`); it takes about as long as verifying.
+        ranges: put the named ranges of `annotate_ranges` into the compiled program.
         dump_dir: write each graph before and after each pass there, as readable Python.
         cache: reuse results of earlier processes.
     """
@@ -113,6 +119,7 @@ class Options:
     on_decline: str = "warn"
     check: bool = False
     estimate: bool = False
+    ranges: bool = False
     dump_dir: str | None = None
     cache: bool = True
 
@@ -207,6 +214,8 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
         missing = [need for need in p.requires if need not in established]
         if p.name in options.disable:
             entry.skipped = "disabled"
+        elif p.option is not None and not getattr(options, p.option):
+            entry.skipped = "not asked for"
         elif missing:
             entry.skipped = f"needs {', '.join(missing)}, which no earlier pass established"
         if entry.skipped:
@@ -217,7 +226,8 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
         reference = verifier.snapshot(gm) if options.check and real_inputs is not None else None
         _dump(gm, options, index, p.name, "before")
         start = time.perf_counter()
-        entry.changed = p.run(gm, context)
+        with ranges.span(p.name, "pass"):
+            entry.changed = p.run(gm, context)
         entry.seconds = time.perf_counter() - start
         start = time.perf_counter()
         verifier.verify(gm, p.name, changed=entry.changed, before=before, expected=expected)

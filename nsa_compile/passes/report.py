@@ -74,6 +74,23 @@ class Report:
     def declines(self) -> list[Decline]:
         return [decline for p in self.passes for decline in p.declines]
 
+    def attention_choices(self) -> dict[str, tuple[str, str]]:
+        """For each branch that `lower_attention` met: the attention in words, and the operator it became."""
+        choices = {}
+        for p in self.passes:
+            for match in p.matches if p.name == "lower_attention" else ():
+                what, _, operator = match.rpartition(": ")
+                if "selected blocks of" in what:
+                    branch = "selected"
+                elif "(blocks of" in what:
+                    branch = "compressed"
+                elif "selection of" in what:
+                    branch = "selection"
+                else:
+                    branch = "window"
+                choices[branch] = (what, operator)
+        return choices
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, with a schema number."""
         return {"schema": SCHEMA, **asdict(self)}

@@ -44,13 +44,14 @@ def _describe(value: Any) -> str:
 
 
 def fingerprint(gm: fx.GraphModule) -> str:
-    """A digest of everything a pass can change: nodes, arguments, bodies, records."""
+    """A digest of everything a pass can change: nodes, arguments, bodies, records, annotations."""
     digest = hashlib.sha256()
     bodies = [site.body for site in find_scans(gm)]
     for graph in [*subgraphs(gm), *bodies]:
         for node in graph.graph.nodes:
             record = node.meta.get(RECORD)
             text = f"{node.op}|{node.name}|{node.target}|{node.args}|{node.kwargs}|{record and record.fingerprint()}"
+            text += f"|{node.meta.get('custom')}"
             digest.update(text.encode())
     return digest.hexdigest()
 

@@ -147,19 +147,7 @@ def _what_was_compiled(q: Tensor) -> dict[str, Any]:
     """Whether the latest compilation batched its loop, the operators that it chose, and what runs them for `q`."""
     report = nsa_compile.last_report()
     assert report is not None, "something was compiled"
-    operators: dict[str, str] = {}
-    for p in report.passes:
-        for match in p.matches if p.name == "lower_attention" else ():
-            what, _, operator = match.rpartition(": ")
-            if "selected blocks of" in what:
-                branch = "selected"
-            elif "(blocks of" in what:
-                branch = "compressed"
-            elif "selection of" in what:
-                branch = "selection"
-            else:
-                branch = "window"
-            operators[branch] = operator
+    operators = {branch: operator for branch, (_, operator) in report.attention_choices().items()}
     sparse = [name for name in ("compressed", "selected", "window") if f"{name}_attention" in operators.get(name, "")]
     implementations = {name: _implementation(name, q) for name in sparse}
     return {"batched": all(s.batched for s in report.scans), "operators": operators, "implementations": implementations}

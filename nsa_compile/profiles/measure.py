@@ -6,7 +6,8 @@ import ctypes
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "interleave",
     "make_record",
     "model_config",
+    "named_kernels",
     "not_measured",
     "peak_memory",
     "random_tokens",
@@ -73,6 +75,15 @@ def seconds_of(work: Callable[[], Any], device: torch.device = CPU) -> float:
     work()
     synchronize(device)
     return time.perf_counter() - start
+
+
+@contextmanager
+def named_kernels() -> Iterator[None]:
+    """Inductor's C++ kernels compiled in here tell a profiler when they run; others pass for Python."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch({"cpp.enable_kernel_profile": True}):
+        yield
 
 
 def interleave(

@@ -16,6 +16,7 @@ from nsa_compile.data.sampling import local_rows
 from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
+from nsa_compile.profiles import ranges
 from nsa_compile.train.all_reduce import AllReduceHook
 from nsa_compile.train.attention_stats import LayerStatistics, attention_statistics
 from nsa_compile.train.checkpoint import load_checkpoint
@@ -99,6 +100,7 @@ class Trainer:
         self.heartbeat = heartbeat
         self.device = choose_device(config, world)
         self.timer = PhaseTimer(self.device, self._enter_phase)
+        ranges.enable(config.profile.nvtx)
 
         self.model = NSATransformer(config.model).to(self.device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -108,7 +110,11 @@ class Trainer:
             self.converted = convert_linear_layers(self.model, config.train.matmul)
         if config.compile.enabled:
             nsa_compile.compile_blocks(
-                self.model, nested=config.compile.nested, disable=config.compile.disable, estimate=True
+                self.model,
+                nested=config.compile.nested,
+                disable=config.compile.disable,
+                estimate=True,
+                ranges=config.profile.nvtx,
             )
         self.hook = None
         if world.size > 1 and config.ddp.strategy == "ddp":
@@ -223,23 +229,7 @@ class Trainer:
         """Do the `step`-th step and what comes after it, and return whether it was saved."""
         config, shape = self.config, self.config.train
         start = time.perf_counter()
-        with self.timer.phase("data"):
-            indices = [self.sampler.next_indices() for _ in range(shape.accumulate)]
-            batches = [self.sampler.sequences(part) for part in indices]
-        lr = learning_rate(config.optim, step, shape.steps)
-        result = train_step(
-            self.trained,
-            self.optimizer,
-            batches,
-            lr,
-            config.optim.clip,
-            self.device,
-            shape.dtype,
-            self.timer,
-            self.hook,
-            self.counted,
-        )
-        synchronize(self.device)
+        indices, batches, lr, result = self.take_step(step)
         seconds = time.perf_counter() - start
         phases = self.timer.step_done()
         rate = self.tokens_per_step / seconds
@@ -268,6 +258,29 @@ class Trainer:
         self.heartbeat.phase("idle")
         return save
 
+    def take_step(self, step: int) -> tuple[list[Any], list[Any], float, StepResult]:
+        """Learn from the `step`-th batch, and return its indices and sequences, the learning rate, and the result."""
+        shape = self.config.train
+        with ranges.step(step):
+            with self.timer.phase("data"):
+                indices = [self.sampler.next_indices() for _ in range(shape.accumulate)]
+                batches = [self.sampler.sequences(part) for part in indices]
+            lr = learning_rate(self.config.optim, step, shape.steps)
+            result = train_step(
+                self.trained,
+                self.optimizer,
+                batches,
+                lr,
+                self.config.optim.clip,
+                self.device,
+                shape.dtype,
+                self.timer,
+                self.hook,
+                self.counted,
+            )
+            synchronize(self.device)
+        return indices, batches, lr, result
+
     def _skip(self, step: int, sequences: list[int], result: StepResult) -> None:
         try:
             self.nonfinite.nonfinite(step, self.world.rank, sequences, result.loss, result.grad_norm)
@@ -282,16 +295,18 @@ class Trainer:
 
     def _evaluate(self, journal: Journal, step: int) -> None:
         self.heartbeat.phase("evaluate")
-        loss, accuracy = evaluate_answers(
-            self.model, self.validation, self.corpus.answers, self.device, self.config.train.dtype, self.counted
-        )
+        with ranges.span("evaluation", "evaluation"):
+            loss, accuracy = evaluate_answers(
+                self.model, self.validation, self.corpus.answers, self.device, self.config.train.dtype, self.counted
+            )
         figures = torch.tensor([loss, accuracy or 0.0], dtype=torch.float64, device=self.device)
         loss, mean_accuracy = mean_of_all(figures).tolist()
         journal.evaluation(EvalRow(step, loss, None if accuracy is None else mean_accuracy))
 
     def _save(self, journal: Journal, step: int) -> None:
         self.heartbeat.phase("checkpoint")
-        journal.save(step, self.state.files(step))
+        with ranges.span("checkpoint", "checkpoint"):
+            journal.save(step, self.state.files(step))
 
     def _agree_to_stop(self, journal: Journal, signal_name: str | None) -> Stop:
         reason = Stop.NOT if signal_name is None else Stop[signal_name]

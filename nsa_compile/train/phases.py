@@ -6,10 +6,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from nsa_compile.profiles import ranges
 from nsa_compile.train.records import PHASES
 
 OTHER = "other"
@@ -42,12 +43,13 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside for the phase ``name``, one of ``PHASES``."""
+        """Count the time inside for the phase ``name``, one of ``PHASES``, which is a range of that name, too."""
         _check(name)
         outer = self._phase
         self._enter(name)
         try:
-            yield
+            with ranges.span(name, cast(ranges.Category, name)):
+                yield
         finally:
             self._enter(outer)
 
@@ -55,6 +57,7 @@ class PhaseTimer:
         """Count the rest of the present phase for ``name``: for what is called in the middle of a backward pass."""
         _check(name)
         self._enter(name)
+        ranges.rest(name, cast(ranges.Category, name))
 
     def step_done(self) -> dict[str, float] | None:
         """End the step: seconds by phase, in the order of ``PHASES``.

@@ -8,12 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa_compile.config import AcceptSection, DDPSection, LogSection, RunConfig, WatchdogSection, load_config
+from nsa_compile.config import (
+    AcceptSection,
+    DDPSection,
+    LogSection,
+    ProfileSection,
+    RunConfig,
+    WatchdogSection,
+    load_config,
+)
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.train.checkpoint_files import MANIFEST, Checkpoint, checkpoint_paths, verify_checkpoint
 
-# What may differ between the parts of a run: its length, where it lies, how often it tells of itself, who watches it,
-# what is asked of it, and on what it runs; the numbers that gradients are sent as are another run.
+# What may differ between the parts of a run: its length, where it lies, how often it tells of itself, who watches it
+# and looks into it, what is asked of it, and on what it runs; the numbers that gradients are sent as are another run.
 _FREE_TRAIN_KEYS = ("steps", "save_every", "keep_last", "keep_best", "log_every", "eval_every", "device")
 FREE_KEYS = frozenset(
     ["run.dir", "data.timeout_s"]
@@ -22,6 +30,7 @@ FREE_KEYS = frozenset(
     + [f"log.{name}" for name in LogSection.model_fields]
     + [f"watchdog.{name}" for name in WatchdogSection.model_fields]
     + [f"accept.{name}" for name in AcceptSection.model_fields]
+    + [f"profile.{name}" for name in ProfileSection.model_fields]
 )
 
 

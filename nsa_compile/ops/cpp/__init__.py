@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["call", "empty", "has_matrix_unit", "load", "sizes_of", "vectors_only"]
+__all__ = ["call", "empty", "has_matrix_unit", "load", "sizes_of", "uses_matrix_unit", "vectors_only"]
 
 OPERATORS = ("window", "compressed", "selected")
 _DTYPES = {
@@ -58,6 +58,11 @@ _vectors_only: list[bool] = []
 def has_matrix_unit() -> bool:
     """Whether the processor has a matrix unit (AMX), and the system lets this process use it."""
     return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
+def uses_matrix_unit(dtype: torch.dtype) -> bool:
+    """Whether a kernel called now for inputs of this dtype multiplies on the matrix unit."""
+    return has_matrix_unit() and not _vectors_only and dtype != torch.float64
 
 
 @contextmanager
@@ -135,7 +140,7 @@ def call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor, ..
     described = (_Tensor * len(tensors))(*map(_describe, tensors))
     arguments = [_to_c(parameter) for parameter in parameters]
     threads = ctypes.c_int64(torch.get_num_threads())
-    matrix_unit = ctypes.c_int64(has_matrix_unit() and not _vectors_only)
+    matrix_unit = ctypes.c_int64(uses_matrix_unit(tensors[0].dtype))
     if function(ctypes.byref(sizes), described, *arguments, threads, matrix_unit):
         raise MemoryError(
             f"{operator}_attention ({direction}) ran out of memory for q [{sizes.batch}, {sizes.queries}, "

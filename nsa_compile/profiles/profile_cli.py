@@ -1,0 +1,104 @@
+"""`nsa-compile profile`: where time goes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from nsa_compile.cli import SuggestingGroup, run_options
+
+if TYPE_CHECKING:
+    from nsa_compile.config import RunConfig
+
+
+@click.group(cls=SuggestingGroup)
+def profile() -> None:
+    """Show where time goes.
+
+    \b
+    nsa-compile profile step
+    nsa-compile profile step --config my_run.yaml --steps 20
+    """
+
+
+@profile.command(short_help="Where the time of a training step goes.")
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps to profile.")
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Steps before, the first of them compiles.",
+)
+@click.option("--out", metavar="DIR", help="Where the files go; without it, a new directory in run.dir.")
+@run_options
+@click.pass_context
+def step(
+    ctx: click.Context,
+    steps: int,
+    warmup: int,
+    out: str | None,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Run a few warm training steps under torch's profiler and say what they spend their time on.
+
+    Time by phase and branch, forward and backward apart, operators, the share of Python, host syncs, data loading. The
+    exit code is 1 where a check failed: a Python hot spot, a host sync in the step, a sum that is not the whole.
+
+    \b
+    nsa-compile profile step
+    nsa-compile profile step --set train.seq_len=256 --steps 20
+    nsa-compile profile step --config my_run.yaml --out profile --json
+    """
+    # Everything a user can get wrong is found before torch is imported.
+    from nsa_compile.config import load_config
+    from nsa_compile.data import load_corpus
+    from nsa_compile.train.preflight import check_run, wait_passively
+
+    config = load_config(config_path, overrides)
+    check_run(config)
+    corpus = load_corpus(config)
+    directory = _directory(config, out)
+    wait_passively()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it announces each start and stop of the profiler otherwise
+
+    from nsa_compile.profiles.step_page import write_page
+    from nsa_compile.profiles.step_profile import profile_step
+    from nsa_compile.profiles.step_views import render_step
+
+    result = profile_step(config, corpus, directory, steps, warmup)
+    (directory / "profile.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_page(result, directory)
+    click.echo(json.dumps(result | {"directory": str(directory)}, indent=2) if as_json else render_step(result))
+    click.echo(f"files in {directory}: profile.html, profile.json, {result['trace']}", err=True)
+    if not all(check["ok"] for check in result["checks"].values()):
+        ctx.exit(1)
+
+
+def _directory(config: RunConfig, out: str | None) -> Path:
+    """The directory that was asked for, or a new one beside the runs.
+
+    Raises:
+        UserError: it cannot be created or written to.
+    """
+    from nsa_compile.errors import UserError
+    from nsa_compile.train.preflight import create_run_directory
+
+    if out is None:
+        run = config.run.model_copy(update={"name": f"{config.run.name}-profile"})
+        return create_run_directory(config.model_copy(update={"run": run}))
+    directory = Path(out)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UserError(f"--out '{out}' must be a writable directory: {error.strerror}; choose another") from None
+    return directory
