@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from nsa_compile.errors import UserError
 from nsa_compile.passes.pipeline import pipeline
 from nsa_compile.profiles.blame import Check
-from nsa_compile.profiles.measure import seconds_of, summarize
+from nsa_compile.profiles.measure import interleave, show
 from nsa_compile.profiles.probe import Probe, errors, with_passes
 
 
@@ -44,76 +45,47 @@ def exception(probe: Probe) -> Check:
     return check
 
 
-@dataclass(frozen=True)
-class Slowness:
-    """How fast the block is after each prefix of the pipeline.
+class Slow:
+    """The block is about as fast as after the best prefix of the pipeline.
 
-    Attributes:
-        timings: seconds of forward and backward by number of passes, as `measure.summarize` tells them.
-        best: the number of passes after which it is fastest.
-        factor: how many times slower counts as slow.
+    Each call times the two in turns, forward and backward, with compilation and a first run excluded. Slow is what takes
+    more than `factor` times as long, by the medians of `repeats` runs, and is in its fastest run slower than the other
+    in its slowest. `verdict` tells of the latest comparison.
     """
 
-    timings: list[dict[str, Any]]
-    best: int
-    factor: float
+    def __init__(self, probe: Probe, *, factor: float, repeats: int, disable: Sequence[str], nested: str) -> None:
+        self.probe, self.factor, self.repeats = probe, factor, repeats
+        prefixes = [{"disable": with_passes(n, disable), "nested": nested} for n in range(len(pipeline()) + 1)]
+        medians = [self._time({"alone": options})["alone"]["median_s"] for options in prefixes]
+        self.best = medians.index(min(medians))
+        self.reference = prefixes[self.best]
+        self.verdict = ""
 
-    def is_slow(self, timing: Mapping[str, Any]) -> bool:
-        """Slower than the best by the factor, and its fastest run slower than the slowest of the best."""
-        best = self.timings[self.best]
-        return timing["median_s"] > self.factor * best["median_s"] and timing["min_s"] > best["max_s"]
-
-    @property
-    def verdict(self) -> str:
-        last, best = self.timings[-1], self.timings[self.best]
-        ratio = last["median_s"] / best["median_s"]
-        n = len(last["samples_s"])
-        if self.best == len(self.timings) - 1:
-            return f"all passes together are the fastest: {last['median_s'] * 1e3:.3g} ms (median of {n})"
-        numbers = (
-            f"{last['median_s'] * 1e3:.3g} ms after all passes and {best['median_s'] * 1e3:.3g} ms after {self.best} "
-            f"(medians of {n}): {ratio:.2f} times"
+    def __call__(self, options: Mapping[str, Any]) -> bool:
+        timing = self._time({"reference": self.reference, "this": options})
+        this, reference = timing["this"], timing["reference"]
+        ratio = this["median_s"] / reference["median_s"]
+        slower = ratio > self.factor and this["min_s"] > reference["max_s"]
+        self.verdict = (
+            f"{'slower' if slower else 'no significant difference'}: forward and backward take {show(this)} ms, after the "
+            f"best {self.best} passes {show(reference)} ms (median, range, n = {self.repeats}): {ratio:.2f} times"
         )
-        return f"slower: {numbers}" if self.is_slow(last) else f"no significant difference: {numbers}"
-
-
-def slowness(probe: Probe, disable: Sequence[str], factor: float, repeats: int, **options: Any) -> Slowness:
-    """Time the block after each prefix of the pipeline."""
-    timings = []
-    for count in range(len(pipeline()) + 1):
-        torch._dynamo.reset()
-        timings.append(time_block(probe, repeats, disable=with_passes(count, disable), **options))
-    medians = [t["median_s"] for t in timings]
-    return Slowness(timings, medians.index(min(medians)), factor)
-
-
-def slow(probe: Probe, found: Slowness, repeats: int) -> Check:
-    """The block is about as fast as after the best prefix."""
-
-    def check(options: Mapping[str, Any]) -> bool:
-        timing = time_block(probe, repeats, **options)
-        if found.is_slow(timing):
-            times = timing["median_s"] / found.timings[found.best]["median_s"]
-            raise TimeoutError(
-                f"{timing['median_s'] * 1e3:.3g} ms forward and backward, {times:.1f} times that after "
-                f"{found.best} passes"
-            )
+        if slower:
+            raise TimeoutError(self.verdict)
         return True
 
-    return check
+    def _time(self, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        torch._dynamo.reset()
+        blocks = {name: self.probe.compiled(**options) for name, options in variants.items()}
 
+        def work(block: nn.Module) -> None:
+            block.zero_grad(set_to_none=True)
+            self.probe.backward(self.probe.forward(block)[1])
 
-def time_block(probe: Probe, repeats: int, **options: Any) -> dict[str, Any]:
-    """Seconds of forward and backward, compilation and a first run excluded."""
-    block = probe.compiled(**options)
-
-    def work() -> None:
-        block.zero_grad(set_to_none=True)
-        probe.backward(probe.forward(block)[1])
-
-    for _ in range(2):  # compiles, forward and backward; then warms up
-        work()
-    return summarize([seconds_of(work, probe.device) for _ in range(repeats)])
+        works = {name: partial(work, block) for name, block in blocks.items()}
+        for first in works.values():
+            first()  # compiles; what `interleave` does before it counts is the warm-up
+        return interleave(works, self.repeats, self.probe.device)
 
 
 def load_check(name: str) -> Check:

@@ -285,7 +285,7 @@ def bisect(
     from nsa_compile.profiles.rendering import render_blame
 
     options: dict[str, Any] = {"nested": config.compile.nested, "disable": config.compile.disable}
-    first, healthy = 0, "the check does not fail, so there is nothing to blame"
+    first, slow = 0, None
     if script:
         check: Check = checks.load_check(script)
     else:
@@ -293,9 +293,8 @@ def bisect(
 
         probe = Probe(config, seq_len)
         if kind == "slow":
-            found = checks.slowness(probe, factor=factor, repeats=repeats, **options)
-            first, healthy = found.best, f"nothing to blame; {found.verdict}"
-            check = checks.slow(probe, found, repeats)
+            check = slow = checks.Slow(probe, factor=factor, repeats=repeats, **options)
+            first = slow.best
         else:
             check = checks.exception(probe) if kind == "exception" else checks.numeric(probe)
     culprit = blame.bisect(check, first=first, **options)
@@ -305,6 +304,7 @@ def bisect(
         settings = {"check": script or kind or "numeric", "seq_len": None if script else seq_len}
         click.echo(json.dumps({**settings, "blame": culprit and culprit.to_dict()}, indent=2))
     else:
+        healthy = f"the check does not fail, so there is nothing to blame{f'; {slow.verdict}' if slow else ''}"
         click.echo(render_blame(culprit, out) if culprit else healthy)
     ctx.exit(1 if culprit else 0)
 
