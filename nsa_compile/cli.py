@@ -24,6 +24,7 @@ LAZY_COMMANDS = {
     "estimate": ("nsa_compile.train.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
     "launch": ("nsa_compile.launch_cli:launch", "Print a job file for several nodes."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
+    "profile": ("nsa_compile.profiles.profile_cli:profile", "Show what each pass is worth, measured."),
     "report": ("nsa_compile.train.report_cli:report", "Write what a run did as one HTML page."),
     "watch": ("nsa_compile.train.watch_cli:watch", "Watch a run: is it alive, and does it get on?"),
 }

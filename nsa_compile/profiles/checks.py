@@ -48,9 +48,9 @@ def exception(probe: Probe) -> Check:
 class Slow:
     """The block is about as fast as after the best prefix of the pipeline.
 
-    Each call times the two in turns, forward and backward, with compilation and a first run excluded. Slow is what takes
-    more than `factor` times as long, by the medians of `repeats` runs, and is in its fastest run slower than the other
-    in its slowest. `verdict` tells of the latest comparison.
+    Each call times the two in turns, forward and backward, with compilation and a first run excluded. Slow is what
+    takes more than `factor` times as long, by the medians of `repeats` runs, and is in its fastest run slower than the
+    other in its slowest. `verdict` tells of the latest comparison.
     """
 
     def __init__(self, probe: Probe, *, factor: float, repeats: int, disable: Sequence[str], nested: str) -> None:
@@ -67,8 +67,8 @@ class Slow:
         ratio = this["median_s"] / reference["median_s"]
         slower = ratio > self.factor and this["min_s"] > reference["max_s"]
         self.verdict = (
-            f"{'slower' if slower else 'no significant difference'}: forward and backward take {show(this)} ms, after the "
-            f"best {self.best} passes {show(reference)} ms (median, range, n = {self.repeats}): {ratio:.2f} times"
+            f"{'slower' if slower else 'no significant difference'}: forward and backward take {show(this)} ms, after "
+            f"the best {self.best} passes {show(reference)} ms (median, range, n = {self.repeats}): {ratio:.2f} times"
         )
         if slower:
             raise TimeoutError(self.verdict)
