@@ -132,7 +132,7 @@ def write_profile_page(path: Path, record: Mapping[str, Any], graphs: Sequence[s
         for row in rows
     ]
     page = render(
-        "nsa_compile.profiles", "pass_profile.html", name="Passes", directory=headline(record), problems=[],
+        "nsa_compile.profiles", "pass_profile.html", name="Passes", directory=path, headline=headline(record), problems=[],
         rows=shown, work=WORK, cost=COST, notes=notes(record).splitlines(), pictures=pictures,
         eager=record["eager_error"], graphs=[(title(rows, n), graph) for n, graph in enumerate(graphs)],
         machine=record["machine"], environment=record["environment"],
@@ -150,8 +150,8 @@ def title(rows: Sequence[Row], number: int) -> str:
 CAPTIONS = {
     "time": "Median time of forward and backward after each pass; each bar begins where the one before ended, on a "
     "logarithmic scale.",
-    "roofline": "Arithmetic rate of the forward pass over its arithmetic intensity, both from estimated FLOPs and bytes "
-    "as if no operator were fused: a point above the slope shows what fusion saved. The roof is measured: matrix "
+    "roofline": "Arithmetic rate of the forward pass over its arithmetic intensity, both from estimated FLOPs and "
+    "bytes as if no operator were fused: a point above the slope shows what fusion saved. The roof is measured: matrix "
     "products and copies.",
     "graphs": "Nodes of the graph, and operators that run in a forward pass: a loop's body runs for each token.",
 }

@@ -137,7 +137,7 @@ def render_blame(blame: Blame, folder: str | None = None, width: int = 160, line
         culprit = f"pass {blame.pass_name} as a whole: it fails where it may do no rewrite"
     reproduce = ", ".join(f"{name}={value!r}" for name, value in blame.options.items() if value not in (None, ()))
     rows = [("to blame", culprit), ("match", blame.match or "none: it did not get to record one")]
-    rows += [("how it fails", blame.problem), ("again with", reproduce), ("checks run", blame.checks)]
+    rows += [("how it fails", blame.problem), ("again with", reproduce), ("checks run", str(blame.checks))]
     parts = [tabulate(rows, tablefmt="plain", disable_numparse=True)]
     if blame.before is not None and blame.after is not None:
         changed = render_side_by_side(side_by_side(blame.before, blame.after), width).splitlines()
