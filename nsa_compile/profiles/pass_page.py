@@ -132,9 +132,9 @@ def write_profile_page(path: Path, record: Mapping[str, Any], graphs: Sequence[s
         for row in rows
     ]
     page = render(
-        "nsa_compile.profiles", "pass_profile.html", name="Passes", directory=path, headline=headline(record), problems=[],
-        rows=shown, work=WORK, cost=COST, notes=notes(record).splitlines(), pictures=pictures,
-        eager=record["eager_error"], graphs=[(title(rows, n), graph) for n, graph in enumerate(graphs)],
+        "nsa_compile.profiles", "pass_profile.html", name="Passes", directory=path, problems=[],
+        headline=headline(record), rows=shown, work=WORK, cost=COST, notes=notes(record).splitlines(),
+        pictures=pictures, eager=record["eager_error"], graphs=[(title(rows, n), graph) for n, graph in enumerate(graphs)],
         machine=record["machine"], environment=record["environment"],
     )  # fmt: skip
     replace(path, page.encode())
@@ -190,9 +190,10 @@ def _waterfall(rows: Sequence[Row]) -> Figure:
         axes.barh(name, abs(after - before), left=min(before, after), color="#1a7f4b" if after < before else "#b3261e")
         axes.plot([after, after], [name, name], marker="|", markersize=22, color="black")
     axes.barh("in the end", totals[-1] - floor, left=floor, color=FORWARD)
-    for name, total in zip([*names, "in the end"], [*totals, totals[-1]], strict=True):
-        axes.annotate(f"{total:,.3g} ms", (max(total, floor), name), xytext=(6, 0), textcoords="offset points",
-                      va="center", fontsize="small")  # fmt: skip
+    ends = [totals[0], *map(max, totals, totals[1:]), totals[-1]]  # where each bar ends on the right
+    for name, total, end in zip([*names, "in the end"], [*totals, totals[-1]], ends, strict=True):
+        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": "small"}
+        axes.annotate(f"{total:,.3g} ms", (end, name), **place)
     axes.set_xscale("log")
     axes.set_xlim(floor, max(totals) * 2.5)
     axes.invert_yaxis()
