@@ -134,7 +134,8 @@ def write_profile_page(path: Path, record: Mapping[str, Any], graphs: Sequence[s
     page = render(
         "nsa_compile.profiles", "pass_profile.html", name="Passes", directory=path, problems=[],
         headline=headline(record), rows=shown, work=WORK, cost=COST, notes=notes(record).splitlines(),
-        pictures=pictures, eager=record["eager_error"], graphs=[(title(rows, n), graph) for n, graph in enumerate(graphs)],
+        pictures=pictures, eager=record["eager_error"],
+        graphs=[(title(rows, n), graph) for n, graph in enumerate(graphs)],
         machine=record["machine"], environment=record["environment"],
     )  # fmt: skip
     replace(path, page.encode())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,7 +44,7 @@ def test_one_row_a_prefix(nsa):
     assert record["schema"] == SCHEMA
     assert [row["name"] for row in rows] == [None, *ORDER]
     assert [row["passes"] for row in rows] == list(range(len(ORDER) + 1))
-    assert all(a["nodes_after"] == b["nodes_before"] for a, b in zip(rows, rows[1:], strict=False))
+    assert all(a["nodes_after"] == b["nodes_before"] for a, b in pairwise(rows))
     assert all(row["matches"] for row in rows[1:])
     assert any(".py:" in match for row in rows for match in row["matches"]), "file and line"
     loop, batched = rows[ORDER.index("batch_prefill")], rows[ORDER.index("batch_prefill") + 1]
@@ -160,11 +162,10 @@ def test_what_takes_too_long_says_so(tmp_path):
 
 def test_the_time_limit_is_taken_off():
     with pytest.raises(TimeLimit), time_limit(0.01):
-        while True:
-            pass
-    with time_limit(0.2):
+        time.sleep(30)
+    with time_limit(0.05):
         pass
-    torch.mm(torch.ones(300, 300), torch.ones(300, 300))
+    time.sleep(0.1)
 
 
 def test_kernels_are_counted_and_cache_hits_marked(tmp_path, monkeypatch):
@@ -233,7 +234,7 @@ def test_diff_of_a_pass(tmp_path):
 
 
 def test_diff_of_a_pass_that_does_not_run():
-    with pytest.raises(Exception, match="compile.disable names it"):
+    with pytest.raises(Exception, match=r"compile\.disable names it"):
         invoke("passes", "diff", "eliminate_guards", **{"compile.disable": "[eliminate_guards]", **DENSE})
 
 
