@@ -194,7 +194,7 @@ def _waterfall(rows: Sequence[Row]) -> Figure:
     ends = [totals[0], *map(max, totals, totals[1:]), totals[-1]]  # where each bar ends on the right
     for name, total, end in zip([*names, "in the end"], [*totals, totals[-1]], ends, strict=True):
         place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": "small"}
-        axes.annotate(f"{total:,.3g} ms", (end, name), **place)
+        axes.annotate(f"{total:,.{1 if total >= 10 else 3}f} ms", (end, name), **place)
     axes.set_xscale("log")
     axes.set_xlim(floor, max(totals) * 2.5)
     axes.invert_yaxis()
