@@ -71,6 +71,7 @@ def profile_passes(
         tell("timing in turns")
         for count, timing in _time(probe, blocks, repeats).items():
             rows[count] |= timing
+    torch._dynamo.reset()  # so many programs would count towards the limit of whatever is compiled next
     for row in rows:
         if row["not_measured"]:
             row |= dict.fromkeys(("forward", "backward"), not_measured(row["not_measured"]))

@@ -23,6 +23,11 @@ from nsa_compile.profiles.pass_profile import SCHEMA, TimeLimit, profile_passes,
 from tests.conftest import TINY_RUN
 
 
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
 def profile(changes, **arguments):
     overrides = [f"{key}={value}" for key, value in {**TINY_RUN, "compile.nested": "eager", **changes}.items()]
     settings = {"seq_len": 16, "repeats": 3, "limit_s": 300, "tell": lambda line: None, **arguments}
