@@ -26,7 +26,7 @@ LAZY_COMMANDS = {
     "estimate": ("nsa_compile.train.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
     "launch": ("nsa_compile.launch_cli:launch", "Print a job file for several nodes."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
-    "profile": ("nsa_compile.profiles.profile_cli:profile", "Show where time goes: a training step."),
+    "profile": ("nsa_compile.profiles.profile_cli:profile", "Where time goes: in a training step, and pass by pass."),
     "report": ("nsa_compile.train.report_cli:report", "Write what a run did as one HTML page."),
     "scaling": ("nsa_compile.experiments.experiments_cli:scaling", "Throughput per process on several processes."),
     "sweep": ("nsa_compile.experiments.experiments_cli:sweep", "Which value of a key is fastest?"),

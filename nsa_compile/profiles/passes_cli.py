@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from nsa_compile.cli import SuggestingGroup
+from nsa_compile.cli import SuggestingGroup, run_options
+from nsa_compile.errors import UserError
 
 if TYPE_CHECKING:
     from nsa_compile.config import RunConfig
-    from nsa_compile.passes.report import Report
+    from nsa_compile.passes.report import PassReport, Report
+    from nsa_compile.profiles.blame import Blame, Check
 
 
 @click.group(cls=SuggestingGroup)
@@ -22,6 +26,8 @@ def passes() -> None:
     nsa-compile passes list
     nsa-compile passes explain
     nsa-compile passes explain --config my_run.yaml --set train.seq_len=256
+    nsa-compile passes diff batch_prefill
+    nsa-compile passes bisect --check numeric
     """
 
 
@@ -88,8 +94,11 @@ def explain(config_path: str | None, overrides: tuple[str, ...], as_json: bool) 
     click.echo(f"{what}. Equal blocks compile once.\n\n{render_report(report, carry_names)}")
 
 
-def explain_model(config: RunConfig) -> tuple[Report, list[str]]:
-    """The report of compiling one block of `config`'s model, and the names of the caches its loop carries."""
+def explain_model(config: RunConfig, dump_dir: str | None = None) -> tuple[Report, list[str]]:
+    """The report of compiling one block of `config`'s model, and the names of the caches its loop carries.
+
+    `dump_dir` is where the graphs before and after each pass go.
+    """
     import dataclasses
 
     import torch
@@ -100,7 +109,9 @@ def explain_model(config: RunConfig) -> tuple[Report, list[str]]:
     torch.manual_seed(config.run.seed)
     model = NSATransformer(dataclasses.replace(config.model, n_layers=1))
     # Without the cache: a kept result would tell of an earlier compilation, in another place of the source perhaps.
-    nsa_compile.compile_blocks(model, nested="eager", disable=config.compile.disable, cache=False, estimate=True)
+    nsa_compile.compile_blocks(
+        model, nested="eager", disable=config.compile.disable, cache=False, estimate=True, dump_dir=dump_dir
+    )
     tokens = torch.randint(config.model.vocab_size, (1, config.train.seq_len))
     with torch.autocast("cpu", torch.bfloat16, enabled=config.train.dtype == "bf16"):
         model(tokens)
@@ -113,3 +124,193 @@ def explain_model(config: RunConfig) -> tuple[Report, list[str]]:
         caches = block.attention.init_state(1, 1)
         names = [name for name, cache in caches._asdict().items() if cache is not None]
     return report, names
+
+
+@passes.command(short_help="The graph before and after one pass, side by side.")
+@click.argument("pass_name", metavar="PASS")
+@run_options
+@click.option("--width", type=click.IntRange(min=40), help="Characters in a line; as many as the terminal has.")
+@click.option("--out", metavar="FILE", help="Write the comparison as one HTML page instead, with lines at full length.")
+def diff(
+    pass_name: str,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    width: int | None,
+    out: str | None,
+) -> None:
+    """Show what one pass did to the graph of a block of a configured model, with the model's own source lines.
+
+    Left the graph before the pass, right after it; what both have in common is folded.
+
+    \b
+    nsa-compile passes diff batch_prefill --set train.seq_len=256
+    nsa-compile passes diff lower_attention --width 200 | less -R
+    nsa-compile passes diff eliminate_guards --config my_run.yaml --out guards.html
+    """
+    from nsa_compile.config import load_config
+    from nsa_compile.profiles.places import check_file
+
+    config = load_config(config_path, overrides)
+    if out is not None:
+        check_file(Path(out))
+    _check_pass(pass_name)
+
+    import tempfile
+
+    from nsa_compile.profiles.graph_diff import count_changes, render_side_by_side, side_by_side, write_page
+
+    with tempfile.TemporaryDirectory() as folder:
+        report, _ = explain_model(config, dump_dir=folder)
+        entry = next(p for p in report.passes if p.name == pass_name)
+        if entry.skipped:
+            raise UserError(f"{pass_name} did not run, so there is nothing to compare: {_why_skipped(entry)}")
+        before, after = (
+            next(Path(folder).glob(f"*_{pass_name}_{when}.py")).read_text() for when in ("before", "after")
+        )
+    rows = side_by_side(before, after)
+    removed, added = count_changes(rows)
+    what = (
+        f"{pass_name}: {entry.nodes_before} nodes before, {entry.nodes_after} after; {removed} lines went, {added} came"
+    )
+    if not rows:
+        what = _unchanged(entry)
+    if out is not None:
+        write_page(Path(out), pass_name, what, [("before", before), ("after", after)], rows, entry.matches)
+    if as_json:
+        result = {
+            "pass": pass_name,
+            "changed": entry.changed,
+            "matches": entry.matches,
+            "before": before,
+            "after": after,
+        }
+        click.echo(json.dumps({**result, "page": out}, indent=2))
+        return
+    click.echo("\n".join([what, *(f"  match    {match}" for match in entry.matches)]))
+    if out is not None:
+        click.echo(f"page: {out}")
+    elif rows:
+        click.echo(f"\n{render_side_by_side(rows, width or shutil.get_terminal_size((160, 24)).columns)}")
+
+
+def _check_pass(name: str) -> None:
+    """Raise a UserError unless there is such a pass."""
+    import difflib
+
+    from nsa_compile.passes import ORDER
+
+    if name not in ORDER:
+        close = difflib.get_close_matches(name, ORDER, n=1)
+        advice = f"did you mean '{close[0]}'?" if close else f"the passes are {', '.join(ORDER)}"
+        raise UserError(f"there is no pass '{name}'; {advice}")
+
+
+def _why_skipped(entry: PassReport) -> str:
+    if entry.skipped == "disabled":
+        return "compile.disable names it; take it out there, or choose another pass"
+    return f"it {entry.skipped}; enable that with --set 'compile.disable=[]'"
+
+
+def _unchanged(entry: PassReport) -> str:
+    if entry.changed:
+        return (
+            f"{entry.name}: the text of the graph is the same before and after ({entry.nodes_after} nodes); what it "
+            "found is recorded on the nodes, for later passes"
+        )
+    return f"{entry.name} left the graph as it was, {entry.nodes_after} nodes"
+
+
+@passes.command(short_help="The pass, and the rewrite, that makes a check fail.")
+@run_options
+@click.option(
+    "--check", "kind", type=click.Choice(["numeric", "exception", "slow"]), help="What fails; numeric without --script."
+)
+@click.option(
+    "--script", metavar="FILE:FUNCTION", help="A check of your own: FUNCTION(options) fails or returns False."
+)
+@click.option(
+    "--seq-len", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of the block that is checked."
+)
+@click.option(
+    "--factor", type=click.FloatRange(min=1, min_open=True), default=1.5, show_default=True,
+    help="slow: how many times slower than after the best prefix counts.",
+)  # fmt: skip
+@click.option("--repeats", type=click.IntRange(min=2), default=7, show_default=True, help="slow: timed runs.")
+@click.option("--out", metavar="DIR", help="Write the graphs around the rewrite here, before.py and after.py.")
+@click.pass_context
+def bisect(
+    ctx: click.Context,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    kind: str | None,
+    script: str | None,
+    seq_len: int,
+    factor: float,
+    repeats: int,
+    out: str | None,
+) -> None:
+    """Find the pass, and the single rewrite of it, that makes a check of a configured model's block fail.
+
+    \b
+    numeric    values and gradients differ from the uncompiled block in float64 by more than rounding
+    exception  the block does not compile, or does not run
+    slow       forward and backward take --factor times as long as after the best prefix of the pipeline
+
+    With --script, FUNCTION(options) compiles a program of yours with nsa_compile.compile(f, **options), and raises or
+    returns False where the result is wrong.
+
+    Exit code 0: the check does not fail. 1: it fails, and what is to blame is named.
+
+    \b
+    nsa-compile passes bisect
+    nsa-compile passes bisect --check slow --set compile.nested=aot_eager
+    nsa-compile passes bisect --script failing.py:check --out blame
+    """
+    from nsa_compile.config import load_config
+    from nsa_compile.profiles.places import check_directory, check_seq_len
+    from nsa_compile.train.preflight import require_cxx
+
+    config = load_config(config_path, overrides)
+    if script and kind:
+        raise UserError(f"--check {kind} and --script {script} are two checks; leave one out")
+    check_seq_len(config, seq_len)
+    if out is not None:
+        check_directory(Path(out))
+    if config.compile.nested == "inductor":
+        require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
+
+    from nsa_compile.profiles import blame, checks
+    from nsa_compile.profiles.rendering import render_blame
+
+    options: dict[str, Any] = {"nested": config.compile.nested, "disable": config.compile.disable}
+    first, slow = 0, None
+    if script:
+        check: Check = checks.load_check(script)
+    else:
+        from nsa_compile.profiles.probe import Probe
+
+        probe = Probe(config, seq_len)
+        if kind == "slow":
+            check = slow = checks.Slow(probe, factor=factor, repeats=repeats, **options)
+            first = slow.best
+        else:
+            check = checks.exception(probe) if kind == "exception" else checks.numeric(probe)
+    culprit = blame.bisect(check, first=first, **options)
+    if culprit and out is not None:
+        _write_graphs(culprit, Path(out))
+    if as_json:
+        settings = {"check": script or kind or "numeric", "seq_len": None if script else seq_len}
+        click.echo(json.dumps({**settings, "blame": culprit and culprit.to_dict()}, indent=2))
+    else:
+        healthy = f"the check does not fail, so there is nothing to blame{f'; {slow.verdict}' if slow else ''}"
+        click.echo(render_blame(culprit, out) if culprit else healthy)
+    ctx.exit(1 if culprit else 0)
+
+
+def _write_graphs(culprit: Blame, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, graph in (("before", culprit.before), ("after", culprit.after)):
+        if graph is not None:
+            (folder / f"{name}.py").write_text(graph)

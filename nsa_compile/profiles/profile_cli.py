@@ -23,7 +23,11 @@ def profile() -> None:
     \b
     nsa-compile profile step
     nsa-compile profile step --config my_run.yaml --steps 20
+    nsa-compile profile passes --out profile
     """
+
+
+profile.add_command(passes)
 
 
 @profile.command(short_help="Where the time of a training step goes.")
@@ -89,6 +93,7 @@ def _directory(config: RunConfig, out: str | None) -> Path:
         UserError: it cannot be created or written to.
     """
     from nsa_compile.errors import UserError
+from nsa_compile.profiles.pass_profile_cli import passes
     from nsa_compile.train.preflight import create_run_directory
 
     if out is None:

@@ -8,6 +8,8 @@ from tabulate import tabulate
 
 from nsa_compile.passes.pipeline import Pass
 from nsa_compile.passes.report import PassReport, Report, ScanReport
+from nsa_compile.profiles.blame import Blame
+from nsa_compile.profiles.graph_diff import render_side_by_side, side_by_side
 
 
 def render_pass_list(passes: Sequence[Pass]) -> str:
@@ -121,3 +123,26 @@ def _carry_rows(scan: ScanReport, carry_names: Sequence[str]) -> list[tuple[str,
         ]
         rows.append((name, kind, ", ".join(guards) or "none needed"))
     return rows
+
+
+def render_blame(blame: Blame, folder: str | None = None, width: int = 160, lines: int = 40) -> str:
+    """What makes a check fail, how to see it again, and the first `lines` of what the rewrite changed.
+
+    `folder` is where the graphs were written to.
+    """
+    if blame.pass_name is None:
+        return f"the check fails without any pass, so none of them is to blame: {blame.problem}"
+    culprit = f"pass {blame.pass_name}, rewrite {blame.rewrite}"
+    if blame.rewrite is None:
+        culprit = f"pass {blame.pass_name} as a whole: it fails where it may do no rewrite"
+    reproduce = ", ".join(f"{name}={value!r}" for name, value in blame.options.items() if value not in (None, ()))
+    rows = [("to blame", culprit), ("match", blame.match or "none: it did not get to record one")]
+    rows += [("how it fails", blame.problem), ("again with", reproduce), ("checks run", str(blame.checks))]
+    parts = [tabulate(rows, tablefmt="plain", disable_numparse=True)]
+    if blame.before is not None and blame.after is not None:
+        changed = render_side_by_side(side_by_side(blame.before, blame.after), width).splitlines()
+        rest = [f"… and {len(changed) - lines} more lines"] if len(changed) > lines else []
+        parts.append("\n".join(["the graph before and after it:", "", *changed[:lines], *rest]))
+    if folder is not None:
+        parts.append(f"graphs: {folder}")
+    return "\n\n".join(parts)
