@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nsa_compile.cli import SuggestingGroup, run_options
+from nsa_compile.profiles.pass_profile_cli import passes
 
 if TYPE_CHECKING:
     from nsa_compile.config import RunConfig
@@ -93,7 +94,6 @@ def _directory(config: RunConfig, out: str | None) -> Path:
         UserError: it cannot be created or written to.
     """
     from nsa_compile.errors import UserError
-from nsa_compile.profiles.pass_profile_cli import passes
     from nsa_compile.train.preflight import create_run_directory
 
     if out is None:
