@@ -16,7 +16,7 @@ import torch
 from tabulate import tabulate
 
 import nsa_compile
-from nsa_compile.profiles import ranges
+from nsa_compile import ranges
 from nsa_compile.profiles.measure import (
     build,
     forward_backward,

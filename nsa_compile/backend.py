@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from nsa_compile import cache
+from nsa_compile.passes import markers
 from nsa_compile.passes.pipeline import Options, Uncacheable, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import find_scans
-from nsa_compile.profiles import markers
 
 log = logging.getLogger("nsa_compile")
 

@@ -1,6 +1,6 @@
 """annotate_ranges: say of each node which named range it belongs to.
 
-The last pass, and only on request (`ranges=True`). It labels nodes and changes no computation; `profiles/markers.py`
+The last pass, and only on request (`ranges=True`). It labels nodes and changes no computation; `passes/markers.py`
 opens and closes the ranges in the compiled program, forward and backward.
 
 | range | what it names |
@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from nsa_compile.passes.markers import PARENTS, label_of, set_label
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.scans import aten, find_scans, subgraphs
-from nsa_compile.profiles.markers import PARENTS, label_of, set_label
 
 BRANCHES = ("nsa.cmp", "nsa.sel", "nsa.sel.ranges_v2", "nsa.win", "nsa.attention")
 MODULES = {

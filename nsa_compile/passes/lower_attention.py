@@ -31,10 +31,10 @@ from nsa_compile.ops.compressed import compressed_attention
 from nsa_compile.ops.selected import selected_attention
 from nsa_compile.ops.window import window_attention
 from nsa_compile.passes import attention as nodes
+from nsa_compile.passes.markers import label_of, set_label
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.rewriting import inline_tensors
 from nsa_compile.passes.scans import aten, example, fake_inputs, find_scans, location, subgraphs, trace_to_aten
-from nsa_compile.profiles.markers import label_of, set_label
 
 ATTENTION = nodes.attention._opoverload
 SELECT = nodes.select_blocks._opoverload

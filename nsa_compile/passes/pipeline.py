@@ -21,12 +21,12 @@ from typing import Literal, Protocol, cast
 import torch
 from torch import Tensor, fx
 
+from nsa_compile import ranges
 from nsa_compile.ops import cpp
 from nsa_compile.passes import ORDER, verifier
 from nsa_compile.passes.estimate import Estimate, estimate
 from nsa_compile.passes.report import Guard, PassReport, Report, ScanReport
 from nsa_compile.passes.scans import Decline, Declined, find_scans, name_scans_apart, subgraphs
-from nsa_compile.profiles import ranges
 
 log = logging.getLogger("nsa_compile")
 

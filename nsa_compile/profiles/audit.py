@@ -25,12 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import nsa_compile
+from nsa_compile import ranges
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 from nsa_compile.models import NSATransformer
 from nsa_compile.ops.dispatch import Use, observe
 from nsa_compile.passes.report import Report
-from nsa_compile.profiles import ranges
 from nsa_compile.profiles.attribution import Event, read_trace, segments
 from nsa_compile.profiles.measure import interleave, named_kernels, random_tokens
 from nsa_compile.train.distributed import choose_device

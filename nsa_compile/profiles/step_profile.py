@@ -20,9 +20,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nsa_compile import ranges
 from nsa_compile.config import ProfileSection, RunConfig
 from nsa_compile.data import Corpus
-from nsa_compile.profiles import ranges
 from nsa_compile.profiles.attribution import SYNC_PHASES, Timeline, attribute, host_intervals, read_trace, timelines
 from nsa_compile.profiles.measure import named_kernels, summarize
 from nsa_compile.profiles.python_lines import LineTracer, Mark, Sampler

@@ -10,13 +10,13 @@ from typing import Any, NoReturn, cast
 import torch
 
 import nsa_compile
+from nsa_compile import ranges
 from nsa_compile.config import RunConfig
 from nsa_compile.data import BatchSampler, Corpus
 from nsa_compile.data.sampling import local_rows
 from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
-from nsa_compile.profiles import ranges
 from nsa_compile.train.all_reduce import AllReduceHook
 from nsa_compile.train.attention_stats import LayerStatistics, attention_statistics
 from nsa_compile.train.checkpoint import load_checkpoint

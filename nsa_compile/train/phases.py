@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from nsa_compile.profiles import ranges
+from nsa_compile import ranges
 from nsa_compile.train.records import PHASES
 
 OTHER = "other"

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import nsa_compile
+from nsa_compile import ranges
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
-from nsa_compile.passes import verifier
+from nsa_compile.passes import markers, verifier
 from nsa_compile.passes.pipeline import Options
-from nsa_compile.profiles import markers, ranges
 
 PATTERN = SparsePattern(compress_block=8, compress_stride=4, select_block=8, num_selected=3, window=8)
 BLOCK = {"nsa.proj", "nsa.cmp", "nsa.sel", "nsa.sel.ranges_v2", "nsa.win", "nsa.gate", "nsa.mlp"}

@@ -1,4 +1,4 @@
-"""Ranges in compiled programs: `push` and `pop` of :mod:`~nsa_compile.profiles.ranges` between their kernels.
+"""Ranges in compiled programs: `push` and `pop` of :mod:`~nsa_compile.ranges` between their kernels.
 
 `annotate_ranges` labels the nodes of a captured graph. AOTAutograd keeps the labels and gives each backward node that
 of the forward node it belongs to, so the ranges of both directions are put in after differentiation, when the order of
@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 
-from nsa_compile.profiles import ranges
+from nsa_compile import ranges
 
 LABEL = "nsa_range"  # the key in a node's `meta["custom"]`, which all stages of torch.compile keep
 PARENTS = {"nsa.sel.ranges_v2": "nsa.sel"}  # ranges that lie within another one

@@ -11,8 +11,8 @@ import threading
 import pytest
 import torch
 
-from nsa_compile.profiles import ranges
-from tests.profiles.nvtx_client import Event, build_client, coverage, ranges_of, read_events
+from nsa_compile import ranges
+from tests.nvtx_client import Event, build_client, coverage, ranges_of, read_events
 
 BLOCK = {"nsa.proj", "nsa.cmp", "nsa.sel", "nsa.sel.ranges_v2", "nsa.win", "nsa.gate", "nsa.mlp"}
 PHASES = {"data", "forward", "backward", "optimizer", "communication"}
@@ -120,7 +120,7 @@ def test_without_being_asked_for_there_are_no_ranges_and_with_them_losses_are_th
 def test_an_exception_in_the_backward_pass_leaves_nothing_open(under_client):
     program = """
 import torch
-from nsa_compile.profiles import ranges
+from nsa_compile import ranges
 
 class Raises(torch.autograd.Function):
     @staticmethod
@@ -150,7 +150,7 @@ for number in (1, 2):
 def test_another_thread_closes_what_a_failed_step_left_open_there(under_client):
     program = """
 import threading
-from nsa_compile.profiles import ranges
+from nsa_compile import ranges
 
 ranges.enable()
 go, done = threading.Event(), threading.Event()
