@@ -239,9 +239,9 @@ class AcceptSection(Section):
     """What ``nsa-compile validate`` asks for before it says GO; ``None`` asks for nothing.
 
     The baseline reaches ``tokens_per_s`` and ``mfu``, a process among others the fraction ``scaling`` of the throughput
-    of one alone. The held-out loss after the stability run is at most ``val_loss``. Python takes at most the share
-    ``python_share`` of a step, memory grows by at most the fraction ``memory_growth`` in the second half of the
-    stability run, and each branch keeps ``gate_share`` of the gates in every layer.
+    of one alone. The held-out loss after the stability run is at most ``val_loss``. No function of Python takes more
+    than the share ``python_share`` of a step, memory grows by at most the fraction ``memory_growth`` in the second half
+    of the stability run, and each branch keeps ``gate_share`` of the gates in every layer.
     """
 
     tokens_per_s: Annotated[float, Field(gt=0)] | None = None

@@ -163,8 +163,9 @@ def profile(work: Work) -> None:
             work.problem(f"{name.replace('_', ' ')}: {check['value']:.3g}, and the limit is {check['limit']:.3g}")
     python = found["checks"]["python_hot_spot"]
     if (limit := plan.config.accept.python_share) is not None:
-        where = "".join(f"; {place}" for place in python["places"][:1])
-        work.require(f"Python takes ≤ {limit:.0%} of a step", f"{python['value']:.1%}{where}", python["value"] <= limit)
+        where = "".join(f", {found['where']}" for found in python["places"][:1])
+        measured = f"{python['value']:.1%}{where}"
+        work.require(f"no Python function takes > {limit:.0%} of a step", measured, python["value"] <= limit)
     for path in sorted(path for path in place.iterdir() if path.is_file()):
         work.artifact(path)
 
