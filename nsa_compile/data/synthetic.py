@@ -65,24 +65,25 @@ class Copying:
 
 
 class Needle:
-    """``filler mvvvvvvvv filler … filler mvvvvvvvv mvvvvvvvv …``: needle retrieval.
+    """``filler mvvv filler … filler mvvv mvvv …``: needle retrieval.
 
-    Needles, each a marker and eight random letters, lie in a haystack of filler and are all asked for at the end, in
-    random order: after its marker, the letters are the answer. No two needles of a sequence have the same marker. Their
-    places are uniform among those that leave ``min_distance`` tokens up to the first question. Letters and markers do
-    not occur in the filler, a text that repeats itself from a random place on.
+    Needles, each a marker and three random letters, lie in a haystack of filler and are all asked for at the end, in
+    random order: after its marker, the letters are the answer. No marker and no letter is in two needles of a sequence.
+    Their places are uniform among those that leave ``min_distance`` tokens up to the first question. Letters and
+    markers do not occur in the filler, a text that repeats itself from a random place on.
 
     Args:
         seed: selects the stream.
         min_distance: tokens of filler between the last needle and the first question.
         held_out: draw from the examples that are not trained on.
-        needles: how many there are, at most ``len(MARKERS)``; the others of a sequence are distractors of each.
+        needles: how many there are, at most ``MOST``; the others of a sequence are distractors of each.
     """
 
     MARKERS = np.frombuffer(b"0123456789QRSTUVWXYZ!#$%&*+<=>?@", np.uint8)
     LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOP", np.uint8)
-    VALUE = 8
+    VALUE = 3
     NEEDLE = 1 + VALUE
+    MOST = len(LETTERS) // VALUE
     # After the filler of passkey retrieval (Mohtashami and Jaggi, arXiv 2305.16300).
     FILLER = b"the grass is green. the sky is blue. the sun is yellow. here we go. there and back again. "
 
@@ -118,7 +119,8 @@ class Needle:
     def _example(self, random: np.random.Generator) -> npt.NDArray[np.uint8]:
         """Markers and letters of all needles, ``[needles, 1 + VALUE]``."""
         markers = random.permutation(self.MARKERS)[: self.needles, None]
-        return np.concatenate((markers, random.choice(self.LETTERS, (self.needles, self.VALUE))), axis=1)
+        letters = random.permutation(self.LETTERS)[: self.needles * self.VALUE].reshape(self.needles, self.VALUE)
+        return np.concatenate((markers, letters), axis=1)
 
 
 def make_synthetic(config: RunConfig, held_out: bool) -> AnsweredSource:
