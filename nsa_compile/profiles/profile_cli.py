@@ -40,6 +40,7 @@ profile.add_command(passes)
     show_default=True,
     help="Steps before, the first of them compiles.",
 )
+@click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
 @click.option("--out", metavar="DIR", help="Where the files go; without it, a new directory in run.dir.")
 @run_options
 @click.pass_context
@@ -47,6 +48,7 @@ def step(
     ctx: click.Context,
     steps: int,
     warmup: int,
+    nproc: int,
     out: str | None,
     config_path: str | None,
     overrides: tuple[str, ...],
@@ -55,7 +57,8 @@ def step(
     """Run a few warm training steps under torch's profiler and say what they spend their time on.
 
     Time by phase and branch, forward and backward apart, operators, the share of Python, host syncs, data loading. The
-    exit code is 1 where a check failed: a Python hot spot, a host sync in the step, a sum that is not the whole.
+    exit code is 1 where a check failed: a Python hot spot, a host sync in the step, a sum that is not the whole. Of
+    several processes, those of --nproc or of torchrun, the first one is told about, with what it sent and waited for.
 
     \b
     nsa-compile profile step
@@ -66,25 +69,50 @@ def step(
     from nsa_compile.config import load_config
     from nsa_compile.data import load_corpus
     from nsa_compile.train.preflight import check_run, wait_passively
+    from nsa_compile.train.world import World, check_port, check_world
 
     config = load_config(config_path, overrides)
     check_run(config)
-    corpus = load_corpus(config)
-    directory = _directory(config, out)
+    world = World.from_environment(os.environ) or World()
+    check_world(config, max(nproc, world.size), max(nproc, world.local_size))
+    corpus = load_corpus(config, world.rank, world.size)
+    directory = _directory(config, out) if world.main else Path()
     wait_passively()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it announces each start and stop of the profiler otherwise
+    if nproc > world.size:
+        check_port(config.ddp.port)
+        ctx.exit(_in_processes(config, nproc, ctx, directory))
 
     from nsa_compile.profiles.step_page import write_page
     from nsa_compile.profiles.step_profile import profile_step
     from nsa_compile.profiles.step_views import render_step
+    from nsa_compile.train.distributed import choose_device, from_main, process_group, wait_for_all
 
-    result = profile_step(config, corpus, directory, steps, warmup)
-    (directory / "profile.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    write_page(result, directory)
-    click.echo(json.dumps(result | {"directory": str(directory)}, indent=2) if as_json else render_step(result))
-    click.echo(f"files in {directory}: profile.html, profile.json, {result['trace']}", err=True)
-    if not all(check["ok"] for check in result["checks"].values()):
+    with process_group(config.ddp, world, choose_device(config, world)):
+        directory = from_main(directory)
+        result = profile_step(config, corpus, directory, steps, warmup, world)
+        sound = from_main(all(check["ok"] for check in result["checks"].values()))
+        if world.main:
+            (directory / "profile.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            write_page(result, directory)
+            click.echo(json.dumps(result | {"directory": str(directory)}, indent=2) if as_json else render_step(result))
+            click.echo(f"files in {directory}: profile.html, profile.json, {result['trace']}", err=True)
+        wait_for_all()  # the first to leave ends the others
+    if not sound:
         ctx.exit(1)
+
+
+def _in_processes(config: RunConfig, nproc: int, ctx: click.Context, directory: Path) -> int:
+    """The same command in `nproc` processes that know of each other; the exit code of the first that failed."""
+    from nsa_compile.train.launcher import run_processes
+
+    given = ctx.params
+    words = ["--steps", str(given["steps"]), "--warmup", str(given["warmup"]), "--out", str(directory)]
+    words += ["--config", given["config_path"]] if given["config_path"] else []
+    words += [word for override in given["overrides"] for word in ("--set", override)]
+    words += ["--json"] if given["as_json"] else []
+    codes = run_processes(config, nproc, ("-m", "nsa_compile", "profile", "step", *words))
+    return next((code if code > 0 else 1 for _, code in sorted(codes.items())), 0)
 
 
 def _directory(config: RunConfig, out: str | None) -> Path:

@@ -26,6 +26,7 @@ from nsa_compile.data import Corpus
 from nsa_compile.profiles.attribution import SYNC_PHASES, Timeline, attribute, host_intervals, read_trace, timelines
 from nsa_compile.profiles.measure import named_kernels, summarize
 from nsa_compile.profiles.python_lines import LineTracer, Mark, Sampler
+from nsa_compile.train.distributed import from_main
 from nsa_compile.train.environment import describe_environment
 from nsa_compile.train.heartbeat import Heartbeat
 from nsa_compile.train.loop import Trainer
@@ -40,23 +41,29 @@ HOT_SPOT = 0.10
 TOLERANCE = 0.05
 
 
-def profile_step(config: RunConfig, corpus: Corpus, directory: Path, steps: int, warmup: int) -> dict[str, Any]:
+def profile_step(
+    config: RunConfig, corpus: Corpus, directory: Path, steps: int, warmup: int, world: World | None = None
+) -> dict[str, Any]:
     """Profile `steps` training steps after `warmup` others, and leave the trace in `directory`.
+
+    Of several processes, which have joined already, each profiles itself and leaves a trace.
 
     Returns:
         Plain data of the version ``schema``: sizes, wall times, the attribution of `attribution.attribute`, and
         ``checks``, each with ``ok``, a number and its limit, and the culprits where it failed.
     """
+    world = world or World()
     config = config.model_copy(update={"profile": ProfileSection(nvtx=True)})
+    trace = directory / (TRACE if world.main else f"trace_rank{world.rank}.json.gz")
     try:
-        with named_kernels(), Heartbeat(directory, 0, config.watchdog.interval_s) as heartbeat:
-            run = _Steps(Trainer(config, corpus, directory, World(), heartbeat))
+        with named_kernels(), Heartbeat(directory, world.rank, config.watchdog.interval_s) as heartbeat:
+            run = _Steps(Trainer(config, corpus, directory, world, heartbeat))
             warm = _seconds(run.run(warmup))
             compiled = counters["stats"]["unique_graphs"]
             plain = _seconds(run.run(steps))
-            profiled = _seconds(run.profiled(steps, directory / TRACE))
+            profiled = _seconds(run.profiled(steps, trace))
             recompiled = counters["stats"]["unique_graphs"] - compiled
-            attribution = attribute(timelines(read_trace(directory / TRACE)))
+            attribution = attribute(timelines(read_trace(trace)))
             checks = {
                 "sum": _check_sum(attribution, profiled),
                 "compiled_before": {"ok": not recompiled, "value": recompiled, "limit": 0},
@@ -145,7 +152,8 @@ def _check_sum(attribution: dict[str, Any], wall: Sequence[float]) -> dict[str, 
 
 def _check_python(run: _Steps, attribution: dict[str, Any], steps: int) -> dict[str, Any]:
     """Whether one function keeps the host busy; steps are sampled only where the host is busy that long at all."""
-    share = attribution["kinds"].get("host", {"share": 0.0})["share"]
+    # All processes take a step or none does: the first decides.
+    share = from_main(attribution["kinds"].get("host", {"share": 0.0})["share"])
     if share <= HOT_SPOT:
         return {"ok": True, "value": share, "limit": HOT_SPOT, "places": []}
     found, marks = run.observed(steps, Sampler())
@@ -170,7 +178,7 @@ def _check_python(run: _Steps, attribution: dict[str, Any], steps: int) -> dict[
 
 def _check_syncs(run: _Steps, attribution: dict[str, Any]) -> dict[str, Any]:
     """Whether the host waits for the device outside of the one place where it must; if so, a step is traced by line."""
-    unexpected = sum(row["calls"] for row in attribution["syncs"] if not row["expected"])
+    unexpected = from_main(sum(row["calls"] for row in attribution["syncs"] if not row["expected"]))
     check = {"ok": not unexpected, "value": unexpected, "limit": 0, "places": []}
     if unexpected:
         (step,), marks = run.observed(1, LineTracer())
@@ -202,6 +210,7 @@ def _settings(config: RunConfig, trainer: Trainer, steps: int, warmup: int) -> d
         "num_selected": pattern.num_selected,
         "window": pattern.window,
         "compiled": config.compile.nested if config.compile.enabled else None,
+        "processes": trainer.world.size,
         "threads": torch.get_num_threads(),
         "steps": steps,
         "warmup": warmup,

@@ -70,7 +70,7 @@ def summary_rows(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "step",
             f"{settings['batch_size']} × {settings['seq_len']} tokens, {settings['accumulate']} accumulated, "
-            f"{settings['device']}, {settings['threads']} threads",
+            f"{settings['device']}, {settings['processes']} processes, {settings['threads']} threads each",
         ),
         (
             "time",

@@ -40,9 +40,6 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
         nproc: how many processes.
         arguments: the options that lead each process to the same configuration.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    # Its tables of failed ranks say less than what the ranks have printed.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     command = ("-m", "nsa_compile.train.worker", *arguments)
     command += ("--run-dir", str(directory), "--launcher", str(os.getpid()))
 
@@ -50,7 +47,7 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
     with _forwarded_signals(config.ddp.grace_s) as stop, watched(config, directory):
         for attempt in range(restarts + 1):
             begin = time.time()
-            codes = _attempt(config, nproc, command)
+            codes = run_processes(config, nproc, command)
             if not codes:
                 return 0
             said = [code for code in codes.values() if code in FINAL_CODES]
@@ -81,8 +78,16 @@ def _last_stall(directory: Path) -> float:
     return max((row["time"] for row in stalls if isinstance(row.get("time"), float)), default=0.0)
 
 
-def _attempt(config: RunConfig, nproc: int, command: Sequence[str]) -> dict[int, int]:
-    """Run the processes once: exit codes of those that failed, by rank; negative for signals."""
+def run_processes(config: RunConfig, nproc: int, command: Sequence[str]) -> dict[int, int]:
+    """Run Python with the arguments `command` in `nproc` processes that know of each other, until all of them end.
+
+    Returns:
+        Exit codes of those that failed, by rank; negative for signals.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    # Its tables of failed ranks say less than what the ranks have printed.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

@@ -143,8 +143,9 @@ def profile(work: Work) -> None:
     steps = str(plan.effort.profile_steps)
     place = work.folder / "step"
     found = work.command(
-        "step", "profile", "step", "--config", str(plan.config_file), "--steps", steps, "--out", str(place)
-    )
+        "step", "profile", "step", "--config", str(plan.config_file), "--steps", steps, "--out", str(place),
+        "--nproc", str(plan.processes),
+    )  # fmt: skip
     if found is None:
         return
     window, n = f"{found['steps']} warm steps", found["steps"]

@@ -133,6 +133,20 @@ def test_compiled_blocks_show_their_branches_in_both_directions(tiny_overrides, 
     assert (out / "trace.json.gz").stat().st_size > 1000
 
 
+def test_of_two_processes_the_first_tells_what_was_sent(tiny_overrides, tmp_path):
+    overrides = [word for override in tiny_overrides(**DENSE) for word in ("--set", override)]
+    arguments = [*overrides, "--nproc", "2", "--steps", "2", "--warmup", "1", "--out", str(tmp_path / "out"), "--json"]
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode in (0, 1), result.stderr  # two processes on one core may keep each other's Python waiting
+    profile = json.loads(result.stdout)
+    assert profile["settings"]["processes"] == 2
+    assert profile["communication"]["total_s"] > 0
+    assert 0 <= profile["communication"]["overlapped_s"] <= profile["communication"]["total_s"]
+    assert any(row["name"].startswith("c10d::") for row in profile["operators"])
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"profile.html", "profile.json", "trace.json.gz", "trace_rank1.json.gz"} <= names
+
+
 def test_mistakes_are_found_before_anything_runs(tmp_path):
     (tmp_path / "file").touch()
     result = subprocess.run(
