@@ -39,7 +39,7 @@ RECORD = ROOT / "benchmarks" / "results" / "needle.json"
 VARIANTS = {"all branches": "[compressed, selected, window]", "without selected": "[compressed, window]"}
 # Training begins on shorter sequences: their length, sequences in a batch, and steps at the most. A stage is over as
 # soon as the loss on the answers, averaged over about fifty steps, is below so many nats.
-STAGES = ((128, 16, 1800), (256, 8, 600), (512, 8, 400))
+STAGES = ((128, 16, 1200), (256, 8, 400), (512, 8, 300))
 LEARNED, SMOOTHING = 0.6, 0.98
 # The first of the held-out sequences are those of the evaluations on the way.
 FINAL_POSITION = 1_000_000

@@ -34,7 +34,7 @@ def test_both_models_are_trained_and_recorded(tmp_path):
     assert without_it["parameters"] < with_it["parameters"], "a gate less"
     for row in record["results"]:
         assert [point["step"] for point in row["curve"]] == [0, 1, 2]
-        assert row["answers"] == 4 * 3
+        assert row["answers"] == 4 * 7
         assert row["values"] == 4
         assert row["seconds_to_goal"] is None
         low, high = row["interval"]

@@ -65,9 +65,9 @@ class Copying:
 
 
 class Needle:
-    """``filler mvvv filler … filler mvvv mvvv …``: needle retrieval.
+    """``filler mvvvvvvv filler … filler mvvvvvvv mvvvvvvv …``: needle retrieval.
 
-    Needles, each a marker and three random letters, lie in a haystack of filler and are all asked for at the end, in
+    Needles, each a marker and seven random letters, lie in a haystack of filler and are all asked for at the end, in
     random order: after its marker, the letters are the answer. No marker and no letter is in two needles of a sequence.
     Their places are uniform among those that leave ``min_distance`` tokens up to the first question. Letters and
     markers do not occur in the filler, a text that repeats itself from a random place on.
@@ -79,9 +79,9 @@ class Needle:
         needles: how many there are, at most ``MOST``; the others of a sequence are distractors of each.
     """
 
-    MARKERS = np.frombuffer(b"0123456789QRSTUVWXYZ!#$%&*+<=>?@", np.uint8)
-    LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOP", np.uint8)
-    VALUE = 3
+    MARKERS = np.frombuffer(b"0123456789!#$%&()*+,-/:;<=>?@^_~", np.uint8)
+    LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ[]", np.uint8)
+    VALUE = 7
     NEEDLE = 1 + VALUE
     MOST = len(LETTERS) // VALUE
     # After the filler of passkey retrieval (Mohtashami and Jaggi, arXiv 2305.16300).
