@@ -33,6 +33,7 @@ __all__ = [
     "row_offsets",
     "softmax_end",
     "softmax_step",
+    "tile_constants",
     "tile_sizes",
 ]
 
@@ -90,6 +91,21 @@ def tile_sizes(q: Tensor, v: Tensor, backward: bool) -> Tiles:
     if backward:
         return Tiles(64, 64, 4 if width <= 64 else 8, 2) if width <= 128 else Tiles(32, 32, 8, 1)
     return Tiles(128, 64, 4 if width <= 64 else 8, 2) if width <= 128 else Tiles(64, 32, 8, 2)
+
+
+def tile_constants(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[str, int]:
+    """What the attention kernels are specialised on."""
+    return {
+        "HEADS": q.shape[2] // k.shape[2],
+        "D": q.shape[3],
+        "DV": v.shape[3],
+        "BLOCK_D": padded(q.shape[3]),
+        "BLOCK_DV": padded(v.shape[3]),
+        "BLOCK_M": tiles.rows,
+        "BLOCK_N": tiles.keys,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
 
 
 @triton.jit
@@ -309,20 +325,6 @@ def _dkdv_kernel(
     tl.store(DV_OUT + y_at, sum_dv.to(DV_OUT.dtype.element_ty), mask=live_dv)
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[str, int]:
-    return {
-        "HEADS": q.shape[2] // k.shape[2],
-        "D": q.shape[3],
-        "DV": v.shape[3],
-        "BLOCK_D": padded(q.shape[3]),
-        "BLOCK_DV": padded(v.shape[3]),
-        "BLOCK_M": tiles.rows,
-        "BLOCK_N": tiles.keys,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
-
-
 def _band(length: int, window: int, block_size: int, stride: int) -> tuple[int, int, int]:
     """The band, in numbers that fit 32 bits and mean the same for `length` queries."""
     return min(window, length), min(block_size, length + 1), min(stride, length + 1)
@@ -344,7 +346,7 @@ def band_forward(
         _forward_kernel[grid](
             q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
             length, num_keys, groups, scale * LOG2E, *_band(length, window, block_size, stride),
-            **_shape(q, k, v, tiles),
+            **tile_constants(q, k, v, tiles),
         )  # fmt: skip
     return out, lse
 
@@ -367,10 +369,10 @@ def band_backward(
     with torch.cuda.device_of(q):
         _dq_kernel[(triton.cdiv(length * (heads // groups), tiles.rows) * batch * groups,)](
             grad_out, q, k, v, out, lse, delta, dq, *sum(strides, ()), *out.stride(), *dq.stride(),
-            length, num_keys, groups, scale * LOG2E, scale, *band, **_shape(q, k, v, tiles),
+            length, num_keys, groups, scale * LOG2E, scale, *band, **tile_constants(q, k, v, tiles),
         )  # fmt: skip
         _dkdv_kernel[(triton.cdiv(num_keys, tiles.keys) * batch * groups,)](
             grad_out, q, k, v, lse, delta, dk, dv, *sum(strides, ()), *dk.stride(), *dv.stride(),
-            length, num_keys, groups, scale * LOG2E, scale, *band, **_shape(q, k, v, tiles),
+            length, num_keys, groups, scale * LOG2E, scale, *band, **tile_constants(q, k, v, tiles),
         )  # fmt: skip
     return dq, dk, dv
