@@ -202,7 +202,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [_nvidia_tools() / "cuobjdump", "--dump-resource-usage", file.name]
+        command = [str(_nvidia_tools() / "cuobjdump"), "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text

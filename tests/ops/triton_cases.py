@@ -378,7 +378,7 @@ def check_refusals(operator: str) -> None:
 
 # Compilation without a GPU. The launchers run on the CPU or on meta tensors, and a launch is recorded, not made.
 
-SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}  # bytes a program may have on every GPU of the family
+SHARED_MEMORY = 99 * 1024  # bytes a program may have on every GPU since Ampere
 OWN = {"window": "nsa_compile.ops.triton_common"}  # compressed launches these beside its own
 
 _PAPER = Case(S=8192, T=8192, G=4, h=16, D=128, Dv=128, dtype=BF16, window=512, block_size=64, n=16)
@@ -391,7 +391,7 @@ PAPER = {
     ],
     "selected": [
         *(replace(_PAPER, order=order) for order in (BLOCK_MAJOR, QUERY_MAJOR, ("query", 2), ("query", 4))),
-        *(replace(_PAPER, h=h) for h in (1, 2, 3, 4, 8)),
+        *(replace(_PAPER, h=h) for h in (1, 3)),
     ],
 }
 
@@ -413,14 +413,14 @@ def compile_all(operator: str, deep: bool) -> int:
         triton.knobs.cache.dir = cache
         launches = [launch for case in PAPER[operator] for launch in _launches(operator, case, "meta")]
         assert launches
-        for launch, arch in itertools.product(launches, SHARED_MEMORY):
+        for launch, arch in itertools.product(launches, (80, 90)):
             report = compile_launch(operator, launch, arch)
             print(report)
-            failed += report.spills > 0 or report.shared > SHARED_MEMORY[arch]
+            failed += report.spills > 0 or report.shared > SHARED_MEMORY
         for case in CASES[operator] if deep else ():
             for launch in _launches(operator, case, "cpu"):
                 report = compile_launch(operator, launch, 80)
-                if report.shared > SHARED_MEMORY[80]:
+                if report.shared > SHARED_MEMORY:
                     failed += 1
                     print(f"{report} for {case}")
     return min(1, failed)

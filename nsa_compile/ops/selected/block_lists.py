@@ -56,6 +56,7 @@ class Lists(NamedTuple):
     """
 
     pairs: Tensor  # int32 or int64 [B * S * G * n], list after list, ascending within each
+    queries: Tensor  # int32 of the same shape, their positions s
     begin: Tensor  # int64 [num_lists + 1], where the pairs of a list begin
     program: Tensor  # int64 [num_lists + 1], the first program of a list; an empty list has one
     part: Tensor  # int64 [num_lists + 1], the first partial sum of a list; a list of one program has none
@@ -67,9 +68,12 @@ class Lists(NamedTuple):
     longest: int  # pairs a program
 
 
-def selecting_queries(blocks: Tensor, num_blocks: int, longest: int) -> Lists:
-    """Invert blocks `[B, S, G, n]`. Sizes that depend on the data are replaced by their bounds."""
-    batch, _, groups, _ = blocks.shape
+def selecting_queries(blocks: Tensor, num_blocks: int, longest: int, start: int = 0) -> Lists:
+    """Invert blocks `[B, S, G, n]`, whose first query is `start`.
+
+    Sizes that depend on the data are replaced by their bounds.
+    """
+    batch, length, groups, n = blocks.shape
     num_lists = batch * groups * num_blocks
     max_programs = num_lists + blocks.numel() // longest
     max_parts = 2 * blocks.numel() // longest
@@ -79,6 +83,7 @@ def selecting_queries(blocks: Tensor, num_blocks: int, longest: int) -> Lists:
     if num_lists < 2**31:
         keys = keys.int()
     keys, pairs = keys.flatten().sort(stable=True)
+    queries = (pairs // (groups * n) % length + start).int()
     if blocks.numel() < 2**31:
         pairs = pairs.int()
 
@@ -90,4 +95,4 @@ def selecting_queries(blocks: Tensor, num_blocks: int, longest: int) -> Lists:
     torch.cumsum(programs, 0, out=program[1:])
     torch.cumsum(programs.masked_fill(programs == 1, 0), 0, out=part[1:])
     owner = torch.searchsorted(program[1:], torch.arange(max_programs, device=blocks.device), right=True).int()
-    return Lists(pairs, begin, program, part, owner, num_blocks, num_lists, max_programs, max_parts, longest)
+    return Lists(pairs, queries, begin, program, part, owner, num_blocks, num_lists, max_programs, max_parts, longest)

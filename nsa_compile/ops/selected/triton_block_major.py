@@ -48,13 +48,19 @@ def _tiles(q: Tensor, v: Tensor, block_size: int) -> Tiles:
     return Tiles(most, min(padded(block_size), most), 4 if width <= 64 else 8, 2 if width <= 128 else 1)
 
 
+def _dq_tiles(q: Tensor, v: Tensor, block_size: int) -> Tiles:
+    """As `_tiles`; with D = 128 half as many rows, so that three programs share a multiprocessor where one would."""
+    tiles = _tiles(q, v, block_size)
+    return tiles._replace(rows=32, num_warps=4, num_stages=3) if tiles.rows == 64 and tiles.num_warps == 8 else tiles
+
+
 def _chunks(blocks: Tensor, num_blocks: int, heads: int, parts: int, width: int) -> Iterator[tuple[int, int, Lists]]:
     """Ranges of queries, start and stop, and the lists of the pairs within; `parts` of `heads` * `width` for each."""
     batch, length, groups, n = blocks.shape
     step = max(1, MAX_PART_BYTES // (4 * batch * groups * n * parts * heads * width))
     for start in range(0, length, step):
         stop = min(start + step, length)
-        yield start, stop, selecting_queries(blocks[:, start:stop], num_blocks, max(1, ROWS // heads))
+        yield start, stop, selecting_queries(blocks[:, start:stop], num_blocks, max(1, ROWS // heads), start)
 
 
 def forward(
@@ -71,8 +77,8 @@ def forward(
         part_out = q.new_empty(rows * n * parts * heads, width, dtype=torch.float32)
         part_lse = part_out.new_empty(part_out.shape[0])
         _forward_kernel[(lists.max_programs * parts,)](
-            q, k, v, part_out, part_lse, lists.pairs, lists.begin, lists.program, lists.owner,
-            *q.stride(), *k.stride(), *v.stride(), start, stop - start, num_keys, groups, n, lists.num_blocks,
+            q, k, v, part_out, part_lse, lists.pairs, lists.queries, lists.begin, lists.program, lists.owner,
+            *q.stride(), *k.stride(), *v.stride(), num_keys, groups, lists.num_blocks,
             lists.num_lists, lists.longest, scale * LOG2E, BLOCK_SIZE=block_size, **tile_constants(q, k, v, tiles),
         )  # fmt: skip
         _merge_kernel[(triton.cdiv(rows * heads, MERGED),)](
@@ -88,15 +94,15 @@ def dq(
     """Write dq `[B, S, Hq, D]`."""
     (batch, length, heads, width), (num_keys, groups), n = q.shape, k.shape[1:3], blocks.shape[3]
     heads //= groups
-    tiles = _tiles(q, v, block_size)
+    tiles = _dq_tiles(q, v, block_size)
     parts = triton.cdiv(block_size, tiles.keys)
     for start, stop, lists in _chunks(blocks, triton.cdiv(num_keys, block_size), heads, parts, width):
         rows = batch * (stop - start) * groups
         part_dq = q.new_empty(rows * n * parts * heads, width, dtype=torch.float32)
         _dq_kernel[(lists.max_programs * parts,)](
-            grad_out, q, k, v, lse, delta, part_dq, lists.pairs, lists.begin, lists.program, lists.owner,
-            *grad_out.stride(), *q.stride(), *k.stride(), *v.stride(), start, stop - start, length, num_keys, groups,
-            n, lists.num_blocks, lists.num_lists, lists.longest, scale * LOG2E,
+            grad_out, q, k, v, lse, delta, part_dq, lists.pairs, lists.queries, lists.begin, lists.program, lists.owner,
+            *grad_out.stride(), *q.stride(), *k.stride(), *v.stride(), length, num_keys, groups,
+            lists.num_blocks, lists.num_lists, lists.longest, scale * LOG2E,
             BLOCK_SIZE=block_size, **tile_constants(q, k, v, tiles),
         )  # fmt: skip
         _add_dq_kernel[(triton.cdiv(rows * heads, MERGED),)](
@@ -119,9 +125,9 @@ def dkdv(
     per_block = triton.cdiv(block_size, tiles.keys)
     _dkdv_kernel[(lists.max_programs * per_block,)](
         grad_out, q, k, v, lse, delta, dk, dv, part_dk, part_dv,
-        lists.pairs, lists.begin, lists.program, lists.part, lists.owner,
+        lists.queries, lists.begin, lists.program, lists.part, lists.owner,
         *grad_out.stride(), *q.stride(), *k.stride(), *v.stride(), *dk.stride(), *dv.stride(),
-        length, num_keys, groups, n, lists.num_blocks, lists.num_lists, lists.longest, scale * LOG2E, scale,
+        length, num_keys, groups, lists.num_blocks, lists.num_lists, lists.longest, scale * LOG2E, scale,
         BLOCK_SIZE=block_size, **tile_constants(q, k, v, tiles),
     )  # fmt: skip
     constants = tile_constants(q, k, v, tiles)
@@ -144,14 +150,14 @@ def _list(PROGRAM, BEGIN, G, num_blocks, longest, program, owner):
 
 @triton.jit
 def _forward_kernel(
-    Q, K, V, PART_OUT, PART_LSE, PAIRS, BEGIN, PROGRAM, OWNER,
+    Q, K, V, PART_OUT, PART_LSE, PAIRS, QUERIES, BEGIN, PROGRAM, OWNER,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
-    first, length, T, G, places, num_blocks, num_lists, longest, scale,
+    T, G, num_blocks, num_lists, longest, scale,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp over a tile of keys alone, of the pairs of queries `first` to `first + length`."""
+    """Output and log-sum-exp over a tile of keys alone, for each of its pairs."""
     parts: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0) // parts
     owner = tl.load(OWNER + program)
@@ -170,13 +176,11 @@ def _forward_kernel(
     v_at = batch * v_b + group * v_h + keys.to(tl.int64)[:, None] * v_s + dv[None, :] * v_d
     v = tl.load(V + v_at, mask=here[:, None] & (dv < DV)[None, :], other=0.0)
     Q += batch * q_b
-    PAIRS += begin
 
     for row in range(0, pairs * HEADS, BLOCK_M):
         rows = row + m
         live = rows < pairs * HEADS
-        pair = tl.load(PAIRS + rows // HEADS, mask=live, other=0)
-        s = (first + pair // (G * places) % length).to(tl.int32)
+        s = tl.load(QUERIES + begin + rows // HEADS, mask=live, other=0)
         q_at = row_offsets(s, group * HEADS + rows % HEADS, q_s, q_h)[:, None] + d[None, :] * q_d
         q = tl.load(Q + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
         scores = dot(q, tl.trans(k), None) * scale
@@ -184,6 +188,7 @@ def _forward_kernel(
         largest = tl.max(scores, 1)
         weights = tl.exp2(scores - tl.where(largest == float("-inf"), 0.0, largest)[:, None])
         out, lse = softmax_end(dot(weights, v, None), largest, tl.sum(weights, 1))
+        pair = tl.load(PAIRS + begin + rows // HEADS, mask=live, other=0)
         at = (pair.to(tl.int64) * parts + part) * HEADS + rows % HEADS
         tl.store(PART_OUT + at[:, None] * DV + dv[None, :], out, mask=live[:, None] & (dv < DV)[None, :])
         tl.store(PART_LSE + at, lse, mask=live)
@@ -235,14 +240,14 @@ def _merge_kernel(
 
 @triton.jit
 def _dq_kernel(
-    GRAD, Q, K, V, LSE, DELTA, PART_DQ, PAIRS, BEGIN, PROGRAM, OWNER,
+    GRAD, Q, K, V, LSE, DELTA, PART_DQ, PAIRS, QUERIES, BEGIN, PROGRAM, OWNER,
     g_b, g_s, g_h, g_d, q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
-    first, length, S, T, G, places, num_blocks, num_lists, longest, scale,
+    S, T, G, num_blocks, num_lists, longest, scale,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The part of dq that a tile of keys contributes, of the pairs of queries `first` to `first + length`."""
+    """The part of dq that a tile of keys contributes, for each of its pairs."""
     parts: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0) // parts
     owner = tl.load(OWNER + program)
@@ -262,13 +267,11 @@ def _dq_kernel(
     v = tl.load(V + v_at, mask=here[:, None] & (dv < DV)[None, :], other=0.0)
     Q += batch * q_b
     GRAD += batch * g_b
-    PAIRS += begin
 
     for row in range(0, pairs * HEADS, BLOCK_M):
         rows = row + m
         live = rows < pairs * HEADS
-        pair = tl.load(PAIRS + rows // HEADS, mask=live, other=0)
-        s = (first + pair // (G * places) % length).to(tl.int32)
+        s = tl.load(QUERIES + begin + rows // HEADS, mask=live, other=0)
         head = group * HEADS + rows % HEADS
         q_at = row_offsets(s, head, q_s, q_h)[:, None] + d[None, :] * q_d
         q = tl.load(Q + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
@@ -282,6 +285,7 @@ def _dq_kernel(
         weights = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
         dweights = dot(grad, tl.trans(v), None)
         dscores = weights * (dweights - delta[:, None])
+        pair = tl.load(PAIRS + begin + rows // HEADS, mask=live, other=0)
         at = (pair.to(tl.int64) * parts + part) * HEADS + rows % HEADS
         tl.store(PART_DQ + at[:, None] * D + d[None, :], dot(dscores, k, None), mask=live[:, None] & (d < D)[None, :])
 
@@ -306,10 +310,10 @@ def _add_dq_kernel(
 
 @triton.jit
 def _dkdv_kernel(
-    GRAD, Q, K, V, LSE, DELTA, DK, DV_OUT, PART_DK, PART_DV, PAIRS, BEGIN, PROGRAM, PART, OWNER,
+    GRAD, Q, K, V, LSE, DELTA, DK, DV_OUT, PART_DK, PART_DV, QUERIES, BEGIN, PROGRAM, PART, OWNER,
     g_b, g_s, g_h, g_d, q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
     x_b, x_s, x_h, x_d, y_b, y_s, y_h, y_d,
-    S, T, G, places, num_blocks, num_lists, longest, scale, grad_scale,
+    S, T, G, num_blocks, num_lists, longest, scale, grad_scale,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -344,16 +348,17 @@ def _dkdv_kernel(
     for row in range(0, pairs * HEADS, BLOCK_M):
         rows = row + m
         live = rows < pairs * HEADS
-        pair = tl.load(PAIRS + begin + rows // HEADS, mask=live, other=0)
-        s = (pair // (G * places) % S).to(tl.int32)
+        # The last row stands in for those after it: a load without a mask is cheaper, and weights of zero are added.
+        rows = tl.minimum(rows, pairs * HEADS - 1)
+        s = tl.load(QUERIES + begin + rows // HEADS)
         head = group * HEADS + rows % HEADS
         q_at = row_offsets(s, head, q_s, q_h)[:, None] + d[None, :] * q_d
-        q = tl.load(Q + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+        q = tl.load(Q + q_at, mask=(d < D)[None, :], other=0.0)
         g_at = row_offsets(s, head, g_s, g_h)[:, None] + dv[None, :] * g_d
-        grad = tl.load(GRAD + g_at, mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+        grad = tl.load(GRAD + g_at, mask=(dv < DV)[None, :], other=0.0)
         flat = (batch * S + s) * (G * HEADS) + head
-        lse = tl.load(LSE + flat, mask=live, other=0.0) / LN2
-        delta = tl.load(DELTA + flat, mask=live, other=0.0)
+        lse = tl.load(LSE + flat) / LN2
+        delta = tl.load(DELTA + flat)
 
         seen = (keys[:, None] <= s[None, :]) & here[:, None] & live[None, :]
         scores = dot(k, tl.trans(q), None) * scale
