@@ -33,6 +33,8 @@ __all__ = [
     "check_compiler",
     "compile_launch",
     "compile_report",
+    "launches",
+    "occupancy",
     "recorded_launches",
 ]
 
@@ -98,7 +100,7 @@ def compile_report(arch: int, shape: Shape | None = None) -> list[KernelReport]:
     check_compiler()
     reports: list[KernelReport] = []
     with tempfile.TemporaryDirectory() as cache, mock.patch.object(triton.knobs.cache, "dir", cache):
-        for operator, launch in _launches(shape or Shape()):
+        for operator, launch in launches(shape or Shape()):
             report = compile_launch(operator, launch, arch)
             if report not in reports:
                 reports.append(report)
@@ -114,7 +116,8 @@ def check_compiler() -> None:
             raise UserError(f"triton {triton.__version__} brings no {tool} on this machine; install its Linux wheel")
 
 
-def _launches(shape: Shape) -> Iterator[tuple[str, Launch]]:
+def launches(shape: Shape) -> Iterator[tuple[str, Launch]]:
+    """Operator and launch for all that attention of this shape launches, in either loop order."""
     from nsa_compile.ops.selected.triton import Order
 
     heads, length = shape.heads, shape.length
@@ -140,10 +143,10 @@ def _launches(shape: Shape) -> Iterator[tuple[str, Launch]]:
         q = _meta(1, length, heads, shape.dim, dtype=shape.dtype)
         k = _meta(1, keys, shape.groups, shape.dim, dtype=shape.dtype)
         v = _meta(1, keys, shape.groups, shape.value_dim, dtype=shape.dtype)
-        with recorded_launches() as launches:
+        with recorded_launches() as recorded:
             out, lse, *_ = module.forward(q, k, v, *parameters, **options)
             module.backward(torch.empty_like(out), q, k, v, out, lse, *parameters, **options)
-        for launch in launches:
+        for launch in recorded:
             yield operator, launch
 
 
@@ -157,14 +160,14 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
     The tensors may be on any device, "meta" too.
     """
-    launches: list[Launch] = []
+    recorded: list[Launch] = []
 
     def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        if not any(launch.kernel is kernel and launch.constants == constants for launch in launches):
-            launches.append(Launch(kernel, arguments, constants))
+        if not any(launch.kernel is kernel and launch.constants == constants for launch in recorded):
+            recorded.append(Launch(kernel, arguments, constants))
 
     with mock.patch.object(JITFunction, "run", record):
-        yield launches
+        yield recorded
 
 
 def compile_launch(operator: str, launch: Launch, arch: int) -> KernelReport:
@@ -193,7 +196,7 @@ def compile_launch(operator: str, launch: Launch, arch: int) -> KernelReport:
     tile = "x".join(str(constants[name]) for name in ("BLOCK_M", "BLOCK_N") if name in constants)
     return KernelReport(
         operator, kernel.__name__, tile, arch, metadata.num_warps, metadata.num_stages, registers, spills,
-        metadata.shared, _occupancy(ARCHS[arch], registers, metadata.shared, metadata.num_warps),
+        metadata.shared, occupancy(ARCHS[arch], registers, metadata.shared, metadata.num_warps),
     )  # fmt: skip
 
 
@@ -213,7 +216,7 @@ def _nvidia_tools() -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def _occupancy(gpu: Multiprocessor, registers: int, shared: int, num_warps: int) -> float:
+def occupancy(gpu: Multiprocessor, registers: int, shared: int, num_warps: int) -> float:
     """Registers are given out to warps in units of 256, and every program takes 1 KiB of shared memory more."""
     warp_registers = -(-registers * 32 // 256) * 256
     programs = min(
@@ -237,7 +240,11 @@ def main() -> None:
     @click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
     def report(arch: int, heads: int, as_json: bool) -> None:
         """Compile the attention kernels for compute capability ARCH, 90 for 9.0, and say what they take."""
-        rows = [asdict(row) for row in compile_report(arch, Shape(heads=4 * heads))]
+        try:
+            rows = [asdict(row) for row in compile_report(arch, Shape(heads=4 * heads))]
+        except UserError as error:
+            click.echo(f"error: {error}", err=True)
+            raise SystemExit(error.exit_code) from None
         click.echo(json.dumps({"kernels": rows}) if as_json else tabulate(rows, headers="keys", floatfmt=".2f"))
 
     report()
