@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,11 +36,15 @@ def test_distinct_blocks_are_the_visible_ones(indices):
         assert row == sorted(chosen(indices, b, s, g))
 
 
+@pytest.mark.parametrize("places", [1, PLACES])
 @pytest.mark.parametrize("queries", [1, 2, 4, 8])
-def test_a_tile_has_each_block_of_its_queries_once_with_all_that_selected_it(indices, queries):
+def test_a_tile_has_each_block_of_its_queries_once_with_all_that_selected_it(indices, queries, places):
+    indices = indices[..., :places]
     entries, used = blocks_of_tiles(distinct_blocks(indices, LENGTH, BLOCK), queries)
+    assert entries.is_contiguous()  # the kernels count places
+    assert used.is_contiguous()
     tiles = -(-LENGTH // queries)
-    assert entries.shape == (BATCH, tiles, GROUPS, queries * PLACES)
+    assert entries.shape == (BATCH, tiles, GROUPS, queries * places)
     for b, tile, g in torch.cartesian_prod(*map(torch.arange, (BATCH, tiles, GROUPS))).tolist():
         members: dict[int, int] = {}
         for i in range(queries):
@@ -65,7 +71,7 @@ def test_lists_name_every_pair_once_under_its_block(indices, longest):
 
 @needs_triton
 class TestOrder:
-    def choose(self, heads, dim=128, arch=90, block_size=64):
+    def choose(self, heads, dim=128, arch="sm_90", block_size=64):
         from nsa_compile.ops.selected.triton import choose_order
 
         return choose_order(heads, dim, dim, torch.bfloat16, block_size, arch)
@@ -85,7 +91,7 @@ class TestOrder:
         triton._measured.cache_clear()
         try:
             assert self.choose(4) == ("query", 4)
-            assert self.choose(4, arch=80).major == "block"
+            assert self.choose(4, arch="sm_80").major == "block"
             assert self.choose(8).major == "block"
         finally:
             triton._measured.cache_clear()
@@ -133,3 +139,35 @@ class TestReport:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 2
         assert len(result.stderr.strip().splitlines()) == 1
+
+
+@needs_triton
+def test_the_benchmark_writes_a_table_that_choose_order_reads(tmp_path, monkeypatch):
+    from nsa_compile.ops.selected import triton
+
+    script = Path(__file__).parents[2] / "benchmarks" / "selected_orders.py"
+    table = tmp_path / "orders.json"
+    kept = {
+        "heads": 2,
+        "dim": 64,
+        "value_dim": 64,
+        "dtype": "bfloat16",
+        "block_size": 64,
+        "major": "query",
+        "queries": 1,
+    }
+    table.write_text(json.dumps({"cpu": [kept, {**kept, "dim": 16, "value_dim": 16, "milliseconds": {}}]}))
+    options = ["--device=cpu", "--seq-len=8", "--dim=16", "--heads=2", "--repeats=1", f"--out={table}"]
+    subprocess.run([sys.executable, script, *options], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    rows = json.loads(table.read_text())["cpu"]
+    assert rows[0] == kept
+    assert len(rows) == 2, "a new measurement replaces that of the same shape"
+    fastest = min(rows[1]["milliseconds"], key=rows[1]["milliseconds"].get)
+    assert fastest.startswith(rows[1]["major"])
+    monkeypatch.setattr(triton, "ORDER_TABLE", table)
+    triton._measured.cache_clear()
+    try:
+        chosen = triton.choose_order(2, 16, 16, torch.bfloat16, 64, "cpu")
+    finally:
+        triton._measured.cache_clear()
+    assert chosen == (rows[1]["major"], rows[1]["queries"])

@@ -46,7 +46,8 @@ def blocks_of_tiles(blocks: Tensor, queries: int) -> tuple[Tensor, Tensor]:
         members[..., :-i] |= bit[..., i:].masked_fill(block[..., i:] != block[..., :-i], 0)
     entries = (block << queries | members).masked_fill_(pairs == NONE, NONE)
     entries[..., 1:].masked_fill_(block[..., 1:] == block[..., :-1], NONE)
-    return entries.sort(-1).values, (entries != NONE).sum(-1, dtype=torch.int32)
+    entries = entries.sort(-1).values.contiguous()
+    return entries, (entries != NONE).sum(-1, dtype=torch.int32)
 
 
 class Lists(NamedTuple):

@@ -21,7 +21,7 @@ from nsa_compile.ops.selected import triton_block_major, triton_query_major
 from nsa_compile.ops.selected.block_lists import distinct_blocks
 from nsa_compile.ops.triton_common import check_supported, padded, prepare
 
-__all__ = ["MAX_QUERIES", "ORDER_TABLE", "Order", "backward", "choose_order", "forward", "prepare"]
+__all__ = ["MAX_QUERIES", "ORDER_TABLE", "Order", "arch_of", "backward", "choose_order", "forward", "prepare"]
 
 MAX_QUERIES = 8  # of a tile: block and members share 32 bits, which leaves 2^23 blocks
 ORDER_TABLE = Path(__file__).parent / "triton_orders.json"
@@ -34,8 +34,8 @@ class Order(NamedTuple):
     queries: int = 1
 
 
-def choose_order(heads: int, dim: int, value_dim: int, dtype: torch.dtype, block_size: int, arch: int | None) -> Order:
-    """The order for so many heads a group on compute capability `arch` (90 for 9.0): as measured, or estimated.
+def choose_order(heads: int, dim: int, value_dim: int, dtype: torch.dtype, block_size: int, arch: str) -> Order:
+    """The order for so many heads a group on a GPU like `arch` ("sm_90"): as measured, or estimated.
 
     Measurements are in `triton_orders.json`, which `benchmarks/selected_orders.py` writes. The estimate counts bytes
     of forward and dq together, for one query and one of its blocks, as both orders are limited by bytes. Query-major
@@ -45,7 +45,7 @@ def choose_order(heads: int, dim: int, value_dim: int, dtype: torch.dtype, block
     block-major. Query-major takes 32 rows a tile: if two neighbours of 16 heads share no block, this costs twice the
     products, which the reading hides; it saves up to half of the reading.
     """
-    for row in _measured().get(f"sm_{arch}", ()):
+    for row in _measured().get(arch, ()):
         shape = (row["heads"], row["dim"], row["value_dim"], row["dtype"], row["block_size"])
         if shape == (heads, dim, value_dim, str(dtype).removeprefix("torch."), block_size):
             return Order(row["major"], row["queries"])
@@ -61,16 +61,21 @@ def _measured() -> dict[str, list[dict[str, Any]]]:
     return json.loads(ORDER_TABLE.read_text())
 
 
+def arch_of(device: torch.device) -> str:
+    """The name of a device in the table of orders, such as "sm_90"."""
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
 def _order(q: Tensor, k: Tensor, v: Tensor, block_size: int, order: Order | None) -> Order:
     if order is not None:
         if not 1 <= order.queries <= MAX_QUERIES:
             raise ValueError(f"queries = {order.queries} of the order must be between 1 and {MAX_QUERIES}")
         return order
-    arch = None
-    if q.is_cuda:
-        major, minor = torch.cuda.get_device_capability(q.device)
-        arch = 10 * major + minor
-    return choose_order(q.shape[2] // k.shape[2], q.shape[3], v.shape[3], q.dtype, block_size, arch)
+    heads = q.shape[2] // k.shape[2]
+    return choose_order(heads, q.shape[3], v.shape[3], q.dtype, block_size, arch_of(q.device))
 
 
 def forward(
