@@ -49,7 +49,7 @@ def _tiles(q: Tensor, v: Tensor, block_size: int) -> Tiles:
 
 
 def _dq_tiles(q: Tensor, v: Tensor, block_size: int) -> Tiles:
-    """As `_tiles`; with D = 128 half as many rows, so that three programs share a multiprocessor where one would."""
+    """As `_tiles`; with D = 128 half as many rows, so that several programs share a multiprocessor where one would."""
     tiles = _tiles(q, v, block_size)
     return tiles._replace(rows=32, num_warps=4, num_stages=3) if tiles.rows == 64 and tiles.num_warps == 8 else tiles
 
@@ -164,6 +164,8 @@ def _forward_kernel(
     if owner == num_lists:
         return
     block, group, batch, begin, pairs = _list(PROGRAM, BEGIN, G, num_blocks, longest, program, owner)
+    if pairs == 0:
+        return
     part = tl.program_id(0) % parts
     within = part * BLOCK_N + tl.arange(0, BLOCK_N)
     keys = block * BLOCK_SIZE + within
@@ -254,6 +256,8 @@ def _dq_kernel(
     if owner == num_lists:
         return
     block, group, batch, begin, pairs = _list(PROGRAM, BEGIN, G, num_blocks, longest, program, owner)
+    if pairs == 0:
+        return
     part = tl.program_id(0) % parts
     within = part * BLOCK_N + tl.arange(0, BLOCK_N)
     keys = block * BLOCK_SIZE + within
