@@ -33,6 +33,7 @@ __all__ = [
     "row_offsets",
     "softmax_end",
     "softmax_step",
+    "tile_constants",
     "tile_sizes",
 ]
 
@@ -92,6 +93,21 @@ def tile_sizes(q: Tensor, v: Tensor, backward: bool) -> Tiles:
     return Tiles(128, 64, 4 if width <= 64 else 8, 2) if width <= 128 else Tiles(64, 32, 8, 2)
 
 
+def tile_constants(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[str, int]:
+    """What the attention kernels are specialised on."""
+    return {
+        "HEADS": q.shape[2] // k.shape[2],
+        "D": q.shape[3],
+        "DV": v.shape[3],
+        "BLOCK_D": padded(q.shape[3]),
+        "BLOCK_DV": padded(v.shape[3]),
+        "BLOCK_M": tiles.rows,
+        "BLOCK_N": tiles.keys,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
 @triton.jit
 def dot(a, b, acc):
     """`acc + a @ b` in float32; `a` is rounded to the dtype of `b`, and float32 operands are not rounded further."""
@@ -137,6 +153,34 @@ def _seen_end(s, T, block_size, stride):
 
 
 @triton.jit
+def _unmasked(first, lo, hi, STEP: tl.constexpr):
+    """Of the tiles from `first` on, the range of those that lie within lo to hi; `first` twice if there are none."""
+    begin = first + tl.cdiv(tl.maximum(lo - first, 0), STEP) * STEP
+    end = first + tl.maximum(hi - first, 0) // STEP * STEP
+    return tl.where(end > begin, begin, first), tl.where(end > begin, end, first)
+
+
+@triton.jit
+def _masked_tile(i, first, begin, end, STEP: tl.constexpr):
+    """Where the i-th tile begins of those from `first` on that are not between begin and end."""
+    start = first + i * STEP
+    return tl.where(start < begin, start, start + end - begin)
+
+
+@triton.jit
+def _key_tiles(
+    tile, S, T, window, block_size, stride, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The keys that a tile of rows sees, first to last, and those of its tiles that every row sees whole."""
+    early = tile * BLOCK_M // HEADS
+    late = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, S - 1)
+    first = tl.maximum(early - window + 1, 0) // BLOCK_N * BLOCK_N
+    last = tl.maximum(_seen_end(late, T, block_size, stride), first)
+    begin, end = _unmasked(first, late - window + 1, _seen_end(early, T, block_size, stride), BLOCK_N)
+    return first, last, begin, end
+
+
+@triton.jit
 def _forward_kernel(
     Q, K, V, OUT, LSE,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, o_b, o_s, o_h, o_d,
@@ -153,8 +197,8 @@ def _forward_kernel(
     live = rows < S * HEADS
     s = rows // HEADS
     head = group * HEADS + rows % HEADS
-    begin = s - window + 1
-    end = _seen_end(s, T, block_size, stride)
+    seen_from = s - window + 1
+    seen_to = _seen_end(s, T, block_size, stride)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
@@ -163,21 +207,26 @@ def _forward_kernel(
     q = tl.load(Q + batch * q_b + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     K += batch * k_b + group.to(tl.int64) * k_h
     V += batch * v_b + group.to(tl.int64) * v_h
+    k_at = n.to(tl.int64)[:, None] * k_s + d[None, :] * k_d
+    v_at = n.to(tl.int64)[:, None] * v_s + dv[None, :] * v_d
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    first = tl.maximum(tile * BLOCK_M // HEADS - window + 1, 0) // BLOCK_N * BLOCK_N
-    last = _seen_end(tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, S - 1), T, block_size, stride)
-    for start in range(first, last, BLOCK_N):
+    first, last, begin, end = _key_tiles(tile, S, T, window, block_size, stride, HEADS, BLOCK_M, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        k = tl.load(K + tl.cast(start, tl.int64) * k_s + k_at, mask=(d < D)[None, :], other=0.0)
+        v = tl.load(V + tl.cast(start, tl.int64) * v_s + v_at, mask=(dv < DV)[None, :], other=0.0)
+        acc, largest, total = softmax_step(acc, largest, total, dot(q, tl.trans(k), None) * scale, v)
+    for i in range(tl.cdiv(last - first - (end - begin), BLOCK_N)):
+        start = _masked_tile(i, first, begin, end, BLOCK_N)
         keys = start + n
-        k_at = keys.to(tl.int64)[:, None] * k_s + d[None, :] * k_d
-        k = tl.load(K + k_at, mask=(keys < T)[:, None] & (d < D)[None, :], other=0.0)
-        seen = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
-        scores = dot(q, tl.trans(k), None) * scale
-        scores = tl.where(seen, scores, float("-inf"))
-        v_at = keys.to(tl.int64)[:, None] * v_s + dv[None, :] * v_d
-        v = tl.load(V + v_at, mask=(keys < T)[:, None] & (dv < DV)[None, :], other=0.0)
+        k_mask = (keys < T)[:, None] & (d < D)[None, :]
+        k = tl.load(K + tl.cast(start, tl.int64) * k_s + k_at, mask=k_mask, other=0.0)
+        v_mask = (keys < T)[:, None] & (dv < DV)[None, :]
+        v = tl.load(V + tl.cast(start, tl.int64) * v_s + v_at, mask=v_mask, other=0.0)
+        seen = (keys[None, :] >= seen_from[:, None]) & (keys[None, :] < seen_to[:, None])
+        scores = tl.where(seen, dot(q, tl.trans(k), None) * scale, float("-inf"))
         acc, largest, total = softmax_step(acc, largest, total, scores, v)
 
     out, lse = softmax_end(acc, largest, total)
@@ -205,8 +254,8 @@ def _dq_kernel(
     live = rows < S * HEADS
     s = rows // HEADS
     head = group * HEADS + rows % HEADS
-    begin = s - window + 1
-    end = _seen_end(s, T, block_size, stride)
+    seen_from = s - window + 1
+    seen_to = _seen_end(s, T, block_size, stride)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
@@ -225,22 +274,29 @@ def _dq_kernel(
     lse = tl.load(LSE + flat, mask=live, other=0.0) / LN2
     K += batch * k_b + group.to(tl.int64) * k_h
     V += batch * v_b + group.to(tl.int64) * v_h
+    k_at = n.to(tl.int64)[:, None] * k_s + d[None, :] * k_d
+    v_at = n.to(tl.int64)[:, None] * v_s + dv[None, :] * v_d
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    first = tl.maximum(tile * BLOCK_M // HEADS - window + 1, 0) // BLOCK_N * BLOCK_N
-    last = _seen_end(tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, S - 1), T, block_size, stride)
-    for start in range(first, last, BLOCK_N):
+    first, last, begin, end = _key_tiles(tile, S, T, window, block_size, stride, HEADS, BLOCK_M, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        k = tl.load(K + tl.cast(start, tl.int64) * k_s + k_at, mask=(d < D)[None, :], other=0.0)
+        v = tl.load(V + tl.cast(start, tl.int64) * v_s + v_at, mask=(dv < DV)[None, :], other=0.0)
+        weights = tl.exp2(dot(q, tl.trans(k), None) * scale - lse[:, None])
+        dweights = dot(grad, tl.trans(v), None)
+        dq = dot(weights * (dweights - delta[:, None]), k, dq)
+    for i in range(tl.cdiv(last - first - (end - begin), BLOCK_N)):
+        start = _masked_tile(i, first, begin, end, BLOCK_N)
         keys = start + n
-        k_at = keys.to(tl.int64)[:, None] * k_s + d[None, :] * k_d
-        k = tl.load(K + k_at, mask=(keys < T)[:, None] & (d < D)[None, :], other=0.0)
-        v_at = keys.to(tl.int64)[:, None] * v_s + dv[None, :] * v_d
-        v = tl.load(V + v_at, mask=(keys < T)[:, None] & (dv < DV)[None, :], other=0.0)
-        seen = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
+        k_mask = (keys < T)[:, None] & (d < D)[None, :]
+        k = tl.load(K + tl.cast(start, tl.int64) * k_s + k_at, mask=k_mask, other=0.0)
+        v_mask = (keys < T)[:, None] & (dv < DV)[None, :]
+        v = tl.load(V + tl.cast(start, tl.int64) * v_s + v_at, mask=v_mask, other=0.0)
+        seen = (keys[None, :] >= seen_from[:, None]) & (keys[None, :] < seen_to[:, None])
         scores = dot(q, tl.trans(k), None) * scale
         weights = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
         dweights = dot(grad, tl.trans(v), None)
-        dscores = weights * (dweights - delta[:, None])
-        dq = dot(dscores, k, dq)
+        dq = dot(weights * (dweights - delta[:, None]), k, dq)
 
     x_at = row_offsets(s, head, x_s, x_h)[:, None] + d[None, :] * x_d
     tl.store(DQ + batch * x_b + x_at, (dq * grad_scale).to(DQ.dtype.element_ty), mask=live_d)
@@ -276,10 +332,29 @@ def _dkdv_kernel(
 
     sum_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     sum_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    # Queries first to last see some of the keys, and those from `lo` to `hi` all of them.
     first = tl.minimum(start.to(tl.int64) * stride + block_size - 1, S).to(tl.int32)
     last = tl.minimum(start.to(tl.int64) + BLOCK_N - 1 + window, S).to(tl.int32)
-    for row in range(first * HEADS, last * HEADS, BLOCK_M):
+    lo = tl.minimum((start + BLOCK_N - 1).to(tl.int64) * stride + block_size - 1, S).to(tl.int32)
+    hi = tl.where(start + BLOCK_N <= T, tl.minimum(start.to(tl.int64) + window, S), 0).to(tl.int32)
+    begin, end = _unmasked(first * HEADS, lo * HEADS, hi * HEADS, BLOCK_M)
+    for row in range(begin, end, BLOCK_M):
         rows = row + m
+        s = rows // HEADS
+        head = group * HEADS + rows % HEADS
+        q_at = row_offsets(s, head, q_s, q_h)[:, None] + d[None, :] * q_d
+        q = tl.load(Q + q_at, mask=(d < D)[None, :], other=0.0)
+        g_at = row_offsets(s, head, g_s, g_h)[:, None] + dv[None, :] * g_d
+        grad = tl.load(GRAD + g_at, mask=(dv < DV)[None, :], other=0.0)
+        flat = (batch * S + s) * (G * HEADS) + head
+        lse = tl.load(LSE + flat) / LN2
+        delta = tl.load(DELTA + flat)
+        weights = tl.exp2(dot(k, tl.trans(q), None) * scale - lse[None, :])
+        sum_dv = dot(weights, grad, sum_dv)
+        dweights = dot(v, tl.trans(grad), None)
+        sum_dk = dot(weights * (dweights - delta[None, :]), q, sum_dk)
+    for i in range(tl.cdiv((last - first) * HEADS - (end - begin), BLOCK_M)):
+        rows = _masked_tile(i, first * HEADS, begin, end, BLOCK_M) + m
         live = rows < last * HEADS
         s = rows // HEADS
         head = group * HEADS + rows % HEADS
@@ -290,16 +365,15 @@ def _dkdv_kernel(
         flat = (batch * S + s) * (G * HEADS) + head
         lse = tl.load(LSE + flat, mask=live, other=0.0) / LN2
         delta = tl.load(DELTA + flat, mask=live, other=0.0)
-        begin = s - window + 1
-        end = _seen_end(s, T, block_size, stride)
+        seen_from = s - window + 1
+        seen_to = _seen_end(s, T, block_size, stride)
 
-        seen = (keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]) & live[None, :]
+        seen = (keys[:, None] >= seen_from[None, :]) & (keys[:, None] < seen_to[None, :]) & live[None, :]
         scores = dot(k, tl.trans(q), None) * scale
         weights = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
         sum_dv = dot(weights, grad, sum_dv)
         dweights = dot(v, tl.trans(grad), None)
-        dscores = weights * (dweights - delta[None, :])
-        sum_dk = dot(dscores, q, sum_dk)
+        sum_dk = dot(weights * (dweights - delta[None, :]), q, sum_dk)
 
     x_at = keys.to(tl.int64)[:, None] * x_s + d[None, :] * x_d
     DK += batch * x_b + group.to(tl.int64) * x_h
@@ -307,20 +381,6 @@ def _dkdv_kernel(
     y_at = keys.to(tl.int64)[:, None] * y_s + dv[None, :] * y_d
     DV_OUT += batch * y_b + group.to(tl.int64) * y_h
     tl.store(DV_OUT + y_at, sum_dv.to(DV_OUT.dtype.element_ty), mask=live_dv)
-
-
-def _shape(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[str, int]:
-    return {
-        "HEADS": q.shape[2] // k.shape[2],
-        "D": q.shape[3],
-        "DV": v.shape[3],
-        "BLOCK_D": padded(q.shape[3]),
-        "BLOCK_DV": padded(v.shape[3]),
-        "BLOCK_M": tiles.rows,
-        "BLOCK_N": tiles.keys,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
 
 
 def _band(length: int, window: int, block_size: int, stride: int) -> tuple[int, int, int]:
@@ -344,7 +404,7 @@ def band_forward(
         _forward_kernel[grid](
             q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
             length, num_keys, groups, scale * LOG2E, *_band(length, window, block_size, stride),
-            **_shape(q, k, v, tiles),
+            **tile_constants(q, k, v, tiles),
         )  # fmt: skip
     return out, lse
 
@@ -367,10 +427,10 @@ def band_backward(
     with torch.cuda.device_of(q):
         _dq_kernel[(triton.cdiv(length * (heads // groups), tiles.rows) * batch * groups,)](
             grad_out, q, k, v, out, lse, delta, dq, *sum(strides, ()), *out.stride(), *dq.stride(),
-            length, num_keys, groups, scale * LOG2E, scale, *band, **_shape(q, k, v, tiles),
+            length, num_keys, groups, scale * LOG2E, scale, *band, **tile_constants(q, k, v, tiles),
         )  # fmt: skip
         _dkdv_kernel[(triton.cdiv(num_keys, tiles.keys) * batch * groups,)](
             grad_out, q, k, v, lse, delta, dk, dv, *sum(strides, ()), *dk.stride(), *dv.stride(),
-            length, num_keys, groups, scale * LOG2E, scale, *band, **_shape(q, k, v, tiles),
+            length, num_keys, groups, scale * LOG2E, scale, *band, **tile_constants(q, k, v, tiles),
         )  # fmt: skip
     return dq, dk, dv

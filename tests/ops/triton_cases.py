@@ -14,7 +14,6 @@ import importlib
 import itertools
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -79,6 +78,8 @@ class Case:
     num_local: int = 1
     contents_of_indices: str = "any"  # "none", "distinct"
     index_dtype: torch.dtype = torch.int32
+    order: tuple[str, int] | None = None  # of the loops of selected attention, and queries a tile; else the default
+    part_bytes: int = 2**29  # of the partial results of block-major, a chunk of queries
     seed: int = 0
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -128,7 +129,9 @@ class Case:
         if operator == "window":
             return self.window, self.scale
         if operator == "selected":
-            return self.indices(device), self.block_size, self.scale
+            from nsa_compile.ops.selected.triton import Order
+
+            return self.indices(device), self.block_size, self.scale, self.order and Order(*self.order)
         names = ("block_size", "stride", "scale", "select_block", "offsets", "weights", "n", "num_initial", "num_local")
         return tuple(getattr(self, name) for name in names)
 
@@ -161,6 +164,7 @@ WINDOW = [
     Case(S=30, T=30, h=16, D=192, Dv=128, window=100, dtype=BF16),
     Case(S=45, T=45, G=2, h=3, D=24, Dv=16, window=20, dtype=FP16, strided=True),
     Case(S=70, T=70, h=2, D=32, Dv=32, window=33, contents="large", strided=True),
+    Case(S=101, T=90, h=4, window=70),  # tiles whose keys every row sees, and keys that all of a tile's rows see
     Case(S=1, T=1, h=1, window=1),
     Case(B=0),
     Case(S=0),
@@ -176,6 +180,7 @@ COMPRESSED = [
     Case(S=40, T=40, contents="zero queries", n=4, block_size=1, stride=1, select_block=1, offsets=(0,), weights=(1,)),
     Case(S=40, T=20, h=2, n=3, num_initial=2, num_local=3, dtype=FP16),  # more forced blocks than places
     Case(S=40, T=20, h=2, n=15, num_initial=0, num_local=0, offsets=(-1, 2), weights=(3, -1)),  # more than blocks
+    Case(S=120, T=59, h=4, n=2),  # tiles whose keys every row sees, and keys that all of a tile's rows see
     Case(S=9, T=3, h=2, n=0),
     Case(S=9, T=0, h=2, n=2),
     Case(S=1, T=1, h=1, n=1, block_size=3),  # nothing to see, one block to select
@@ -183,16 +188,27 @@ COMPRESSED = [
     Case(S=0, T=0),
 ]  # fmt: skip
 
+BLOCK_MAJOR, QUERY_MAJOR = ("block", 1), ("query", 1)
 SELECTED = [
-    Case(S=25, T=25, h=1, D=16, Dv=32),
-    Case(B=2, S=11, T=18, G=2, h=2, D=80, Dv=24, block_size=5, n=4, index_dtype=torch.int64),
+    Case(S=25, T=25, h=1, D=16, Dv=32, order=BLOCK_MAJOR),
+    Case(S=25, T=25, h=1, D=16, Dv=32, order=QUERY_MAJOR),
+    Case(B=2, S=11, T=18, G=2, h=2, D=80, Dv=24, block_size=5, n=4, index_dtype=torch.int64, order=BLOCK_MAJOR),
+    Case(B=2, S=11, T=18, G=2, h=2, D=80, Dv=24, block_size=5, n=4, index_dtype=torch.int64, order=("query", 4)),
     Case(S=21, T=12, h=4, D=16, Dv=16, block_size=8, n=2, dtype=BF16, strided=True),
+    Case(S=21, T=21, h=4, block_size=8, n=2, dtype=BF16, strided=True, order=("query", 8)),
     Case(S=14, T=14, h=16, D=192, Dv=128, dtype=BF16),
+    Case(S=9, T=14, h=16, D=32, Dv=16, dtype=BF16, order=BLOCK_MAJOR),
+    Case(S=13, T=13, h=8, D=24, Dv=16, dtype=FP16, n=4, order=BLOCK_MAJOR),
+    Case(B=2, S=13, T=13, h=8, D=24, Dv=16, dtype=FP16, n=4, strided=True, order=("query", 2)),
     Case(S=16, T=16, h=3, dtype=FP16, block_size=40, n=1),  # a block wider than the keys
-    Case(S=40, T=40, h=18, block_size=20, n=2, contents="large"),  # blocks and groups of more than one tile
+    Case(S=40, T=40, h=18, block_size=20, n=2, contents="large", order=QUERY_MAJOR),  # blocks and groups of many tiles
+    Case(S=40, T=40, h=3, block_size=20, n=2, contents="large", order=BLOCK_MAJOR),
+    Case(B=2, S=23, T=23, G=2, h=3, n=4, order=BLOCK_MAJOR, part_bytes=16_000),  # chunks of 5 queries, the last of 3
     Case(S=90, T=90, h=1, block_size=1, n=2, contents_of_indices="distinct"),
     Case(S=75, T=75, h=1, block_size=2, n=1),  # the list of block 0 is split among programs
-    Case(S=9, T=9, contents_of_indices="none"),
+    Case(S=11, T=19, G=2, h=1, block_size=1, n=1, order=("query", 2)),
+    Case(S=9, T=9, contents_of_indices="none", order=QUERY_MAJOR),
+    Case(S=9, T=9, contents_of_indices="none", order=BLOCK_MAJOR),
     Case(B=0),
     Case(S=0),
     Case(T=0),
@@ -220,6 +236,7 @@ def deep_cases(count: int = 40) -> Iterator[Case]:
             n=rng.randint(1, 9), num_initial=rng.randint(0, 2), num_local=rng.randint(0, 3),
             index_dtype=rng.choice([torch.int32, torch.int64]),
             contents_of_indices=rng.choice(["any", "distinct"]), seed=seed,
+            order=rng.choice([None, BLOCK_MAJOR, QUERY_MAJOR, ("query", 2), ("query", 4)]),
         )  # fmt: skip
         yield case
 
@@ -288,10 +305,11 @@ def check(case: Case, operator: str, device: str, twice: bool) -> None:
         out, lse, *chosen = module.forward(q, k, v, *parameters)
         return [out, *module.backward(grad, q, k, v, out, lse, *parameters), lse, *chosen]
 
-    results = compute()
-    if twice:
-        for first, second in zip(results, compute(), strict=True):
-            assert torch.equal(first, second), "two runs differ"
+    with mock.patch("nsa_compile.ops.selected.triton_block_major.MAX_PART_BYTES", case.part_bytes):
+        results = compute()
+        if twice:
+            for first, second in zip(results, compute(), strict=True):
+                assert torch.equal(first, second), "two runs differ"
 
     exact, exact_lse, weights = dense(case, operator, torch.float64, inputs)
     rounded, _, _ = dense(case, operator, case.dtype, inputs)
@@ -366,122 +384,66 @@ def check_refusals(operator: str) -> None:
 
 # Compilation without a GPU. The launchers run on the CPU or on meta tensors, and a launch is recorded, not made.
 
-Launch = tuple[Any, tuple, dict[str, Any]]  # kernel, arguments, constants
-
-MODULES = {
-    "window": "nsa_compile.ops.triton_common",
-    "compressed": "nsa_compile.ops.compressed.triton",  # beside the kernels of window
-    "selected": "nsa_compile.ops.selected.triton",
-}
-TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 SHARED_MEMORY = 99 * 1024  # bytes a program may have on every GPU since Ampere
-STACK = 0  # bytes of registers spilled, a thread
+OWN = {"window": "nsa_compile.ops.triton_common"}  # compressed launches these beside its own
 
-PAPER = Case(S=8192, T=8192, G=4, h=16, D=128, Dv=128, dtype=BF16, window=512, block_size=64, n=16)
-PAPER_COMPRESSED = replace(
-    PAPER, T=511, block_size=32, stride=16, select_block=64, offsets=(-1, 0, 1, 2, 3), weights=(1, 2, 2, 2, 1)
-)
+_PAPER = Case(S=8192, T=8192, G=4, h=16, D=128, Dv=128, dtype=BF16, window=512, block_size=64, n=16)
+PAPER = {
+    "window": [_PAPER],
+    "compressed": [
+        replace(
+            _PAPER, T=511, block_size=32, stride=16, select_block=64, offsets=(-1, 0, 1, 2, 3), weights=(1, 2, 2, 2, 1)
+        )
+    ],
+    "selected": [
+        *(replace(_PAPER, order=order) for order in (BLOCK_MAJOR, QUERY_MAJOR, ("query", 2), ("query", 4))),
+        *(replace(_PAPER, h=h) for h in (1, 3)),
+    ],
+}
 
 
 def compile_all(operator: str, deep: bool) -> int:
     """With the paper's sizes no kernel spills registers; deep: what the other cases launch compiles as well."""
     import triton
 
-    if not (_nvidia_tools() / "ptxas").exists() or not (_nvidia_tools() / "cuobjdump").exists():
-        print(f"triton {triton.__version__} brings no NVIDIA tools on this machine")
+    from nsa_compile.errors import UserError
+    from nsa_compile.ops.triton_report import check_compiler, compile_launch
+
+    try:
+        check_compiler()
+    except UserError as error:
+        print(error)
         return SKIPPED
-    recorded = _record_launches()
     failed = 0
     with tempfile.TemporaryDirectory() as cache:
         triton.knobs.cache.dir = cache
-        launches = _launches(operator, PAPER_COMPRESSED if operator == "compressed" else PAPER, "meta", recorded)
+        launches = [launch for case in PAPER[operator] for launch in _launches(operator, case, "meta")]
         assert launches
-        for (kernel, arguments, constants), capability in itertools.product(launches, (80, 90)):
-            compiled = _compile(kernel, arguments, constants, capability)
-            registers, stack = _resources(compiled.asm["cubin"])
-            shared = compiled.metadata.shared
-            print(f"sm_{capability} {kernel.__name__}: {registers} registers, {stack} B stack, {shared} B shared")
-            failed += stack > STACK or shared > SHARED_MEMORY
+        for launch, arch in itertools.product(launches, (80, 90)):
+            report = compile_launch(operator, launch, arch)
+            print(report)
+            failed += report.spills > 0 or report.shared > SHARED_MEMORY
         for case in CASES[operator] if deep else ():
-            for kernel, arguments, constants in _launches(operator, case, "cpu", recorded):
-                shared = _compile(kernel, arguments, constants, 90).metadata.shared
-                if shared > SHARED_MEMORY:
+            for launch in _launches(operator, case, "cpu"):
+                report = compile_launch(operator, launch, 80)
+                if report.shared > SHARED_MEMORY:
                     failed += 1
-                    print(f"{kernel.__name__} takes {shared} B of shared memory for {case}")
+                    print(f"{report} for {case}")
     return min(1, failed)
 
 
-def _record_launches() -> list[Launch]:
-    """From here on, launches go into the list that is returned."""
-    from triton.runtime.jit import JITFunction
+def _launches(operator: str, case: Case, device: str) -> list[Any]:
+    """The launches of forward and backward that are the operator's own, recorded."""
+    from nsa_compile.ops.triton_report import recorded_launches
 
-    launches: list[Launch] = []
-
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments, **constants: launches.append((self.kernel, arguments, constants))
-
-    for name in MODULES.values():
-        module = importlib.import_module(name)
-        for attribute, kernel in list(vars(module).items()):
-            if isinstance(kernel, JITFunction) and attribute.endswith("_kernel"):
-                setattr(module, attribute, Recorder(kernel))
-    return launches
-
-
-def _launches(operator: str, case: Case, device: str, recorded: list[Launch]) -> list[Launch]:
-    """The launches of forward and backward that are the operator's own."""
-    recorded.clear()
     module = importlib.import_module(f"nsa_compile.ops.{operator}.triton")
     q, k, v, grad = case.tensors(device)
     parameters = case.parameters(operator, device)
-    out, lse, *_ = module.forward(q, k, v, *parameters)
-    module.backward(grad, q, k, v, out, lse, *parameters)
-    return [launch for launch in recorded if launch[0].__module__ == MODULES[operator]]
-
-
-def _compile(kernel: Any, arguments: tuple, constants: dict[str, Any], capability: int) -> Any:
-    """As a launch would: an argument of 1 is a constant, multiples of 16 are known as such."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    options = {name: constants[name] for name in ("num_warps", "num_stages")}
-    signature: dict[str, str] = {}
-    values: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], list] = {}
-    for i, name in enumerate(kernel.arg_names):
-        value = arguments[i] if i < len(arguments) else constants[name]
-        if isinstance(value, Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
-        elif i >= len(arguments) or value == 1:
-            signature[name], values[(i,)] = "constexpr", value
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def _nvidia_tools() -> Path:
-    import triton
-
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread, and bytes of stack."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [_nvidia_tools() / "cuobjdump", "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
+    with recorded_launches() as launches:
+        out, lse, *_ = module.forward(q, k, v, *parameters)
+        module.backward(grad, q, k, v, out, lse, *parameters)
+    own = OWN.get(operator, f"nsa_compile.ops.{operator}.")
+    return [launch for launch in launches if launch.kernel.__module__.startswith(own)]
 
 
 if __name__ == "__main__":

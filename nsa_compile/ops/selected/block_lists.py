@@ -1,0 +1,99 @@
+"""Which blocks a tile of queries reads, and which queries read a block: what the two loop orders on the GPU walk along.
+
+Plain torch without a size that depends on the data, so nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Lists", "blocks_of_tiles", "distinct_blocks", "selecting_queries"]
+
+NONE = torch.iinfo(torch.int32).max
+
+
+def distinct_blocks(indices: Tensor, num_keys: int, block_size: int) -> Tensor:
+    """The visible blocks of every row, ascending, each once: int32 `[B, S, G, n]`, -1 in places that are not used."""
+    last = torch.arange(indices.shape[1], device=indices.device)[:, None, None] // block_size
+    last = last.clamp_max(-(-num_keys // block_size) - 1)
+    blocks = indices.masked_fill((indices < 0) | (indices > last), NONE).int().sort(-1).values
+    repeated = torch.zeros_like(blocks, dtype=torch.bool)
+    repeated[..., 1:] = blocks[..., 1:] == blocks[..., :-1]
+    return blocks.masked_fill_(repeated | (blocks == NONE), -1).contiguous()
+
+
+def blocks_of_tiles(blocks: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+    """The blocks that any query of a tile selected, for tiles of so many neighbouring queries.
+
+    From `distinct_blocks` `[B, S, G, n]`: int32 `[B, tiles, G, queries * n]`, ascending, each entry
+    `block << queries | members` with bit i of `members` for query i of the tile; and how many entries there are, int32
+    `[B, tiles, G]`.
+    """
+    batch, length, groups, n = blocks.shape
+    tiles = -(-length // queries)
+    tiled = F.pad(blocks, (0, 0, 0, 0, 0, tiles * queries - length), value=-1)
+    tiled = tiled.view(batch, tiles, queries, groups, n).transpose(2, 3)
+    query = torch.arange(queries, dtype=torch.int32, device=blocks.device)[:, None]
+    pairs = torch.where(tiled < 0, NONE, tiled * queries + query).flatten(3).sort(-1).values
+    block, bit = pairs // queries, torch.ones_like(pairs) << pairs % queries
+    # The entries of a block stand together, at most one for each query; the first of them takes the bits of the others.
+    members = bit.clone()
+    for i in range(1, min(queries, pairs.shape[3])):
+        members[..., :-i] |= bit[..., i:].masked_fill(block[..., i:] != block[..., :-i], 0)
+    entries = (block << queries | members).masked_fill_(pairs == NONE, NONE)
+    entries[..., 1:].masked_fill_(block[..., 1:] == block[..., :-1], NONE)
+    entries = entries.sort(-1).values.contiguous()
+    return entries, (entries != NONE).sum(-1, dtype=torch.int32)
+
+
+class Lists(NamedTuple):
+    """For every list (b, g, block), the queries that selected the block, and the programs that share the list.
+
+    A pair is the place of an index in `[B, S, G, n]`, counted in that order.
+    """
+
+    pairs: Tensor  # int32 or int64 [B * S * G * n], list after list, ascending within each
+    queries: Tensor  # int32 of the same shape, their positions s
+    begin: Tensor  # int64 [num_lists + 1], where the pairs of a list begin
+    program: Tensor  # int64 [num_lists + 1], the first program of a list; an empty list has one
+    part: Tensor  # int64 [num_lists + 1], the first partial sum of a list; a list of one program has none
+    owner: Tensor  # int32 [max_programs], the list of a program, num_lists where there is nothing left to do
+    num_blocks: int
+    num_lists: int
+    max_programs: int
+    max_parts: int
+    longest: int  # pairs a program
+
+
+def selecting_queries(blocks: Tensor, num_blocks: int, longest: int, start: int = 0) -> Lists:
+    """Invert blocks `[B, S, G, n]`, whose first query is `start`.
+
+    Sizes that depend on the data are replaced by their bounds.
+    """
+    batch, length, groups, n = blocks.shape
+    num_lists = batch * groups * num_blocks
+    max_programs = num_lists + blocks.numel() // longest
+    max_parts = 2 * blocks.numel() // longest
+
+    first = torch.arange(batch * groups, device=blocks.device).view(batch, 1, groups, 1) * num_blocks
+    keys = (first + blocks).masked_fill_(blocks < 0, num_lists)
+    if num_lists < 2**31:
+        keys = keys.int()
+    keys, pairs = keys.flatten().sort(stable=True)
+    queries = (pairs // (groups * n) % length + start).int()
+    if blocks.numel() < 2**31:
+        pairs = pairs.int()
+
+    every = torch.arange(num_lists + 1, device=blocks.device)
+    begin = torch.searchsorted(keys, every.to(keys.dtype))
+    programs = ((begin.diff() + longest - 1) // longest).clamp_min_(1)
+    program = torch.zeros_like(begin)
+    part = torch.zeros_like(begin)
+    torch.cumsum(programs, 0, out=program[1:])
+    torch.cumsum(programs.masked_fill(programs == 1, 0), 0, out=part[1:])
+    owner = torch.searchsorted(program[1:], torch.arange(max_programs, device=blocks.device), right=True).int()
+    return Lists(pairs, queries, begin, program, part, owner, num_blocks, num_lists, max_programs, max_parts, longest)
