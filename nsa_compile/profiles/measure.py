@@ -25,6 +25,7 @@ __all__ = [
     "model_config",
     "not_measured",
     "peak_memory",
+    "ran_out_of_memory",
     "random_tokens",
     "ratio",
     "seconds_of",
@@ -106,7 +107,8 @@ def interleave(
     }
 
 
-def ran_out_of_memory(error: Exception) -> bool:
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory was not enough, on whatever device."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(
         sign in text for sign in ("can't allocate memory", "not enough memory", "out of memory")
