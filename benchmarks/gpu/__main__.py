@@ -54,7 +54,7 @@ class Run:
         if self.path.exists():
             before = json.loads(self.path.read_text())
             if identity(before) != identity(self.record):
-                raise click.UsageError(f"--out {out}: {self.path} is of another machine, commit or size; choose another")
+                raise click.UsageError(f"--out {out}: {self.path} is of another machine, commit or size: another")
             self.record |= before
         if self.record["running"]:  # the process before this one did not survive it
             self.record["crashed"].append(self.record["running"])

@@ -56,7 +56,9 @@ def _public(cells: Mapping[str, Any]) -> Iterator[Row]:
         fastest, who = min(theirs)
         value = fastest / ours[1]["both"]["median_s"]
         note = f"{who}, {cell['contenders'][who].get('note', 'agrees with the oracle')}"
-        yield _bar(f"{name}: against the fastest public NSA", f"≥ {AGAINST_PUBLIC} ×", value, value >= AGAINST_PUBLIC, note)
+        yield _bar(
+            f"{name}: against the fastest public NSA", f"≥ {AGAINST_PUBLIC} ×", value, value >= AGAINST_PUBLIC, note
+        )
     if not found:
         yield _bar("against the fastest public NSA", f"≥ {AGAINST_PUBLIC} ×", None, None, "none ran here")
 
@@ -79,8 +81,12 @@ def _small_groups(cells: Mapping[str, Any]) -> Row:
 def _training(rows: Mapping[str, Any]) -> Iterator[Row]:
     result = rows.get("nsa_125m_gpt2.yaml S=2048", {}).get("nsa", {})
     rate, mfu = result.get("tokens_per_s"), result.get("mfu_nominal")
-    yield _bar("125 M preset, S = 2048: tokens/s", f"≥ {TOKENS_PER_S:,}", rate, rate is not None and rate >= TOKENS_PER_S)
-    yield _bar("125 M preset, S = 2048: MFU of the data sheet's peak", f"≥ {MFU:.0%}", mfu, mfu is not None and mfu >= MFU)
+    yield _bar(
+        "125 M preset, S = 2048: tokens/s", f"≥ {TOKENS_PER_S:,}", rate, rate is not None and rate >= TOKENS_PER_S
+    )
+    yield _bar(
+        "125 M preset, S = 2048: MFU of the data sheet's peak", f"≥ {MFU:.0%}", mfu, mfu is not None and mfu >= MFU
+    )
 
 
 def _accuracy(cells: Mapping[str, Any]) -> Row:

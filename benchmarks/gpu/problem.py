@@ -31,7 +31,7 @@ class Problem:
     dtype: torch.dtype = torch.bfloat16
 
     def inputs(self, device: torch.device) -> list[Tensor]:
-        """q `[B, S, H, D]`, k and v `[B, S, G, D]`, and the gates before their sigmoid `[B, S, H, 3]`, wanting gradients.
+        """q `[B, S, H, D]`, k and v `[B, S, G, D]`, and gates before their sigmoid `[B, S, H, 3]`, wanting gradients.
 
         The three branches share keys and values, as in the public kernels. Keys of a block resemble each other and
         the heads of a group agree in part, so that most choices of blocks are clear and can be compared.
@@ -55,7 +55,9 @@ class Problem:
         if kind == "dense":
             pairs = causal_pairs(self.seq_len, self.seq_len)
         else:
-            pairs = sum(seen(self.pattern, self.seq_len) for seen in (visible_compressed, visible_selected, visible_window))
+            pairs = sum(
+                seen(self.pattern, self.seq_len) for seen in (visible_compressed, visible_selected, visible_window)
+            )
         return {
             "forward": attention_flops(shape, value, pairs),
             "backward": attention_backward_flops(shape, value, pairs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class Stopwatch:
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Between neighbouring marks."""
-        pairs = list(zip(marks, marks[1:], strict=False))
+        pairs = list(itertools.pairwise(marks))
         if self.device.type != "cuda":
             return [end - start for start, end in pairs]
         marks[-1].synchronize()
