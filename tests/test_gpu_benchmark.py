@@ -19,6 +19,7 @@ from benchmarks.gpu.__main__ import TIME_UP, TINY, TOGETHER, Run, main
 from benchmarks.gpu.bars import judge
 from benchmarks.gpu.contenders import CONTENDERS, Contender, NotAvailable, gated
 from benchmarks.gpu.oracle import check_sampled, check_small, dense_at, nsa_at, small
+from benchmarks.gpu.predict import EFFICIENCIES, MACHINES, RECORD, make_prediction, predict, render
 from benchmarks.gpu.problem import Problem
 from nsa_compile.models import SparsePattern
 from nsa_compile.models.nsa import block_weights
@@ -331,3 +332,34 @@ def test_mistakes_are_one_line(tmp_path, words, message):
     done = CliRunner().invoke(main, [*words, "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert message in done.stderr
+
+
+# -- predictions
+
+
+def test_the_recorded_prediction_is_what_the_assumptions_give():
+    record = json.loads(RECORD.read_text())
+    assert record["measured"] is False
+    assert record == json.loads(json.dumps(make_prediction()))
+    text = RECORD.with_suffix(".md").read_text()
+    assert text == render(record)
+    assert text.startswith("# NSA on the GPU: predicted, not measured")
+
+
+def test_predicted_times_are_no_faster_than_the_machine():
+    problem, machine = Problem(8192, 4), MACHINES["H200"]
+    good, usual = (predict(problem, machine, share) for share in EFFICIENCIES.values())
+    useful = problem.flops("nsa")
+    for direction in ("forward", "backward"):
+        assert usual[direction] > good[direction] > useful[direction] / machine.flops
+    assert sum(row["seconds"] for row in good["kernels"]) == pytest.approx(good["both"])
+    # Twice the length is twice the selected blocks, and four times the compressed ones.
+    longer = predict(replace(problem, seq_len=16384), machine, EFFICIENCIES["good"])
+    selected, compressed = (
+        longer["kernels"][i]["seconds"] / good["kernels"][i]["seconds"]
+        for name in ("selected: forward", "compressed: dk, dv")
+        for i, row in enumerate(good["kernels"])
+        if row["kernel"] == name
+    )
+    assert selected == pytest.approx(2, rel=0.05)
+    assert 2.5 < compressed < 4
