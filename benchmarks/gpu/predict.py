@@ -30,9 +30,11 @@ BYTES = 2  # of a bf16
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a data sheet: bf16 FLOP/s, bytes/s of memory and of L2, exponentials/s, 32-bit integer operations/s.
+    """Rates: bf16 FLOP/s, bytes/s of memory and of L2, exponentials/s, 32-bit integer operations/s.
 
-    L2 rates are those of microbenchmarks (5.5 TB/s on Hopper, arXiv 2501.12084; 4 TB/s on Ampere): no sheet has them.
+    No sheet has the rate of L2. It is set so that the good share of it is what a published query-major kernel draws from
+    it: 137 GB of selected blocks at S = 65,536 in 24.5 ms on an H100 and 31.0 ms on an A100 (native-sparse-attention-
+    triton's README, forward with 16 blocks).
     """
 
     flops: float
@@ -47,8 +49,8 @@ def _machine(flops: float, memory: float, l2: float, multiprocessors: int, clock
 
 
 MACHINES = {
-    "H200": _machine(989e12, 4.8e12, 5.5e12, 132, 1.755e9),
-    "A100": _machine(312e12, 2.0e12, 4.0e12, 108, 1.41e9),
+    "H200": _machine(989e12, 4.8e12, 7.0e12, 132, 1.755e9),
+    "A100": _machine(312e12, 2.0e12, 5.5e12, 108, 1.41e9),
 }
 
 
@@ -70,7 +72,7 @@ LAUNCH = 5e-6
 PUBLISHED: dict[str, dict[str, Any]] = {
     "H200": {
         "source": "README of github.com/mdy666/Scalable-Flash-Native-Sparse-Attention, on an H800, whose bf16 rate is "
-        "that of an H200",
+        "that of an H200; its FlashAttention-2 and -3 stand for SDPA's flash and cuDNN",
         "SDPA flash": {8192: (3.05, 9.01), 32768: (46.9, 131.6), 65536: (182.9, 523.7), 131072: (774.3, 2068.5)},
         "SDPA cuDNN": {8192: (1.69, 5.01), 32768: (26.7, 74.8), 65536: (105.5, 292.3), 131072: (431.0, 1169.1)},
         "public NSA": {8192: (2.63, 5.57), 32768: (13.2, 29.0), 65536: (34.2, 73.7), 131072: (101.1, 213.9)},
@@ -242,8 +244,8 @@ def render(record: dict[str, Any]) -> str:
     parts = [
         "# NSA on the GPU: predicted, not measured",
         "From the bytes and operations of the Triton kernels, by `benchmarks/gpu/predict.py`, which states every "
-        "assumption. Selected attention is query-major, as the kernels are at the time of writing. H 64, G 4 unless a row says otherwise, D 128, bf16, 32/16/64/16/512, whole NSA with "
-        "selection. Shares of the data sheet's rates: "
+        "assumption. Selected attention is query-major: a program for a query and group. H 64, G 4 unless a row says "
+        "otherwise, D 128, bf16, 32/16/64/16/512, whole NSA with selection. Shares of the machines' rates: "
         + "; ".join(f"{name}: {share}" for name, share in record["efficiencies"].items())
         + ".",
     ]
