@@ -32,9 +32,9 @@ BYTES = 2  # of a bf16
 class Machine:
     """Rates: bf16 FLOP/s, bytes/s of memory and of L2, exponentials/s, 32-bit integer operations/s.
 
-    No sheet has the rate of L2. It is set so that the good share of it is what a published query-major kernel draws from
-    it: 137 GB of selected blocks at S = 65,536 in 24.5 ms on an H100 and 31.0 ms on an A100 (native-sparse-attention-
-    triton's README, forward with 16 blocks).
+    No sheet has the rate of L2. It is set so that the good share of it is what a published query-major kernel draws:
+    137 GB of selected blocks at S = 65,536 in 24.5 ms on an H100 and 31.0 ms on an A100 (README of
+    native-sparse-attention-triton, forward with 16 blocks).
     """
 
     flops: float
