@@ -63,6 +63,7 @@ def measure_cell(
         DeviceBroken: the device has to be left to another process.
     """
     small_checks = {} if small_checks is None else small_checks
+    torch._dynamo.reset()  # the programs of dozens of cells would pass Dynamo's limit of recompilations
     results: dict[str, dict[str, Any]] = {}
     works: dict[str, Attention] = {}
     for contender in contenders:

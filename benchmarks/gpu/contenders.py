@@ -86,7 +86,6 @@ def _compiled(problem: Problem, device: torch.device) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
         return nsa_attention(q, k, v, k, v, None, None, gate.sigmoid(), pattern=problem.pattern)
 
-    torch._dynamo.reset()  # one program a problem; dozens of them would pass Dynamo's limit of recompilations
     # On a CPU this is a dry run, which needs no code generated.
     nested = "inductor" if device.type == "cuda" else "aot_eager"
     return nsa_compile.compile(attention, attention="sparse", on_decline="error", nested=nested)
@@ -120,7 +119,6 @@ def _flex(problem: Problem, device: torch.device) -> Attention:
     _need_cuda(device)
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     length = problem.seq_len
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device.type)

@@ -44,7 +44,7 @@ def nsa_at(
     k_cmp, v_cmp = (x.unfold(1, block, stride).mean(-1) for x in (k, v))  # [B, N, G, D]
     end = torch.arange(k_cmp.shape[1], device=q.device) * stride + block - 1
     seen = end <= positions[:, None]  # [P, N]
-    o_cmp, p_cmp = _attend(grouped, k_cmp.transpose(1, 2)[:, None], v_cmp.transpose(1, 2)[:, None], seen[:, None])
+    o_cmp, p_cmp = _attend(grouped, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), seen[:, None])
     indices, margin = _select(p_cmp.detach().sum(3), positions, length, pattern)
 
     # eq. 12: the tokens of the chosen blocks.
@@ -69,19 +69,21 @@ def dense_at(
     """Causal attention with the arguments of `nsa_at`; nothing is chosen, so every margin is infinite."""
     groups = k.shape[2]
     seen = torch.arange(k.shape[1], device=q.device) <= positions[:, None]
-    keys, values = (x.transpose(1, 2)[:, None] for x in (k, v))
-    out, _ = _attend(q.unflatten(2, (groups, -1)), keys, values, seen[:, None])
+    out, _ = _attend(q.unflatten(2, (groups, -1)), k.transpose(1, 2), v.transpose(1, 2), seen[:, None])
     return out.flatten(2, 3), q.new_full((*q.shape[:2], groups), torch.inf)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """q `[B, P, G, h, D]`, k and v `[B, P or 1, G, T, D]`, seen `[..., P, G or 1, T]`: output and weights."""
-    seen = seen[..., None, :]
-    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    """q `[B, P, G, h, D]`, k and v `[B, G, T, D]` or, for each query, `[B, P, G, T, D]`, seen `[..., P, G or 1, T]`.
+
+    Returns output and weights.
+    """
+    seen, keys = seen[..., None, :], "bgtd" if k.dim() == 4 else "bpgtd"
+    scores = torch.einsum(f"bpghd,{keys}->bpght", q, k) * q.shape[-1] ** -0.5
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).masked_fill(~seen, 0.0)
-    return weights.to(v.dtype) @ v, weights
+    return torch.einsum(f"bpght,{keys}->bpghd", weights.to(v.dtype), v), weights
 
 
 def _rows(x: Tensor, tokens: Tensor) -> Tensor:
@@ -201,8 +203,9 @@ def _reference(
     inputs: Sequence[Tensor], positions: Tensor, problem: Problem, kind: str, dtype: torch.dtype
 ) -> tuple[Callable[[Tensor], list[Tensor | None]], Tensor]:
     """Plain torch at `positions` in `dtype`: what gives output and gradients for a gradient, and the margins."""
-    q, k, v, gate = (x.detach().to(dtype) for x in inputs)
-    leaves = [x.requires_grad_() for x in (q.index_select(1, positions), k, v, gate.index_select(1, positions))]
+    q, k, v, gate = (x.detach() for x in inputs)
+    rows = (q.index_select(1, positions), k, v, gate.index_select(1, positions))
+    leaves = [x.to(dtype).requires_grad_() for x in rows]
     at = nsa_at if kind == "nsa" else dense_at
     out, margin = at(*leaves, positions, problem.pattern)
 

@@ -19,10 +19,19 @@ from typing import Any
 
 import click
 
-from benchmarks.gpu.bars import AGAINST_PUBLIC, SMALL_GROUPS, SPEEDUPS
+from benchmarks.gpu.bars import AGAINST_PUBLIC, MFU, SMALL_GROUPS, SPEEDUPS, TOKENS_PER_S
 from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.tables import table
-from nsa_compile.models.flops import visible_compressed, visible_window
+from nsa_compile.config import load_config
+from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.flops import (
+    attention_pairs,
+    training_flops_per_token,
+    visible_compressed,
+    visible_selected,
+    visible_window,
+)
+from nsa_compile.train.estimate import count_parameters
 
 RECORD = Path(__file__).parents[1] / "results" / "gpu_prediction.json"
 BYTES = 2  # of a bf16
@@ -67,6 +76,10 @@ class Efficiency:
 # 60 % of the products and 80 % of the bandwidth is what well-tuned Triton kernels reach; 40 and 65 % are usual.
 EFFICIENCIES = {"good": Efficiency(0.60, 0.30, 0.80, 0.80), "usual": Efficiency(0.40, 0.20, 0.65, 0.50)}
 LAUNCH = 5e-6
+# Norms, RoPE, gates, SwiGLU and residuals of a block, fused: reads and writes of a bf16 [B, S, dim], both directions.
+ACTIVATIONS = 60
+LOGIT_BYTES = 20  # logits in bf16 and float32, softmax and its gradient
+PRESET = Path(__file__).parents[2] / "configs" / "nsa_125m_gpt2.yaml"
 
 # Milliseconds by sequence length, H = 64, G = 4, D = 128, bf16, forward and backward.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -168,17 +181,18 @@ def kernels(problem: Problem) -> Iterator[Work]:
     )  # a comparison and exchange of 64-bit keys is about 4 operations an element
 
     # `ops/selected/triton.py`: a program for each query and group; at least 16 rows, whatever the group has.
-    seen = p.num_selected * p.select_block
+    # The query's own block is read whole; early queries have fewer blocks than n.
+    seen = problem.batch_size * (visible_selected(p, problem.seq_len) + problem.seq_len * p.select_block / 2)
     padded = max(16, heads_per_group)
-    query_pairs = tokens * problem.groups * padded * seen
-    read = tokens * problem.groups * seen * 2 * width * BYTES
+    query_pairs = problem.groups * padded * seen
+    read = problem.groups * seen * 2 * width * BYTES
     yield Work(
         "selected: forward", "forward", 4 * width * query_pairs, padded, 2 * q_bytes + 2 * k_bytes, read, query_pairs
     )
     yield Work(
         "selected: dq", "backward", 6 * width * query_pairs, padded, 4 * q_bytes + 2 * k_bytes, read, query_pairs
     )
-    listed = tokens * problem.heads * seen  # here the queries of a block fill the tiles
+    listed = problem.heads * seen  # here the queries of a block fill the tiles
     yield Work("selected: lists of queries", "both", 0, 64, 0, 0, 0, tokens * problem.groups * p.num_selected * 8 * 12)
     yield Work("selected: dk, dv", "backward", 8 * width * listed, 64, 2 * q_bytes + 8 * k_bytes,
                listed / p.select_block * 2 * width * BYTES, listed)  # fmt: skip
@@ -199,6 +213,25 @@ def predict(problem: Problem, machine: Machine, share: Efficiency) -> dict[str, 
     return {"kernels": rows, **total, "both": sum(total.values())}
 
 
+def predict_step(model: NSAConfig, seq_len: int, sequences: int, machine: Machine, share: Efficiency) -> dict[str, Any]:
+    """Seconds of an optimizer step in bf16 by what takes them, tokens/s and MFU."""
+    tokens = seq_len * sequences
+    problem = Problem(seq_len, model.n_kv_heads, model.n_heads, model.head_dim, sequences, model.pattern)
+    useful = training_flops_per_token(model, seq_len) * tokens
+    pairs = model.n_layers * model.n_heads * attention_pairs(model, seq_len) * sequences
+    attention_flops = 3 * 2 * pairs * (model.head_dim + model.value_dim)
+    weights = count_parameters(model)  # AdamW reads and writes 7 float32 for each
+    moved = model.n_layers * ACTIVATIONS * tokens * model.dim * BYTES + LOGIT_BYTES * tokens * model.vocab_size
+    parts = {
+        "linear layers": (useful - attention_flops) / (share.dots * machine.flops),
+        "attention": model.n_layers * predict(problem, machine, share)["both"],
+        "everything between them": moved / (share.bandwidth * machine.memory),
+        "optimizer": 7 * 4 * weights / (share.bandwidth * machine.memory),
+    }
+    seconds = sum(parts.values())
+    return {"seconds": parts, "tokens_per_s": tokens / seconds, "mfu": useful / seconds / machine.flops}
+
+
 def make_prediction() -> dict[str, Any]:
     """All machines, lengths and group sizes, and what each bar would come to."""
     record: dict[str, Any] = {"benchmark": "gpu_prediction", "measured": False, "machines": {}}
@@ -213,12 +246,14 @@ def make_prediction() -> dict[str, Any]:
         }
         published = PUBLISHED[name]
         record["machines"][name] = {"rates": vars(machine), "published": published, "cells": cells}
-        record["machines"][name]["bars"] = list(_bars(cells, published))
+        model = load_config(str(PRESET)).model
+        steps = {a: predict_step(model, 2048, 16, machine, share) for a, share in EFFICIENCIES.items()}
+        record["machines"][name] |= {"step": steps, "bars": list(_bars(cells, published, steps))}
     record["efficiencies"] = {name: vars(share) for name, share in EFFICIENCIES.items()}
     return record
 
 
-def _bars(cells: dict[str, Any], published: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _bars(cells: dict[str, Any], published: dict[str, Any], steps: dict[str, Any]) -> Iterator[dict[str, Any]]:
     def bar(what: str, target: str, good: float, usual: float, holds: Any) -> dict[str, Any]:
         verdicts = {holds(good), holds(usual)}
         verdict = "open" if len(verdicts) == 2 else "would be met" if verdicts.pop() else "would be missed"
@@ -237,6 +272,10 @@ def _bars(cells: dict[str, Any], published: dict[str, Any]) -> Iterator[dict[str
     ratios = [cells["S=65536 h=4"][a]["both"] / cells["S=65536 h=16"][a]["both"] for a in EFFICIENCIES]
     yield bar("4 heads a group over 16, per useful FLOP, S = 65536", f"≤ {SMALL_GROUPS} ×", *ratios,
               lambda value: value <= SMALL_GROUPS)  # fmt: skip
+    rates, shares = ([step[name] for step in steps.values()] for name in ("tokens_per_s", "mfu"))
+    what = "125 M preset, S = 2048, 16 sequences"
+    yield bar(f"{what}: tokens/s", f"≥ {TOKENS_PER_S:,}", *rates, lambda value: value >= TOKENS_PER_S)
+    yield bar(f"{what}: MFU", f"≥ {MFU}", *shares, lambda value: value >= MFU)
 
 
 def render(record: dict[str, Any]) -> str:
@@ -250,7 +289,15 @@ def render(record: dict[str, Any]) -> str:
         + ".",
     ]
     for name, machine in record["machines"].items():
-        bars = [(b["bar"], b["target"], f"{b['good']:.2f}", f"{b['usual']:.2f}", b["verdict"]) for b in machine["bars"]]
+        bars = [
+            (
+                b["bar"],
+                b["target"],
+                *(f"{b[a]:,.2f}" if b[a] < 1e3 else f"{b[a]:,.0f}" for a in EFFICIENCIES),
+                b["verdict"],
+            )
+            for b in machine["bars"]
+        ]
         cells = [
             (cell, *(f"{values[a][d] * 1e3:,.2f}" for d in ("forward", "backward", "both") for a in EFFICIENCIES))
             for cell, values in machine["cells"].items()
@@ -260,6 +307,8 @@ def render(record: dict[str, Any]) -> str:
             (row["kernel"], f"{row['seconds'] * 1e3:.2f}", row["bound_by"], f"{other['seconds'] * 1e3:.2f}")
             for row, other in zip(longest["good"]["kernels"], longest["usual"]["kernels"], strict=True)
         ]
+        good, usual = (machine["step"][a]["seconds"] for a in EFFICIENCIES)
+        steps = [(part, f"{good[part] * 1e3:.1f}", f"{usual[part] * 1e3:.1f}") for part in good]
         columns = tuple(f"{d}, {a}" for d in ("forward", "backward", "both") for a in EFFICIENCIES)
         parts += [
             f"## {name}",
@@ -269,6 +318,8 @@ def render(record: dict[str, Any]) -> str:
             table(("", *columns), cells),
             "Kernels at S = 65,536 and h = 16, in ms:",
             table(("kernel", "good", "bound by", "usual"), times),
+            "The training step of the 125 M preset, S = 2,048, 16 sequences, in ms:",
+            table(("", "good", "usual"), steps),
         ]
     return "\n\n".join(parts) + "\n"
 
