@@ -25,6 +25,7 @@ NAMES = ("out", "dq", "dk", "dv", "dgate")
 # Relative distance of the last chosen block's score from the first rejected one's, below which a choice is a near tie.
 CLEAR = {torch.bfloat16: 0.02, torch.float16: 0.004, torch.float32: 1e-4}
 SAMPLED = 16
+_loop_results: dict[Problem, list[Tensor | None]] = {}
 
 Attention = Callable[..., Tensor]
 
@@ -162,7 +163,7 @@ def small(problem: Problem) -> Problem:
     """Two groups, and a length at which there is something to select."""
     pattern = replace(problem.pattern, num_selected=4, window=min(problem.pattern.window, 96))
     heads = problem.heads // problem.groups
-    return replace(problem, seq_len=8 * pattern.select_block + 8, groups=2, heads=2 * heads, pattern=pattern)
+    return replace(problem, seq_len=6 * pattern.select_block + 8, groups=2, heads=2 * heads, pattern=pattern)
 
 
 def _check(
@@ -177,7 +178,12 @@ def _check(
     shape = (problem.batch_size, len(positions), problem.heads, problem.head_dim)
     grad = (torch.randn(shape, generator=generator, device=device) * rows).to(problem.dtype)
 
-    expected = exact(grad) if not loop else _loop_reference(inputs, grad, problem)
+    if loop:  # slow, and the same for every contender
+        if problem not in _loop_results:
+            _loop_results[problem] = _loop_reference(inputs, grad, problem)
+        expected = _loop_results[problem]
+    else:
+        expected = exact(grad)
     eager = _reference(inputs, positions, problem, kind, problem.dtype)[0](grad)
     full = torch.zeros_like(inputs[0]).index_copy(1, positions, grad)
     out = attention(*inputs)
@@ -215,7 +221,7 @@ def _reference(
     return results, margin
 
 
-def _loop_reference(inputs: Sequence[Tensor], grad: Tensor, problem: Problem) -> list[Tensor]:
+def _loop_reference(inputs: Sequence[Tensor], grad: Tensor, problem: Problem) -> list[Tensor | None]:
     p = problem.pattern
     q, k, v, gate = (x.detach().cpu().double().requires_grad_() for x in inputs)
     out, _ = nsa_attention_oracle(
