@@ -307,7 +307,8 @@ def test_a_dry_run_needs_few_packages_and_fills_every_table(tmp_path):
     start = f"import sys, runpy; sys.modules.update(dict.fromkeys({optional})); "
     # A checkout on the path, not an installed package: torch.compile finds no backend by its name.
     start += "import importlib.metadata as m; found = m.entry_points; "
-    start += "m.entry_points = lambda **k: [] if k.get('group') == 'torch_dynamo_backends' else found(**k); "
+    start += "none = ('torch_dynamo_backends', m.EntryPoints()); "
+    start += "m.entry_points = lambda **k: none[1] if k.get('group') == none[0] else found(**k); "
     start += f"sys.argv = ['gpu', '--device', 'cpu', '--smoke', '--out', {str(tmp_path)!r}]; "
     start += "runpy.run_module('benchmarks.gpu', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, check=False)
