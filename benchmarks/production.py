@@ -16,11 +16,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-import psutil
 import torch
 from tabulate import tabulate
 
@@ -28,7 +29,17 @@ import nsa_compile
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
-from nsa_compile.profiles.measure import CPU, interleave, make_record, peak_memory, random_tokens, ratio, write_record
+from nsa_compile.profiles.measure import (
+    CPU,
+    interleave,
+    make_record,
+    not_measured,
+    peak_memory,
+    ran_out_of_memory,
+    random_tokens,
+    ratio,
+    write_record,
+)
 from nsa_compile.train.environment import measure_matmul_flops
 from nsa_compile.train.optim import make_optimizer
 from nsa_compile.train.steps import train_step
@@ -37,47 +48,77 @@ PRESET = Path(__file__).parents[1] / "configs" / "m7c_125m_2xa100_production.yam
 RECORD = Path(__file__).parent / "results" / "production.json"
 
 
-def make_step(config: RunConfig) -> Any:
-    """A function that does one optimizer step of the configured model on one random sequence."""
+def make_step(config: RunConfig, device: torch.device = CPU, batch_size: int = 1) -> Any:
+    """A function that does one optimizer step of the configured model on random sequences."""
     torch.manual_seed(config.run.seed)
-    model = NSATransformer(config.model)
+    model = NSATransformer(config.model).to(device)
     model.checkpoint_blocks(config.checkpointed_blocks())
-    nsa_compile.compile_blocks(model)
+    nsa_compile.compile_blocks(model, nested=config.compile.nested)
     optimizer = make_optimizer(model, config.optim)
-    batch = random_tokens(config.model, config.train.seq_len + 1).numpy()
+    batch = random_tokens(config.model, config.train.seq_len + 1, batch_size).numpy()
 
     def step() -> None:
-        train_step(model, optimizer, [batch], config.optim.lr, config.optim.clip, CPU, config.train.dtype)
+        train_step(model, optimizer, [batch], config.optim.lr, config.optim.clip, device, config.train.dtype)
 
     return step
 
 
-def one_process(seq_len: int, repeats: int) -> dict[str, Any]:
-    """Times of steps of NSA and of the dense twin, taken in turn."""
-    steps, flops = {}, {}
+def one_process(
+    preset: Path,
+    seq_len: int,
+    repeats: int,
+    device: torch.device = CPU,
+    batch_size: int = 1,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Times of steps of a preset with NSA and of the dense twin, taken in turn, of `batch_size` sequences each."""
+    steps, flops, parameters = {}, {}, {}
     for attention in ("nsa", "dense"):
-        config = load_config(str(PRESET), [f"train.seq_len={seq_len}", f"model.attention={attention}"])
-        steps[attention] = make_step(config)
+        changes = [*overrides, f"train.seq_len={seq_len}", f"model.attention={attention}"]
+        config = load_config(str(preset), changes)
+        steps[attention] = make_step(config, device, batch_size)
         flops[attention] = training_flops_per_token(config.model, seq_len)
-    for step in steps.values():  # compile, and settle
-        step()
-        step()
-    peak = measure_matmul_flops(CPU, torch.bfloat16, seconds=2.0)
-    times = interleave(steps, repeats)
+        with torch.device("meta"):
+            parameters[attention] = sum(p.numel() for p in NSATransformer(config.model).parameters())
+    failed = {name: reason for name, step in steps.items() if (reason := settle(step)) is not None}
+    peak = measure_matmul_flops(device, torch.bfloat16, seconds=2.0)
+    times = interleave({name: step for name, step in steps.items() if name not in failed}, repeats, device, False)
+    times |= {name: not_measured(reason) for name, reason in failed.items()}
     row: dict[str, Any] = {
+        "preset": preset.name,
         "seq_len": seq_len,
+        "batch_size": batch_size,
+        "layers": config.model.n_layers,
+        "pattern": asdict(config.model.pattern),
         "matmul_peak_flops": peak,
         "speedup": ratio(times["dense"], times["nsa"]),
     }
     for name, timing in times.items():
-        rate = seq_len / timing["median_s"]
-        row[name] = {**timing, "tokens_per_s": rate, "mfu": rate * flops[name] / peak}
-        row[name]["step_memory_bytes"] = peak_memory(steps[name])
+        row[name] = {"parameters": parameters[name], **timing}
+        if "median_s" in timing:
+            rate = seq_len * batch_size / timing["median_s"]
+            row[name] |= {"tokens_per_s": rate, "model_flops_per_s": rate * flops[name]}
+            row[name]["mfu"] = rate * flops[name] / peak
+            row[name]["step_memory_bytes"] = peak_memory(steps[name], device)
     return row
+
+
+def settle(step: Callable[[], None]) -> str | None:
+    """Compile a step and let it settle; why it cannot run, if it cannot for want of memory."""
+    try:
+        step()
+        step()
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        return "does not fit into memory"
+    return None
 
 
 def two_processes(steps: int) -> dict[str, Any]:
     """The preset on two ranks, with what all its processes together held at the highest."""
+    import psutil  # not needed where only one process is measured
+
     with tempfile.TemporaryDirectory() as directory:
         changes = {"run.dir": directory, "train.steps": steps, "train.eval_batches": 1, "optim.warmup": 1}
         changes |= {"train.eval_every": steps, "train.sample_tokens": 0, "log.stats_every": 0}
@@ -122,7 +163,7 @@ def main(seq_lens: str, repeats: int, ddp_steps: int, out: Path) -> None:
     rows = []
     for seq_len in map(int, seq_lens.split(",")):
         torch._dynamo.reset()
-        rows.append(one_process(seq_len, repeats))
+        rows.append(one_process(PRESET, seq_len, repeats))
         click.echo(json.dumps(rows[-1]), err=True)
     table = [
         (

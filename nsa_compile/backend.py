@@ -32,7 +32,8 @@ def compile(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any
         ValueError: an unknown option, or a value it cannot take.
     """
     parse_options(options)
-    return torch.compile(model, backend="nsa_compile", fullgraph=fullgraph, dynamic=False, options=options)
+    # The function, not its name: the name needs an installed package, and a checkout on the path is none.
+    return torch.compile(model, backend=nsa_compile_backend, fullgraph=fullgraph, dynamic=False, options=options)
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
@@ -40,7 +41,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
     parse_options(options)
     blocks: Any = model.blocks
     for block in blocks:
-        block.compile(backend="nsa_compile", fullgraph=True, dynamic=False, options=options)
+        block.compile(backend=nsa_compile_backend, fullgraph=True, dynamic=False, options=options)
     return model
 
 

@@ -34,7 +34,6 @@ from nsa_compile.data.streaming import (
     open_files,
 )
 from nsa_compile.data.synthetic import make_synthetic
-from nsa_compile.data.token_cache import open_cache
 from nsa_compile.data.tokenizers import ByteTokenizer, Tokenizer, make_tokenizer
 from nsa_compile.errors import UserError
 
@@ -153,6 +152,9 @@ def _text(config: RunConfig) -> Corpus:
     if config.data.name == "shakespeare":
         tokens = tokenizer.encode(_shakespeare())
     else:
+        # Here, not above: those who never open a file need none of what it is built on.
+        from nsa_compile.data.token_cache import open_cache
+
         tokens = open_cache(config.data).tokens
     train, held_out_text = split(tokens)
     if len(held_out_text) <= shape.seq_len:

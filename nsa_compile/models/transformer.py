@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from nsa_compile.models.config import BRANCHES, NSAConfig
 from nsa_compile.models.nsa import CompressionMLP, NSAState, NSAToken, decode_step, init_state, mean_phi, nsa_attention
+from nsa_compile.ops.keeping import keep_selection
 
 __all__ = ["ModelState", "NSATransformer", "apply_rope"]
 
@@ -240,15 +241,20 @@ class NSATransformer(nn.Module):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * self.config.n_layers) ** 0.5)
 
     def checkpoint_blocks(self, blocks: Collection[int]) -> None:
-        """Keep only the inputs of these blocks for the backward pass, which computes the rest of them again."""
+        """Keep only the inputs of these blocks for the backward pass, which computes the rest of them again.
+
+        Compiled blocks also keep which blocks of keys they selected, and do not select again.
+        """
         self.checkpointed = frozenset(blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
             if index in self.checkpointed:
+                # Inside a graph that is being captured the whole of a block is computed again.
+                context = noop_context_fn if torch.compiler.is_compiling() else keep_selection
                 # No generator's state to restore: a block draws no random numbers.
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, context_fn=context)
             else:
                 x = block(x)
         return self.head(self.norm(x))

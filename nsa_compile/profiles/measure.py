@@ -27,6 +27,7 @@ __all__ = [
     "named_kernels",
     "not_measured",
     "peak_memory",
+    "ran_out_of_memory",
     "random_tokens",
     "ratio",
     "seconds_of",
@@ -117,7 +118,8 @@ def interleave(
     }
 
 
-def ran_out_of_memory(error: Exception) -> bool:
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory was not enough, on whatever device."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(
         sign in text for sign in ("can't allocate memory", "not enough memory", "out of memory")

@@ -47,6 +47,7 @@ class BlockMemory:
         parameters: its weights.
         input: the activations it is given, ``[B, S, dim]``.
         saved: what its forward pass leaves for backward, its input among it.
+        indices: the selected blocks, which it keeps even if it is computed again in the backward pass.
         forward: peak of its forward pass, ``saved`` without the input among it.
         backward: peak of its backward pass on top of ``saved``, the gradients of its weights among it.
     """
@@ -54,6 +55,7 @@ class BlockMemory:
     parameters: int
     input: int
     saved: int
+    indices: int
     forward: int
     backward: int
 
@@ -125,7 +127,7 @@ def estimate_memory(
     resident = weights + state + communication
 
     layers = range(config.model.n_layers)
-    kept = [block.input if i in checkpointed else block.saved for i in layers]
+    kept = [block.input + block.indices if i in checkpointed else block.saved for i in layers]
     moments = []
     held = resident + (gradients if config.train.accumulate > 1 else 0)
     for i in layers:
@@ -197,10 +199,13 @@ def _block_memory(config: RunConfig, device: torch.device, batch: int) -> BlockM
     # The first output is the block's own; weights that are kept are there anyway.
     kept = {n for n in outputs[1:] if n.op != "placeholder" or _value(n).shape == x.shape}
     storages = {_value(n).untyped_storage()._cdata: _value(n).untyped_storage().nbytes() for n in kept}
-    return BlockMemory(parameters, x.nbytes, sum(storages.values()), _graph_peak(forward), _graph_peak(backward))
+    selecting = forward.graph.find_nodes(op="call_function", target=torch.ops.nsa_compile.compressed_attention.default)
+    indices = sum(_value(node)[2].nbytes for node in selecting)
+    saved = sum(storages.values())
+    return BlockMemory(parameters, x.nbytes, saved, indices, _graph_peak(forward), _graph_peak(backward))
 
 
-def _value(node: fx.Node) -> Tensor:
+def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 

@@ -13,6 +13,7 @@ from nsa_compile.ops import checks, flops
 from nsa_compile.ops.batching import register_batched
 from nsa_compile.ops.compressed.selection import Ranking
 from nsa_compile.ops.dispatch import implementation
+from nsa_compile.ops.keeping import select_once
 from nsa_compile.ops.tiles import compute_dtype
 
 __all__ = ["compressed_attention", "compressed_attention_backward"]
@@ -36,7 +37,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, stride: int, scale:
 )
 def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, *parameters)
-    return implementation("compressed", q).forward(q, k, v, *parameters)
+    forward = implementation("compressed", q).forward
+    *shared, num_selected, num_initial, num_local = parameters
+    if num_selected == 0:
+        return forward(q, k, v, *parameters)
+    return select_once(
+        attend=lambda: forward(q, k, v, *shared, 0, num_initial, num_local)[:2],
+        select=lambda: forward(q, k, v, *parameters),
+    )
 
 
 @compressed_attention.register_fake

@@ -1,0 +1,1 @@
+"""NSA on a GPU, side by side with dense attention and the public NSA kernels; `__main__.py` says how to run it."""

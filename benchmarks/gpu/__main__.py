@@ -1,0 +1,167 @@
+"""The whole comparison on a GPU machine: one JSON record and its tables in Markdown.
+
+    PYTHONPATH=. python -m benchmarks.gpu --minutes 25 --out gpu_results
+
+runs from a checkout, with torch for CUDA (its Triton comes along), numpy, pydantic, pyyaml, click and tabulate. Other
+NSA kernels take part where they can be imported: `fla.ops.nsa`, `native_sparse_attention`, `fsa` with `nsa_ref`,
+`flash_nsa`. When the minutes are over, what is left says so; the same command goes on from there.
+
+    PYTHONPATH=. python -m benchmarks.gpu --device cpu --smoke --out /tmp/dry
+
+runs the same code with tiny sizes on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.gpu import attention
+from benchmarks.gpu.bars import judge
+from benchmarks.gpu.compiled_step import inspect_step
+from benchmarks.gpu.problem import Problem
+from benchmarks.gpu.tables import render
+from benchmarks.gpu.training import PRESETS, SEQ_LENS, measure_training
+from nsa_compile.models import SparsePattern
+from nsa_compile.profiles.measure import make_record, not_measured, write_record
+
+log = logging.getLogger("benchmarks.gpu")
+
+TIME_UP = "time was up; the same command goes on"
+TOGETHER = "all together"
+TINY = SparsePattern(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=32)
+
+
+class Run:
+    """A record on disk that grows cell by cell."""
+
+    def __init__(self, out: Path, device: torch.device, minutes: float, settings: dict[str, Any]) -> None:
+        self.path, self.device = out / "gpu.json", device
+        self.deadline = time.monotonic() + 60 * minutes
+        fresh = make_record("gpu", settings, [], device)
+        del fresh["results"]
+        self.record: dict[str, Any] = fresh | {"small_checks": {}, "attention": {}, "training": {}, "step": {}}
+        self.record |= {"crashed": [], "running": None}
+        if self.path.exists():
+            before = json.loads(self.path.read_text())
+            if identity(before) != identity(self.record):
+                raise click.UsageError(f"--out {out}: {self.path} is of another machine, commit or size: another")
+            self.record |= before
+        if self.record["running"]:  # the process before this one did not survive it
+            self.record["crashed"].append(self.record["running"])
+
+    def cell(self, part: str, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure a cell, unless that has been done or time is up. A cell that fails says why, and others go on."""
+        done = self.record[part].get(name)
+        if done is not None and done.get("not_measured") != TIME_UP:
+            return
+        if time.monotonic() > self.deadline:
+            result = not_measured(TIME_UP)
+        elif [name, TOGETHER] in self.record["crashed"]:
+            result = not_measured("broke the device")
+        else:
+            log.info("%s: %s", part, name)
+            start = time.monotonic()
+            self.enter(name, TOGETHER)
+            try:
+                result = measure()
+            except attention.DeviceBroken:
+                raise
+            except Exception as error:
+                result = not_measured(attention.reason(error))
+                log.exception("%s: %s failed", part, name)
+            result["took_s"] = time.monotonic() - start
+        self.record["running"] = None
+        self.record[part][name] = result
+        self.save()
+
+    def enter(self, name: str, who: str) -> None:
+        """Note on disk what is about to run, so that a process that dies of it leaves its name."""
+        self.record["running"] = [name, who]
+        write_record(self.path, self.record)
+
+    def save(self) -> None:
+        """Write the record with its verdicts, and the tables beside it."""
+        self.record["bars"] = judge(self.record)
+        write_record(self.path, self.record)
+        self.path.with_suffix(".md").write_text(render(self.record), encoding="utf-8")
+
+    def attention_cell(self, name: str, problem: Problem, seconds: float) -> dict[str, Any]:
+        crashed = [who for cell, who in self.record["crashed"] if cell == name]
+        return attention.measure_cell(
+            problem, self.device, seconds=seconds, small_checks=self.record["small_checks"], crashed=crashed,
+            entering=lambda who: self.enter(name, who or TOGETHER),
+        )  # fmt: skip
+
+
+def identity(record: dict[str, Any]) -> list[Any]:
+    """What has to be the same for a record to be gone on with."""
+    environment = record["environment"]
+    return [record["settings"], environment["machine"], environment["packages"], environment["git"]["sha"]]
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError("--device cuda: torch finds no GPU here; --device cpu --smoke is a dry run")
+    return torch.device(name)
+
+
+@click.command()
+@click.option("--attention", "attention_part", is_flag=True, help="Only these parts: one layer of attention, …")
+@click.option("--training", "training_part", is_flag=True, help="… training steps of the presets, …")
+@click.option("--profile", "step_part", is_flag=True, help="… syncs, graph breaks and CUDA graphs of the step.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--smoke", is_flag=True, help="Tiny sizes: does it run?")
+@click.option("--minutes", default=25.0, show_default=True, type=click.FloatRange(min=0))
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("gpu_results"), show_default=True)
+def main(
+    attention_part: bool, training_part: bool, step_part: bool, device: str, smoke: bool, minutes: float, out: Path
+) -> None:
+    """Measure NSA against dense attention and public NSA kernels; write OUT/gpu.json and OUT/gpu.md."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    if device == "cpu" and not smoke:
+        raise click.UsageError("--device cpu is for a dry run: add --smoke")
+    everything = not (attention_part or training_part or step_part)
+    end = time.monotonic() + 60 * minutes
+    run = Run(out, choose_device(device), minutes, {"smoke": smoke})
+    try:
+        if attention_part or everything:
+            base = Problem(0, 1)
+            lengths, heads, seconds = attention.SEQ_LENS, attention.HEADS_PER_GROUP, attention.SECONDS_PER_CELL
+            if smoke:
+                base = Problem(0, 1, 4, 16, pattern=TINY, dtype=torch.float32)
+                lengths, heads, seconds = (160,), (4,), 0.0
+            for problem in attention.problems(lengths, heads, base):
+                name = attention.key(problem) if not smoke else f"S={problem.seq_len} tiny"
+                run.cell("attention", name, lambda n=name, p=problem: run.attention_cell(n, p, seconds))
+        presets, lengths = (PRESETS, SEQ_LENS) if not smoke else (PRESETS[:1], (32,))
+        for preset in presets:
+            for length in lengths:
+                if training_part or everything:
+                    name = f"{preset.name} S={length}"
+                    run.cell("training", name, lambda p=preset, s=length: measure_training(p, s, run.device, smoke))
+            if step_part or everything:
+                run.cell("step", preset.name, lambda p=preset: inspect_step(p, lengths[0], run.device, smoke))
+    except attention.DeviceBroken as error:
+        # Nothing runs on the device any more in this process. Another one goes on, without the culprit.
+        log.warning("the device is lost (%s); going on in a new process", error)
+        words = [w for flag, on in (("--attention", attention_part), ("--training", training_part),
+                                    ("--profile", step_part), ("--smoke", smoke)) if on for w in [flag]]  # fmt: skip
+        left = max(0.0, (end - time.monotonic()) / 60)
+        words += ["--device", device, "--minutes", str(left), "--out", str(out)]
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *words])
+    run.save()
+    click.echo(run.path.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What would make a GPU wait: a break in a block's graph, or a size or value read back by the host."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from nsa_compile.backend import optimize, parse_options, specialize_shapes
+from nsa_compile.models.transformer import Block
+from tests.models.test_nsa import tiny_model
+
+OPERATORS = ("window", "compressed", "selected")
+READS_BACK = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "bincount", "equal")
+
+
+def test_a_compiled_block_is_one_graph_that_reads_nothing_back():
+    """On fake tensors, up to the point where Inductor would write code; operators are chosen as on any device."""
+    graphs = []
+
+    def partition(joint, inputs, **options):
+        graphs[:] = min_cut_rematerialization_partition(joint, inputs, **options)
+        return graphs
+
+    def backend(gm, inputs, **_):
+        specialize_shapes(gm)
+        optimize(gm, parse_options({"attention": "sparse", "cache": False}), inputs)
+
+        def compiler(graph, _):
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(gm, inputs)
+
+    config = tiny_model(n_layers=1).config
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        block = Block(config)
+        x = torch.empty(2, 40, config.dim, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.compile(block, backend=backend, fullgraph=True, dynamic=False)(x)
+    calls = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    names = [str(node.target) for node in calls]
+    for operator in OPERATORS:
+        assert names.count(f"nsa_compile.{operator}_attention.default") == 1, "computed once, not again in backward"
+        assert names.count(f"nsa_compile.{operator}_attention_backward.default") == 1
+    assert not [name for name in names if name.split(".")[-2:][0] in READS_BACK]
+
+
+class Unlaunched:
+    """A kernel that is given its arguments and does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: None
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    pytest.importorskip("triton")
+    modules = {name: importlib.import_module(f"nsa_compile.ops.{name}.triton") for name in OPERATORS}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("nsa_compile.ops") and "triton" in name:
+            for kernel in [attribute for attribute in vars(module) if attribute.endswith("_kernel")]:
+                monkeypatch.setattr(module, kernel, Unlaunched())
+    return modules
+
+
+@pytest.mark.parametrize("heads", [2, 32])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_code_around_the_kernels_reads_nothing_back(unlaunched, operator, heads):
+    """Fake tensors have no values: whatever asks for one raises."""
+    with FakeTensorMode():
+        q, grad = (torch.empty(1, 256, heads, 32, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.empty(1, 256, 2, 32, dtype=torch.bfloat16) for _ in range(2))
+        tensors, parameters = (q, k, v), {"window": (64, 0.1), "selected": (16, 0.1)}.get(operator)
+        if operator == "compressed":
+            k, v = (torch.empty(1, 15, 2, 32, dtype=torch.bfloat16) for _ in range(2))
+            tensors, parameters = (q, k, v), (32, 16, 0.1, 64, [-1, 0, 1], [1, 2, 1], 3, 1, 1)
+        extra = (torch.empty(1, 256, 2, 3, dtype=torch.int32),) if operator == "selected" else ()
+        out, lse, *_ = unlaunched[operator].forward(*tensors, *extra, *parameters)
+        gradients = unlaunched[operator].backward(grad, *tensors, out, lse, *extra, *parameters)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
+def test_fake_tensors_do_raise():
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        torch.zeros(()).item()
