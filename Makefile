@@ -10,10 +10,10 @@ train: $(STAMP)
 	$(BIN)/nsa-compile train
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-deep: lint
-	$(BIN)/python -m pytest -q -n 2 --hypothesis-profile=deep
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --hypothesis-profile=deep
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,6 +14,9 @@ from nsa_compile.passes import markers
 from nsa_compile.passes.pipeline import Options, Uncacheable, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import find_scans
+from nsa_compile.workarounds import capture_scans_by_shape
+
+capture_scans_by_shape()
 
 log = logging.getLogger("nsa_compile")
 

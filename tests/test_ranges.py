@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+import functools
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from nsa_compile import ranges
+from tests.conftest import TINY_RUN
 from tests.nvtx_client import Event, build_client, coverage, ranges_of, read_events
 
 BLOCK = {"nsa.proj", "nsa.cmp", "nsa.sel", "nsa.sel.ranges_v2", "nsa.win", "nsa.gate", "nsa.mlp"}
@@ -36,12 +39,12 @@ def client(tmp_path_factory):
     return build_client(tmp_path_factory.mktemp("nvtx"))
 
 
-@pytest.fixture
-def under_client(client, tmp_path):
+@pytest.fixture(scope="session")
+def under_client(client, tmp_path_factory):
     """`under_client(arguments)`: run Python with the client in it; the process and what the client saw."""
 
     def run(*arguments):
-        log = tmp_path / "nvtx.log"
+        log = tmp_path_factory.mktemp("client") / "nvtx.log"
         log.touch()
         env = {**os.environ, "NVTX_INJECTION64_PATH": str(client), "NVTX_LOG": str(log)}
         process = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
@@ -50,14 +53,26 @@ def under_client(client, tmp_path):
     return run
 
 
-def train_command(overrides):
-    return [
-        "-c",
-        "from nsa_compile.cli import main; main()",
-        "train",
-        "--json",
-        *(word for override in overrides for word in ("--set", override)),
-    ]
+@pytest.fixture(scope="session")
+def trained(under_client, tmp_path_factory):
+    """`trained(nested, ranges)`: what the client saw of a training run, and loss and gradient norm of its steps."""
+
+    @functools.cache
+    def train(nested, asked):
+        changes = {
+            "profile.nvtx": asked,
+            "compile.nested": nested,
+            "train.activation_checkpointing": "0" if nested == "aot_eager" else "none",
+            "run.dir": str(tmp_path_factory.mktemp("runs")),
+        }
+        sets = [word for key, value in {**TINY_RUN, **RUN, **changes}.items() for word in ("--set", f"{key}={value}")]
+        process, events = under_client("-c", "from nsa_compile.cli import main; main()", "train", "--json", *sets)
+        assert process.returncode == 0, process.stderr
+        (table,) = Path(changes["run.dir"]).glob("*/training.csv")
+        with table.open(encoding="utf-8") as file:
+            return events, [(row["loss"], row["grad_norm"]) for row in csv.DictReader(file)]
+
+    return train
 
 
 @pytest.fixture
@@ -68,20 +83,8 @@ def enabled():
 
 
 @pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
-def test_a_training_run_shows_every_range_balanced_nested_and_covering_its_steps(under_client, tiny_overrides, nested):
-    process, events = under_client(
-        *train_command(
-            tiny_overrides(
-                **RUN,
-                **{
-                    "profile.nvtx": "true",
-                    "compile.nested": nested,
-                    "train.activation_checkpointing": "0" if nested == "aot_eager" else "none",
-                },
-            )
-        )
-    )
-    assert process.returncode == 0, process.stderr
+def test_a_training_run_shows_every_range_balanced_nested_and_covering_its_steps(trained, nested):
+    events, _ = trained(nested, "true")
     found = ranges_of(events)
     steps = [r for r in found if r.name == "step"]
     assert [r.payload for r in steps] == [1, 2, 3]
@@ -101,20 +104,11 @@ def test_a_training_run_shows_every_range_balanced_nested_and_covering_its_steps
     assert {"evaluation", "checkpoint"} <= {r.category for r in found}
 
 
-def test_without_being_asked_for_there_are_no_ranges_and_with_them_losses_are_the_same_bits(
-    under_client, tiny_overrides, tmp_path
-):
-    losses = {}
-    for asked in ("false", "true"):
-        root = tmp_path / asked
-        changes = {"profile.nvtx": asked, "compile.nested": "aot_eager", "run.dir": str(root)}
-        process, events = under_client(*train_command(tiny_overrides(**RUN, **changes)))
-        assert process.returncode == 0, process.stderr
-        assert bool(events) == (asked == "true")
-        (table,) = root.glob("*/training.csv")
-        with table.open(encoding="utf-8") as file:
-            losses[asked] = [(row["loss"], row["grad_norm"]) for row in csv.DictReader(file)]
-    assert losses["true"] == losses["false"]
+def test_without_being_asked_for_there_are_no_ranges_and_with_them_losses_are_the_same_bits(trained):
+    events, losses = trained("aot_eager", "false")
+    assert not events
+    assert len(losses) == 3
+    assert losses == trained("aot_eager", "true")[1]
 
 
 def test_an_exception_in_the_backward_pass_leaves_nothing_open(under_client):

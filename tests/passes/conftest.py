@@ -14,9 +14,9 @@ def final_graphs(monkeypatch) -> list[fx.GraphModule]:
     graphs: list[fx.GraphModule] = []
     original = backend.compile_nested
 
-    def keep(gm, *args):
+    def keep(gm, *args, **options):
         graphs.append(gm)
-        return original(gm, *args)
+        return original(gm, *args, **options)
 
     monkeypatch.setattr(backend, "compile_nested", keep)
     return graphs

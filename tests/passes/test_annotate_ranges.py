@@ -17,13 +17,12 @@ PATTERN = SparsePattern(compress_block=8, compress_stride=4, select_block=8, num
 BLOCK = {"nsa.proj", "nsa.cmp", "nsa.sel", "nsa.sel.ranges_v2", "nsa.win", "nsa.gate", "nsa.mlp"}
 
 
-def build(**options):
+def build(changes=None, **options):
     """A compiled model of one block. Passes' results are not kept: a test shall see the passes at work."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = NSATransformer(
-        NSAConfig(vocab_size=16, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, pattern=PATTERN)
-    )
+    sizes = {"vocab_size": 16, "dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8}
+    model = NSATransformer(NSAConfig(**sizes, pattern=PATTERN, **(changes or {})))
     return nsa_compile.compile_blocks(model, cache=False, **options)
 
 
@@ -46,18 +45,22 @@ def opened(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("attention", ["sparse", "dense"])
-@pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
-def test_programs_with_ranges_compute_the_same_bits(nested, attention):
-    if nested == "inductor" and attention == "dense":
-        pytest.skip("one compilation by Inductor tells enough")
-    plain = results(build(nested=nested, attention=attention))
-    ranged = results(build(nested=nested, attention=attention, ranges=True))
+@pytest.mark.parametrize(
+    ("nested", "attention", "changes"),
+    [
+        ("aot_eager", "sparse", {}),
+        ("aot_eager", "dense", {}),
+        ("inductor", "sparse", {"phi": "mean", "shared_kv": True}),
+    ],
+)
+def test_every_range_is_there_in_both_directions_and_changes_no_bit(opened, nested, attention, changes):
+    plain = results(build(changes, nested=nested, attention=attention))
+    assert nsa_compile.last_report().passes[-1].skipped == "not asked for"
+    assert {category for _, category in opened} == {"pass"}
+
+    opened.clear()
+    ranged = results(build(changes, nested=nested, attention=attention, ranges=True))
     assert all(torch.equal(a, b) for a, b in zip(plain, ranged, strict=True))
-
-
-def test_every_range_is_there_in_both_directions(opened):
-    results(build(nested="aot_eager", attention="sparse", ranges=True))
     seen = defaultdict(set)
     for name, category in opened:
         seen[category].add(name)
@@ -66,12 +69,6 @@ def test_every_range_is_there_in_both_directions(opened):
         "forward": BLOCK,
         "backward": BLOCK,
     }
-
-
-def test_the_pass_runs_only_when_asked_for(opened):
-    results(build(nested="aot_eager"))
-    assert nsa_compile.last_report().passes[-1].skipped == "not asked for"
-    assert {category for _, category in opened} == {"pass"}
 
 
 def captured(options, fn, *inputs):
@@ -110,7 +107,16 @@ def block():
 
 
 def test_operators_belong_to_the_range_of_their_branch():
-    found = labels(captured(options(), block(), torch.randn(1, 64, 32)))
+    """And what the user has labelled stays as it is."""
+    model = block()
+
+    def fn(x):
+        with torch.fx.traceback.annotate({markers.LABEL: "nsa.mlp"}):
+            y = x.tanh()
+        return model(y)
+
+    found = labels(captured(options(), fn, torch.randn(1, 64, 32)))
+    assert found["tanh"] == {"nsa.mlp"}
     assert found["compressed_attention.default"] == {"nsa.cmp"}
     assert found["selected_attention.default"] == {"nsa.sel.ranges_v2"}
     assert found["window_attention.default"] == {"nsa.win"}
@@ -122,17 +128,6 @@ def test_operators_belong_to_the_range_of_their_branch():
 def test_where_all_blocks_are_selected_attention_still_belongs_to_the_selected_branch():
     found = labels(captured(options(), block(), torch.randn(1, 24, 32)))  # three blocks of eight
     assert found["window_attention.default"] == {"nsa.sel.ranges_v2", "nsa.win"}
-
-
-def test_a_label_of_the_users_own_stays():
-    model = block()
-
-    def fn(x):
-        with torch.fx.traceback.annotate({markers.LABEL: "nsa.mlp"}):
-            y = x.tanh()
-        return model(y)
-
-    assert labels(captured(options(), fn, torch.randn(1, 64, 32)))["tanh"] == {"nsa.mlp"}
 
 
 def test_a_loop_that_stays_is_one_range(opened):

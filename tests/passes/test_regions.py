@@ -33,7 +33,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("nested", "changes"), [("aot_eager", {}), ("inductor", {"n_layers": 1, "phi": "mean", "shared_kv": True})]
+    ("nested", "changes"), [("aot_eager", {}), ("inductor", {"n_layers": 1, "branches": ("window",)})]
 )
 def test_checkpointed_blocks_equal_the_loop_without_checkpointing(nested, changes, final_graphs):
     model = tiny_model(**changes)

@@ -80,7 +80,7 @@ def test_nsa_reads_its_blocks_and_its_window():
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["state kept", "state updated"])
-@pytest.mark.parametrize("changes", [{}, {"shared_kv": True, "v_head_dim": 6}])
+@pytest.mark.parametrize("changes", [{}, {"shared_kv": True, "v_head_dim": 6, "n_layers": 1}])
 def test_a_model_decodes_by_one_program(in_place, changes):
     """Also behind the end of its caches, where a token finds no row of its own."""
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nsa_compile
+from nsa_compile.cli import main
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
 from nsa_compile.ops import dispatch, force_implementation, window_attention
@@ -171,15 +172,22 @@ def test_layers_in_short():
     assert spans([0, 1, 2, 3, 7]) == "0-3,7"
 
 
-def test_the_command_prints_one_object_and_leaves_with_the_verdict(tiny_overrides):
-    def run(*options, **changes):
+def test_the_command_prints_one_object_and_leaves_with_the_verdict(tiny_overrides, capsys):
+    def arguments(*options, **changes):
         sets = [word for override in tiny_overrides(**changes) for word in ("--set", override)]
-        command = [sys.executable, "-m", "nsa_compile", "audit", "attention", *sets, *options]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return ["audit", "attention", *sets, *options]
 
-    loop = run("--json", **{"train.seq_len": 8})
+    command = [sys.executable, "-m", "nsa_compile", *arguments("--json", **{"train.seq_len": 8})]
+    loop = subprocess.run(command, capture_output=True, text=True, check=False)
     assert loop.returncode == 1, loop.stderr
     assert json.loads(loop.stdout)["schema"] == 1
-    assert run(**DENSE).returncode == 0
-    both = run("--flash-only", "--no-flash")
-    assert (both.returncode, both.stderr.count("\n")) == (2, 1)
+
+    def leave(words):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        return left.value.code, *capsys.readouterr()
+
+    code, out, _ = leave(arguments(**DENSE))
+    assert (code, "ok  no fallback" in out) == (0, True)
+    code, _, error = leave(arguments("--flash-only", "--no-flash"))
+    assert (code, error.count("\n")) == (2, 1)

@@ -144,13 +144,16 @@ def command(overrides, *arguments):
     return CliRunner().invoke(cli, ["passes", "bisect", *arguments, *sets], catch_exceptions=False)
 
 
+WINDOW = "model.branches=[window]"  # a small loop, which compiles quickly
+
+
 @pytest.fixture
 def eager(tiny_overrides):
     return tiny_overrides(**{"compile.nested": "eager"})
 
 
 def test_the_command_on_a_healthy_model(eager):
-    result = command(eager, "--seq-len", "24")
+    result = command([*eager, WINDOW], "--seq-len", "24")
     assert result.exit_code == 0, result.output
     assert "nothing to blame" in result.stdout
 
@@ -170,8 +173,7 @@ def test_the_command_names_a_wrong_rewrite_of_a_model(eager, request, tmp_path):
 
     request.addfinalizer(unmask.unregister)
     out = tmp_path / "blame"
-    window = [*eager, "model.branches=[window]"]  # a small loop, which compiles quickly
-    result = command(window, "--seq-len", "16", "--json", "--out", str(out))
+    result = command([*eager, WINDOW], "--seq-len", "16", "--json", "--out", str(out))
     assert result.exit_code == 1, result.output
     blame = json.loads(result.stdout)["blame"]
     assert blame["pass_name"] == "unmask"

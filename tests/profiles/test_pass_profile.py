@@ -226,7 +226,7 @@ def test_mistakes_are_one_line(words, message, capsys):
 
 def test_diff_of_a_pass(tmp_path):
     page = tmp_path / "diff.html"
-    changes = {"train.seq_len": 16}
+    changes = {"train.seq_len": 16, "model.branches": "[window]"}
     shown = invoke("passes", "diff", "raise_attention", "--width", "120", **changes)
     assert shown.exit_code == 0, shown.output
     assert "equal lines" in shown.stdout

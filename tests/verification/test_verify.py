@@ -29,10 +29,15 @@ def config(tiny_overrides):
 
 
 @pytest.fixture
-def few_passes(config):
-    """Without the passes on attention: each of those left is a compilation more."""
-    rest = ["raise_attention", "fuse_selection_scatter", "lower_attention"]
-    return config.model_copy(update={"compile": config.compile.model_copy(update={"disable": rest})})
+def few_passes(tiny_overrides):
+    """One branch, and without the passes on attention: each of those left is a compilation more."""
+    changes = {
+        "compile.nested": "eager",
+        "compile.disable": "[raise_attention, fuse_selection_scatter, lower_attention]",
+        "model.branches": "[window]",
+        "train.batch_size": 1,
+    }
+    return load_config(None, tiny_overrides(**changes))
 
 
 def broken(config, *properties: str, **arguments) -> dict[str, str]:

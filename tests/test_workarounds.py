@@ -1,0 +1,58 @@
+"""Workarounds for torch: that they do what they are for, and that what they change stays right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._higher_order_ops.partitioner import HopGraphMinCutPartitioner
+
+import nsa_compile
+
+
+def recurrent(x, w):
+    """h' = tanh(h w + x), whose body reads a weight: it stays a loop."""
+
+    def step(h, row):
+        h = torch.tanh(h @ w + row)
+        return h, h * 2
+
+    return nsa_compile.scan(step, x.new_zeros(x.shape[1]), x)
+
+
+def windows(x, w):
+    """Sums over the last three rows, projected: it becomes one product."""
+
+    def step(window, row):
+        window = torch.cat([window[1:], row[None]])
+        return window, (window @ w).sum(0)
+
+    return nsa_compile.scan(step, x.new_zeros(3, x.shape[1]), x)
+
+
+def tensors():
+    return [torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (6, 4)]
+
+
+def values_and_gradients(function, inputs):
+    carry, ys = function(*inputs)
+    return carry, ys, torch.autograd.grad(carry.sum() + ys.square().sum(), inputs)
+
+
+@pytest.mark.parametrize(("function", "differentiated"), [(windows, False), (recurrent, True)])
+def test_only_a_scan_that_stays_is_differentiated_by_torch(function, differentiated, monkeypatch):
+    """Not while it is captured; results need gradients all the same."""
+    calls = []
+    original = HopGraphMinCutPartitioner.create_partitioned_graph
+
+    def count(*args, **options):
+        calls.append(args)
+        return original(*args, **options)
+
+    monkeypatch.setattr(HopGraphMinCutPartitioner, "create_partitioned_graph", count)
+    torch._dynamo.reset()
+    inputs = tensors()
+    fast = nsa_compile.compile(function, nested="aot_eager", cache=False)
+    torch.testing.assert_close(values_and_gradients(fast, inputs), values_and_gradients(function, inputs))
+    assert bool(calls) == differentiated
+    with torch.no_grad():
+        assert not fast(*inputs)[1].requires_grad
