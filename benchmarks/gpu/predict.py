@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from benchmarks.gpu.bars import AGAINST_PUBLIC, MFU, SMALL_GROUPS, SPEEDUPS, TOKENS_PER_S
 from benchmarks.gpu.problem import Problem
@@ -31,6 +32,7 @@ from nsa_compile.models.flops import (
     visible_selected,
     visible_window,
 )
+from nsa_compile.ops.selected.triton import choose_order
 from nsa_compile.train.estimate import count_parameters
 
 RECORD = Path(__file__).parents[1] / "results" / "gpu_prediction.json"
@@ -46,6 +48,7 @@ class Machine:
     native-sparse-attention-triton, forward with 16 blocks).
     """
 
+    arch: str
     flops: float
     memory: float
     l2: float
@@ -53,13 +56,13 @@ class Machine:
     integers: float
 
 
-def _machine(flops: float, memory: float, l2: float, multiprocessors: int, clock: float) -> Machine:
-    return Machine(flops, memory, l2, 16 * multiprocessors * clock, 64 * multiprocessors * clock)
+def _machine(arch: str, flops: float, memory: float, l2: float, multiprocessors: int, clock: float) -> Machine:
+    return Machine(arch, flops, memory, l2, 16 * multiprocessors * clock, 64 * multiprocessors * clock)
 
 
 MACHINES = {
-    "H200": _machine(989e12, 4.8e12, 7.0e12, 132, 1.755e9),
-    "A100": _machine(312e12, 2.0e12, 5.5e12, 108, 1.41e9),
+    "H200": _machine("sm_90", 989e12, 4.8e12, 7.0e12, 132, 1.755e9),
+    "A100": _machine("sm_80", 312e12, 2.0e12, 5.5e12, 108, 1.41e9),
 }
 
 
@@ -126,7 +129,7 @@ class Work:
         return times[bound] + LAUNCH, bound
 
 
-def kernels(problem: Problem) -> Iterator[Work]:
+def kernels(problem: Problem, arch: str) -> Iterator[Work]:
     """The kernels of whole NSA as `ops/*/triton.py` writes them: tiles of 128 × 64 forward, 64 × 64 backward."""
     p, tokens, width = problem.pattern, problem.batch_size * problem.seq_len, problem.head_dim
     heads_per_group = problem.heads // problem.groups
@@ -180,18 +183,29 @@ def kernels(problem: Problem) -> Iterator[Work]:
         scored * stages * 4,
     )  # a comparison and exchange of 64-bit keys is about 4 operations an element
 
-    # `ops/selected/triton.py`: a program for each query and group; at least 16 rows, whatever the group has.
     # The query's own block is read whole; early queries have fewer blocks than n.
     seen = problem.batch_size * (visible_selected(p, problem.seq_len) + problem.seq_len * p.select_block / 2)
-    padded = max(16, heads_per_group)
-    query_pairs = problem.groups * padded * seen
-    read = problem.groups * seen * 2 * width * BYTES
-    yield Work(
-        "selected: forward", "forward", 4 * width * query_pairs, padded, 2 * q_bytes + 2 * k_bytes, read, query_pairs
-    )
-    yield Work(
-        "selected: dq", "backward", 6 * width * query_pairs, padded, 4 * q_bytes + 2 * k_bytes, read, query_pairs
-    )
+    order = choose_order(heads_per_group, width, width, torch.bfloat16, p.select_block, arch)
+    if order.major == "query":
+        # `triton_query_major.py`: at least 16 rows. Neighbours are taken to share none of their blocks.
+        padded = max(16, heads_per_group * order.queries)
+        query_pairs = problem.groups * padded * seen
+        read = problem.groups * seen * 2 * width * BYTES
+        forward = Work("selected: forward", "forward", 4 * width * query_pairs, padded, 2 * q_bytes + 2 * k_bytes, read,
+                       query_pairs)  # fmt: skip
+        dq = Work("selected: dq", "backward", 6 * width * query_pairs, padded, 4 * q_bytes + 2 * k_bytes, read,
+                  query_pairs)  # fmt: skip
+    else:
+        # `triton_block_major.py`: full tiles; q, and in backward its gradient, are read once for each block of theirs,
+        # and a float32 part is written and read back.
+        pairs = problem.heads * seen
+        gathered = pairs / p.select_block * width * BYTES
+        parts = 2 * pairs / p.select_block * width * 4
+        forward = Work("selected: forward", "forward", 4 * width * pairs, 64, q_bytes + 2 * k_bytes + parts, gathered,
+                       pairs)  # fmt: skip
+        dq = Work("selected: dq", "backward", 6 * width * pairs, 64, q_bytes + 2 * k_bytes + parts, 2 * gathered,
+                  pairs)  # fmt: skip
+    yield from (forward, dq)
     listed = problem.heads * seen  # here the queries of a block fill the tiles
     yield Work("selected: lists of queries", "both", 0, 64, 0, 0, 0, tokens * problem.groups * p.num_selected * 8 * 12)
     yield Work("selected: dk, dv", "backward", 8 * width * listed, 64, 2 * q_bytes + 8 * k_bytes,
@@ -205,7 +219,7 @@ def kernels(problem: Problem) -> Iterator[Work]:
 def predict(problem: Problem, machine: Machine, share: Efficiency) -> dict[str, Any]:
     """Seconds of every kernel, and of forward, backward and both."""
     rows = []
-    for work in kernels(problem):
+    for work in kernels(problem, machine.arch):
         seconds, bound = work.seconds(machine, share)
         direction = "backward" if work.direction == "both" else work.direction
         rows.append({"kernel": work.name, "direction": direction, "seconds": seconds, "bound_by": bound})
@@ -283,7 +297,7 @@ def render(record: dict[str, Any]) -> str:
     parts = [
         "# NSA on the GPU: predicted, not measured",
         "From the bytes and operations of the Triton kernels, by `benchmarks/gpu/predict.py`, which states every "
-        "assumption. Selected attention is query-major: a program for a query and group. H 64, G 4 unless a row says "
+        "assumption. Selected attention goes in the loop order that `choose_order` takes. H 64, G 4 unless a row says "
         "otherwise, D 128, bf16, 32/16/64/16/512, whole NSA with selection. Shares of the machines' rates: "
         + "; ".join(f"{name}: {share}" for name, share in record["efficiencies"].items())
         + ".",
