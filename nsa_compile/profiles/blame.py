@@ -12,8 +12,7 @@ import torch
 
 from nsa_compile.backend import last_report, parse_options
 from nsa_compile.errors import UserError
-from nsa_compile.passes.pipeline import pipeline
-from nsa_compile.profiles.probe import with_passes
+from nsa_compile.profiles.probe import passes_asked_for, without_passes
 
 # `check(options)` compiles with these options of `nsa_compile.compile`, runs, and returns False or raises on failure.
 Check = Callable[[dict[str, Any]], bool | None]
@@ -65,13 +64,13 @@ def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:
         UserError: the check does not judge the same every time.
     """
     parse_options(options)
-    names = [p.name for p in pipeline()]
+    names = passes_asked_for(options)
     disabled = tuple(options.pop("disable", ()))
     with tempfile.TemporaryDirectory() as folder:
         trials = _Trials(check, options, Path(folder))
 
         def after_passes(count: int, stop_after: int | None = None) -> _Trial:
-            return trials.run(disable=with_passes(count, disabled), stop_after=stop_after)
+            return trials.run(disable=without_passes(names[count:], disabled), stop_after=stop_after)
 
         whole = after_passes(len(names))
         if whole.problem is None:

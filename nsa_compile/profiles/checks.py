@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from nsa_compile.errors import UserError
-from nsa_compile.passes.pipeline import pipeline
 from nsa_compile.profiles.blame import Check
 from nsa_compile.profiles.measure import interleave, show
-from nsa_compile.profiles.probe import Probe, errors, with_passes
+from nsa_compile.profiles.probe import Probe, errors, passes_asked_for, without_passes
 
 
 def numeric(probe: Probe) -> Check:
@@ -55,7 +54,8 @@ class Slow:
 
     def __init__(self, probe: Probe, *, factor: float, repeats: int, disable: Sequence[str], nested: str) -> None:
         self.probe, self.factor, self.repeats = probe, factor, repeats
-        prefixes = [{"disable": with_passes(n, disable), "nested": nested} for n in range(len(pipeline()) + 1)]
+        names = passes_asked_for({})
+        prefixes = [{"disable": without_passes(names[n:], disable), "nested": nested} for n in range(len(names) + 1)]
         medians = [self._time({"alone": options})["alone"]["median_s"] for options in prefixes]
         self.best = medians.index(min(medians))
         self.reference = prefixes[self.best]

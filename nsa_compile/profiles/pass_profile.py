@@ -20,11 +20,10 @@ from torch._inductor.graph import GraphLowering
 
 from nsa_compile.backend import last_report
 from nsa_compile.config import RunConfig
-from nsa_compile.passes.pipeline import pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.profiles.blame import first_line
 from nsa_compile.profiles.measure import not_measured, peak_memory, seconds_of, summarize
-from nsa_compile.profiles.probe import Errors, Probe, errors, with_passes
+from nsa_compile.profiles.probe import Errors, Probe, errors, passes_asked_for, without_passes
 from nsa_compile.train.environment import describe_environment, measure_matmul_flops
 
 SCHEMA = 1
@@ -54,7 +53,7 @@ def profile_passes(
         The record, plain data of schema `SCHEMA` (`docs/profiling.md` describes it), and the graphs its rows point to.
     """
     probe = Probe(config, seq_len)
-    names = [p.name for p in pipeline()]
+    names = passes_asked_for({})
     graphs: list[str] = []
     rows: list[dict[str, Any]] = []
     blocks: dict[int, nn.Module] = {}
@@ -116,7 +115,10 @@ def _compile(
     problem, found, peak, started = None, None, None, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         block = probe.compiled(
-            nested=compiling.nested, disable=with_passes(count, compiling.disable), estimate=True, dump_dir=folder
+            nested=compiling.nested,
+            disable=without_passes(names[count:], compiling.disable),
+            estimate=True,
+            dump_dir=folder,
         )
         try:
             with time_limit(limit_s), mock.patch.object(GraphLowering, "save_output_code", codes.append):
@@ -132,7 +134,7 @@ def _compile(
     report = last_report()
     report = None if report is earlier else report
     row = {"passes": count, "name": name, "graph_before": graph_before, "graph_after": graph_after}
-    row |= _of_report(report, count)
+    row |= _of_report(report, name)
     if problem is not None:
         return row | {"not_measured": problem}, None
     hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
@@ -147,16 +149,16 @@ def _compile(
     return row | measured, block
 
 
-def _of_report(report: Report | None, count: int) -> dict[str, Any]:
+def _of_report(report: Report | None, name: str | None) -> dict[str, Any]:
     """What the last pass of a prefix did, for its row."""
     if report is None:
         return {"changed": None, "skipped": None, "seconds": None, "matches": [], "declines": [], "estimate": None}
-    if count == 0:
+    if name is None:
         cost = report.estimate_captured
         nodes = report.nodes_captured
         did: dict[str, Any] = {"changed": True, "skipped": None, "seconds": None, "matches": [], "declines": []}
         return did | {"nodes_before": nodes, "nodes_after": nodes, "estimate": cost and dataclasses.asdict(cost)}
-    entry = dataclasses.asdict(report.passes[count - 1])
+    entry = dataclasses.asdict(next(entry for entry in report.passes if entry.name == name))
     return {key: entry[key] for key in _OF_PASS}
 
 

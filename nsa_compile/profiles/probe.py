@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,13 @@ from nsa_compile.train.world import World
 TOLERATED = 2.0
 
 
-def with_passes(count: int, disabled: Sequence[str] = ()) -> tuple[str, ...]:
-    """The `disable` option of a pipeline that ends after its first `count` passes."""
-    later = [p.name for p in pipeline()[count:]]
+def passes_asked_for(options: Mapping[str, Any]) -> list[str]:
+    """Names of the passes that run with these options unless they are disabled."""
+    return [p.name for p in pipeline() if p.option is None or options.get(p.option)]
+
+
+def without_passes(later: Sequence[str], disabled: Sequence[str] = ()) -> tuple[str, ...]:
+    """The `disable` option of a pipeline that ends before the passes `later`."""
     return tuple(dict.fromkeys([*disabled, *later]))
 
 
