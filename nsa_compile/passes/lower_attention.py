@@ -167,7 +167,7 @@ def _prefers_sparse(node: fx.Node, wish: str) -> bool:
         operator, pairs = "selected", flops.window_pairs(queries, keys, size)
     else:
         operator, pairs = "window", flops.window_pairs(queries, keys, node.args[7][0])
-    costs = _costs()[_machine(q.device.type)]
+    costs = _costs().get(_machine(q.device.type), UNMEASURED)
     if node.target is SELECT or not _fits_sdpa(node):
         dense = "dense_scores"
     else:
@@ -181,9 +181,18 @@ def _prefers_sparse(node: fx.Node, wish: str) -> bool:
 
 def _machine(device: str) -> str:
     """Whose costs to go by."""
-    if device == "cpu" and not cpp.has_matrix_unit():
-        return "vectors"
-    return device if device in _costs() else "cpu"
+    return "vectors" if device == "cpu" and not cpp.has_matrix_unit() else device
+
+
+# Of a device on which `benchmarks/operator_costs.py` has not run, in units of a pair of flash attention: an operator
+# that follows its mask is taken to get half the rate of flash, which skips half of the pairs where the mask is causal
+# and takes no other mask; scores that go through memory are slower yet.
+UNMEASURED = {
+    name: {"per_query": 0.0, "per_pair": pairs}
+    for name, pairs in {
+        "window": 2.0, "compressed": 2.0, "selected": 2.0, "dense_causal": 0.5, "dense": 1.5, "dense_scores": 4.0,
+    }.items()
+}  # fmt: skip
 
 
 # -- the implementations, on `q [N, S, m, D]`, `k [N, T, D]`, `v [N, T, Dv]`

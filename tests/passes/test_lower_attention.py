@@ -123,9 +123,10 @@ def test_costs_are_those_of_the_machine(monkeypatch):
     for has_matrix_unit, machine in ((True, "cpu"), (False, "vectors")):
         monkeypatch.setattr(cpp, "has_matrix_unit", lambda has=has_matrix_unit: has)
         assert lower_attention._machine("cpu") == machine
-    assert lower_attention._machine("cuda") == "cpu"  # nothing measured there yet
+    assert lower_attention._machine("cuda") == "cuda"
     operators = {"dense", "dense_causal", "dense_scores", "window", "compressed", "selected"}
     assert all(operators <= set(lower_attention._costs()[machine]) for machine in ("cpu", "vectors"))
+    assert operators <= set(lower_attention._costs().get("cuda", lower_attention.UNMEASURED))
 
 
 class SomeSteps(AttentionProgram):
