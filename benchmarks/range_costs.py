@@ -1,7 +1,7 @@
 """What it costs to have ranges on: a compiled model with and without them, forward + backward, on the CPU.
 
-    python benchmarks/nvtx.py
-    python benchmarks/nvtx.py --seq-lens 512 --repeats 3
+    python benchmarks/range_costs.py
+    python benchmarks/range_costs.py --seq-lens 512 --repeats 3
 
 No profiler listens, which is what a run pays that leaves `profile.nvtx` on. The same weights and tokens, in turns.
 """
@@ -29,7 +29,7 @@ from nsa_compile.profiles.measure import (
     write_record,
 )
 
-RECORD = Path(__file__).parent / "results" / "nvtx.json"
+RECORD = Path(__file__).parent / "results" / "range_costs.json"
 
 
 @click.command()
@@ -38,7 +38,7 @@ RECORD = Path(__file__).parent / "results" / "nvtx.json"
 @click.option(
     "--repeats", default=15, show_default=True, help="Timed steps of each variant, in turns, after a warm-up."
 )
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/nvtx.json without it.")
+@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/range_costs.json without it.")
 def main(seq_lens, layers, repeats, out) -> None:
     """Write the record after each length; print a table."""
     config = model_config(layers, dim=256, head_dim=64)
