@@ -41,11 +41,16 @@ def compile(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any
 
 def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
     """Compile each of `model.blocks` in place, and return the model. Equal blocks are compiled once."""
-    parse_options(options)
     blocks: Any = model.blocks
     for block in blocks:
-        block.compile(backend=nsa_compile_backend, fullgraph=True, dynamic=False, options=options)
+        compile_block(block, **options)
     return model
+
+
+def compile_block(block: nn.Module, **options: Any) -> None:
+    """Compile a module in place."""
+    parse_options(options)
+    block.compile(backend=nsa_compile_backend, fullgraph=True, dynamic=False, options=options)
 
 
 def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:

@@ -106,10 +106,6 @@ def cli() -> None:
 
 
 @cli.command(short_help="Train a model.")
-@click.option("--config", "config_path", metavar="FILE", help="Run configuration; without it, the packaged run.")
-@click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set optim.lr=3e-4."
-)
 @click.option(
     "--resume",
     default="never",
@@ -119,7 +115,7 @@ def cli() -> None:
 )
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the resolved configuration and stop.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")
+@run_options
 @click.pass_context
 def train(
     ctx: click.Context,

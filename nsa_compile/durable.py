@@ -1,4 +1,4 @@
-"""Files that survive a power cut."""
+"""Files that are whole whenever somebody looks, and files that survive a power cut."""
 
 from __future__ import annotations
 
@@ -13,3 +13,21 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write a file whose readers see the old content or the new one, never half of either.
+
+    Args:
+        path: the file; its directory exists.
+        content: of the file.
+        durable: also after a power cut.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(content)
+        if durable:
+            flush(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import time
 from importlib import resources
 from pathlib import Path
@@ -47,13 +46,3 @@ def png(figure: Figure) -> bytes:
 def embed(content: bytes) -> str:
     """The address under which a page holds the PNG itself."""
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Write a file whose readers see the old content or the new one, never half of either."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

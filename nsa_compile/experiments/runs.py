@@ -270,9 +270,14 @@ def _train(arm: Arm, repeat: int, place: Path, threads: int | None) -> Failure |
         return None
     if code == EXIT_CODES["SIGINT"]:  # a Ctrl-C goes to all processes of a terminal
         raise KeyboardInterrupt
+    return Failure(arm.name, repeat, code, str(log), last_line(log))
+
+
+def last_line(log: Path) -> str:
+    """The last words of a process that failed."""
     # A progress bar returns to the start of its line.
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return Failure(arm.name, repeat, code, str(log), lines[-1] if lines else "it said nothing")
+    return lines[-1] if lines else "it said nothing"
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from nsa_compile.page import embed, png, render, replace
+from nsa_compile.durable import replace
+from nsa_compile.page import embed, png, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,7 +71,8 @@ def figure(record: dict[str, Any]) -> Figure:
             for run in arm["runs"]
             if run["repeat"] == repeat
         ]
-        axes.plot(*zip(*points, strict=True), "o-", linewidth=0.6, alpha=0.6, markersize=5) if points else None
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", linewidth=0.6, alpha=0.6, markersize=5)
     for place, arm in enumerate(arms):
         if arm["tokens_per_s"] is not None:
             axes.hlines(arm["tokens_per_s"], place - 0.15, place + 0.15, color="black", linewidth=2)

@@ -47,8 +47,8 @@ SYNCS = {
 SYNC_PHASES = ("communication", "optimizer")
 
 _COMMUNICATION = ("c10d::", "gloo:", "nccl:", "mpi:", "ncclDevKernel", "ncclKernel")
-# Frames around operators, and the operators that open and close ranges.
-_AROUND = ("autograd::", "torch::autograd::", "nsa_compile::range_")
+# Frames around operators.
+_AROUND = ("autograd::", "torch::autograd::")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -134,8 +134,7 @@ def kind_of(event: Event) -> Kind:
 
 
 def segments(events: Iterable[Event]) -> list[Segment]:
-    """The timeline of one thread: what is open in each interval between two changes. Events may overlap at their ends:
-    an operator that opens a range ends inside of it."""
+    """The timeline of one thread: what is open in each interval between two changes. Events may overlap."""
     changes = [(event.start, 1, number, event) for number, event in enumerate(events)]
     # At the same instant, ends come before beginnings, and the longer of two that begin together is the outer one.
     changes = sorted(

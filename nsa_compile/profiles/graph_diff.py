@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from nsa_compile.page import render, replace
+from nsa_compile.durable import replace
+from nsa_compile.page import render
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nsa_compile.backend import compile_block
 from nsa_compile.config import RunConfig
 from nsa_compile.models import NSATransformer
 from nsa_compile.passes.pipeline import pipeline
@@ -54,7 +55,7 @@ class Probe:
     def compiled(self, **options: Any) -> nn.Module:
         """A copy of the block, to be compiled with these `passes.pipeline.Options` when it is first called."""
         block = copy.deepcopy(self.block)
-        block.compile(backend="nsa_compile", fullgraph=True, dynamic=False, options={"cache": False, **options})
+        compile_block(block, **{"cache": False, **options})
         return block
 
     def forward(self, block: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

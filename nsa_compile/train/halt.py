@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from nsa_compile.durable import replace
 from nsa_compile.train.checkpoint_files import open_regular
 
 HALT = ".HALT"
@@ -14,9 +15,7 @@ _MAX_REASON_BYTES = 500
 
 def request_halt(run_directory: Path, reason: str) -> None:
     """Ask the training to stop; ``reason`` is one line. The file appears whole or not at all."""
-    unfinished = run_directory / f"{HALT}.{os.getpid()}"
-    unfinished.write_text(reason + "\n", encoding="utf-8")
-    os.replace(unfinished, run_directory / HALT)
+    replace(run_directory / HALT, f"{reason}\n".encode())
 
 
 def halt_reason(run_directory: Path) -> str | None:

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nsa_compile.durable import replace
 from nsa_compile.errors import UserError
-from nsa_compile.page import embed, png, render, replace
+from nsa_compile.page import embed, png, render
 from nsa_compile.train.checkpoint_files import best_checkpoint
 from nsa_compile.train.plots import run_figures
 from nsa_compile.train.report import RunRecord, environment_rows, latest_layers

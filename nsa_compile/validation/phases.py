@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import sys
@@ -10,21 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa_compile.experiments.runs import base_overrides
 from nsa_compile.train.environment import describe_environment, git_revision
 from nsa_compile.train.heartbeat import heartbeat_path
+from nsa_compile.train.journal import write_json
 from nsa_compile.train.report import RunRecord, latest_layers, read_run
 from nsa_compile.validation.runbook import Phase, Plan, Work
 
-SHORT = ("train.save_every=0", "train.sample_tokens=0")
 
-
-def run_arguments(plan: Plan, work: Work, steps: int | None = None, *more: str) -> list[str]:
-    """`--config` and `--set` of a command on the configuration that is validated, its runs below the phase's folder."""
-    settings = [f"run.dir={work.folder / 'runs'}", *more]
-    if steps is not None:
-        warmup = min(plan.config.optim.warmup, steps)
-        settings += [f"train.steps={steps}", f"optim.warmup={warmup}", f"train.eval_every={steps}", *SHORT]
-    return ["--config", str(plan.config_file), *(word for setting in settings for word in ("--set", setting))]
+def run_arguments(work: Work, steps: int, *settings: str) -> list[str]:
+    """Options of a run of so many steps of the configuration that is validated, below the phase's folder."""
+    config_file = str(work.plan.config_file)
+    made = base_overrides(config_file, [f"run.dir={work.folder / 'runs'}", *settings], steps)
+    return ["--config", config_file, *(word for setting in made for word in ("--set", setting))]
 
 
 def preflight(work: Work) -> None:
@@ -37,7 +34,7 @@ def preflight(work: Work) -> None:
     path.write_text(sha + (" with uncommitted changes" if revision["dirty"] else "") + "\n", encoding="utf-8")
     work.artifact(path)
     environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    (work.folder / "env.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+    write_json(work.folder / "env.json", environment)
     work.artifact(work.folder / "env.json")
     work.process("collect_env", [sys.executable, "-m", "torch.utils.collect_env"], ".txt")
     if shutil.which("nvidia-smi"):
@@ -102,9 +99,7 @@ def baseline(work: Work) -> None:
     data = ("data.name=uniform", "data.stream=false") if synthetic else ()
     if not synthetic:
         work.note(f"measured on the configured data, {plan.config.data.name}")
-    summary = work.command(
-        "train", "train", *run_arguments(plan, work, effort.steps, *data), "--nproc", str(plan.processes)
-    )
+    summary = work.command("train", "train", *run_arguments(work, effort.steps, *data), "--nproc", str(plan.processes))
     if summary is None:
         return
     record = run_of(work, summary)
@@ -240,9 +235,7 @@ def stability(work: Work) -> None:
     plan, accept = work.plan, work.plan.config.accept
     steps = plan.effort.stability_steps
     settings = ("watchdog.enabled=true", f"log.stats_every={max(1, steps // 10)}")
-    summary = work.command(
-        "train", "train", *run_arguments(plan, work, steps, *settings), "--nproc", str(plan.processes)
-    )
+    summary = work.command("train", "train", *run_arguments(work, steps, *settings), "--nproc", str(plan.processes))
     if summary is None:
         return
     record = run_of(work, summary)

@@ -9,10 +9,10 @@ from typing import Any
 
 from tabulate import tabulate
 
-from nsa_compile.page import render, replace
-from nsa_compile.validation.runbook import SCHEMA, Figure, Outcome, Plan, verdict
+from nsa_compile.durable import replace
+from nsa_compile.page import embed, render
+from nsa_compile.validation.runbook import SCHEMA, Outcome, Plan, verdict
 
-FILES = ("report.md", "report.html", "report.json")
 # What a table of figures says of each.
 COLUMNS = ("figure", "value", "over", "n", "file")
 
@@ -22,12 +22,13 @@ def write_report(plan: Plan, outcomes: Sequence[Outcome], open_phases: Sequence[
     document = report_document(plan, outcomes, open_phases)
     contents = {
         "report.md": markdown(document),
-        "report.html": page(plan, document, outcomes),
+        "report.html": page(plan, document),
         "report.json": json.dumps(document, indent=2) + "\n",
     }
-    paths = [plan.directory / name for name in FILES]
-    for path in paths:
-        replace(path, contents[path.name].encode("utf-8"))
+    paths = []
+    for name, content in contents.items():
+        paths.append(plan.directory / name)
+        replace(paths[-1], content.encode("utf-8"))
     return paths
 
 
@@ -69,7 +70,7 @@ def markdown(document: dict[str, Any]) -> str:
             rows = [(c["rule"], c["measured"], "met" if c["met"] else "NOT met") for c in phase["criteria"]]
             lines += ["", tabulate(rows, headers=("criterion", "measured", ""), tablefmt="github")]
         if phase["figures"]:
-            cells = [_figure(Figure(**figure)) for figure in phase["figures"]]
+            cells = [_cells(figure) for figure in phase["figures"]]
             lines += ["", tabulate(cells, headers=COLUMNS, tablefmt="github", disable_numparse=True)]
         lines += ["", *(f"    {command}" for command in phase["commands"])]
         if phase["artifacts"]:
@@ -77,7 +78,7 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(plan: Plan, document: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
+def page(plan: Plan, document: dict[str, Any]) -> str:
     """The report as an HTML page that needs no network. Links lead to the files beside it."""
     return render(
         "nsa_compile.validation",
@@ -89,25 +90,26 @@ def page(plan: Plan, document: dict[str, Any], outcomes: Sequence[Outcome]) -> s
         overview=_overview(document),
         columns=COLUMNS,
         phases=[
-            (outcome, [_figure(figure) for figure in outcome.figures], _pictures(plan, outcome)) for outcome in outcomes
+            (phase, [_cells(figure) for figure in phase["figures"]], _pictures(plan, phase["artifacts"]))
+            for phase in document["phases"]
         ],
     )
 
 
-def _pictures(plan: Plan, outcome: Outcome) -> list[tuple[str, str]]:
+def _pictures(plan: Plan, artifacts: Sequence[str]) -> list[tuple[str, str]]:
     """Name and content of the PNG files among the artifacts."""
-    from nsa_compile.page import embed
-
-    names = [name for name in outcome.artifacts if name.endswith(".png")]
-    return [(name, embed((plan.directory / name).read_bytes())) for name in names if (plan.directory / name).exists()]
+    names = [name for name in artifacts if name.endswith(".png") and (plan.directory / name).exists()]
+    return [(name, embed((plan.directory / name).read_bytes())) for name in names]
 
 
 def _overview(document: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(phase["title"], phase["status"], f"{phase['seconds']:.0f}") for phase in document["phases"]]
 
 
-def _figure(figure: Figure) -> list[str]:
-    return [figure.name, figure.value, figure.window, "" if figure.n is None else str(figure.n), figure.file]
+def _cells(figure: dict[str, Any]) -> list[str]:
+    """A figure in the columns of `COLUMNS`."""
+    n = "" if figure["n"] is None else str(figure["n"])
+    return [figure["name"], figure["value"], figure["window"], n, figure["file"]]
 
 
 def _plain(text: str) -> str:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nsa_compile.config import RunConfig, load_config
-from nsa_compile.durable import flush
+from nsa_compile.durable import replace
 from nsa_compile.errors import UserError
+from nsa_compile.experiments.runs import last_line
 from nsa_compile.train.environment import git_revision
 
 SCHEMA = 1
@@ -148,8 +149,7 @@ class Work:
         except ValueError:
             document = None
         if document is None:
-            last = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            self.problem(f"{name} left with exit code {code}: {last[-1] if last else 'it said nothing'}")
+            self.problem(f"{name} left with exit code {code}: {last_line(self.folder / f'{name}.log')}")
         return document
 
     def process(self, name: str, words: Sequence[str], suffix: str) -> tuple[int, Path]:
@@ -166,7 +166,7 @@ class Work:
             self.outcome.artifacts.append(name)
 
     def relative(self, path: Path) -> str:
-        return path.relative_to(self.plan.directory).as_posix() if path.is_absolute() else path.as_posix()
+        return path.relative_to(self.plan.directory).as_posix()
 
     def figure(self, name: str, value: str, file: str, window: str = "", n: int | None = None) -> None:
         self.outcome.figures.append(Figure(name, value, f"{self.outcome.phase}/{file}", window, n))
@@ -231,7 +231,7 @@ def load_plan(directory: Path) -> Plan:
             "its phases would not be about one program: begin a new validation"
         )
     config = load_config(str(directory / "config.resolved.yaml"))
-    return Plan(directory, config, document["preset"], int(document["processes"]))
+    return Plan(directory.absolute(), config, document["preset"], int(document["processes"]))
 
 
 def carry_out(plan: Plan, phases: Sequence[Phase], tell: Callable[[Phase, Outcome | None], None]) -> list[Outcome]:
@@ -281,10 +281,7 @@ def verdict(outcomes: Sequence[Outcome]) -> tuple[Literal["GO", "NO-GO"], list[s
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
     """Whole or not at all: what is read back decides which phases are run again."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    flush(unfinished)
-    unfinished.replace(path)
+    replace(path, (json.dumps(document, indent=2) + "\n").encode(), durable=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

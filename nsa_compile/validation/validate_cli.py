@@ -109,16 +109,13 @@ def validate(
 
 def _plan(config_path: str | None, overrides: tuple[str, ...], preset: str, nproc: int, out: str | None) -> Plan:
     from nsa_compile.config import load_config
-    from nsa_compile.data import load_corpus
-    from nsa_compile.train.preflight import check_output, check_run
-    from nsa_compile.train.world import check_world
+    from nsa_compile.experiments.runs import Arm, check_arms
+    from nsa_compile.train.preflight import check_output
 
     if config_path is None:
         raise UserError("CONFIG is missing: name a run configuration, for example configs/shakespeare_cpu.yaml")
     config = load_config(config_path, overrides)
-    check_run(config)
-    check_world(config, nproc, nproc)
-    load_corpus(config)
+    check_arms([Arm(config.run.name, config, nproc)])
     if out is None:
         check_output(config.run.dir)
     name = f"validate-{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"

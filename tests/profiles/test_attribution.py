@@ -66,7 +66,6 @@ def test_operators_are_told_from_the_host_and_count_without_those_inside():
             operator("aten::linear", 100, 600),
             operator("aten::mm", 200, 500),
             operator("graph_0_cpp_fused_add_1", 700, 800),
-            operator("nsa_compile::range_begin", 800, 900),
         ]
     )
     assert result["kinds"]["operator"]["mean_s"] == pytest.approx(600e-6)

@@ -149,6 +149,22 @@ def _list(PROGRAM, BEGIN, G, num_blocks, longest, program, owner):
 
 
 @triton.jit
+def _key_tile(block, part, T, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of a tile of keys: their places in the block, their positions, and which of them there are."""
+    within = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    keys = block * BLOCK_SIZE + within
+    return within, keys, (within < BLOCK_SIZE) & (keys < T)
+
+
+@triton.jit
+def _load_rows(X, rows, live, stride_s, stride_d, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Rows of X `[T, WIDTH]`, zero where they are not live."""
+    d = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
+    at = rows.to(tl.int64)[:, None] * stride_s + d[None, :] * stride_d
+    return tl.load(X + at, mask=live[:, None] & (d < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
 def _forward_kernel(
     Q, K, V, PART_OUT, PART_LSE, PAIRS, QUERIES, BEGIN, PROGRAM, OWNER,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
@@ -167,16 +183,12 @@ def _forward_kernel(
     if pairs == 0:
         return
     part = tl.program_id(0) % parts
-    within = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    keys = block * BLOCK_SIZE + within
-    here = (within < BLOCK_SIZE) & (keys < T)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
-    k_at = batch * k_b + group * k_h + keys.to(tl.int64)[:, None] * k_s + d[None, :] * k_d
-    k = tl.load(K + k_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
-    v_at = batch * v_b + group * v_h + keys.to(tl.int64)[:, None] * v_s + dv[None, :] * v_d
-    v = tl.load(V + v_at, mask=here[:, None] & (dv < DV)[None, :], other=0.0)
+    _, keys, here = _key_tile(block, part, T, BLOCK_SIZE, BLOCK_N)
+    k = _load_rows(K + batch * k_b + group * k_h, keys, here, k_s, k_d, D, BLOCK_D)
+    v = _load_rows(V + batch * v_b + group * v_h, keys, here, v_s, v_d, DV, BLOCK_DV)
     Q += batch * q_b
 
     for row in range(0, pairs * HEADS, BLOCK_M):
@@ -259,16 +271,12 @@ def _dq_kernel(
     if pairs == 0:
         return
     part = tl.program_id(0) % parts
-    within = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    keys = block * BLOCK_SIZE + within
-    here = (within < BLOCK_SIZE) & (keys < T)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
-    k_at = batch * k_b + group * k_h + keys.to(tl.int64)[:, None] * k_s + d[None, :] * k_d
-    k = tl.load(K + k_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
-    v_at = batch * v_b + group * v_h + keys.to(tl.int64)[:, None] * v_s + dv[None, :] * v_d
-    v = tl.load(V + v_at, mask=here[:, None] & (dv < DV)[None, :], other=0.0)
+    _, keys, here = _key_tile(block, part, T, BLOCK_SIZE, BLOCK_N)
+    k = _load_rows(K + batch * k_b + group * k_h, keys, here, k_s, k_d, D, BLOCK_D)
+    v = _load_rows(V + batch * v_b + group * v_h, keys, here, v_s, v_d, DV, BLOCK_DV)
     Q += batch * q_b
     GRAD += batch * g_b
 
@@ -332,18 +340,14 @@ def _dkdv_kernel(
     first_program = tl.load(PROGRAM + owner)
     alone = tl.load(PROGRAM + owner + 1) - first_program == 1
 
-    within = tl.program_id(0) % per_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    keys = block * BLOCK_SIZE + within
-    here = (within < BLOCK_SIZE) & (keys < T)
+    within, keys, here = _key_tile(block, tl.program_id(0) % per_block, T, BLOCK_SIZE, BLOCK_N)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     live_d = here[:, None] & (d < D)[None, :]
     live_dv = here[:, None] & (dv < DV)[None, :]
-    k_at = keys.to(tl.int64)[:, None] * k_s + d[None, :] * k_d
-    k = tl.load(K + batch * k_b + group * k_h + k_at, mask=live_d, other=0.0)
-    v_at = keys.to(tl.int64)[:, None] * v_s + dv[None, :] * v_d
-    v = tl.load(V + batch * v_b + group * v_h + v_at, mask=live_dv, other=0.0)
+    k = _load_rows(K + batch * k_b + group * k_h, keys, here, k_s, k_d, D, BLOCK_D)
+    v = _load_rows(V + batch * v_b + group * v_h, keys, here, v_s, v_d, DV, BLOCK_DV)
     Q += batch * q_b
     GRAD += batch * g_b
 
@@ -402,11 +406,9 @@ def _add_dkdv_kernel(
     block = owner % num_blocks
     group = (owner // num_blocks % G).to(tl.int64)
     batch = (owner // num_blocks // G).to(tl.int64)
-    within = tl.program_id(0) % per_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    keys = block * BLOCK_SIZE + within
+    within, keys, here = _key_tile(block, tl.program_id(0) % per_block, T, BLOCK_SIZE, BLOCK_N)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
-    here = (within < BLOCK_SIZE) & (keys < T)
     live_d = here[:, None] & (d < D)[None, :]
     live_dv = here[:, None] & (dv < DV)[None, :]
     sum_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)

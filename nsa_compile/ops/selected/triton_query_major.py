@@ -73,6 +73,21 @@ def dq(
 
 
 @triton.jit
+def _key_tile(
+    ENTRIES, step, query, s, T, QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Of the `step`-th tile of keys: its first position, which keys there are, and which a row sees `[M, N]`."""
+    per_block: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
+    entry = tl.load(ENTRIES + step // per_block)
+    within = step % per_block * BLOCK_N
+    start = (entry >> QUERIES) * BLOCK_SIZE + within
+    n = tl.arange(0, BLOCK_N)
+    here = (n < BLOCK_SIZE - within) & (n < T - start)
+    selected = (entry >> query) & 1 != 0
+    return start, here, selected[:, None] & here[None, :] & (n[None, :] <= (s - start)[:, None])
+
+
+@triton.jit
 def _forward_kernel(
     Q, K, V, OUT, LSE, ENTRIES, USED,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, o_b, o_s, o_h, o_d,
@@ -97,14 +112,9 @@ def _forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     per_block: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     for step in range(tl.load(USED + tile) * per_block):
-        entry = tl.load(ENTRIES + tile * places + step // per_block)
-        within = step % per_block * BLOCK_N
-        start = (entry >> QUERIES) * BLOCK_SIZE + within
-        here = (n < BLOCK_SIZE - within) & (n < T - start)
+        start, here, seen = _key_tile(ENTRIES + tile * places, step, query, s, T, QUERIES, BLOCK_SIZE, BLOCK_N)
         k = tl.load(K + start.to(tl.int64) * k_s + k_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
         v = tl.load(V + start.to(tl.int64) * v_s + v_at, mask=here[:, None] & (dv < DV)[None, :], other=0.0)
-        selected = (entry >> query) & 1 != 0
-        seen = selected[:, None] & here[None, :] & (n[None, :] <= (s - start)[:, None])
         scores = dot(q, tl.trans(k), None) * scale
         scores = tl.where(seen, scores, float("-inf"))
         acc, largest, total = softmax_step(acc, largest, total, scores, v)
@@ -144,14 +154,9 @@ def _dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     per_block: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     for step in range(tl.load(USED + tile) * per_block):
-        entry = tl.load(ENTRIES + tile * places + step // per_block)
-        within = step % per_block * BLOCK_N
-        start = (entry >> QUERIES) * BLOCK_SIZE + within
-        here = (n < BLOCK_SIZE - within) & (n < T - start)
+        start, here, seen = _key_tile(ENTRIES + tile * places, step, query, s, T, QUERIES, BLOCK_SIZE, BLOCK_N)
         k = tl.load(K + start.to(tl.int64) * k_s + k_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
         v = tl.load(V + start.to(tl.int64) * v_s + v_at, mask=here[:, None] & (dv < DV)[None, :], other=0.0)
-        selected = (entry >> query) & 1 != 0
-        seen = selected[:, None] & here[None, :] & (n[None, :] <= (s - start)[:, None])
         scores = dot(q, tl.trans(k), None) * scale
         weights = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
         dweights = dot(grad, tl.trans(v), None)
