@@ -70,8 +70,7 @@ def _make_step(model: nn.Module, tokens: torch.Tensor, dtype: str) -> Any:
     def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()
         model.zero_grad(set_to_none=False)  # the gradients stay where a recorded graph has written them
-        _, loss = logits_and_loss(model, tokens, dtype)
-        loss.backward()
+        logits_and_loss(model, tokens, dtype)[1].backward()
 
     return step
 

@@ -71,8 +71,8 @@ def train_step(
         # Gradients are sent once a step, when those of the last micro batch have been added.
         with contextlib.nullcontext() if last else gradients_stay_local(model):
             with timer.phase("forward"):
-                _, loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted)
-                loss = loss / len(batches)
+                # Not a name for the logits: they would live through the backward pass.
+                loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted)[1] / len(batches)
             with timer.phase("backward"):
                 if hook is not None and last:
                     hook.begin()
