@@ -74,14 +74,13 @@ def main(config_path, overrides, seconds, eval_seconds, sequences, threads, out)
                 flush=True,
             )
     plot(path.with_suffix(".png"), rows, configs["all branches"])
-    headers = ("", "answers right", "95 % interval", "answers", "whole values", "above 90 % after", "seconds", "steps")
+    headers = ("", "answers right", "95 % interval", "answers", "above 90 % after", "seconds", "steps")
     table = [
         (
             row["variant"],
             f"{row['accuracy']:.1%}",
             "{:.1%}–{:.1%}".format(*row["interval"]),
             row["answers"],
-            f"{row['whole_values']:.1%}",
             "never" if row["seconds_to_goal"] is None else f"{row['seconds_to_goal']:.0f} s",
             f"{row['curve'][-1]['seconds']:.0f}",
             row["curve"][-1]["step"],
@@ -168,7 +167,7 @@ class Stages:
 
 
 def final_accuracy(model: torch.nn.Module, config: RunConfig, sequences: int) -> dict[str, Any]:
-    """Share of answers and of whole values that are right on sequences of their own, with a 95 % interval.
+    """Share of the answers that are right on sequences of their own, with a 95 % interval.
 
     The answers of one sequence succeed or fail together, so the interval is that of the mean over sequences.
     """
@@ -181,15 +180,13 @@ def final_accuracy(model: torch.nn.Module, config: RunConfig, sequences: int) ->
         tokens = torch.from_numpy(sampler.next_batch())
         logits, _ = logits_and_loss(model, tokens, config.train.dtype)
         right.append((logits.detach().argmax(dim=-1) == tokens[:, 1:])[:, asked].numpy())
-    values = np.concatenate(right).reshape(-1, config.data.needles, Needle.VALUE)
-    by_sequence = values.mean(axis=(1, 2))
+    answers = np.concatenate(right)
+    by_sequence = answers.mean(axis=1)
     mean, margin = by_sequence.mean(), 1.96 * by_sequence.std(ddof=1) / math.sqrt(len(by_sequence))
     return {
         "accuracy": float(mean),
         "interval": [float(max(0.0, mean - margin)), float(min(1.0, mean + margin))],
-        "answers": values.size,
-        "whole_values": float(values.all(axis=-1).mean()),
-        "values": values.shape[0] * values.shape[1],
+        "answers": answers.size,
     }
 
 

@@ -85,7 +85,7 @@ class DataSection(Section):
     name: str = "shakespeare"
     tokenizer: Literal["byte", "gpt2"] = "byte"
     min_distance: Count | None = None
-    needles: Annotated[int, Field(ge=1, le=4)] = 4  # of seven letters each, all different, of which there are 28
+    needles: Annotated[int, Field(ge=1, le=16)] = 16  # of as many keys as there are
     text_field: str = "text"
     cache_dir: Annotated[str, Field(min_length=1)] | None = None
     stream: bool = False

@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "needle.py"
 TINY = (
     "compile.enabled=false", "train.seq_len=48", "train.batch_size=2", "train.eval_batches=1", "train.steps=2",
-    "optim.warmup=0", "data.needles=1", "data.min_distance=8", "model.pattern.window=8", "model.dim=16",
+    "optim.warmup=0", "data.needles=3", "data.min_distance=8", "model.pattern.window=8", "model.dim=16",
     "model.head_dim=8",
 )  # fmt: skip
 
@@ -34,10 +34,8 @@ def test_both_models_are_trained_and_recorded(tmp_path):
     assert without_it["parameters"] < with_it["parameters"], "a gate less"
     for row in record["results"]:
         assert [point["step"] for point in row["curve"]] == [0, 1, 2]
-        assert row["answers"] == 4 * 7
-        assert row["values"] == 4
+        assert row["answers"] == 4 * 3
         assert row["seconds_to_goal"] is None
         low, high = row["interval"]
         assert 0 <= low <= row["accuracy"] <= high <= 1
-        assert row["whole_values"] <= row["accuracy"]
     assert out.with_suffix(".png").stat().st_size > 10_000

@@ -1,6 +1,6 @@
 """Tasks whose answers lie far back in the sequence, so that it is known which tokens a model can get right.
 
-Both are made of printable bytes, for the byte tokenizer. The ``index``-th sequence is a function of the seed and of
+Both are made of bytes, for the byte tokenizer. The ``index``-th sequence is a function of the seed and of
 ``index`` alone, so the position of a :class:`~nsa_compile.data.sampling.BatchSampler` resumes them exactly. Training
 and held-out sequences share no example: a checksum of its random part decides on which side an example lies.
 """
@@ -65,12 +65,14 @@ class Copying:
 
 
 class Needle:
-    """``filler mvvvvvvv filler … filler mvvvvvvv mvvvvvvv …``: needle retrieval.
+    """``filler rrrrrrrr filler … rrrrrrrr filler KvKvKv…``: needle retrieval.
 
-    Needles, each a marker and seven random letters, lie in a haystack of filler and are all asked for at the end, in
-    random order: after its marker, the letters are the answer. No marker and no letter is in two needles of a sequence.
-    Their places are uniform among those that leave ``min_distance`` tokens up to the first question. Letters and
-    markers do not occur in the filler, a text that repeats itself from a random place on.
+    A needle ``r`` is a record, one token that says a key and its value at once. The needles stand in tables, eight in
+    a row: a compressed block that holds one holds its neighbours, too, and the mean of them does not tell which value
+    belongs to which key. All are asked for at the end, in random order: after the letter ``K`` of a key, the digit
+    ``v`` of its value is the answer. No two needles of a sequence have the same key. Places are uniform among those
+    that leave ``min_distance`` tokens up to the first question. The filler is a text that repeats itself from a
+    random place on, without records, capital letters and digits.
 
     Args:
         seed: selects the stream.
@@ -79,15 +81,16 @@ class Needle:
         needles: how many there are, at most ``MOST``; the others of a sequence are distractors of each.
     """
 
-    MARKERS = np.frombuffer(b"0123456789!#$%&()*+,-/:;<=>?@^_~", np.uint8)
-    LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ[]", np.uint8)
-    VALUE = 7
-    NEEDLE = 1 + VALUE
-    MOST = len(LETTERS) // VALUE
+    KEYS = np.frombuffer(b"ABCDEFGHIJKLMNOP", np.uint8)
+    VALUES = np.frombuffer(b"01234567", np.uint8)
+    MOST = len(KEYS)
+    TABLE = 8
+    # The record of the first key and the first value; those of a key lie together. No byte of ASCII text.
+    RECORDS = 128
     # After the filler of passkey retrieval (Mohtashami and Jaggi, arXiv 2305.16300).
     FILLER = b"the grass is green. the sky is blue. the sun is yellow. here we go. there and back again. "
 
-    def __init__(self, seed: int, min_distance: int, held_out: bool = False, needles: int = 4) -> None:
+    def __init__(self, seed: int, min_distance: int, held_out: bool = False, needles: int = MOST) -> None:
         self.seed = seed
         self.min_distance = min_distance
         self.held_out = held_out
@@ -96,31 +99,32 @@ class Needle:
     @property
     def shortest(self) -> int:
         """Length of the shortest sequence that has room for needles, distance and questions."""
-        return 2 * self.needles * self.NEEDLE + self.min_distance
+        return 3 * self.needles + self.min_distance
 
     def sequence(self, index: int, length: int) -> Tokens:
         random = generator(self.seed, index)
-        drawn = _draw(lambda: self._example(random), self.held_out)
-        needles = [row.tobytes() for row in drawn]
+        keys, values = _draw(lambda: self._example(random), self.held_out)
+        records = (self.RECORDS + len(self.VALUES) * keys + values).astype(np.uint8)
+        tables = np.split(records, range(self.TABLE, self.needles, self.TABLE))
         room = length - self.shortest
-        starts = np.sort(random.integers(room + 1, size=self.needles)).tolist()
+        starts = np.sort(random.integers(room + 1, size=len(tables))).tolist()
         phase, size = int(random.integers(len(self.FILLER))), room + self.min_distance
         filler = (self.FILLER * (size // len(self.FILLER) + 2))[phase : phase + size]
         text = filler[: starts[0]]
-        for needle, start, end in zip(needles, starts, [*starts[1:], len(filler)], strict=True):
-            text += needle + filler[start:end]
-        text += b"".join(needles[i] for i in random.permutation(self.needles))
+        for table, start, end in zip(tables, starts, [*starts[1:], size], strict=True):
+            text += table.tobytes() + filler[start:end]
+        order = random.permutation(self.needles)
+        text += np.stack((self.KEYS[keys[order]], self.VALUES[values[order]]), axis=1).tobytes()
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def answers(self, length: int) -> Mask:
-        question = np.arange(length) - (length - self.needles * self.NEEDLE)
-        return (question >= 0) & (question % self.NEEDLE > 0)
+        question = np.arange(length) - (length - 2 * self.needles)
+        return (question >= 0) & (question % 2 == 1)
 
-    def _example(self, random: np.random.Generator) -> npt.NDArray[np.uint8]:
-        """Markers and letters of all needles, ``[needles, 1 + VALUE]``."""
-        markers = random.permutation(self.MARKERS)[: self.needles, None]
-        letters = random.permutation(self.LETTERS)[: self.needles * self.VALUE].reshape(self.needles, self.VALUE)
-        return np.concatenate((markers, letters), axis=1)
+    def _example(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
+        """Which keys and which values the needles have, ``[2, needles]``."""
+        keys = random.permutation(len(self.KEYS))[: self.needles]
+        return np.stack((keys, random.integers(len(self.VALUES), size=self.needles)))
 
 
 def make_synthetic(config: RunConfig, held_out: bool) -> AnsweredSource:
