@@ -19,20 +19,20 @@ LAZY_COMMANDS = {
     "ab": ("nsa_compile.experiments.experiments_cli:ab", "Is a run with some keys changed faster?"),
     "audit": ("nsa_compile.profiles.audit_cli:audit", "Show which operators and backends really ran."),
     "bench": ("nsa_compile.profiles.bench_cli:bench", "Measure NSA, compiled, against dense attention."),
-    "ckpt": ("nsa_compile.train.ckpt_cli:ckpt", "List, verify and prune the checkpoints of a run."),
+    "ckpt": ("nsa_compile.train.checkpoints.ckpt_cli:ckpt", "List, verify and prune the checkpoints of a run."),
     "config": ("nsa_compile.config_cli:config", "Show, check, compare and explain configurations."),
     "data": ("nsa_compile.data.data_cli:data", "Look at a data set, tokenize it, check what was kept."),
-    "doctor": ("nsa_compile.doctor_cli:doctor", "What this machine can run, and what is missing."),
-    "estimate": ("nsa_compile.train.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
-    "launch": ("nsa_compile.launch_cli:launch", "Print a job file for several nodes."),
+    "doctor": ("nsa_compile.machine.doctor_cli:doctor", "What this machine can run, and what is missing."),
+    "estimate": ("nsa_compile.estimation.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
+    "launch": ("nsa_compile.launch.launch_cli:launch", "Print a job file for several nodes."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
     "profile": ("nsa_compile.profiles.profile_cli:profile", "Where time goes: in a training step, and pass by pass."),
-    "report": ("nsa_compile.train.report_cli:report", "Write what a run did as one HTML page."),
+    "report": ("nsa_compile.train.report.report_cli:report", "Write what a run did as one HTML page."),
     "scaling": ("nsa_compile.experiments.experiments_cli:scaling", "Throughput per process on several processes."),
     "sweep": ("nsa_compile.experiments.experiments_cli:sweep", "Which value of a key is fastest?"),
     "validate": ("nsa_compile.validation.validate_cli:validate", "The validation runbook: GO or NO-GO, and a report."),
     "verify": ("nsa_compile.verification.verify_cli:verify", "Check the compiler on this machine."),
-    "watch": ("nsa_compile.train.watch_cli:watch", "Watch a run: is it alive, and does it get on?"),
+    "watch": ("nsa_compile.train.watch.watch_cli:watch", "Watch a run: is it alive, and does it get on?"),
 }
 
 
@@ -138,18 +138,18 @@ def train(
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
     from nsa_compile.data import load_corpus
-    from nsa_compile.train.preflight import check_output, check_run, wait_passively
-    from nsa_compile.train.resume import find_run
+    from nsa_compile.launch.start import open_run
+    from nsa_compile.machine.preflight import check_output, check_run, wait_passively
+    from nsa_compile.train.checkpoints.resume import find_run
+    from nsa_compile.train.distributed.world import World, check_port, check_world
     from nsa_compile.train.signals import EXIT_CODES
-    from nsa_compile.train.start import open_run
-    from nsa_compile.train.world import World, check_port, check_world
 
     config = load_config(config_path, overrides)
     world = World.from_environment(os.environ)
     if world is not None and world.size > 1:
         if nproc > 1:
             raise UserError(f"--nproc {nproc} starts processes, and this is one of {world.size} already; leave it out")
-        from nsa_compile.train.worker import run_worker
+        from nsa_compile.launch.worker import run_worker
 
         summary = run_worker(world, config, resume)
         if world.main:
@@ -168,7 +168,7 @@ def train(
             return
         with open_run(config, found) as start:
             wait_passively()
-            from nsa_compile.train.launcher import launch, watched
+            from nsa_compile.launch.launcher import launch, watched
 
             if nproc > 1:
                 options = [word for override in overrides for word in ("--set", override)]
@@ -190,7 +190,7 @@ def train(
 
 
 def _tell(summary: dict[str, Any], as_json: bool) -> None:
-    from nsa_compile.train.summary import render
+    from nsa_compile.train.report.summary import render
 
     click.echo(json.dumps(summary, indent=2) if as_json else render(summary))
 

@@ -9,7 +9,7 @@ import pytest
 
 from nsa_compile.cli import _run
 from nsa_compile.config import load_config
-from nsa_compile.train.resume import flatten
+from nsa_compile.train.checkpoints.resume import flatten
 
 PACKAGED = str(Path(__file__).parent.parent / "configs" / "shakespeare_cpu.yaml")
 

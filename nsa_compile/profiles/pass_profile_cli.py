@@ -46,8 +46,8 @@ def passes(
     """
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
+    from nsa_compile.machine.preflight import require_cxx
     from nsa_compile.profiles.places import check_directory, check_seq_len
-    from nsa_compile.train.preflight import require_cxx
 
     config = load_config(config_path, overrides)
     check_seq_len(config, seq_len)

@@ -269,8 +269,8 @@ def bisect(
     nsa-compile passes bisect --script failing.py:check --out blame
     """
     from nsa_compile.config import load_config
+    from nsa_compile.machine.preflight import require_cxx
     from nsa_compile.profiles.places import check_directory, check_seq_len
-    from nsa_compile.train.preflight import require_cxx
 
     config = load_config(config_path, overrides)
     if script and kind:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nsa_compile.config import DataSection, RunConfig, load_config
 from nsa_compile.models.config import NSAConfig, SparsePattern
-from nsa_compile.train.resume import flatten
+from nsa_compile.train.checkpoints.resume import flatten
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
