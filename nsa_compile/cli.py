@@ -139,9 +139,10 @@ def train(
     from nsa_compile.config import load_config
     from nsa_compile.data import load_corpus
     from nsa_compile.launch.start import open_run
-    from nsa_compile.machine.preflight import check_output, check_run, wait_passively
+    from nsa_compile.machine.preflight import check_run, wait_passively
     from nsa_compile.train.checkpoints.resume import find_run
     from nsa_compile.train.distributed.world import World, check_port, check_world
+    from nsa_compile.train.records.run_directory import check_output
     from nsa_compile.train.signals import EXIT_CODES
 
     config = load_config(config_path, overrides)

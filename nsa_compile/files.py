@@ -1,8 +1,10 @@
-"""Files that are whole whenever somebody looks, and files that survive a power cut."""
+"""Files that are whole whenever somebody looks, that survive a power cut, or that anybody may have written."""
 
 from __future__ import annotations
 
 import os
+import stat
+from io import BufferedReader
 from pathlib import Path
 
 
@@ -31,3 +33,12 @@ def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading, unless it is anything but a plain file: a link may lead out, a pipe may block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a regular file")
+    return os.fdopen(descriptor, "rb")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
-from nsa_compile.machine.preflight import create_run_directory, lock_run_directory
 from nsa_compile.train.checkpoints.files import Checkpoint, checkpoint_paths, set_aside
 from nsa_compile.train.checkpoints.resume import FoundRun, newest_good_checkpoint
+from nsa_compile.train.records.run_directory import create_run_directory, lock_run_directory
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,14 @@
-"""What must hold before a run starts, settled without torch: a C++ compiler, a place to write to, polite threads."""
+"""What must hold before a run starts, settled without torch: a C++ compiler, packages, polite threads."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shlex
 import shutil
-import time
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
-from nsa_compile.train.records.tensorboard import check_tensorboard
 
 # What tensor cores need at least: float8 came with Ada and Hopper; torchao's int8 kernel is written for Ampere.
 LEAST_CAPABILITY = {"float8": (8, 9), "int8": (8, 0)}
@@ -42,6 +36,19 @@ def check_compiler(config: RunConfig) -> None:
         require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
     if config.optim.name != "adamw":
         require_cxx(f"optim.name = '{config.optim.name}'", "--set optim.name=adamw")
+
+
+def check_tensorboard(config: RunConfig) -> None:
+    """Make sure that event files can be written, if the configuration asks for them. Imports neither package nor torch.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    if config.log.tensorboard and find_spec("tensorboard") is None:
+        raise UserError(
+            "log.tensorboard = true needs the package tensorboard; install it with "
+            "pip install 'nsa-compile[tensorboard]', or use --set log.tensorboard=false"
+        )
 
 
 def check_torchao(config: RunConfig) -> None:
@@ -122,60 +129,3 @@ def wait_passively() -> None:
     the packaged run made 600 tokens/s spinning and 2,200 sleeping. A value the user has set stays.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def check_output(directory: str) -> None:
-    """Make sure that a directory, or the nearest parent that exists, can be written to.
-
-    Raises:
-        UserError: it cannot.
-    """
-    path = Path(directory).absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not existing.is_dir():
-        raise UserError(_unwritable(directory, f"'{existing}' is not a directory"))
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(_unwritable(directory, f"'{existing}' cannot be written to"))
-
-
-def create_run_directory(config: RunConfig) -> Path:
-    """Create and return ``<run.dir>/<run.name>-<time>``, never one that exists.
-
-    Raises:
-        UserError: it cannot be created.
-    """
-    check_output(config.run.dir)
-    stem = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # Two runs may start within the same second.
-    for name in (stem, *(f"{stem}-{count}" for count in range(2, 1000))):
-        directory = Path(config.run.dir) / name
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(_unwritable(config.run.dir, error.strerror or str(error))) from None
-        return directory
-    raise UserError(f"run.dir = '{config.run.dir}' is full of runs named '{stem}'; choose another run.name")
-
-
-@contextlib.contextmanager
-def lock_run_directory(directory: Path) -> Iterator[None]:
-    """Be the only process that changes a run; the lock dies with the process, however that ends.
-
-    Raises:
-        UserError: another process works on the run.
-    """
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another process is working on run '{directory}'; wait until it ends, or stop it") from None
-    else:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _unwritable(directory: str, reason: str) -> str:
-    return f"run.dir = '{directory}' must be a writable directory: {reason}; choose another with --set run.dir=PATH"

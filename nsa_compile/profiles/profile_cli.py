@@ -122,7 +122,7 @@ def _directory(config: RunConfig, out: str | None) -> Path:
         UserError: it cannot be created or written to.
     """
     from nsa_compile.errors import UserError
-    from nsa_compile.machine.preflight import create_run_directory
+    from nsa_compile.train.records.run_directory import create_run_directory
 
     if out is None:
         run = config.run.model_copy(update={"name": f"{config.run.name}-profile"})

@@ -11,7 +11,7 @@ import torch
 
 import nsa_compile
 from nsa_compile import ranges
-from nsa_compile.config import RunConfig
+from nsa_compile.config import RunConfig, flatten
 from nsa_compile.data import BatchSampler, Corpus
 from nsa_compile.data.sampling import local_rows
 from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
@@ -21,7 +21,6 @@ from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.train.attention_stats import LayerStatistics, attention_statistics
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
 from nsa_compile.train.checkpoints.files import STATE, Checkpoint
-from nsa_compile.train.checkpoints.resume import flatten
 from nsa_compile.train.distributed.all_reduce import AllReduceHook
 from nsa_compile.train.distributed.group import (
     choose_device,

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nsa_compile.config import OptimSection, load_config
+from nsa_compile.config import OptimSection, flatten, load_config
 from nsa_compile.data import BatchSampler, load_corpus
 from nsa_compile.data.sampling import UniformBytes
 from nsa_compile.errors import CheckpointError, UserError
@@ -23,7 +23,6 @@ from nsa_compile.estimation.estimate import checkpoint_bytes
 from nsa_compile.machine.preflight import check_run
 from nsa_compile.models import NSATransformer
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from nsa_compile.train.checkpoints.resume import flatten
 from nsa_compile.train.loop import run
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer, plain_tensors

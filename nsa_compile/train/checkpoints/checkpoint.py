@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 
 from nsa_compile.errors import CheckpointError
-from nsa_compile.files import flush
+from nsa_compile.files import flush, open_regular
 from nsa_compile.train.checkpoints.files import (
     MANIFEST,
     WRITING,
@@ -33,7 +33,6 @@ from nsa_compile.train.checkpoints.files import (
     FileEntry,
     delete_checkpoint,
     delete_leftovers,
-    open_regular,
     read_checkpoint,
     readable_checkpoints,
     step_name,

@@ -109,7 +109,7 @@ def prune(run: str, keep: int, dry_run: bool) -> None:
     \b
     nsa-compile ckpt prune runs/shakespeare-cpu-20260101-120000 --keep 2
     """
-    from nsa_compile.machine.preflight import lock_run_directory
+    from nsa_compile.train.records.run_directory import lock_run_directory
 
     directory = _checkpoints_of(run)
     # Who only looks may do so beside a run at work.

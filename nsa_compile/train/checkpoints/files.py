@@ -16,16 +16,14 @@ import math
 import os
 import re
 import shutil
-import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from nsa_compile.errors import CheckpointError
-from nsa_compile.files import flush
+from nsa_compile.files import flush, open_regular
 
 FORMAT = 1
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -145,15 +143,6 @@ def verify_checkpoint(path: Path) -> Checkpoint:
     if problems := file_problems(checkpoint):
         raise CheckpointError(f"checkpoint '{path}' is damaged: {problems[0]}")
     return checkpoint
-
-
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading, unless it is anything but a plain file: a link may lead out, a pipe may block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError("it is not a regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def best_checkpoint(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from nsa_compile.config import (
     ProfileSection,
     RunConfig,
     WatchdogSection,
+    flatten,
     load_config,
 )
 from nsa_compile.errors import CheckpointError, UserError
@@ -104,15 +104,6 @@ def first_difference(config: RunConfig, saved: Any) -> str | None:
             here, there = (ascii(values[key])[:80] if key in values else "absent" for values in (ours, theirs))
             return f"{key} = {here} here and {there} there"
     return None
-
-
-def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested dicts as dotted keys and values."""
-    if not isinstance(value, dict):
-        yield prefix.rstrip("."), value
-        return
-    for name, entry in value.items():
-        yield from flatten(entry, f"{prefix}{name}.")
 
 
 def _newest_run(config: RunConfig) -> FoundRun:

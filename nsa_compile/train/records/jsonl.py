@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa_compile.train.checkpoints.files import open_regular
+from nsa_compile.files import open_regular
 
 # No row of ours comes near; what is longer, in a file that somebody else wrote, is passed over.
 MAX_ROW_BYTES = 1 << 16

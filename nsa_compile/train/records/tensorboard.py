@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa_compile.config import RunConfig
-from nsa_compile.errors import UserError
-
 if TYPE_CHECKING:
     from nsa_compile.train.records.rows import EvalRow, LayerStatistics, StepRow
-
-
-def check_tensorboard(config: RunConfig) -> None:
-    """Make sure that event files can be written, if the configuration asks for them. Imports neither package nor torch.
-
-    Raises:
-        UserError: the package is not installed.
-    """
-    if config.log.tensorboard and find_spec("tensorboard") is None:
-        raise UserError(
-            "log.tensorboard = true needs the package tensorboard; install it with "
-            "pip install 'nsa-compile[tensorboard]', or use --set log.tensorboard=false"
-        )
 
 
 class TensorBoard:

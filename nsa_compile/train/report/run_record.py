@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import CheckpointError, UserError
-from nsa_compile.machine.preflight import lock_run_directory
-from nsa_compile.train.checkpoints.files import Checkpoint, checkpoint_paths, open_regular, read_checkpoint
+from nsa_compile.files import open_regular
+from nsa_compile.train.checkpoints.files import Checkpoint, checkpoint_paths, read_checkpoint
 from nsa_compile.train.records.rows import EvalRow, LayerStatistics, StepRow, row_parser, throughput
+from nsa_compile.train.records.run_directory import lock_run_directory
 
 Row = TypeVar("Row", StepRow, EvalRow)
 

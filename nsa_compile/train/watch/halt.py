@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nsa_compile.files import replace
-from nsa_compile.train.checkpoints.files import open_regular
+from nsa_compile.files import open_regular, replace
 
 HALT = ".HALT"
 HALT_EXIT_CODE = 4

@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_compile.config import load_config
+from nsa_compile.config import flatten, load_config
 from nsa_compile.data import BatchSampler
 from nsa_compile.data.sampling import UniformBytes
 from nsa_compile.errors import CheckpointError, UserError
-from nsa_compile.machine.preflight import lock_run_directory
 from nsa_compile.models import NSATransformer
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from nsa_compile.train.checkpoints.files import checkpoint_paths, verify_checkpoint
-from nsa_compile.train.checkpoints.resume import find_run, first_difference, flatten, newest_good_checkpoint
+from nsa_compile.train.checkpoints.resume import find_run, first_difference, newest_good_checkpoint
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import make_optimizer
+from nsa_compile.train.records.run_directory import lock_run_directory
 from nsa_compile.train.state import TrainingState
 
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]

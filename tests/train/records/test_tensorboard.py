@@ -9,8 +9,9 @@ import pytest
 
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
+from nsa_compile.machine.preflight import check_tensorboard
 from nsa_compile.train.records.rows import EvalRow, LayerStatistics, StepRow
-from nsa_compile.train.records.tensorboard import TensorBoard, check_tensorboard
+from nsa_compile.train.records.tensorboard import TensorBoard
 
 
 def scalars(directory, tag):
@@ -63,7 +64,7 @@ def test_an_absent_package_is_named_before_the_start(tiny_overrides):
 def test_the_check_does_not_import_torch(tiny_overrides):
     code = (
         "import sys\nfrom nsa_compile.config import load_config\n"
-        "from nsa_compile.train.records.tensorboard import check_tensorboard\n"
+        "from nsa_compile.machine.preflight import check_tensorboard\n"
         f"check_tensorboard(load_config(overrides={tiny_overrides(**{'log.tensorboard': 'true'})!r}))\n"
         "sys.exit('torch' in sys.modules)"
     )
