@@ -76,6 +76,11 @@ def examine(run_dir: str = "runs") -> list[Finding]:
     return findings
 
 
+def _advised(check: str, found: str, advice: str) -> Finding:
+    """A warning where there is something to advise."""
+    return Finding(check, "warning" if advice else "ok", found, advice)
+
+
 def _python() -> Iterator[Finding]:
     supported = metadata.metadata("nsa-compile")["Requires-Python"]
     found = f"Python {platform.python_version()}, supported {supported}"
@@ -114,17 +119,15 @@ def _processor() -> Iterator[Finding]:
     units = "AMX" if has_matrix_unit() else "no AMX"
     capability = torch.backends.cpu.get_cpu_capability()
     slow = capability in ("DEFAULT", "NO AVX")
-    yield Finding(
+    yield _advised(
         "processor",
-        "warning" if slow else "ok",
         f"{cores} cores for this process, vectors {capability}, {units}",
         "no vector unit that torch knows: training on the processor is slow" if slow else "",
     )
     total, available = _memory()
     little = available < LEAST_MEMORY
-    yield Finding(
+    yield _advised(
         "memory",
-        "warning" if little else "ok",
         f"{_gigabytes(available)} of {_gigabytes(total)} available",
         "little is left; nsa-compile estimate tells what a run needs" if little else "",
     )
@@ -187,23 +190,21 @@ def _gpu() -> Iterator[Finding]:
             advice = "there is an NVIDIA driver: install torch for CUDA to use the GPU"
         elif torch.version.cuda:
             advice = "no usable GPU or driver: see nvidia-smi and CUDA_VISIBLE_DEVICES; training runs on the processor"
-        yield Finding("GPU", "warning" if advice else "ok", f"none; {build}", advice)
+        yield _advised("GPU", f"none; {build}", advice)
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
         missing = [name for name, there in (("bf16", capability >= (8, 0)), ("fp8", capability >= (8, 9))) if not there]
-        yield Finding(
+        yield _advised(
             f"GPU {index}",
-            "warning" if "bf16" in missing else "ok",
             f"{properties.name}, {_gigabytes(properties.total_memory)}, capability {capability[0]}.{capability[1]}, "
             f"{'no ' + ', no '.join(missing) if missing else 'bf16, fp8'}; {build}",
             "train.dtype=bf16 is slow here; use float32" if "bf16" in missing else "",
         )
     triton = _version("triton")
-    yield Finding(
+    yield _advised(
         "Triton",
-        "ok" if triton else "warning",
         triton or "not installed",
         "" if triton else "without it attention takes its slow portable form: pip install 'nsa-compile[triton]'",
     )
@@ -229,9 +230,8 @@ def _distributed() -> Iterator[Finding]:
             yield Finding("gloo", "warning", f"a process group fails: {reason}", f"see GLOO_SOCKET_IFNAME; {advice}")
     if torch.cuda.is_available():
         nccl = dist.is_available() and dist.is_nccl_available()
-        yield Finding(
+        yield _advised(
             "NCCL",
-            "ok" if nccl else "warning",
             ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in this build of torch",
             "" if nccl else "several GPUs need it: install torch from its own index",
         )
@@ -275,9 +275,8 @@ def _directory(check: str, path: Path, otherwise: Status, advice: str) -> Findin
         return Finding(check, otherwise, f"'{path}' cannot be written to: {error.strerror}", advice)
     free = shutil.disk_usage(existing).free
     full = free < LEAST_DISK
-    return Finding(
+    return _advised(
         check,
-        "warning" if full else "ok",
         f"'{path}' can be written to, {_gigabytes(free)} free",
         f"little room: make some, or {advice}" if full else "",
     )
@@ -288,17 +287,15 @@ def _limits() -> Iterator[Finding]:
         room = os.statvfs("/dev/shm")
         size = room.f_frsize * room.f_blocks
         small = size < LEAST_SHARED_MEMORY
-        yield Finding(
+        yield _advised(
             "shared memory",
-            "warning" if small else "ok",
             f"{_gigabytes(size)} at /dev/shm",
             "several processes may need more; of a container, --shm-size=8g" if small else "",
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES
-    yield Finding(
+    yield _advised(
         "open files",
-        "warning" if few else "ok",
         f"{'no limit' if soft == resource.RLIM_INFINITY else soft} for a process",
         f"raise it: ulimit -n {min(65536, hard) if hard != resource.RLIM_INFINITY else 65536}" if few else "",
     )
@@ -320,7 +317,7 @@ def _openmp() -> Iterator[Finding]:
         advice.append("unset OMP_PROC_BIND: the processes of a run would be bound to the same cores")
     shown = {name: settings[name] for name in sorted(settings) if name.startswith(("OMP_", "MKL_", "KMP_", "GOMP_"))}
     found = ", ".join(f"{name}={value}" for name, value in shown.items()) or "nothing set"
-    yield Finding("OpenMP", "warning" if advice else "ok", found, "; ".join(advice))
+    yield _advised("OpenMP", found, "; ".join(advice))
 
 
 def _gigabytes(size: float) -> str:
