@@ -6,10 +6,11 @@ import csv
 import json
 import os
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, Self, TextIO, TypeVar, get_type_hints
 
 from nsa_compile.errors import CheckpointError
 
@@ -102,7 +103,37 @@ class LayerStatistics:
 Row = TypeVar("Row", StepRow, EvalRow)
 
 
-class CsvLog(Generic[Row]):
+class _Log:
+    """A file that a run appends to; subclasses write within :meth:`_begun` what it is to begin with."""
+
+    _file: TextIO
+
+    @contextmanager
+    def _begun(self, path: Path, newline: str | None = None) -> Iterator[None]:
+        """Write under another name first: a crash while cutting must not lose rows that a checkpoint stands on."""
+        unfinished = path.with_name(f".{path.name}")
+        self._file = unfinished.open("w", newline=newline, encoding="utf-8")
+        yield
+        self.sync()
+        os.replace(unfinished, path)
+
+    def flush(self) -> None:
+        """Let readers of the file see every row."""
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until every row is on the disk, for a checkpoint that is to stand on them."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
+class CsvLog(_Log, Generic[Row]):
     """Rows that are appended to a CSV file.
 
     Args:
@@ -116,37 +147,18 @@ class CsvLog(Generic[Row]):
 
     def __init__(self, path: Path, row_type: type[Row], resumed_at: int | None = None) -> None:
         self.rows: list[Row] = [] if resumed_at is None else _read(path, row_type, resumed_at)
-        # Under another name first: a crash while cutting must not lose rows that a checkpoint stands on.
-        unfinished = path.with_name(f".{path.name}")
-        self._file = unfinished.open("w", newline="", encoding="utf-8")
-        self._writer: csv.DictWriter[str] = csv.DictWriter(self._file, [field.name for field in fields(row_type)])
-        self._writer.writeheader()
-        self._writer.writerows(vars(row) for row in self.rows)
-        self.sync()
-        os.replace(unfinished, path)
+        with self._begun(path, newline=""):
+            self._writer: csv.DictWriter[str] = csv.DictWriter(self._file, [field.name for field in fields(row_type)])
+            self._writer.writeheader()
+            self._writer.writerows(vars(row) for row in self.rows)
 
     def append(self, row: Row) -> None:
         """Add a row; it may stay in memory until the next flush."""
         self.rows.append(row)
         self._writer.writerow(vars(row))
 
-    def flush(self) -> None:
-        """Let readers of the file see every row."""
-        self._file.flush()
 
-    def sync(self) -> None:
-        """Wait until every row is on the disk, for a checkpoint that is to stand on them."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def __enter__(self) -> CsvLog[Row]:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-
-class JsonLog:
+class JsonLog(_Log):
     """Objects that are appended to a file, one a line; each has a ``step``, and steps ascend.
 
     Args:
@@ -159,31 +171,13 @@ class JsonLog:
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
         kept = [] if resumed_at is None or not path.exists() else _read_objects(path, resumed_at)
-        unfinished = path.with_name(f".{path.name}")
-        self._file = unfinished.open("w", encoding="utf-8")
-        for row in kept:
-            self.append(row)
-        self.sync()
-        os.replace(unfinished, path)
+        with self._begun(path):
+            for row in kept:
+                self.append(row)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add an object; it may stay in memory until the next flush."""
         self._file.write(json.dumps(row) + "\n")
-
-    def flush(self) -> None:
-        """Let readers of the file see every row."""
-        self._file.flush()
-
-    def sync(self) -> None:
-        """Wait until every row is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def __enter__(self) -> JsonLog:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
 
 
 def phase_columns(phases: Mapping[str, float] | None) -> dict[str, Any]:
