@@ -18,7 +18,7 @@ LAYERS = [
     {"train.report"},
     {"train.checkpoints", "train.watch"},
     {"train.records", "train.distributed"},
-    {"data", "machine", "config_cli"},
+    {"data", "machine", "arguments", "config_cli"},
     {"config"},
     {"models"},
     {"__init__"},

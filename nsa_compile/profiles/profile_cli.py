@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -121,17 +120,13 @@ def _directory(config: RunConfig, out: str | None) -> Path:
     Raises:
         UserError: it cannot be created or written to.
     """
-    from nsa_compile.errors import UserError
+    from nsa_compile.arguments import check_directory
     from nsa_compile.train.records.run_directory import create_run_directory
 
     if out is None:
         run = config.run.model_copy(update={"name": f"{config.run.name}-profile"})
         return create_run_directory(config.model_copy(update={"run": run}))
     directory = Path(out)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise UserError(f"--out '{out}' must be a writable directory: {error.strerror}; choose another") from None
+    check_directory(directory)
+    directory.mkdir(exist_ok=True)
     return directory

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
+from nsa_compile.arguments import check_file
 from nsa_compile.errors import UserError
 
 
@@ -29,7 +29,7 @@ def report(run: str, out: str | None, as_json: bool) -> None:
     if not directory.is_dir():
         raise UserError(f"'{run}' must be the directory of a run, and is none; see ls runs")
     path = directory / "report.html" if out is None else Path(out)
-    _check_place(path)
+    check_file(path)
     if find_spec("matplotlib") is None:
         raise UserError("a report needs matplotlib for its curves; install it with pip install 'nsa-compile[plots]'")
 
@@ -52,15 +52,3 @@ def report(run: str, out: str | None, as_json: bool) -> None:
     click.echo(f"{record.status}\nreport: {path}\nplots:  {path.with_name(path.stem + '_plots')}")
     for problem in record.problems:
         click.echo(f"warning: {problem}", err=True)
-
-
-def _check_place(path: Path) -> None:
-    reason = None
-    if path.is_dir():
-        reason = "it is a directory"
-    elif not path.parent.is_dir():
-        reason = f"'{path.parent}' is not a directory"
-    elif not os.access(path.parent, os.W_OK | os.X_OK):
-        reason = f"'{path.parent}' cannot be written to"
-    if reason is not None:
-        raise UserError(f"the report cannot be written to '{path}': {reason}; choose another place with --out FILE")

@@ -10,7 +10,7 @@ from nsa_compile.errors import UserError
 
 
 def check_file(path: Path) -> None:
-    """Raise a UserError unless a file can be written at `path`, given with --out."""
+    """Raise a UserError unless a file can be put at `path`, given with --out."""
     if path.is_dir():
         raise _cannot_write(path, "it is a directory", "FILE")
     _check_parent(path, "FILE")
@@ -18,17 +18,19 @@ def check_file(path: Path) -> None:
 
 def check_directory(path: Path) -> None:
     """Raise a UserError unless `path`, given with --out, is a directory to write to or can become one."""
-    if path.exists() and not path.is_dir():
+    if not path.exists():
+        _check_parent(path, "DIR")
+    elif not path.is_dir():
         raise _cannot_write(path, "it is no directory", "DIR")
-    if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+    elif not os.access(path, os.W_OK | os.X_OK):
         raise _cannot_write(path, "writing there is not allowed", "DIR")
-    _check_parent(path, "DIR")
 
 
 def _check_parent(path: Path, kind: str) -> None:
     if not path.parent.is_dir():
         raise _cannot_write(path, f"'{path.parent}' is not a directory", kind)
-    if not path.exists() and not os.access(path.parent, os.W_OK | os.X_OK):
+    # Also where there is a file already: it is replaced, not written over.
+    if not os.access(path.parent, os.W_OK | os.X_OK):
         raise _cannot_write(path, f"'{path.parent}' cannot be written to", kind)
 
 
