@@ -16,9 +16,9 @@ import torch
 
 import nsa_compile
 from nsa_compile.config import load_config
+from nsa_compile.estimation.estimate import estimate_memory, measure_step
 from nsa_compile.models import NSATransformer
 from nsa_compile.profiles.measure import CPU, make_record, peak_memory, random_tokens, seconds_of, write_record
-from nsa_compile.train.estimate import estimate_memory, measure_step
 from nsa_compile.train.optim import make_optimizer
 from nsa_compile.train.steps import train_step
 

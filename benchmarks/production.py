@@ -27,6 +27,7 @@ from tabulate import tabulate
 
 import nsa_compile
 from nsa_compile.config import RunConfig, load_config
+from nsa_compile.machine.environment import measure_matmul_flops
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.profiles.measure import (
@@ -40,7 +41,6 @@ from nsa_compile.profiles.measure import (
     ratio,
     write_record,
 )
-from nsa_compile.train.environment import measure_matmul_flops
 from nsa_compile.train.optim import make_optimizer
 from nsa_compile.train.steps import train_step
 

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from nsa_compile.errors import USER_FACING, UserError
+from nsa_compile.errors import USER_FACING
 
-# Commands that live in other modules, with the line that --help shows for them; imported only when they are called.
+# Where each command is, with the line that --help shows for it; imported only when it is called.
 LAZY_COMMANDS = {
     "ab": ("nsa_compile.experiments.experiments_cli:ab", "Is a run with some keys changed faster?"),
     "audit": ("nsa_compile.profiles.audit_cli:audit", "Show which operators and backends really ran."),
     "bench": ("nsa_compile.profiles.bench_cli:bench", "Measure NSA, compiled, against dense attention."),
-    "ckpt": ("nsa_compile.train.ckpt_cli:ckpt", "List, verify and prune the checkpoints of a run."),
+    "ckpt": ("nsa_compile.train.checkpoints.ckpt_cli:ckpt", "List, verify and prune the checkpoints of a run."),
     "config": ("nsa_compile.config_cli:config", "Show, check, compare and explain configurations."),
     "data": ("nsa_compile.data.data_cli:data", "Look at a data set, tokenize it, check what was kept."),
-    "doctor": ("nsa_compile.doctor_cli:doctor", "What this machine can run, and what is missing."),
-    "estimate": ("nsa_compile.train.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
-    "launch": ("nsa_compile.launch_cli:launch", "Print a job file for several nodes."),
+    "doctor": ("nsa_compile.machine.doctor_cli:doctor", "What this machine can run, and what is missing."),
+    "estimate": ("nsa_compile.estimation.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
+    "launch": ("nsa_compile.launch.launch_cli:launch", "Print a job file for several nodes."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
     "profile": ("nsa_compile.profiles.profile_cli:profile", "Where time goes: in a training step, and pass by pass."),
-    "report": ("nsa_compile.train.report_cli:report", "Write what a run did as one HTML page."),
+    "report": ("nsa_compile.train.report.report_cli:report", "Write what a run did as one HTML page."),
     "scaling": ("nsa_compile.experiments.experiments_cli:scaling", "Throughput per process on several processes."),
     "sweep": ("nsa_compile.experiments.experiments_cli:sweep", "Which value of a key is fastest?"),
+    "train": ("nsa_compile.launch.train_cli:train", "Train a model."),
     "validate": ("nsa_compile.validation.validate_cli:validate", "The validation runbook: GO or NO-GO, and a report."),
     "verify": ("nsa_compile.verification.verify_cli:verify", "Check the compiler on this machine."),
-    "watch": ("nsa_compile.train.watch_cli:watch", "Watch a run: is it alive, and does it get on?"),
+    "watch": ("nsa_compile.train.watch.watch_cli:watch", "Watch a run: is it alive, and does it get on?"),
 }
 
 
@@ -51,25 +50,21 @@ class SuggestingGroup(click.Group):
 
 
 class LazyGroup(SuggestingGroup):
-    """A group whose commands are imported on use."""
+    """The group of ``LAZY_COMMANDS``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *LAZY_COMMANDS])
+        return sorted(LAZY_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in LAZY_COMMANDS:
-            return super().get_command(ctx, cmd_name)
+            return None
         module, _, attribute = LAZY_COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = []
-        for name in self.list_commands(ctx):
-            command = self.commands.get(name)
-            rows.append((name, command.get_short_help_str() if command else LAZY_COMMANDS[name][1]))
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([(name, LAZY_COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -103,96 +98,6 @@ def cli() -> None:
     nsa-compile train --set train.steps=50             the same, shorter
     nsa-compile train --config my_run.yaml --dry-run   check a configuration and print it
     """
-
-
-@cli.command(short_help="Train a model.")
-@click.option(
-    "--resume",
-    default="never",
-    show_default=True,
-    metavar="auto|never|PATH",
-    help="Go on with the newest run of the same configuration, or with a run directory or checkpoint.",
-)
-@click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
-@click.option("--dry-run", is_flag=True, help="Check everything, print the resolved configuration and stop.")
-@run_options
-@click.pass_context
-def train(
-    ctx: click.Context,
-    config_path: str | None,
-    overrides: tuple[str, ...],
-    resume: str,
-    nproc: int,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    """Train a model and leave its files in a directory of its own.
-
-    \b
-    nsa-compile train
-    nsa-compile train --set train.steps=50 --set data.name=my_text.txt
-    nsa-compile train --config configs/shakespeare_cpu.yaml --json
-    nsa-compile train --resume auto
-    nsa-compile train --nproc 2
-    """
-    # Everything a user can get wrong is found before torch is imported.
-    from nsa_compile.config import load_config
-    from nsa_compile.data import load_corpus
-    from nsa_compile.train.preflight import check_output, check_run, wait_passively
-    from nsa_compile.train.resume import find_run
-    from nsa_compile.train.signals import EXIT_CODES
-    from nsa_compile.train.start import open_run
-    from nsa_compile.train.world import World, check_port, check_world
-
-    config = load_config(config_path, overrides)
-    world = World.from_environment(os.environ)
-    if world is not None and world.size > 1:
-        if nproc > 1:
-            raise UserError(f"--nproc {nproc} starts processes, and this is one of {world.size} already; leave it out")
-        from nsa_compile.train.worker import run_worker
-
-        summary = run_worker(world, config, resume)
-        if world.main:
-            _tell(summary, as_json)
-    else:
-        check_run(config)
-        check_world(config, nproc, nproc)
-        check_port(config.ddp.port if nproc > 1 else None)
-        corpus = load_corpus(config)
-        found = find_run(config, resume)
-        for note in found.notes:
-            click.echo(note, err=True)
-        if dry_run:
-            check_output(config.run.dir)
-            click.echo(json.dumps(config.plain(), indent=2) if as_json else config.to_yaml(), nl=as_json)
-            return
-        with open_run(config, found) as start:
-            wait_passively()
-            from nsa_compile.train.launcher import launch, watched
-
-            if nproc > 1:
-                options = [word for override in overrides for word in ("--set", override)]
-                options += ["--config", config_path] if config_path else []
-                summary_file = start.directory / "summary.json"
-                summary_file.unlink(missing_ok=True)  # of the part of the run before
-                code = launch(config, start.directory, nproc, options)
-                if code not in (0, *EXIT_CODES.values()) or not summary_file.exists():
-                    ctx.exit(code)
-                summary = json.loads(summary_file.read_text(encoding="utf-8"))
-            else:
-                from nsa_compile.train.loop import run
-
-                with watched(config, start.directory):
-                    summary = run(config, corpus, start.directory, start.checkpoint)
-        _tell(summary, as_json)
-    if summary["interrupted"]:
-        ctx.exit(EXIT_CODES[summary["stopped_by"]])
-
-
-def _tell(summary: dict[str, Any], as_json: bool) -> None:
-    from nsa_compile.train.summary import render
-
-    click.echo(json.dumps(summary, indent=2) if as_json else render(summary))
 
 
 def main(args: list[str] | None = None) -> None:

@@ -418,6 +418,15 @@ def load_config(path: str | None = None, overrides: Sequence[str] = ()) -> RunCo
         raise UserError(_describe(error)) from None
 
 
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested dicts as dotted keys and values."""
+    if not isinstance(value, dict):
+        yield prefix.rstrip("."), value
+        return
+    for name, entry in value.items():
+        yield from flatten(entry, f"{prefix}{name}.")
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")

@@ -84,8 +84,7 @@ def diff(ctx: click.Context, one: str, other: str, as_json: bool) -> None:
     """
     from tabulate import tabulate
 
-    from nsa_compile.config import load_config
-    from nsa_compile.train.resume import flatten
+    from nsa_compile.config import flatten, load_config
 
     left, right = (dict(flatten(load_config(_file_of(path)).plain())) for path in (one, other))
     differences = {key: [left[key], right[key]] for key in left if left[key] != right[key]}

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa_compile.cli import _run
-from nsa_compile.config import load_config
-from nsa_compile.train.resume import flatten
+from nsa_compile.config import flatten, load_config
 
 PACKAGED = str(Path(__file__).parent.parent / "configs" / "shakespeare_cpu.yaml")
 

@@ -24,6 +24,7 @@ from benchmarks.gpu.bars import AGAINST_PUBLIC, MFU, SMALL_GROUPS, SPEEDUPS, TOK
 from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.tables import table
 from nsa_compile.config import load_config
+from nsa_compile.estimation.estimate import count_parameters
 from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.flops import (
     attention_pairs,
@@ -33,7 +34,6 @@ from nsa_compile.models.flops import (
     visible_window,
 )
 from nsa_compile.ops.selected.triton import choose_order
-from nsa_compile.train.estimate import count_parameters
 
 RECORD = Path(__file__).parents[1] / "results" / "gpu_prediction.json"
 BYTES = 2  # of a bf16

@@ -30,8 +30,8 @@ from tqdm import tqdm
 from nsa_compile.config import DataSection
 from nsa_compile.data.documents import chunks, find_files, read_documents
 from nsa_compile.data.tokenizers import Tokenizer, make_tokenizer
-from nsa_compile.durable import flush
 from nsa_compile.errors import UserError
+from nsa_compile.files import flush
 
 TOKENS, HEADER = "tokens.bin", "header.json"
 # Chunks whose place is remembered for verification; at least half as many in a cache that has them.

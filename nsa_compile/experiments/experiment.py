@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nsa_compile.config import load_config
-from nsa_compile.durable import replace
 from nsa_compile.errors import UserError
 from nsa_compile.experiments.runs import Arm, Results, RunResult, base_overrides, check_arms, run_arms
 from nsa_compile.experiments.statistics import MIN_PAIRS, Comparison, compare, rank
+from nsa_compile.files import replace
 
 SCHEMA = 1
 RECORD = "experiment.json"

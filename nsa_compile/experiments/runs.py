@@ -22,10 +22,11 @@ from typing import Any
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import UserError
-from nsa_compile.train.preflight import check_output, check_run
-from nsa_compile.train.records import StepRow, row_parser
+from nsa_compile.machine.preflight import check_run
+from nsa_compile.train.distributed.world import check_port, check_world
+from nsa_compile.train.records.rows import StepRow, row_parser
+from nsa_compile.train.records.run_directory import check_output
 from nsa_compile.train.signals import EXIT_CODES
-from nsa_compile.train.world import check_port, check_world
 
 # What costs time between steps and says nothing of throughput; a --set of the user's wins.
 TIMING = ("train.save_every=0", "train.sample_tokens=0")

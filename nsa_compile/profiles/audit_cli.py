@@ -48,7 +48,7 @@ def attention(
     """
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
-    from nsa_compile.train.preflight import check_run, wait_passively
+    from nsa_compile.machine.preflight import check_run, wait_passively
 
     if flash_only and no_flash:
         raise UserError("--flash-only and --no-flash exclude each other; give one of them")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import nsa_compile
 from nsa_compile.config import OptimSection
+from nsa_compile.machine.environment import measure_matmul_flops
 from nsa_compile.models import NSAConfig, SparsePattern, nsa_attention
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.ops import selected_attention
@@ -38,7 +39,6 @@ from nsa_compile.profiles.measure import (
     ratio,
     seconds_of,
 )
-from nsa_compile.train.environment import measure_matmul_flops
 from nsa_compile.train.optim import make_optimizer
 from nsa_compile.train.steps import train_step
 

@@ -125,7 +125,7 @@ class Output:
         if self.plot and importlib.util.find_spec("matplotlib") is None:
             raise UserError("--plot needs matplotlib; pip install 'nsa-compile[plots]' brings it, or leave --plot out")
 
-        from nsa_compile.train.preflight import require_cxx, wait_passively
+        from nsa_compile.machine.preflight import require_cxx, wait_passively
 
         if nested == "inductor":
             require_cxx("--nested inductor", "--nested aot_eager")

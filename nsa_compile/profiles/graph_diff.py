@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from nsa_compile.durable import replace
+from nsa_compile.files import replace
 from nsa_compile.page import render
 
 

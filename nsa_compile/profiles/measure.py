@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nsa_compile.machine import environment
+from nsa_compile.machine.environment import describe_environment, synchronize
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
-from nsa_compile.train import environment
-from nsa_compile.train.environment import describe_environment, synchronize
 
 __all__ = [
     "build",

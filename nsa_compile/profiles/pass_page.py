@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from nsa_compile.durable import replace
+from nsa_compile.files import replace
 from nsa_compile.page import embed, png, render
 from nsa_compile.profiles.measure import show
 from nsa_compile.profiles.rendering import with_unit

@@ -20,11 +20,11 @@ from torch._inductor.graph import GraphLowering
 
 from nsa_compile.backend import last_report
 from nsa_compile.config import RunConfig
+from nsa_compile.machine.environment import describe_environment, measure_matmul_flops
 from nsa_compile.passes.report import Report
 from nsa_compile.profiles.blame import first_line
 from nsa_compile.profiles.measure import not_measured, peak_memory, seconds_of, summarize
 from nsa_compile.profiles.probe import Errors, Probe, errors, passes_asked_for, without_passes
-from nsa_compile.train.environment import describe_environment, measure_matmul_flops
 
 SCHEMA = 1
 

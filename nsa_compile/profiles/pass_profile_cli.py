@@ -45,9 +45,9 @@ def passes(
     nsa-compile profile passes --config my_run.yaml --seq-len 512 --repeats 9
     """
     # Everything a user can get wrong is found before torch is imported.
+    from nsa_compile.arguments import check_directory, check_seq_len
     from nsa_compile.config import load_config
-    from nsa_compile.profiles.places import check_directory, check_seq_len
-    from nsa_compile.train.preflight import require_cxx
+    from nsa_compile.machine.preflight import require_cxx
 
     config = load_config(config_path, overrides)
     check_seq_len(config, seq_len)

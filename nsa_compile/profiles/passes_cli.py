@@ -148,8 +148,8 @@ def diff(
     nsa-compile passes diff lower_attention --width 200 | less -R
     nsa-compile passes diff eliminate_guards --config my_run.yaml --out guards.html
     """
+    from nsa_compile.arguments import check_file
     from nsa_compile.config import load_config
-    from nsa_compile.profiles.places import check_file
 
     config = load_config(config_path, overrides)
     if out is not None:
@@ -268,9 +268,9 @@ def bisect(
     nsa-compile passes bisect --check slow --set compile.nested=aot_eager
     nsa-compile passes bisect --script failing.py:check --out blame
     """
+    from nsa_compile.arguments import check_directory, check_seq_len
     from nsa_compile.config import load_config
-    from nsa_compile.profiles.places import check_directory, check_seq_len
-    from nsa_compile.train.preflight import require_cxx
+    from nsa_compile.machine.preflight import require_cxx
 
     config = load_config(config_path, overrides)
     if script and kind:

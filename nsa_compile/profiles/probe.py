@@ -15,8 +15,8 @@ from nsa_compile.backend import compile_block
 from nsa_compile.config import RunConfig
 from nsa_compile.models import NSATransformer
 from nsa_compile.passes.pipeline import pipeline
-from nsa_compile.train.distributed import choose_device
-from nsa_compile.train.world import World
+from nsa_compile.train.distributed.group import choose_device
+from nsa_compile.train.distributed.world import World
 
 # How much worse than the eager loop a compiled program may be before rounding no longer explains it.
 TOLERATED = 2.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -68,8 +67,8 @@ def step(
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
     from nsa_compile.data import load_corpus
-    from nsa_compile.train.preflight import check_run, wait_passively
-    from nsa_compile.train.world import World, check_port, check_world
+    from nsa_compile.machine.preflight import check_run, wait_passively
+    from nsa_compile.train.distributed.world import World, check_port, check_world
 
     config = load_config(config_path, overrides)
     check_run(config)
@@ -86,7 +85,7 @@ def step(
     from nsa_compile.profiles.step_page import write_page
     from nsa_compile.profiles.step_profile import profile_step
     from nsa_compile.profiles.step_views import render_step
-    from nsa_compile.train.distributed import choose_device, from_main, process_group, wait_for_all
+    from nsa_compile.train.distributed.group import choose_device, from_main, process_group, wait_for_all
 
     with process_group(config.ddp, world, choose_device(config, world)):
         directory = from_main(directory)
@@ -104,7 +103,7 @@ def step(
 
 def _in_processes(config: RunConfig, nproc: int, ctx: click.Context, directory: Path) -> int:
     """The same command in `nproc` processes that know of each other; the exit code of the first that failed."""
-    from nsa_compile.train.launcher import run_processes
+    from nsa_compile.launch.launcher import run_processes
 
     given = ctx.params
     words = ["--steps", str(given["steps"]), "--warmup", str(given["warmup"]), "--out", str(directory)]
@@ -121,17 +120,13 @@ def _directory(config: RunConfig, out: str | None) -> Path:
     Raises:
         UserError: it cannot be created or written to.
     """
-    from nsa_compile.errors import UserError
-    from nsa_compile.train.preflight import create_run_directory
+    from nsa_compile.arguments import check_directory
+    from nsa_compile.train.records.run_directory import create_run_directory
 
     if out is None:
         run = config.run.model_copy(update={"name": f"{config.run.name}-profile"})
         return create_run_directory(config.model_copy(update={"run": run}))
     directory = Path(out)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise UserError(f"--out '{out}' must be a writable directory: {error.strerror}; choose another") from None
+    check_directory(directory)
+    directory.mkdir(exist_ok=True)
     return directory

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa_compile.durable import replace
+from nsa_compile.files import replace
 from nsa_compile.page import embed, png, render
 from nsa_compile.profiles.attribution import BRANCHES, OTHER
 from nsa_compile.profiles.step_views import (

@@ -23,14 +23,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from nsa_compile import ranges
 from nsa_compile.config import ProfileSection, RunConfig
 from nsa_compile.data import Corpus
+from nsa_compile.machine.environment import describe_environment
 from nsa_compile.profiles.attribution import SYNC_PHASES, Timeline, attribute, host_intervals, read_trace, timelines
 from nsa_compile.profiles.measure import named_kernels, summarize
 from nsa_compile.profiles.python_lines import LineTracer, Mark, Sampler
-from nsa_compile.train.distributed import from_main
-from nsa_compile.train.environment import describe_environment
-from nsa_compile.train.heartbeat import Heartbeat
+from nsa_compile.train.distributed.group import from_main
+from nsa_compile.train.distributed.world import World
 from nsa_compile.train.loop import Trainer
-from nsa_compile.train.world import World
+from nsa_compile.train.watch.heartbeat import Heartbeat
 
 SCHEMA = 1
 TRACE = "trace.json.gz"

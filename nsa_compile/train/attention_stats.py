@@ -12,7 +12,7 @@ from nsa_compile.models.config import BRANCHES, SparsePattern
 from nsa_compile.models.nsa import Phi, block_weights
 from nsa_compile.models.transformer import NSATransformer, NSAttention
 from nsa_compile.ops import compressed_attention, selected_attention, window_attention
-from nsa_compile.train.records import LayerStatistics
+from nsa_compile.train.records.rows import LayerStatistics
 
 # Of the distances: distance_p10, distance_p50, distance_p90.
 QUANTILES = (0.1, 0.5, 0.9)

@@ -18,15 +18,15 @@ from tqdm import tqdm
 
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import CheckpointError
-from nsa_compile.train.all_reduce import Overlap
+from nsa_compile.machine.environment import describe_environment, git_revision
 from nsa_compile.train.attention_stats import LayerStatistics
-from nsa_compile.train.checkpoint import CheckpointWriter
-from nsa_compile.train.environment import describe_environment, git_revision
-from nsa_compile.train.halt import clear_halt
-from nsa_compile.train.records import THROUGHPUT_STEPS, CsvLog, EvalRow, JsonLog, StepRow
+from nsa_compile.train.checkpoints.checkpoint import CheckpointWriter
+from nsa_compile.train.distributed.all_reduce import Overlap
+from nsa_compile.train.distributed.world import World
+from nsa_compile.train.records.rows import THROUGHPUT_STEPS, CsvLog, EvalRow, JsonLog, StepRow
+from nsa_compile.train.records.tensorboard import TensorBoard
 from nsa_compile.train.steps import StepResult
-from nsa_compile.train.tensorboard import TensorBoard
-from nsa_compile.train.world import World
+from nsa_compile.train.watch.halt import clear_halt
 
 
 class Journal:

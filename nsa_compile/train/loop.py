@@ -11,17 +11,18 @@ import torch
 
 import nsa_compile
 from nsa_compile import ranges
-from nsa_compile.config import RunConfig
+from nsa_compile.config import RunConfig, flatten
 from nsa_compile.data import BatchSampler, Corpus
 from nsa_compile.data.sampling import local_rows
 from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
+from nsa_compile.machine.environment import measure_matmul_flops, peak_memory, synchronize
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
-from nsa_compile.train.all_reduce import AllReduceHook
 from nsa_compile.train.attention_stats import LayerStatistics, attention_statistics
-from nsa_compile.train.checkpoint import load_checkpoint
-from nsa_compile.train.checkpoint_files import STATE, Checkpoint
-from nsa_compile.train.distributed import (
+from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
+from nsa_compile.train.checkpoints.files import STATE, Checkpoint
+from nsa_compile.train.distributed.all_reduce import AllReduceHook
+from nsa_compile.train.distributed.group import (
     choose_device,
     greatest_of_all,
     mean_of_all,
@@ -29,23 +30,21 @@ from nsa_compile.train.distributed import (
     sum_of_all,
     wait_for_all,
 )
-from nsa_compile.train.environment import measure_matmul_flops, peak_memory, synchronize
+from nsa_compile.train.distributed.world import World
 from nsa_compile.train.evaluation import evaluate_answers
 from nsa_compile.train.generate import generate
-from nsa_compile.train.halt import halt_reason
-from nsa_compile.train.heartbeat import Heartbeat, Phase, install_stack_dump
 from nsa_compile.train.journal import Journal, write_json
 from nsa_compile.train.low_precision import convert_linear_layers
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer
 from nsa_compile.train.phases import OTHER, PhaseTimer
-from nsa_compile.train.plots import plot_losses
-from nsa_compile.train.records import EvalRow, StepRow, phase_columns, throughput
-from nsa_compile.train.resume import flatten
+from nsa_compile.train.records.plots import plot_losses
+from nsa_compile.train.records.rows import EvalRow, StepRow, phase_columns, throughput
 from nsa_compile.train.signals import stop_on_signals
 from nsa_compile.train.state import TrainingState
 from nsa_compile.train.steps import StepResult, train_step
-from nsa_compile.train.world import World
+from nsa_compile.train.watch.halt import halt_reason
+from nsa_compile.train.watch.heartbeat import Heartbeat, Phase, install_stack_dump
 
 PROMPT_TOKENS = 32
 SAMPLE_TEMPERATURE = 0.8

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nsa_compile.errors import CheckpointError, TrainingDiverged
-from nsa_compile.train.jsonl import JsonlWriter
+from nsa_compile.train.records.jsonl import JsonlWriter
 
 NONFINITE_FILE = "nonfinite.jsonl"
 

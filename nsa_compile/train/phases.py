@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from nsa_compile import ranges
-from nsa_compile.train.records import PHASES
+from nsa_compile.train.records.rows import PHASES
 
 OTHER = "other"
 

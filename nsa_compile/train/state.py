@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from nsa_compile.config import RunConfig
+from nsa_compile.config import RunConfig, flatten
 from nsa_compile.data import BatchSampler, Resumable
 from nsa_compile.errors import CheckpointError
-from nsa_compile.train.checkpoint_files import STATE, rank_file
-from nsa_compile.train.distributed import gather_to_main, shard_like, whole_state
+from nsa_compile.train.checkpoints.files import STATE, rank_file
+from nsa_compile.train.checkpoints.resume import first_difference
+from nsa_compile.train.distributed.group import gather_to_main, shard_like, whole_state
+from nsa_compile.train.distributed.world import World
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import empty_state, plain_state, plain_tensors
-from nsa_compile.train.resume import first_difference, flatten
-from nsa_compile.train.world import World
 
 _SHARED = {"step": int, "model": dict, "optimizer": dict, "sampler_position": int, "nonfinite": dict, "config": dict}
 

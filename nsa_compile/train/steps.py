@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from nsa_compile.data.synthetic import Mask
-from nsa_compile.train.all_reduce import AllReduceHook, Overlap
-from nsa_compile.train.distributed import gradients_stay_local, mean_of_all, whole
+from nsa_compile.train.distributed.all_reduce import AllReduceHook, Overlap
+from nsa_compile.train.distributed.group import gradients_stay_local, mean_of_all, whole
 from nsa_compile.train.evaluation import logits_and_loss
 from nsa_compile.train.optim import set_learning_rate
 from nsa_compile.train.phases import PhaseTimer

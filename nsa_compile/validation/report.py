@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from nsa_compile.durable import replace
+from nsa_compile.files import replace
 from nsa_compile.page import embed, render
 from nsa_compile.validation.runbook import SCHEMA, Outcome, Plan, verdict
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nsa_compile.config import RunConfig, load_config
-from nsa_compile.durable import replace
 from nsa_compile.errors import UserError
 from nsa_compile.experiments.runs import last_line
-from nsa_compile.train.environment import git_revision
+from nsa_compile.files import replace
+from nsa_compile.machine.environment import git_revision
 
 SCHEMA = 1
 # Exit codes by which a command says what it found: nothing, or something.

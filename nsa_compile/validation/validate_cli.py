@@ -110,7 +110,7 @@ def validate(
 def _plan(config_path: str | None, overrides: tuple[str, ...], preset: str, nproc: int, out: str | None) -> Plan:
     from nsa_compile.config import load_config
     from nsa_compile.experiments.runs import Arm, check_arms
-    from nsa_compile.train.preflight import check_output
+    from nsa_compile.train.records.run_directory import check_output
 
     if config_path is None:
         raise UserError("CONFIG is missing: name a run configuration, for example configs/shakespeare_cpu.yaml")

@@ -9,9 +9,8 @@ import dataclasses
 import shlex
 from typing import TYPE_CHECKING
 
-from nsa_compile.config import DataSection, RunConfig, load_config
+from nsa_compile.config import DataSection, RunConfig, flatten, load_config
 from nsa_compile.models.config import NSAConfig, SparsePattern
-from nsa_compile.train.resume import flatten
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

@@ -53,7 +53,7 @@ def verify(
     if config.model.attention != "nsa":
         raise UserError("model.attention = 'dense' leaves nothing to verify; use --set model.attention=nsa")
 
-    from nsa_compile.train.preflight import check_compiler, wait_passively
+    from nsa_compile.machine.preflight import check_compiler, wait_passively
 
     check_compiler(config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": True})}))
     wait_passively()

@@ -15,12 +15,12 @@ from nsa_compile.config import OptimSection, load_config
 from nsa_compile.data import BatchSampler, load_corpus
 from nsa_compile.data.sampling import UniformBytes
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
-from nsa_compile.train.checkpoint import load_checkpoint
+from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
 from nsa_compile.train.evaluation import evaluate_answers, logits_and_loss
 from nsa_compile.train.generate import generate
 from nsa_compile.train.loop import run
 from nsa_compile.train.optim import make_optimizer
-from nsa_compile.train.preflight import create_run_directory
+from nsa_compile.train.records.run_directory import create_run_directory
 from nsa_compile.train.steps import train_step
 
 CPU = torch.device("cpu")

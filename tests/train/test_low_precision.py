@@ -14,10 +14,10 @@ import torch.nn.functional as F
 import nsa_compile
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
+from nsa_compile.machine.preflight import check_run
 from nsa_compile.models import NSATransformer
 from nsa_compile.train.low_precision import LINEAR_LAYERS, convert_linear_layers
-from nsa_compile.train.preflight import check_run
-from tests.train.test_resume import train
+from tests.train.checkpoints.test_resume import train
 
 pytest.importorskip("torchao")
 

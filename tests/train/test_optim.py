@@ -15,21 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nsa_compile.config import OptimSection, load_config
+from nsa_compile.config import OptimSection, flatten, load_config
 from nsa_compile.data import BatchSampler, load_corpus
 from nsa_compile.data.sampling import UniformBytes
 from nsa_compile.errors import CheckpointError, UserError
+from nsa_compile.estimation.estimate import checkpoint_bytes
+from nsa_compile.machine.preflight import check_run
 from nsa_compile.models import NSATransformer
-from nsa_compile.train.checkpoint import load_checkpoint, save_checkpoint
-from nsa_compile.train.estimate import checkpoint_bytes
+from nsa_compile.train.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from nsa_compile.train.loop import run
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer, plain_tensors
-from nsa_compile.train.preflight import check_run
-from nsa_compile.train.resume import flatten
 from nsa_compile.train.state import TrainingState
 from nsa_compile.train.steps import train_step
-from tests.train.test_resume import assert_equal_runs, train, train_until
+from tests.train.checkpoints.test_resume import assert_equal_runs, train, train_until
 
 CPU = torch.device("cpu")
 QUANTIZED = ["adamw8bit", "adamw4bit"]

@@ -10,7 +10,7 @@ import torch
 
 from nsa_compile.train import phases as phases_module
 from nsa_compile.train.phases import PhaseTimer
-from nsa_compile.train.records import PHASES, StepRow, phase_columns
+from nsa_compile.train.records.rows import PHASES, StepRow, phase_columns
 
 CPU = torch.device("cpu")
 

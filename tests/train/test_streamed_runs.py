@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nsa_compile.train.checkpoint import load_checkpoint, save_checkpoint
-from nsa_compile.train.checkpoint_files import checkpoint_paths
+from nsa_compile.train.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from nsa_compile.train.checkpoints.files import checkpoint_paths
 from tests.conftest import TINY_RUN
-from tests.train.test_resume import assert_equal_runs, column, train, train_until
+from tests.train.checkpoints.test_resume import assert_equal_runs, column, train, train_until
 
 pytest.importorskip("datasets")
 

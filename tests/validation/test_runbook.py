@@ -7,8 +7,8 @@ import pytest
 from nsa_compile.cli import main
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
-from nsa_compile.train.records import StepRow
-from nsa_compile.train.report import RunRecord
+from nsa_compile.train.records.rows import StepRow
+from nsa_compile.train.report.run_record import RunRecord
 from nsa_compile.validation import phases
 from nsa_compile.validation.report import write_report
 from nsa_compile.validation.runbook import (

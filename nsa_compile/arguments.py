@@ -1,0 +1,48 @@
+"""What a command is given to look at and where it is to write, checked before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from nsa_compile.config import RunConfig
+from nsa_compile.errors import UserError
+
+
+def check_file(path: Path) -> None:
+    """Raise a UserError unless a file can be put at `path`, given with --out."""
+    if path.is_dir():
+        raise _cannot_write(path, "it is a directory", "FILE")
+    _check_parent(path, "FILE")
+
+
+def check_directory(path: Path) -> None:
+    """Raise a UserError unless `path`, given with --out, is a directory to write to or can become one."""
+    if not path.exists():
+        _check_parent(path, "DIR")
+    elif not path.is_dir():
+        raise _cannot_write(path, "it is no directory", "DIR")
+    elif not os.access(path, os.W_OK | os.X_OK):
+        raise _cannot_write(path, "writing there is not allowed", "DIR")
+
+
+def _check_parent(path: Path, kind: str) -> None:
+    if not path.parent.is_dir():
+        raise _cannot_write(path, f"'{path.parent}' is not a directory", kind)
+    # Also where there is a file already: it is replaced, not written over.
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise _cannot_write(path, f"'{path.parent}' cannot be written to", kind)
+
+
+def _cannot_write(path: Path, reason: str, kind: str) -> UserError:
+    return UserError(f"nothing can be written to '{path}': {reason}; choose another place with --out {kind}")
+
+
+def check_seq_len(config: RunConfig, seq_len: int) -> None:
+    """Raise a UserError unless a sequence of this length has a compressed block."""
+    least = config.model.pattern.compress_block
+    if config.model.attention == "nsa" and seq_len < least:
+        raise UserError(
+            f"--seq-len {seq_len} must be at least model.pattern.compress_block = {least}, or no query ever sees a "
+            "compressed block; give a larger one"
+        )

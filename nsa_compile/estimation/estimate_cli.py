@@ -1,0 +1,183 @@
+"""``nsa-compile estimate``: what a run needs, before it starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nsa_compile.cli import run_options
+from nsa_compile.errors import UserError
+
+if TYPE_CHECKING:
+    from nsa_compile.config import RunConfig
+
+
+@click.command()
+@run_options
+@click.option("--nproc", default=1, show_default=True, type=click.IntRange(min=1), help="Processes that share a batch.")
+@click.option("--measure", is_flag=True, help="Train one and two blocks for a few steps, for the time of a step.")
+def estimate(config_path: str | None, overrides: tuple[str, ...], as_json: bool, nproc: int, measure: bool) -> None:
+    """Tell the memory, arithmetic, time and disk that a run needs, before it starts.
+
+    Memory is computed: one block goes through the compiler without data, in a few seconds. The time of a step is
+    bounded from below by its arithmetic and the matrix-product rate of this machine, which is measured; with --measure
+    it is taken from steps of smaller models that really run.
+
+    \b
+    nsa-compile estimate
+    nsa-compile estimate --config my_run.yaml --nproc 8
+    nsa-compile estimate --set train.seq_len=4096 --measure --json
+    """
+    # Everything a user can get wrong is found before torch is imported.
+    from nsa_compile.config import load_config
+    from nsa_compile.machine.preflight import check_compiler, check_matmul, check_torchao
+
+    config = load_config(config_path, overrides)
+    _check(config, nproc)
+    if measure:
+        check_compiler(config)
+        check_torchao(config)
+        check_matmul(config)
+    facts = _estimate(config, nproc, measure)
+    click.echo(json.dumps(facts, indent=2) if as_json else _render(facts))
+
+
+def _check(config: RunConfig, nproc: int) -> None:
+    if config.train.batch_size % nproc:
+        raise UserError(
+            f"train.batch_size = {config.train.batch_size} must be a multiple of --nproc = {nproc}, "
+            "so that each process takes as many sequences; change one of them"
+        )
+    if not config.compile.enabled:
+        raise UserError(
+            "compile.enabled = False cannot be estimated: the loop over tokens keeps whatever autograd keeps of each; "
+            "use --set compile.enabled=true"
+        )
+
+
+def _estimate(config: RunConfig, processes: int, measure: bool) -> dict[str, Any]:
+    import dataclasses
+
+    import torch
+
+    from nsa_compile.estimation import estimate as estimates
+    from nsa_compile.machine.environment import measure_matmul_flops, peak_memory
+    from nsa_compile.models.flops import training_flops_per_token
+
+    train = config.train
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parameters = estimates.count_parameters(config.model)
+    memory = estimates.estimate_memory(config, device, processes)
+    # Torch and the compiler are loaded by now, and nothing else is.
+    resident = peak_memory(torch.device("cpu"))
+
+    dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
+    rate = measure_matmul_flops(device, dtype)
+    tokens = train.seq_len * train.batch_size * train.accumulate
+    bound = estimates.step_flops(config) / processes / rate
+    measured = estimates.measure_step(config, device, processes) if measure else None
+    seconds = measured["seconds"] if measured else bound
+    checkpoint = estimates.checkpoint_bytes(config)
+    return {
+        "device": str(device),
+        "processes": processes,
+        "strategy": config.ddp.strategy if processes > 1 else None,
+        "optimizer": config.optim.name,
+        "parameters": parameters,
+        "tokens_per_step": tokens,
+        "tokens": tokens * train.steps,
+        "memory": {**dataclasses.asdict(memory), "process": resident},
+        "flops_per_token": training_flops_per_token(config.model, train.seq_len),
+        "matmul_flops": rate,
+        "step_seconds_at_least": bound,
+        "step_seconds_measured": measured,
+        "step_seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "run_seconds": seconds * train.steps,
+        "disk": {
+            "checkpoint": checkpoint,
+            "checkpoints": estimates.checkpoints_on_disk(config),
+            "total": checkpoint * estimates.checkpoints_on_disk(config),
+            "free": shutil.disk_usage(_existing(Path(config.run.dir))).free,
+        },
+    }
+
+
+def _render(facts: dict[str, Any]) -> str:
+    from tabulate import tabulate
+
+    from nsa_compile.profiles.rendering import with_unit
+
+    memory, disk, measured = facts["memory"], facts["disk"], facts["step_seconds_measured"]
+    block = memory["block"]
+
+    def size(value: float) -> str:
+        return with_unit(value, "B")
+
+    rows = [
+        ("parameters", f"{facts['parameters']:,}", "counted"),
+        ("weights", size(memory["weights"]), "computed: 4 bytes a parameter"),
+        ("gradients", size(memory["gradients"]), "computed: 4 bytes a parameter"),
+        ("optimizer", size(memory["optimizer"]), f"computed: two moments of {facts['optimizer']}"),
+        (
+            "activations",
+            size(memory["activations"]),
+            f"computed: {size(block['saved'])} kept for backward by the compiled graph of a block",
+        ),
+        ("peak of a step", size(memory["peak"]), f"computed: all that is alive in {memory['peak_at']}"),
+        ("the process itself", size(memory["process"]), "measured: Python, torch and the compiler, in main memory"),
+        ("", "", ""),
+        ("arithmetic", with_unit(facts["flops_per_token"], "FLOP/token"), "computed: useful matrix products"),
+        ("machine", with_unit(facts["matmul_flops"], "FLOP/s"), f"measured: square matrix product, {facts['device']}"),
+        ("step", _duration(facts["step_seconds"]), _time_source(measured)),
+        ("tokens/s", f"{facts['tokens_per_s']:,.0f}", "from the step" if measured else "from the step: at most"),
+        (
+            "run",
+            _duration(facts["run_seconds"]),
+            f"{facts['tokens']:,} tokens{'' if measured else ', at least'}; compilation and evaluation not counted",
+        ),
+        ("", "", ""),
+        (
+            "checkpoints",
+            size(disk["total"]),
+            f"computed: {disk['checkpoints']} of {size(disk['checkpoint'])}; {size(disk['free'])} are free",
+        ),
+    ]
+    if memory["communication"]:
+        kind, source = _COMMUNICATION[facts["strategy"]]
+        rows.insert(4, (kind, size(memory["communication"]), f"computed: {source}"))
+    processes = facts["processes"]
+    title = f"Each of {processes} processes, a {'device' if facts['device'] != 'cpu' else 'share of the machine'} each"
+    title = title if processes > 1 else "One process"
+    table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right", "left"))
+    return f"{title}:\n\n{table}"
+
+
+_COMMUNICATION = {
+    "ddp": ("buckets of DDP", "a copy of the gradients"),
+    "fsdp": ("gathered by FSDP", "weights of two blocks, gradients of one"),
+}
+
+
+def _time_source(measured: dict[str, float] | None) -> str:
+    if measured is None:
+        return "at least: the arithmetic at the full rate of the machine; --measure runs steps"
+    one, two = (_duration(measured[name]) for name in ("one_block", "two_blocks"))
+    return f"measured: {one} with one block, {two} with two, and as much for each further one; no communication"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    hours, rest = divmod(round(seconds / 60), 60)
+    return f"{hours} h {rest:02} min" if hours else f"{rest} min"
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())

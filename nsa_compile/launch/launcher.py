@@ -1,0 +1,166 @@
+"""``nsa-compile train --nproc N``: processes on this machine, started by torchrun's own agent and started again.
+
+Each attempt has an agent and a rendezvous of its own, and goes on from the newest checkpoint: an agent that restarts
+its workers itself lets them meet in the store of the attempt before, where they may find its remains.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from nsa_compile.config import RunConfig
+from nsa_compile.train.records.jsonl import JsonlReader
+from nsa_compile.train.signals import EXIT_CODES, StopRequest
+from nsa_compile.train.watch.halt import HALT_EXIT_CODE as STALLED
+from nsa_compile.train.watch.run_state import HeartbeatFiles, present_attempt
+from nsa_compile.train.watch.watchdog import WATCHDOG_FILE, Actions, run_watchdog
+
+# An exception that nobody expected.
+FAILED = 1
+# A process that ends with one of these has said why, and would end so again.
+FINAL_CODES = frozenset({2, 3, 4, 5, *EXIT_CODES.values()})
+
+
+def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[str]) -> int:
+    """Train on `nproc` processes of this machine and return the exit code.
+
+    Args:
+        config: what to do.
+        directory: of the run, which is open already.
+        nproc: how many processes.
+        arguments: the options that lead each process to the same configuration.
+    """
+    command = ("-m", "nsa_compile.launch.worker", *arguments)
+    command += ("--run-dir", str(directory), "--launcher", str(os.getpid()))
+
+    restarts = config.ddp.max_restarts
+    with _forwarded_signals(config.ddp.grace_s) as stop, watched(config, directory):
+        for attempt in range(restarts + 1):
+            begin = time.time()
+            codes = run_processes(config, nproc, command)
+            if not codes:
+                return 0
+            said = [code for code in codes.values() if code in FINAL_CODES]
+            if said:
+                return said[0]
+            if stop.signal is not None:
+                return EXIT_CODES[stop.signal]
+            died = ", ".join(f"rank {rank} {_ending(code)}" for rank, code in sorted(codes.items()))
+            if FAILED in codes.values() and not _has_stepped(directory, begin):
+                print(f"error: {died} before the first step, and would again", file=sys.stderr)
+                return FAILED
+            if attempt < restarts:
+                print(f"{died}; starting again (restart {attempt + 1} of {restarts})", file=sys.stderr)
+    print(f"error: {died}; no restart is left of ddp.max_restarts = {restarts}", file=sys.stderr)
+    return STALLED if _last_stall(directory) >= begin else FAILED
+
+
+def _has_stepped(directory: Path, since: float) -> bool:
+    """Whether a step was done after the time `since`."""
+    run = present_attempt(HeartbeatFiles(directory).read(), since)
+    return any(state.step_count for state in run.ranks)
+
+
+def _last_stall(directory: Path) -> float:
+    """When the watchdog last found a rank that lived and did not get on; 0 for never."""
+    findings = JsonlReader(directory / WATCHDOG_FILE).rows()
+    stalls = [row for row in findings if str(row.get("rule")).startswith(("silent", "stalled-"))]
+    return max((row["time"] for row in stalls if isinstance(row.get("time"), float)), default=0.0)
+
+
+def run_processes(config: RunConfig, nproc: int, command: Sequence[str]) -> dict[int, int]:
+    """Run Python with the arguments `command` in `nproc` processes that know of each other, until all of them end.
+
+    Returns:
+        Exit codes of those that failed, by rank; negative for signals.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    # Its tables of failed ranks say less than what the ranks have printed.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{config.ddp.port or 0}",
+        run_id="nsa-compile",
+        max_restarts=0,
+        # The launcher has handlers of its own for the others.
+        signals_to_handle="SIGQUIT",
+    )
+    try:
+        elastic_launch(launch_config, sys.executable)(*command)
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}
+
+
+@contextmanager
+def watched(config: RunConfig, directory: Path) -> Iterator[None]:
+    """Have the watchdog look at the run from a thread, if the configuration wants it."""
+    if not config.watchdog.enabled:
+        yield
+        return
+    over = threading.Event()
+    thread = threading.Thread(
+        target=run_watchdog,
+        args=(directory, config.watchdog, Actions(directory), over),
+        kwargs={"since": time.time()},
+        daemon=True,
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def _forwarded_signals(grace_s: int) -> Iterator[StopRequest]:
+    """Hand SIGTERM and Ctrl-C on to the processes, and kill those that have not left after `grace_s` seconds."""
+    stop = StopRequest()
+
+    def kill() -> None:
+        print(f"error: processes still ran {grace_s} s after {stop.signal} and were killed", file=sys.stderr)
+        _send(signal.SIGKILL)
+
+    killer = threading.Timer(grace_s, kill)
+    killer.daemon = True
+
+    def forward(signum: int, frame: object) -> None:
+        if stop.signal is None:
+            stop.signal = signal.Signals(signum).name
+            killer.start()
+        _send(signum)
+
+    previous = {name: signal.signal(getattr(signal, name), forward) for name in EXIT_CODES}
+    try:
+        yield stop
+    finally:
+        killer.cancel()
+        for name, handler in previous.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+def _send(signum: int) -> None:
+    for child in psutil.Process().children():
+        child.send_signal(signum)
+
+
+def _ending(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

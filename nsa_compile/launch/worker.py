@@ -1,0 +1,134 @@
+"""One of the processes of a run, as torchrun, srun or ``nsa-compile train --nproc`` start it.
+
+``torchrun … -m nsa_compile.launch.worker`` takes the options of ``nsa-compile train``, which does the same itself where
+the environment says that it is one of several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nsa_compile.config import RunConfig, load_config
+from nsa_compile.errors import USER_FACING
+from nsa_compile.train.distributed.world import World, check_port, check_world
+from nsa_compile.train.signals import EXIT_CODES
+
+# Another process died; its own ending says why. EX_PROTOCOL of sysexits.h.
+LOST_CONTACT = 76
+
+_PR_SET_PDEATHSIG = 1
+
+
+@click.command()
+@click.option("--config", "config_path")
+@click.option("--set", "overrides", multiple=True)
+@click.option("--resume", default="never")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="A run that the launcher has opened.")
+@click.option("--launcher", type=int, help="Process that this one must not outlive.")
+def main(
+    config_path: str | None, overrides: Sequence[str], resume: str, run_dir: Path | None, launcher: int | None
+) -> None:
+    """Train as one of several processes."""
+    if launcher is not None:
+        die_with(launcher)
+    sys.exit(_exit_code(config_path, overrides, resume, run_dir))
+
+
+def _exit_code(config_path: str | None, overrides: Sequence[str], resume: str, run_dir: Path | None) -> int:
+    world = World()
+    try:
+        world = World.from_environment(os.environ) or world
+        summary = run_worker(world, load_config(config_path, overrides), resume, run_dir)
+    except USER_FACING as error:
+        rank = "" if world.main else f"[rank {world.rank}] "
+        print(f"{rank}error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_CODES["SIGINT"]
+    except RuntimeError as error:
+        if not _is_lost_contact(error):
+            raise
+        reason = str(error).splitlines()[0][:200]
+        print(f"[rank {world.rank}] lost contact with another process: {reason}", file=sys.stderr)
+        return LOST_CONTACT
+    return EXIT_CODES[summary["stopped_by"]] if summary["interrupted"] else 0
+
+
+def _is_lost_contact(error: RuntimeError) -> bool:
+    """Whether a collective operation failed, because a process died or the network did."""
+    import torch.distributed as dist
+
+    # gloo raises plain RuntimeErrors that begin with the place in its source.
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def run_worker(world: World, config: RunConfig, resume: str, run_dir: Path | None = None) -> dict[str, Any]:
+    """Train as one of the processes of `world` and return the summary, whole in rank 0 only.
+
+    Args:
+        world: the place of this process.
+        config: what to do, the same in each.
+        resume: as for ``nsa-compile train``.
+        run_dir: the directory of a run that somebody else has opened; ``resume`` does not count then.
+    """
+    from nsa_compile.data import load_corpus
+    from nsa_compile.machine.preflight import check_run, wait_passively
+
+    check_run(config)
+    check_world(config, world.size, world.local_size)
+    if world.main and world.rendezvous:
+        check_port(int(world.rendezvous["MASTER_PORT"]))
+    corpus = load_corpus(config, world.rank, world.size)
+    wait_passively()
+
+    from nsa_compile.train.distributed.group import choose_device, from_main, process_group
+    from nsa_compile.train.loop import run
+
+    device = choose_device(config, world)
+    with contextlib.ExitStack() as opened, process_group(config.ddp, world, device):
+        start = _settle(opened, world, config, resume, run_dir) if world.main else None
+        start = from_main(start)
+        if isinstance(start, USER_FACING):
+            if world.main:
+                raise start
+            raise SystemExit(start.exit_code)  # rank 0 says why
+        return run(config, corpus, start.directory, start.checkpoint, world)
+
+
+def _settle(opened: contextlib.ExitStack, world: World, config: RunConfig, resume: str, run_dir: Path | None) -> Any:
+    """What rank 0 finds: a start, or the error that keeps it from starting."""
+    from nsa_compile.launch.start import open_run, restart_run
+    from nsa_compile.train.checkpoints.resume import find_run
+
+    try:
+        if run_dir is not None:
+            return restart_run(config, run_dir)
+        # An agent that starts processes again means the run they were working on.
+        found = find_run(config, "auto" if world.attempt else resume)
+        for note in found.notes:
+            print(note, file=sys.stderr)
+        return opened.enter_context(open_run(config, found))
+    except USER_FACING as error:
+        return error
+
+
+def die_with(parent: int) -> None:
+    """Make the kernel kill this process when `parent` dies, however that happens. Linux only; elsewhere no effect."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Checkpoints: whole or absent, checked, found again, pruned."""

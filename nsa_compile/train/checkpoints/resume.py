@@ -1,0 +1,137 @@
+"""Where a run goes on: settled without torch, from names, manifests and configurations."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nsa_compile.config import (
+    AcceptSection,
+    DDPSection,
+    LogSection,
+    ProfileSection,
+    RunConfig,
+    WatchdogSection,
+    flatten,
+    load_config,
+)
+from nsa_compile.errors import CheckpointError, UserError
+from nsa_compile.train.checkpoints.files import MANIFEST, Checkpoint, checkpoint_paths, verify_checkpoint
+
+# What may differ between the parts of a run: its length, where it lies, how often it tells of itself, who watches it
+# and looks into it, what is asked of it, and on what it runs; the numbers that gradients are sent as are another run.
+_FREE_TRAIN_KEYS = ("steps", "save_every", "keep_last", "keep_best", "log_every", "eval_every", "device")
+FREE_KEYS = frozenset(
+    ["run.dir", "data.timeout_s"]
+    + [f"train.{name}" for name in _FREE_TRAIN_KEYS]
+    + [f"ddp.{name}" for name in DDPSection.model_fields if name != "compress"]
+    + [f"log.{name}" for name in LogSection.model_fields]
+    + [f"watchdog.{name}" for name in WatchdogSection.model_fields]
+    + [f"accept.{name}" for name in AcceptSection.model_fields]
+    + [f"profile.{name}" for name in ProfileSection.model_fields]
+)
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """What ``--resume`` refers to.
+
+    Attributes:
+        directory: the run to go on with; ``None`` starts a new one.
+        checkpoint: the one that was named; ``None`` takes the newest good one.
+        notes: lines for the user.
+    """
+
+    directory: Path | None = None
+    checkpoint: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def find_run(config: RunConfig, request: str) -> FoundRun:
+    """Find the run that ``--resume`` names: ``never``, ``auto``, or the path of a run or of one of its checkpoints.
+
+    Raises:
+        UserError: the path is neither, or its run has another configuration.
+        CheckpointError: the run has no checkpoint.
+    """
+    if request == "never":
+        return FoundRun()
+    if request == "auto":
+        return _newest_run(config)
+    path = Path(request)
+    if (path / MANIFEST).exists() and path.absolute().parent.name == "checkpoints":
+        directory, checkpoint = path.absolute().parent.parent, path
+    elif (path / "checkpoints").is_dir():
+        directory, checkpoint = path, None
+        if not checkpoint_paths(path / "checkpoints"):
+            raise CheckpointError(f"run '{path}' has no checkpoint; use --resume never")
+    else:
+        raise UserError(f"--resume '{request}' must be auto, never, a run directory or one of its checkpoints")
+    difference = _difference_of_run(config, directory)
+    if difference is not None:
+        raise UserError(
+            f"run '{directory}' has another configuration: {difference}; "
+            f"give the same with --config '{directory / 'config.resolved.yaml'}', or use --resume never"
+        )
+    return FoundRun(directory, checkpoint)
+
+
+def newest_good_checkpoint(found: FoundRun) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint to go on from, read whole, and a warning for each newer one that is damaged.
+
+    Raises:
+        CheckpointError: the one that was named, or every one of the run, is damaged.
+    """
+    assert found.directory is not None
+    if found.checkpoint is not None:
+        return verify_checkpoint(found.checkpoint), []
+    damages: list[str] = []
+    for path in reversed(checkpoint_paths(found.directory / "checkpoints")):
+        try:
+            return verify_checkpoint(path), [f"warning: {damage}; the one before is used" for damage in damages]
+        except CheckpointError as error:
+            damages.append(str(error))
+    raise CheckpointError(f"no checkpoint of '{found.directory}' is good: {damages[0]}; use --resume never")
+
+
+def first_difference(config: RunConfig, saved: Any) -> str | None:
+    """The first key whose value differs between a configuration and a saved one, said in words; free keys aside."""
+    ours, theirs = dict(flatten(config.plain())), dict(flatten(saved))
+    for key in [*ours, *theirs]:
+        if key not in FREE_KEYS and (key not in ours or key not in theirs or ours[key] != theirs[key]):
+            here, there = (ascii(values[key])[:80] if key in values else "absent" for values in (ours, theirs))
+            return f"{key} = {here} here and {there} there"
+    return None
+
+
+def _newest_run(config: RunConfig) -> FoundRun:
+    """The newest run of the same name and configuration, as its directory's name tells."""
+    pattern = re.compile(re.escape(config.run.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    root = Path(config.run.dir)
+    runs = []
+    for path in root.iterdir() if root.is_dir() else ():
+        if match := pattern.fullmatch(path.name):
+            runs.append((match[1], int(match[2] or 1), path))
+    notes = []
+    for *_, path in sorted(runs, reverse=True):
+        try:
+            difference = _difference_of_run(config, path)
+        except CheckpointError as error:
+            notes.append(f"warning: {error}")
+            continue
+        if difference is None and checkpoint_paths(path / "checkpoints"):
+            return FoundRun(path, notes=notes)
+        if difference is None:
+            return FoundRun(notes=[*notes, f"run '{path}' has no checkpoint yet; a new run starts"])
+        notes.append(f"run '{path}' has another configuration: {difference}")
+    return FoundRun(notes=[*notes[:1], f"no run in '{root}' to go on with; a new one starts"])
+
+
+def _difference_of_run(config: RunConfig, directory: Path) -> str | None:
+    try:
+        saved = load_config(str(directory / "config.resolved.yaml"))
+    except UserError as error:
+        raise CheckpointError(f"run '{directory}' cannot be used: {error}") from None
+    return first_difference(config, saved.plain())

@@ -1,0 +1,1 @@
+"""The processes that train together: who they are, how they share a model and send gradients."""

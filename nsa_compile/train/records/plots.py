@@ -1,0 +1,186 @@
+"""The records of a run as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nsa_compile.train.records.rows import PHASES, EvalRow, LayerStatistics, StepRow
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Layers = Sequence[tuple[int, LayerStatistics]]
+"""Statistics with the step they were taken at, ascending."""
+
+
+def plot_losses(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], best_unigram_loss: float) -> bool:
+    """Draw training and held-out loss over the steps; False where matplotlib is not installed."""
+    try:
+        figure = loss_figure(steps, evals, best_unigram_loss)
+    except ImportError:
+        return False
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def loss_figure(
+    steps: Sequence[StepRow], evals: Sequence[EvalRow], best_unigram_loss: float | None, resumed: Sequence[int] = ()
+) -> Figure:
+    """Training and held-out loss, the yardstick where it is known, and where the run was resumed."""
+    figure, axes = _figure()
+    axes.plot([row.step for row in steps], [row.loss for row in steps], linewidth=0.8, label="training")
+    axes.plot([row.step for row in evals], [row.val_loss for row in evals], marker="o", label="held out")
+    if best_unigram_loss is not None:
+        axes.axhline(best_unigram_loss, linestyle="--", color="gray", label="best unigram model")
+    for index, step in enumerate(resumed):
+        axes.axvline(step, linestyle=":", color="gray", label=None if index else "resumed")
+    axes.set_ylabel("loss, nats per token")
+    axes.legend()
+    return figure
+
+
+def run_figures(
+    steps: Sequence[StepRow],
+    evals: Sequence[EvalRow],
+    layers: Layers,
+    best_unigram_loss: float | None,
+    resumed: Sequence[int],
+) -> Iterator[tuple[str, str, Callable[[], Figure]]]:
+    """Name, caption and maker of every picture for which there are rows."""
+    if steps or evals:
+        yield "loss", "Training and held-out loss.", lambda: loss_figure(steps, evals, best_unigram_loss, resumed)
+    if any(row.accuracy is not None for row in evals):
+        yield "accuracy", "Share of the answers predicted right, held out.", lambda: _accuracy(evals)
+    if steps:
+        yield "optimizer", "Learning rate, and norm of the gradient before clipping.", lambda: _optimizer(steps)
+        yield "throughput", "Tokens per second of each step.", lambda: _throughput(steps)
+    if any(row.other_s is not None for row in steps):
+        yield "phases", "Seconds of a step by phase, stacked.", lambda: _phases(steps)
+    if any(row.memory_bytes is not None for row in steps):
+        yield "memory", "Peak memory so far.", lambda: _memory(steps)
+    if layers:
+        yield "gates", "Mean gate of each branch by layer, and its share of the output's norm.", lambda: _gates(layers)
+    if any(row.distance_p50 is not None for _, row in layers):
+        yield (
+            "selection",
+            "Blocks chosen freely, by layer: their distance, how they spread, how often they leave the window.",
+            lambda: _selection(layers),
+        )
+
+
+def _figure(rows: int = 1, columns: int = 1, height: float = 4) -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure
+
+    # A Figure of its own, without pyplot: no global state and no display needed.
+    figure = Figure(figsize=(8, height), layout="constrained")
+    axes = figure.subplots(rows, columns, sharex=True)
+    for lowest in [axes] if rows == columns == 1 else axes.reshape(rows, columns)[-1]:
+        lowest.set_xlabel("optimizer step")
+        lowest.xaxis.get_major_locator().set_params(integer=True)
+    return figure, axes
+
+
+def _accuracy(evals: Sequence[EvalRow]) -> Figure:
+    figure, axes = _figure()
+    measured = [(row.step, row.accuracy) for row in evals if row.accuracy is not None]
+    axes.plot(*zip(*measured, strict=True), marker="o")
+    axes.set_ylabel("answers predicted right")
+    axes.set_ylim(-0.02, 1.02)
+    return figure
+
+
+def _optimizer(steps: Sequence[StepRow]) -> Figure:
+    figure, (upper, lower) = _figure(rows=2, height=5)
+    upper.plot([row.step for row in steps], [row.lr for row in steps])
+    upper.set_ylabel("learning rate")
+    lower.semilogy([row.step for row in steps], [row.grad_norm for row in steps], linewidth=0.8)
+    lower.set_ylabel("gradient norm")
+    return figure
+
+
+def _throughput(steps: Sequence[StepRow]) -> Figure:
+    figure, axes = _figure()
+    axes.plot([row.step for row in steps], [row.tokens_per_s for row in steps], linewidth=0.8)
+    axes.set_ylabel("tokens/s")
+    _from_zero(axes)
+    return figure
+
+
+def _phases(steps: Sequence[StepRow]) -> Figure:
+    figure, axes = _figure()
+    measured = [row for row in steps if row.other_s is not None]
+    seconds = [[getattr(row, f"{name}_s") or 0.0 for row in measured] for name in PHASES]
+    axes.stackplot([row.step for row in measured], seconds, labels=PHASES, step="mid")
+    axes.set_ylabel("seconds a step")
+    # A first step that compiled would press all others onto the axis.
+    totals = sorted(sum(values) for values in zip(*seconds, strict=True))
+    axes.set_ylim(0, 1.5 * totals[round(0.95 * (len(totals) - 1))] or None)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _memory(steps: Sequence[StepRow]) -> Figure:
+    figure, axes = _figure()
+    measured = [(row.step, row.memory_bytes / 2**30) for row in steps if row.memory_bytes is not None]
+    axes.plot(*zip(*measured, strict=True))
+    axes.set_ylabel("peak memory, GiB")
+    _from_zero(axes)
+    return figure
+
+
+def _gates(layers: Layers) -> Figure:
+    figure, grid = _figure(rows=2, columns=3, height=5)
+    for column, branch in enumerate(("compressed", "selected", "window")):
+        for axes, kind in zip(grid[:, column], ("gate", "share"), strict=True):
+            _by_layer(axes, layers, f"{kind}_{branch}")
+            axes.set_ylim(-0.02, 1.02)
+        grid[0, column].set_title(branch)
+    grid[0, 0].set_ylabel("mean gate")
+    grid[1, 0].set_ylabel("share of the output")
+    _layer_legend(figure, grid[0, 0])
+    return figure
+
+
+def _selection(layers: Layers) -> Figure:
+    figure, grid = _figure(rows=1, columns=3, height=3.2)
+    for axes, name, title in zip(
+        grid,
+        ("distance_p50", "selection_entropy", "beyond_window"),
+        ("median distance, tokens", "entropy / maximum", "beyond the window"),
+        strict=True,
+    ):
+        _by_layer(axes, layers, name)
+        axes.set_title(title)
+        if name == "distance_p50":
+            _from_zero(axes)
+        else:
+            axes.set_ylim(-0.02, 1.02)
+    _layer_legend(figure, grid[0])
+    return figure
+
+
+def _from_zero(axes: Any) -> None:
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def _by_layer(axes: Any, layers: Layers, name: str) -> None:
+    from matplotlib import colormaps
+
+    numbers = sorted({row.layer for _, row in layers})
+    for index, layer in enumerate(numbers):
+        measured = [
+            (step, getattr(row, name)) for step, row in layers if row.layer == layer and getattr(row, name) is not None
+        ]
+        if measured:
+            color = colormaps["viridis"](index / max(1, len(numbers)))
+            axes.plot(*zip(*measured, strict=True), marker=".", color=color, label=f"layer {layer}")
+
+
+def _layer_legend(figure: Figure, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 8:  # the colours are in order: the ends say it all
+        handles, labels = [handles[0], handles[-1]], [labels[0], labels[-1]]
+    figure.legend(handles, labels, loc="outside right center")

@@ -1,0 +1,53 @@
+"""The figures of a run as TensorBoard event files, for those who watch runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nsa_compile.train.records.rows import EvalRow, LayerStatistics, StepRow
+
+
+class TensorBoard:
+    """Event files in ``<run>/tensorboard``: every column of the records is a scalar, unless it was not measured.
+
+    Args:
+        directory: the run's.
+        resumed_at: the step a resumed run goes on from; what was written after it is no longer shown.
+    """
+
+    def __init__(self, directory: Path, resumed_at: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resumed_at is None else resumed_at + 1
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+
+    def training(self, row: StepRow) -> None:
+        """The figures of a step."""
+        self._scalars("training", row.step, vars(row))
+
+    def validation(self, row: EvalRow) -> None:
+        """The figures of an evaluation."""
+        self._scalars("validation", row.step, vars(row))
+
+    def attention(self, step: int, layers: Iterable[LayerStatistics]) -> None:
+        """The statistics of every layer after ``step`` optimizer steps."""
+        for layer in layers:
+            self._scalars(f"layer {layer.layer}", step, vars(layer))
+
+    def flush(self) -> None:
+        """Let readers see everything."""
+        self._writer.flush()
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.close()
+
+    def _scalars(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if name not in ("step", "layer") and value is not None:
+                self._writer.add_scalar(f"{group}/{name}", value, step)

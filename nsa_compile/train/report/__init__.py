@@ -1,0 +1,1 @@
+"""A run read back from its files: ``nsa-compile report``, and the closing words in the terminal."""

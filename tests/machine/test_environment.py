@@ -1,0 +1,36 @@
+"""What a run says about the machine it ran on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import torch
+
+from nsa_compile.machine.environment import describe_environment, measure_matmul_flops
+
+CPU = torch.device("cpu")
+
+
+def test_environment_is_plain_data():
+    environment = describe_environment(CPU)
+    assert json.loads(json.dumps(environment)) == environment
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["machine"]["cpu_count"] >= 1
+
+
+def test_matmul_rate_is_a_plausible_number():
+    rate = measure_matmul_flops(CPU, torch.float32, size=256, seconds=0.05)
+    assert 1e8 < rate < 1e14
+
+
+def test_peak_memory_counts_bytes_and_never_falls():
+    # In a process of its own: this one may have held more before.
+    code = (
+        "import torch\nfrom nsa_compile.machine.environment import peak_memory\n"
+        "before = peak_memory(torch.device('cpu'))\nblock = torch.ones(100 << 20)\ndel block\n"
+        "print(peak_memory(torch.device('cpu')) - before)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 390 << 20 < int(result.stdout) < 500 << 20

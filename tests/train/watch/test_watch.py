@@ -1,0 +1,294 @@
+"""Watching real processes: who hangs, was stopped or was killed is named, and what was ordered is done."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from nsa_compile.config import load_config
+from nsa_compile.train.records.jsonl import JsonlReader
+from nsa_compile.train.watch.halt import halt_reason
+from nsa_compile.train.watch.heartbeat import heartbeat_path, stacks_path
+from nsa_compile.train.watch.run_state import HeartbeatFiles, present_attempt
+from nsa_compile.train.watch.watchdog import WATCHDOG_FILE, Actions, run_watchdog
+
+COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()", "watch"]
+LIMITS = {"interval_s": 0.1, "silent_s": 1.0, "stall_s": 1.0, "pause_s": 60.0, "startup_s": 60.0}
+
+RANK = """
+import itertools, sys, time
+from pathlib import Path
+from nsa_compile.train.watch.halt import halt_reason
+from nsa_compile.train.watch.heartbeat import Heartbeat, install_stack_dump
+directory, rank, world_size, fate = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+
+def hang_here():
+    time.sleep(600)
+
+install_stack_dump(directory, rank)
+with Heartbeat(directory, rank, 0.1, world_size=world_size) as heartbeat:
+    for step in itertools.count(1):
+        for phase in ("data", "forward", "backward", "communication"):
+            heartbeat.phase(phase)
+            if fate == phase and step == 20:
+                hang_here()
+        loss = float("nan") if fate == "nan" and step > 20 else 1.5
+        heartbeat.step(step, loss, 1.0, 1000.0, gates={0: [0.2, 0.3, 0.5]})
+        time.sleep(0.005)
+        if (fate == "ends" and step == 20) or halt_reason(directory):
+            break
+"""
+
+
+@pytest.fixture
+def directory(tmp_path, tiny_overrides):
+    """A run's directory with its configuration."""
+    config = load_config(overrides=tiny_overrides(**{f"watchdog.{key}": value for key, value in LIMITS.items()}))
+    (tmp_path / "config.resolved.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def start(directory):
+    """`start("data", "communication")`: a process for each fate, past its 19th step."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*fates):
+            processes = []
+            for rank, fate in enumerate(fates):
+                arguments = [sys.executable, "-c", RANK, str(directory), str(rank), str(len(fates)), fate]
+                processes.append(stack.enter_context(subprocess.Popen(arguments)))
+                stack.callback(processes[-1].kill)
+            wait_until(lambda: [state.last.step >= 19 for state in read(directory).ranks] == [True] * len(fates))
+            return processes
+
+        yield make
+
+
+def read(directory):
+    return present_attempt(HeartbeatFiles(directory).read())
+
+
+def wait_until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.05)
+    return result
+
+
+def watch(directory, *arguments):
+    return subprocess.run(
+        [*COMMAND, str(directory), *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def only_finding(result):
+    (finding,) = json.loads(result.stdout)["findings"]
+    return finding["rule"], finding["ranks"]
+
+
+def test_a_rank_that_hangs_in_its_data_is_named_and_all_write_their_stacks(directory, start):
+    start("communication", "data")
+    result = watch(directory, "--json", "--action", "dump")
+    assert result.returncode == 4, result.stderr
+    assert only_finding(result) == ("stalled-data", [1])
+    assert result.stderr.startswith("watchdog: rank 1 has been in data for 1 s after step 19; rank 0 waits")
+    assert result.stderr.count("\n") == 1
+    (row,) = JsonlReader(directory / WATCHDOG_FILE).rows()
+    assert (row["rule"], row["ranks"], row["action"], row["dumped"]) == ("stalled-data", [1], "dump", [0, 1])
+    for rank in (0, 1):
+        text = wait_until(lambda rank=rank: "hang_here" in (t := stacks_path(directory, rank).read_text()) and t)
+        assert text.index("rank 1 has been in data for 1 s") < text.index("hang_here")
+    assert [state.process for state in read(directory).ranks] == ["running", "running"]
+
+
+def test_ranks_that_all_hang_in_the_collective(directory, start):
+    start("communication", "communication")
+    time.sleep(1.2)
+    result = watch(directory, "--once", "--json")
+    assert result.returncode == 4, result.stderr
+    assert only_finding(result) == ("stalled-collective", [0, 1])
+    assert not (directory / WATCHDOG_FILE).exists()  # without --action it only looks
+
+
+def test_a_rank_that_is_stopped_and_one_that_is_killed(directory, start):
+    waiting, other = start("communication", "never")
+    other.send_signal(signal.SIGSTOP)
+    result = watch(directory, "--json", "--set", "watchdog.stall_s=30")
+    assert result.returncode == 4, result.stderr
+    assert only_finding(result) == ("silent", [1])
+    assert f"process {other.pid} is stopped by a signal; rank 0 waits" in result.stderr
+    other.send_signal(signal.SIGCONT)
+    wait_until(lambda: read(directory).ranks[1].process == "running")
+    other.kill()
+    other.wait()
+    result = watch(directory, "--json")
+    assert result.returncode == 4, result.stderr
+    assert only_finding(result) == ("dead", [1])
+    assert f"rank 1 is dead: process {other.pid} is gone" in result.stderr
+    assert waiting.poll() is None
+
+
+def test_a_healthy_run_ends_well(directory, start):
+    start("ends", "ends")
+    result = watch(directory, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
+    assert (report["status"], report["findings"]) == ("ended", [])
+    assert [row["step"] for row in report["ranks"]] == [20, 20]
+    assert report["ranks"][1]["gates"] == {"c": 0.2, "s": 0.3, "w": 0.5}
+    assert watch(directory, "--once").returncode == 0
+
+
+def test_a_table_has_a_line_for_each_rank(directory, start):
+    start("never", "never")
+    result = watch(directory, "--once")
+    assert (result.returncode, result.stderr) == (0, "")
+    header, _, *lines = result.stdout.splitlines()
+    assert header.split() == ["rank", "step", "phase", "since", "loss", "tokens/s", "memory", "mean", "gates"]
+    assert [line.split()[0] for line in lines] == ["0", "1"]
+    assert "1.5000" in lines[1]
+    assert "c 0.20 s 0.30 w 0.50" in lines[1]
+    assert "\x1b" not in result.stdout
+
+
+def test_in_a_terminal_a_table_is_drawn_over_the_one_before(directory, start):
+    start("never")
+    screen, terminal = pty.openpty()
+    # A shell starts its background jobs deaf to Ctrl-C, and the tests may be one.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen([*COMMAND, str(directory)], stdout=terminal, preexec_fn=listen) as process:
+        os.close(terminal)
+        text = b""
+        while text.count(b"\x1b[3A\x1b[J") < 2:
+            text += os.read(screen, 4096)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    os.close(screen)
+
+
+def test_halt_stops_a_run_that_diverged(directory, start):
+    processes = start("nan", "never")
+    result = watch(directory, "--action", "halt")
+    assert result.returncode == 4, result.stderr
+    assert halt_reason(directory).startswith("watchdog: rank 0: loss = nan and gradient norm = 1.0 at step ")
+    assert [process.wait(20) for process in processes] == [0, 0]
+    assert all("Traceback" not in line for line in result.stderr.splitlines())
+
+
+@contextlib.contextmanager
+def watching(directory, actions, **options):
+    limits = {f"watchdog.{key}": value for key, value in options.pop("limits", {}).items()}
+    config = load_config(str(directory / "config.resolved.yaml"), [f"{key}={value}" for key, value in limits.items()])
+    stop = threading.Event()
+    thread = threading.Thread(target=run_watchdog, args=(directory, config.watchdog, actions, stop), kwargs=options)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_restart_kills_the_ranks_once_and_watches_the_next_attempt(directory, start):
+    processes = start("communication", "data")
+    with watching(directory, Actions(directory), limits={"on_stalled": "restart"}):
+        assert [process.wait(20) for process in processes] == [-signal.SIGKILL] * 2
+        time.sleep(1.5)  # the killed ranks are dead and silent, which is as it should be
+        again = start("ends", "data")
+        assert again[1].wait(20) == -signal.SIGKILL
+    rows = list(JsonlReader(directory / WATCHDOG_FILE).rows())
+    assert [(row["rule"], row["ranks"], row["action"]) for row in rows] == [("stalled-data", [1], "restart")] * 2
+    assert "hang_here" in stacks_path(directory, 0).read_text()
+    assert read(directory).ranks[1].start.attempt == 2
+
+
+def test_a_launcher_may_restart_in_its_own_way(directory, start):
+    start("data")
+    calls = []
+    actions = Actions(directory, restart=lambda finding, run: calls.append((finding.rule, len(run.ranks))))
+    with watching(directory, actions, limits={"on_stalled": "restart"}):
+        wait_until(lambda: calls)
+        time.sleep(0.5)
+    assert calls == [("stalled-data", 1)]
+
+
+def test_a_healthy_run_and_what_was_before_it_are_left_alone(directory, start, capfd):
+    for process in start("data", "data"):
+        process.kill()
+        process.wait()
+    since = time.time()
+    actions = Actions(directory)
+    with watching(directory, actions, since=since, limits={"on_stalled": "restart", "on_degraded": "halt"}):
+        processes = start("never", "never")
+        time.sleep(2)
+        assert [process.poll() for process in processes] == [None, None]
+    assert capfd.readouterr().err == ""
+    assert not (directory / WATCHDOG_FILE).exists()
+
+
+def test_a_full_disk_does_not_end_the_watchdog(directory, start, capfd):
+    start("data")
+    (directory / WATCHDOG_FILE).symlink_to("/dev/full")
+    with watching(directory, Actions(directory)):
+        wait_until(lambda: "cannot be written" in capfd.readouterr().err)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage\n\xff\n", b'{"kind": "start"}\n'])
+def test_heartbeats_without_a_row_are_a_mistake(directory, content):
+    heartbeat_path(directory, 0).write_bytes(content)
+    result = watch(directory, "--once")
+    assert result.returncode == 2
+    assert "hold no whole row yet" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_what_is_no_run_is_a_mistake(directory, tmp_path_factory):
+    for path, expected in (
+        (directory / "missing", "must be the directory of a run, with 'config.resolved.yaml' in it"),
+        (tmp_path_factory.mktemp("empty"), "must be the directory of a run"),
+        (directory, "has no heartbeat_rank0.jsonl yet"),
+    ):
+        result = watch(path)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert expected in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--set", "train.steps=5"], "--set 'train.steps=5' must begin with 'watchdog.'"),
+        (["--set", "watchdog.stall=5"], "did you mean 'watchdog.stall_s'?"),
+        (["--set", "watchdog.stall_s=-1"], "watchdog.stall_s = -1 is not allowed"),
+        (["--action", "restart"], "'restart' is not one of 'warn', 'dump', 'halt'"),
+    ],
+)
+def test_mistyped_options_end_in_one_line(directory, arguments, expected):
+    result = watch(directory, *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert expected in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_watching_imports_no_torch(directory, start):
+    start("ends")
+    code = (
+        "import sys\nfrom nsa_compile.cli import main\n"
+        f"try: main({['watch', str(directory)]!r})\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
