@@ -12,7 +12,7 @@ neighbours share little beyond the forced ones, the worst case for tiles of seve
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from tabulate import tabulate
 
 from nsa_compile.ops import compressed_attention
 from nsa_compile.ops.selected import triton as selected
-from nsa_compile.profiles.measure import SEED, interleave, show
+from nsa_compile.profiles.measure import SEED, interleave
 
 GROUPS, BLOCK, STRIDE, PLACES = 4, 32, 16, 16
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+SHAPE = ("heads", "dim", "value_dim", "dtype", "block_size")
 ORDERS = (*(selected.Order("query", queries) for queries in (1, 2, 4)), selected.Order("block"))
 
 
@@ -54,6 +55,28 @@ def works(
     return {order: partial(run, order) for order in ORDERS}
 
 
+def measure(
+    heads: int, dim: int, seq_len: int, block_size: int, dtype: str, repeats: int, device: torch.device
+) -> dict[str, Any]:
+    """A row of the table: the shape, its fastest order, and the milliseconds of each."""
+    work = works(heads, dim, seq_len, block_size, DTYPES[dtype], device)
+    orders = {f"{order.major} {order.queries}": order for order in work}
+    timings = interleave(dict(zip(orders, work.values(), strict=True)), repeats, device)
+    measured = {name: row["median_s"] * 1e3 for name, row in timings.items() if "median_s" in row}
+    fastest = orders[min(measured, key=lambda name: measured[name])]
+    shape = {"heads": heads, "dim": dim, "value_dim": dim, "dtype": dtype, "block_size": block_size}
+    return {**shape, **fastest._asdict(), "seq_len": seq_len, "milliseconds": measured}
+
+
+def keep(row: Mapping[str, Any], arch: str, out: Path | None = None) -> None:
+    """Put a row into the table in place of that of the same shape; into that of `choose_order`, which takes it at once."""
+    out = out or selected.ORDER_TABLE
+    table = json.loads(out.read_text()) if out.exists() else {}
+    others = [r for r in table.get(arch, ()) if any(r[name] != row[name] for name in SHAPE)]
+    out.write_text(json.dumps({**table, arch: [*others, dict(row)]}, indent=2) + "\n")
+    selected.forget_measured()
+
+
 @click.command()
 @click.option("--heads", default="1,2,4,8,16", show_default=True, help="Heads a group, separated by commas.")
 @click.option("--dim", default=128, show_default=True, help="Width of queries, keys and values.")
@@ -62,24 +85,17 @@ def works(
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="bfloat16", show_default=True)
 @click.option("--repeats", default=10, show_default=True, help="Timings of each order.")
 @click.option("--device", default="cuda", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), default=selected.ORDER_TABLE, help="Where the table is kept.")
-def main(heads: str, dim: int, seq_len: int, block_size: int, dtype: str, repeats: int, device: str, out: Path) -> None:
+@click.option("--out", type=click.Path(path_type=Path), help="Another table than that of `choose_order`.")
+def main(
+    heads: str, dim: int, seq_len: int, block_size: int, dtype: str, repeats: int, device: str, out: Path | None
+) -> None:
     """Time every loop order for each number of heads, and keep the fastest."""
-    table = json.loads(out.read_text()) if out.exists() else {}
-    arch = selected.arch_of(torch.device(device))
-    view = []
+    on, view = torch.device(device), []
     for count in map(int, heads.split(",")):
-        shape = {"heads": count, "dim": dim, "value_dim": dim, "dtype": dtype, "block_size": block_size}
-        work = works(count, dim, seq_len, block_size, DTYPES[dtype], torch.device(device))
-        names = {f"{order.major} {order.queries}": order for order in work}
-        timings = interleave(dict(zip(names, work.values(), strict=True)), repeats, torch.device(device))
-        measured = {name: row["median_s"] * 1e3 for name, row in timings.items() if "median_s" in row}
-        best = names[min(measured, key=lambda name: measured[name])]
-        row = {**shape, **best._asdict(), "seq_len": seq_len, "milliseconds": measured}
-        others = [r for r in table.get(arch, ()) if any(r[key] != value for key, value in shape.items())]
-        table[arch] = [*others, row]
-        out.write_text(json.dumps(table, indent=2) + "\n")
-        view.append([count, best.major, best.queries, *(show(timings[name]) for name in names)])
+        row = measure(count, dim, seq_len, block_size, dtype, repeats, on)
+        keep(row, selected.arch_of(on), out)
+        view.append((count, row["major"], row["queries"], *(f"{ms:.3f}" for ms in row["milliseconds"].values())))
+    names = row["milliseconds"]
     click.echo(tabulate(view, headers=["heads", "fastest", "queries", *(f"{name}, ms" for name in names)]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -10,12 +11,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 
 from benchmarks.gpu import attention, contenders, tables
-from benchmarks.gpu.__main__ import TIME_UP, TINY, TOGETHER, Run, main
+from benchmarks.gpu.__main__ import TIME_UP, TINY, TOGETHER, Run, choose_device, main
 from benchmarks.gpu.bars import judge
 from benchmarks.gpu.contenders import CONTENDERS, Contender, NotAvailable, gated
 from benchmarks.gpu.oracle import check_sampled, check_small, dense_at, nsa_at, small
@@ -23,7 +25,7 @@ from benchmarks.gpu.predict import EFFICIENCIES, MACHINES, RECORD, make_predicti
 from benchmarks.gpu.problem import Problem
 from nsa_compile.models import SparsePattern
 from nsa_compile.models.nsa import block_weights
-from nsa_compile.ops import selected_attention, window_attention
+from nsa_compile.ops import dispatch, selected_attention, window_attention
 from nsa_compile.ops.compressed import compressed_attention
 
 CPU = torch.device("cpu")
@@ -104,6 +106,64 @@ def test_dense_attention_is_checked_too():
         return dense_at(q, k, v, gate, (torch.arange(q.shape[1]) + 1).clamp_max(q.shape[1] - 1), TINY)[0]
 
     assert not check_sampled(looks_ahead, PROBLEM, "dense", CPU).agrees
+
+
+def test_the_window_alone_is_checked_and_judged():
+    ours, flex = contenders.WINDOW_CONTENDERS
+    assert check_sampled(ours.build(PROBLEM, CPU), PROBLEM, "window", CPU).agrees
+    shorter = replace(PROBLEM, pattern=replace(TINY, window=TINY.window - 1))
+    assert not check_sampled(ours.build(shorter, CPU), PROBLEM, "window", CPU).agrees
+    with pytest.raises(NotAvailable, match="CUDA only"):
+        flex.build(PROBLEM, CPU)
+    cells = {
+        f"S={length} window": {
+            "contenders": {ours.name: {"both": {"median_s": 1.0}}, flex.name: {"both": {"median_s": seconds}}},
+            "seq_len": length, "heads_per_group": 16, "dtype": "bfloat16",
+        }
+        for length, seconds in ((8192, 1.5), (65536, 0.9))
+    }  # fmt: skip
+    (bar,) = (bar for bar in judge({"attention": cells}) if "FlexAttention" in bar["bar"])
+    assert (bar["verdict"], bar["value"], bar["note"]) == ("missed", 0.9, "S=65536 window")
+
+
+# -- the loop orders
+
+
+def test_loop_orders_are_measured_and_then_chosen(tmp_path):
+    """In Triton's interpreter, which reads its variable when it is imported."""
+    pytest.importorskip("triton")
+    script = f"""
+import torch
+from pathlib import Path
+from benchmarks import selected_orders
+from benchmarks.gpu import orders
+from nsa_compile.ops.selected import triton
+(name, shape), = orders.shapes(smoke=True)
+row = orders.measure_order(shape, torch.device("cpu"))
+assert len(row["milliseconds"]) == 4
+triton.ORDER_TABLE = Path({str(tmp_path / "orders.json")!r})
+triton.ORDER_TABLE.write_text("{{}}")
+args = (shape["heads"], shape["dim"], shape["dim"], torch.bfloat16, 64, "cpu")
+assert triton.choose_order(*args) == ("block", 1)  # estimated
+cells = {{"measured": {{**row, "major": "query", "queries": 4}}, "not": {{"not_measured": ""}}}}
+orders.keep_orders(cells, torch.device("cpu"))
+assert triton.choose_order(*args) == ("query", 4)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_triton_on_cuda_nothing_is_measured(monkeypatch):
+    """Our operators would run in plain torch, and their times would be taken for those of the kernels."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, device, dtype: types.SimpleNamespace(device=device, dtype=dtype))
+    dispatch._best.cache_clear()
+    with pytest.raises(click.UsageError, match="window attention would not run in Triton: triton cannot be used"):
+        choose_device("cuda")
+    dispatch._best.cache_clear()
 
 
 # -- adapters, against modules that have the arguments of the real ones
@@ -314,7 +374,8 @@ def test_a_dry_run_needs_few_packages_and_fills_every_table(tmp_path):
     done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "gpu.json").read_text())
-    (cell,), (trained,), (step,) = (record[part].values() for part in ("attention", "training", "step"))
+    (cell, window), (trained,), (step,) = (record[part].values() for part in ("attention", "training", "step"))
+    assert window["contenders"]["window, ours"]["both"]["median_s"] > 0
     for name in ("ours, operators", "ours, compiled", "SDPA"):
         assert cell["contenders"][name]["check"]["agrees"]
         assert cell["contenders"][name]["both"]["median_s"] > 0

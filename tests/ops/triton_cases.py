@@ -164,6 +164,7 @@ WINDOW = [
     Case(S=30, T=30, h=16, D=192, Dv=128, window=100, dtype=BF16),
     Case(S=45, T=45, G=2, h=3, D=24, Dv=16, window=20, dtype=FP16, strided=True),
     Case(S=70, T=70, h=2, D=32, Dv=32, window=33, contents="large", strided=True),
+    Case(S=150, T=150, h=2, D=80, Dv=128, window=90, dtype=BF16),  # the wider tiles of dq
     Case(S=101, T=90, h=4, window=70),  # tiles whose keys every row sees, and keys that all of a tile's rows see
     Case(S=1, T=1, h=1, window=1),
     Case(B=0),
@@ -180,6 +181,7 @@ COMPRESSED = [
     Case(S=40, T=40, contents="zero queries", n=4, block_size=1, stride=1, select_block=1, offsets=(0,), weights=(1,)),
     Case(S=40, T=20, h=2, n=3, num_initial=2, num_local=3, dtype=FP16),  # more forced blocks than places
     Case(S=40, T=20, h=2, n=15, num_initial=0, num_local=0, offsets=(-1, 2), weights=(3, -1)),  # more than blocks
+    Case(S=140, T=69, h=2, D=128, Dv=72, n=2, dtype=FP16),  # the wider tiles of dq
     Case(S=120, T=59, h=4, n=2),  # tiles whose keys every row sees, and keys that all of a tile's rows see
     Case(S=9, T=3, h=2, n=0),
     Case(S=9, T=0, h=2, n=2),

@@ -21,7 +21,9 @@ from nsa_compile.ops.selected import triton_block_major, triton_query_major
 from nsa_compile.ops.selected.block_lists import distinct_blocks
 from nsa_compile.ops.triton_common import check_supported, padded, prepare
 
-__all__ = ["MAX_QUERIES", "ORDER_TABLE", "Order", "arch_of", "backward", "choose_order", "forward", "prepare"]
+__all__ = [
+    "MAX_QUERIES", "ORDER_TABLE", "Order", "arch_of", "backward", "choose_order", "forget_measured", "forward", "prepare",
+]  # fmt: skip
 
 MAX_QUERIES = 8  # of a tile: block and members share 32 bits, which leaves 2^23 blocks
 ORDER_TABLE = Path(__file__).parent / "triton_orders.json"
@@ -59,6 +61,11 @@ def choose_order(heads: int, dim: int, value_dim: int, dtype: torch.dtype, block
 @cache
 def _measured() -> dict[str, list[dict[str, Any]]]:
     return json.loads(ORDER_TABLE.read_text())
+
+
+def forget_measured() -> None:
+    """Read the table of orders anew: for who has just written to it."""
+    _measured.cache_clear()
 
 
 def arch_of(device: torch.device) -> str:
