@@ -69,7 +69,7 @@ def measure(
 
 
 def keep(row: Mapping[str, Any], arch: str, out: Path | None = None) -> None:
-    """Put a row into the table in place of that of the same shape; into that of `choose_order`, which takes it at once."""
+    """Put a row into a table, in place of that of the same shape; that of `choose_order` is read anew."""
     out = out or selected.ORDER_TABLE
     table = json.loads(out.read_text()) if out.exists() else {}
     others = [r for r in table.get(arch, ()) if any(r[name] != row[name] for name in SHAPE)]

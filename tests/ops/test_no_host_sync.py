@@ -50,7 +50,7 @@ def test_on_cuda_the_presets_attend_with_the_operators_in_bf16(preset, monkeypat
         x = torch.empty(1, 2048, config.model.dim, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(Exception, match="Stopped"):
             torch.compile(block, backend=backend, fullgraph=True, dynamic=False)(x)
-    assert called == dict.fromkeys(OPERATORS, {torch.bfloat16})
+    assert called == {operator: {torch.bfloat16} for operator in OPERATORS}
 
 
 def test_a_compiled_block_is_one_graph_that_reads_nothing_back():

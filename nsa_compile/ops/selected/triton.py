@@ -22,8 +22,16 @@ from nsa_compile.ops.selected.block_lists import distinct_blocks
 from nsa_compile.ops.triton_common import check_supported, padded, prepare
 
 __all__ = [
-    "MAX_QUERIES", "ORDER_TABLE", "Order", "arch_of", "backward", "choose_order", "forget_measured", "forward", "prepare",
-]  # fmt: skip
+    "MAX_QUERIES",
+    "ORDER_TABLE",
+    "Order",
+    "arch_of",
+    "backward",
+    "choose_order",
+    "forget_measured",
+    "forward",
+    "prepare",
+]
 
 MAX_QUERIES = 8  # of a tile: block and members share 32 bits, which leaves 2^23 blocks
 ORDER_TABLE = Path(__file__).parent / "triton_orders.json"
