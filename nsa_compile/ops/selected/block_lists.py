@@ -79,14 +79,13 @@ def selecting_queries(blocks: Tensor, num_blocks: int, longest: int, start: int 
     max_programs = num_lists + blocks.numel() // longest
     max_parts = 2 * blocks.numel() // longest
 
-    first = torch.arange(batch * groups, device=blocks.device).view(batch, 1, groups, 1) * num_blocks
+    narrow = torch.int32 if num_lists < 2**31 else torch.int64
+    first = torch.arange(batch * groups, dtype=narrow, device=blocks.device).view(batch, 1, groups, 1) * num_blocks
     keys = (first + blocks).masked_fill_(blocks < 0, num_lists)
-    if num_lists < 2**31:
-        keys = keys.int()
     keys, pairs = keys.flatten().sort(stable=True)
-    queries = (pairs // (groups * n) % length + start).int()
     if blocks.numel() < 2**31:
         pairs = pairs.int()
+    queries = (pairs // (groups * n) % length + start).int()
 
     every = torch.arange(num_lists + 1, device=blocks.device)
     begin = torch.searchsorted(keys, every.to(keys.dtype))
