@@ -140,10 +140,10 @@ from benchmarks.gpu import orders
 from nsa_compile.ops.selected import triton
 (name, shape), = orders.shapes(smoke=True)
 row = orders.measure_order(shape, torch.device("cpu"))
-assert len(row["milliseconds"]) == 4
+assert len(row["milliseconds"]) == 5
 triton.ORDER_TABLE = Path({str(tmp_path / "orders.json")!r})
 triton.ORDER_TABLE.write_text("{{}}")
-args = (shape["heads"], shape["dim"], shape["dim"], torch.bfloat16, 64, "cpu")
+args = (shape["heads"], shape["dim"], shape["dim"], torch.bfloat16, 64, 16, 65536, "cpu")
 assert triton.choose_order(*args) == ("block", 1)  # estimated
 cells = {{"measured": {{**row, "major": "query", "queries": 4}}, "not": {{"not_measured": ""}}}}
 orders.keep_orders(cells, torch.device("cpu"))
@@ -412,14 +412,14 @@ def test_the_recorded_prediction_is_what_the_assumptions_give():
 
 
 def test_predicted_times_are_no_faster_than_the_machine():
-    problem, machine = Problem(8192, 4), MACHINES["H200"]
+    problem, machine = Problem(65536, 4), MACHINES["H200"]
     good, usual = (predict(problem, machine, share) for share in EFFICIENCIES.values())
     useful = problem.flops("nsa")
     for direction in ("forward", "backward"):
         assert usual[direction] > good[direction] > useful[direction] / machine.flops
     assert sum(row["seconds"] for row in good["kernels"]) == pytest.approx(good["both"])
     # Twice the length is twice the selected blocks, and four times the compressed ones.
-    longer = predict(replace(problem, seq_len=16384), machine, EFFICIENCIES["good"])
+    longer = predict(replace(problem, seq_len=131072), machine, EFFICIENCIES["good"])
     selected, compressed = (
         longer["kernels"][i]["seconds"] / good["kernels"][i]["seconds"]
         for name in ("selected: forward", "compressed: dkdv")
@@ -427,4 +427,4 @@ def test_predicted_times_are_no_faster_than_the_machine():
         if row["kernel"] == name
     )
     assert selected == pytest.approx(2, rel=0.05)
-    assert 2.5 < compressed < 4
+    assert 3 < compressed < 4

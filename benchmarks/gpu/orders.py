@@ -9,16 +9,20 @@ import torch
 
 from benchmarks.gpu.contenders import NotAvailable
 
-# Heads a group and width: those of the cells, and those of the presets.
-SHAPES = ((16, 128), (4, 128), (1, 128), (6, 64))
-SEQ_LEN = 16384
+# Heads a group, width and length: those of the cells, and those of the presets.
+SHAPES = (
+    *((heads, 128, length) for heads in (16, 4, 1) for length in (8192, 65536)),
+    *((6, 64, length) for length in (2048, 8192, 65536)),
+)
+TOKENS = 16384  # at least, of as many sequences as that takes
 
 
 def shapes(smoke: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names of the cells, and what they measure."""
-    for heads, dim in ((2, 16),) if smoke else SHAPES:
-        length, repeats = (32, 1) if smoke else (SEQ_LEN, 10)
-        yield f"h={heads} D={dim}", {"heads": heads, "dim": dim, "seq_len": length, "repeats": repeats}
+    for heads, dim, length in ((2, 16, 32),) if smoke else SHAPES:
+        batch_size, repeats = (1, 1) if smoke else (max(1, TOKENS // length), 10)
+        shape = {"heads": heads, "dim": dim, "seq_len": length, "batch_size": batch_size, "repeats": repeats}
+        yield f"S={length} h={heads} D={dim}", shape
 
 
 def measure_order(shape: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from benchmarks.gpu.bars import AGAINST_PUBLIC, MFU, SMALL_GROUPS, SPEEDUPS, TOK
 from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.tables import table
 from nsa_compile.config import load_config
-from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.config import NSAConfig, SparsePattern
 from nsa_compile.models.flops import (
     attention_pairs,
     training_flops_per_token,
@@ -192,12 +192,16 @@ def kernels(problem: Problem, arch: str) -> Iterator[Work]:
 
     # The query's own block is read whole; early queries have fewer blocks than n.
     seen = problem.batch_size * (visible_selected(p, problem.seq_len) + problem.seq_len * p.select_block / 2)
-    order = choose_order(heads_per_group, width, width, torch.bfloat16, p.select_block, arch)
+    order = choose_order(
+        heads_per_group, width, width, torch.bfloat16, p.select_block, p.num_selected, problem.seq_len, arch
+    )
     if order.major == "query":
-        # `triton_query_major.py`: at least 16 rows. Neighbours are taken to share none of their blocks but the forced.
-        padded = max(16, heads_per_group * order.queries)
-        shared = (1 - 1 / order.queries) * (p.num_initial + p.num_local) * p.select_block
-        seen_once = seen - tokens * shared
+        # `triton_query_major.py`: a power of two of rows, at least 16. Neighbours share the forced blocks, and of the
+        # others as many as by chance.
+        padded = max(16, 2 ** math.ceil(math.log2(heads_per_group * order.queries)))
+        blocks = math.ceil(problem.seq_len / p.select_block)
+        seen_once = tokens * p.select_block * sum(_union(p, v + 1, order.queries) for v in range(blocks)) / blocks
+        seen_once /= order.queries
         query_pairs = problem.groups * padded * seen_once
         read = problem.groups * seen_once * 2 * width * BYTES
         steps = {"forward": (DISTINCT, TILED), "backward": (DISTINCT, TILED, INVERTED)}
@@ -231,6 +235,16 @@ def kernels(problem: Problem, arch: str) -> Iterator[Work]:
     yield from band("window", visible_window(p, problem.seq_len), k_bytes, p.window)
     yield Work("gates", "forward", 0, 64, 5 * q_bytes)
     yield Work("gates, backward", "backward", 0, 64, 8 * q_bytes)
+
+
+def _union(pattern: SparsePattern, visible: int, queries: int) -> float:
+    """Blocks that any of so many neighbouring queries selects of those `visible`."""
+    forced = min(pattern.num_initial + pattern.num_local, visible)
+    rest = visible - forced
+    if rest == 0:
+        return forced
+    chosen = min(pattern.num_selected, visible) - forced
+    return forced + rest * (1 - (1 - chosen / rest) ** queries)
 
 
 def predict(problem: Problem, machine: Machine, share: Efficiency) -> dict[str, Any]:

@@ -67,9 +67,9 @@ def _cell(name: str, cell: Mapping[str, Any]) -> list[str]:
 
 def _orders(rows: Mapping[str, Any]) -> str:
     names = next(iter(rows.values()))["milliseconds"]
-    headers = ("", "S", *names, "fastest")
+    headers = ("", *names, "fastest")
     return table(headers, [
-        (name, row["seq_len"], *(f"{row['milliseconds'][order]:,.2f}" for order in names),
+        (name, *(f"{row['milliseconds'][order]:,.2f}" for order in names),
          f"{row['major']} {row['queries']}")
         for name, row in rows.items()
     ])  # fmt: skip
