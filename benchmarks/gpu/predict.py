@@ -82,7 +82,7 @@ class Efficiency:
 EFFICIENCIES = {"good": Efficiency(0.60, 0.30, 0.80, 0.80), "usual": Efficiency(0.40, 0.20, 0.65, 0.50)}
 LAUNCH = 5e-6
 # What `block_lists.py` does in torch: launches, and bytes they read and write for each place of the indices.
-DISTINCT, TILED, INVERTED = (14, 60), (27, 160), (27, 170)
+DISTINCT, TILED, INVERTED = (9, 50), (26, 140), (27, 170)
 # Norms, RoPE, gates, SwiGLU and residuals of a block, fused: reads and writes of a bf16 [B, S, dim], both directions.
 ACTIVATIONS = 60
 LOGIT_BYTES = 20  # logits in bf16 and float32, softmax and its gradient

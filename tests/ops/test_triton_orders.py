@@ -36,6 +36,11 @@ def test_distinct_blocks_are_the_visible_ones(indices):
         assert row == sorted(chosen(indices, b, s, g))
 
 
+def test_indices_beyond_32_bits_stand_for_nothing():
+    indices = torch.tensor([1, 2**40 + 1, -(2**40) + 2, 0]).expand(1, 9, 1, 4)
+    assert distinct_blocks(indices, 12, BLOCK)[0, -1, 0].tolist() == [-1, -1, 0, 1]
+
+
 @pytest.mark.parametrize("places", [1, PLACES])
 @pytest.mark.parametrize("queries", [1, 2, 4, 8])
 def test_a_tile_has_each_block_of_its_queries_once_with_all_that_selected_it(indices, queries, places):

@@ -56,9 +56,9 @@ def choose_order(
     counts whose length is the nearest. The estimate counts bytes of forward and dq together for a query in the middle
     of the sequence, as both orders are limited by bytes. Query-major reads the keys and values of each block that any
     query of a tile selected, from the L2 cache, taken to deliver 1.5 times what memory does; neighbours are taken to
-    choose at random, so that they share blocks where the sequence has few. Block-major writes to memory, and reads back,
-    a float32 part of `D + Dv` for each head and block. Query-major takes 32 rows a tile, and 64 where that saves a fifth
-    of the reading: fewer shared blocks would not be worth the masked products.
+    choose at random, so that they share blocks where the sequence has few. Block-major writes to memory, and reads
+    back, a float32 part of `D + Dv` for each head and block. Query-major takes 32 rows a tile, and 64 where that saves
+    a fifth of the reading: fewer shared blocks would not be worth the masked products.
     """
     shape = (heads, dim, value_dim, str(dtype).removeprefix("torch."), block_size)
     measured = [row for row in _measured().get(arch, ()) if shape == tuple(row[name] for name in SHAPE)]
