@@ -143,7 +143,8 @@ def main(seq_lens, repeats, device, threads, out) -> None:
         table.append((name, costs[name]["per_pair"], costs[name]["per_query"], f"{off:.0%}"))
     x = torch.empty(0, device=on)
     settings = {
-        "heads": HEADS, "head_dim": DIM, "dtype": str(DTYPES[on.type]).removeprefix("torch."), "device": device, "repeats": repeats,
+        "heads": HEADS, "head_dim": DIM, "dtype": str(DTYPES[on.type]).removeprefix("torch."), "device": device,
+        "repeats": repeats,
         "unit": f"ns of forward + backward for one key/value head and its {HEADS} query heads",
         "implementations": {
             name: implementation(name, x).__name__.rpartition(".")[2] for name in ("window", "compressed", "selected")
