@@ -83,7 +83,7 @@ class TestOrder:
 
     def test_small_groups_go_block_by_block(self):
         assert [self.choose(h).major for h in (1, 2, 3, 4, 8)] == ["block"] * 5
-        assert self.choose(16) == ("query", 2)
+        assert self.choose(16) == ("query", 4)
         assert self.choose(64) == ("query", 1)
         assert self.choose(4, block_size=8).major == "query"  # few keys to read, the parts would cost more
 

@@ -54,11 +54,11 @@ def choose_order(
 
     Measurements are in `triton_orders.json`, which `benchmarks/selected_orders.py` writes; of those of a shape the one
     counts whose length is the nearest. The estimate counts bytes of forward and dq together for a query in the middle
-    of the sequence, as both orders are limited by bytes. Query-major reads the keys and values of each block that any
-    query of a tile selected, from the L2 cache, taken to deliver 1.5 times what memory does; neighbours are taken to
-    choose at random, so that they share blocks where the sequence has few. Block-major writes to memory, and reads
-    back, a float32 part of `D + Dv` for each head and block. Query-major takes 32 rows a tile, and 64 where that saves
-    a fifth of the reading: fewer shared blocks would not be worth the masked products.
+    of the sequence, as both orders are limited by bytes. Query-major takes tiles of up to 64 rows, which the tensor
+    cores work through at their full rate, and reads the keys and values of each block that any query of a tile selected
+    from the L2 cache, taken to deliver 1.5 times what memory does; neighbours are taken to choose at random, so that
+    they share blocks where the sequence has few. Block-major writes to memory, and reads back, a float32 part of
+    `D + Dv` for each head and block.
     """
     shape = (heads, dim, value_dim, str(dtype).removeprefix("torch."), block_size)
     measured = [row for row in _measured().get(arch, ()) if shape == tuple(row[name] for name in SHAPE)]
@@ -68,14 +68,11 @@ def choose_order(
     visible = max(1.0, length / block_size / 2)
     chosen = min(places, visible)
 
-    def read(queries: int) -> float:
-        """Blocks that a tile of so many queries reads, for each of them."""
-        return visible * (1 - (1 - chosen / visible) ** queries) / queries
-
-    queries = max(1, 32 // max(heads, 8))
-    while queries < MAX_QUERIES and 2 * queries * heads <= 64 and read(2 * queries) < 0.8 * read(queries):
+    queries = 1
+    while queries < MAX_QUERIES and 2 * queries * heads <= 64:
         queries *= 2
-    keys_bytes = read(queries) * 2 * block_size * (dim + value_dim) * dtype.itemsize / 1.5
+    read = visible * (1 - (1 - chosen / visible) ** queries) / queries  # blocks, for each query of a tile
+    keys_bytes = read * 2 * block_size * (dim + value_dim) * dtype.itemsize / 1.5
     part_bytes = chosen * heads * 2 * 4 * (dim + value_dim)
     return Order("block") if part_bytes < keys_bytes and heads < 16 else Order("query", queries)
 
