@@ -90,10 +90,10 @@ def tile_sizes(q: Tensor, v: Tensor, kernel: Literal["forward", "dq", "dkdv"]) -
         return Tiles(32, 32, 8, 1) if width <= 64 else Tiles(16, 16, 4 if width <= 128 else 8, 1)
     if width > 128:
         return Tiles(64, 32, 8, 2) if kernel == "forward" else Tiles(32, 32, 8, 1)
-    if kernel == "dq" and width > 64:
-        # Keys are read half as often as by 64 rows, and each warp group of Hopper has 64 rows to itself.
-        return Tiles(128, 32, 8, 2)
-    return Tiles(128 if kernel == "forward" else 64, 64, 4 if width <= 64 else 8, 2)
+    if kernel == "dkdv":
+        return Tiles(64, 64, 4 if width <= 64 else 8, 2)
+    # By 128 rows keys are read half as often as by 64, and each warp group of Hopper has 64 rows to itself.
+    return Tiles(128, 32 if kernel == "dq" and width > 64 else 64, 8, 2)
 
 
 def tile_constants(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[str, int]:

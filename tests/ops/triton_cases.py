@@ -390,14 +390,15 @@ SHARED_MEMORY = 99 * 1024  # bytes a program may have on every GPU since Ampere
 OWN = {"window": "nsa_compile.ops.triton_common"}  # compressed launches these beside its own
 
 _PAPER = Case(S=8192, T=8192, G=4, h=16, D=128, Dv=128, dtype=BF16, window=512, block_size=64, n=16)
+_COMPRESSED = replace(
+    _PAPER, T=511, block_size=32, stride=16, select_block=64, offsets=(-1, 0, 1, 2, 3), weights=(1, 2, 2, 2, 1)
+)
+_PRESETS: dict[str, Any] = {"G": 2, "h": 6, "D": 64, "Dv": 64}
 PAPER = {
-    "window": [_PAPER],
-    "compressed": [
-        replace(
-            _PAPER, T=511, block_size=32, stride=16, select_block=64, offsets=(-1, 0, 1, 2, 3), weights=(1, 2, 2, 2, 1)
-        )
-    ],
+    "window": [_PAPER, replace(_PAPER, **_PRESETS)],
+    "compressed": [_COMPRESSED, replace(_COMPRESSED, **_PRESETS)],
     "selected": [
+        *(replace(_PAPER, order=order, **_PRESETS) for order in (BLOCK_MAJOR, ("query", 8))),
         *(replace(_PAPER, order=order) for order in (BLOCK_MAJOR, QUERY_MAJOR, ("query", 2), ("query", 4))),
         *(replace(_PAPER, h=h) for h in (1, 3)),
     ],
@@ -405,7 +406,7 @@ PAPER = {
 
 
 def compile_all(operator: str, deep: bool) -> int:
-    """With the paper's sizes no kernel spills registers; deep: what the other cases launch compiles as well."""
+    """With the sizes of paper and presets no kernel spills registers; deep: what the other cases launch compiles, too."""
     import triton
 
     from nsa_compile.errors import UserError
