@@ -406,7 +406,7 @@ PAPER = {
 
 
 def compile_all(operator: str, deep: bool) -> int:
-    """With the sizes of paper and presets no kernel spills registers; deep: what the other cases launch compiles, too."""
+    """With the sizes of paper and presets no kernel spills; deep: what the other cases launch compiles, too."""
     import triton
 
     from nsa_compile.errors import UserError
