@@ -23,6 +23,7 @@ from benchmarks.gpu.contenders import CONTENDERS, Contender, NotAvailable, gated
 from benchmarks.gpu.oracle import check_sampled, check_small, dense_at, nsa_at, small
 from benchmarks.gpu.predict import EFFICIENCIES, MACHINES, RECORD, make_prediction, predict, render
 from benchmarks.gpu.problem import Problem
+from benchmarks.production import settle
 from nsa_compile.models import SparsePattern
 from nsa_compile.models.nsa import block_weights
 from nsa_compile.ops import dispatch, selected_attention, window_attention
@@ -309,6 +310,17 @@ def test_a_record_is_gone_on_with_and_leaves_out_what_broke_the_device(tmp_path)
     assert late.record["training"]["four"]["not_measured"] == TIME_UP
     assert "broke the device" in (tmp_path / "gpu.md").read_text()
     assert ["two", TOGETHER] in json.loads((tmp_path / "gpu.json").read_text())["crashed"]
+
+
+def test_a_dense_twin_that_cannot_run_leaves_the_other_one():
+    def attend():
+        q = torch.zeros(1, 1, 4, 16)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    assert settle(attend) == "SDPA has no kernel of the kind asked for"
+    with pytest.raises(RuntimeError, match="else"):
+        settle(lambda: (_ for _ in ()).throw(RuntimeError("something else")))
 
 
 # -- bars
