@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.gpu import attention, contenders, tables
-from benchmarks.gpu.__main__ import TIME_UP, TINY, TOGETHER, Run, choose_device, main
+from benchmarks.gpu.__main__ import TIME_UP, TINY, TOGETHER, Run, cells, choose_device, main
 from benchmarks.gpu.bars import judge
 from benchmarks.gpu.contenders import CONTENDERS, Contender, NotAvailable, gated
 from benchmarks.gpu.oracle import check_sampled, check_small, dense_at, nsa_at, small
@@ -372,6 +372,21 @@ def test_not_fitting_at_the_greatest_length_misses_the_bar():
 
 
 # -- the command
+
+
+def test_what_bars_rest_on_is_measured_first(tmp_path):
+    run = Run(tmp_path, CPU, 1, {"smoke": False})
+    every = sorted(cells(run, smoke=False), key=lambda cell: cell.turn)
+    names = [f"{cell.part} {cell.name}" for cell in every]
+    assert len(set(names)) == len(names)
+    assert names[:6] == [f"attention S={length} h=16 32/16/64" for length in attention.SEQ_LENS]
+    assert names[6:8] == ["training nsa_125m_gpt2.yaml S=2048", "step nsa_125m_gpt2.yaml"]
+    assert {"attention S=65536 window", "attention S=65536 h=4 32/16/64"} < set(names[8:16])
+    for preset in ("nsa_125m_gpt2.yaml", "m7c_125m_2xa100_production.yaml"):
+        assert {f"training {preset} S={length}" for length in (2048, 8192, 32768, 65536)} < set(names)
+    for heads in (16, 4, 1):
+        lengths = (4096, 8192, 16384, 32768, 65536, 131072)
+        assert {f"attention S={length} h={heads} 32/16/64" for length in lengths} < set(names)
 
 
 def test_a_dry_run_needs_few_packages_and_fills_every_table(tmp_path):
