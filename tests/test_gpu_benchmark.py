@@ -15,19 +15,31 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu import attention, contenders, tables
 from benchmarks.gpu.__main__ import TIME_UP, TINY, TOGETHER, Run, cells, choose_device, main
 from benchmarks.gpu.bars import judge
 from benchmarks.gpu.contenders import CONTENDERS, Contender, NotAvailable, gated
 from benchmarks.gpu.oracle import check_sampled, check_small, dense_at, nsa_at, small
-from benchmarks.gpu.predict import EFFICIENCIES, MACHINES, RECORD, make_prediction, predict, render
+from benchmarks.gpu.predict import (
+    DISTINCT,
+    EFFICIENCIES,
+    INVERTED,
+    MACHINES,
+    RECORD,
+    TILED,
+    make_prediction,
+    predict,
+    render,
+)
 from benchmarks.gpu.problem import Problem
 from benchmarks.production import settle
 from nsa_compile.models import SparsePattern
 from nsa_compile.models.nsa import block_weights
 from nsa_compile.ops import dispatch, selected_attention, window_attention
 from nsa_compile.ops.compressed import compressed_attention
+from nsa_compile.ops.selected.block_lists import blocks_of_tiles, distinct_blocks, selecting_queries
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
@@ -455,3 +467,30 @@ def test_predicted_times_are_no_faster_than_the_machine():
     )
     assert selected == pytest.approx(2, rel=0.05)
     assert 3 < compressed < 4
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is more than another view of a tensor or room for one."""
+
+    NONE = frozenset({"view", "slice", "transpose", "unsqueeze", "expand", "_unsafe_view", "empty", "detach"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.__name__.split(".")[0] not in self.NONE
+        return func(*args, **(kwargs or {}))
+
+
+def test_lists_take_the_launches_that_are_predicted():
+    indices = torch.randint(-1, 8, (2, 256, 2, 16), dtype=torch.int32)
+    with Launches() as distinct:
+        blocks = distinct_blocks(indices, 256, 32)
+    with Launches() as tiled:
+        blocks_of_tiles(blocks, 4)
+    with Launches() as inverted:
+        selecting_queries(blocks, 8, 32)
+    # Versions of torch differ by one or two.
+    for counted, (predicted, _) in ((distinct, DISTINCT), (tiled, TILED), (inverted, INVERTED)):
+        assert abs(counted.count - predicted) <= 2
