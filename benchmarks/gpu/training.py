@@ -14,7 +14,7 @@ from benchmarks.production import one_process
 CONFIGS = Path(__file__).parents[2] / "configs"
 PRESETS = (CONFIGS / "nsa_125m_gpt2.yaml", CONFIGS / "m7c_125m_2xa100_production.yaml")
 SEQ_LENS = (2048, 8192, 32768, 65536)
-TOKENS = 32768  # of a micro batch: enough to fill a GPU at any length
+TOKENS = 65536  # of a micro batch, at any length: one sequence of the longest
 
 
 def measure_training(preset: Path, seq_len: int, device: torch.device, smoke: bool = False) -> dict[str, Any]:
