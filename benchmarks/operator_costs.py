@@ -46,6 +46,8 @@ COUNTS = (4, 8, 16)  # selected blocks
 SELECTION: dict[str, Any] = {"select_block": SELECT_BLOCK, "offsets": (-1, 0, 1, 2, 3), "weights": (1, 2, 2, 2, 1)}
 SELECTION |= {"num_selected": 16, "num_initial": 1, "num_local": 2}
 
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # in float32 a GPU would leave its tensor cores aside
+
 Case = tuple[str, str, int, Callable[[], Any]]
 
 
@@ -54,7 +56,8 @@ def cases(seq_len: int, device: torch.device) -> Iterator[Case]:
     generator = torch.Generator(device).manual_seed(SEED)
 
     def normal(length: int, heads: int) -> Tensor:
-        return torch.randn(1, length, heads, DIM, generator=generator, device=device, requires_grad=True)
+        x = torch.randn(1, length, heads, DIM, generator=generator, device=device)
+        return x.to(DTYPES[device.type]).requires_grad_()
 
     q, k, v = normal(seq_len, GROUPS * HEADS), normal(seq_len, GROUPS), normal(seq_len, GROUPS)
     position = torch.arange(seq_len, device=device)
@@ -140,7 +143,8 @@ def main(seq_lens, repeats, device, threads, out) -> None:
         table.append((name, costs[name]["per_pair"], costs[name]["per_query"], f"{off:.0%}"))
     x = torch.empty(0, device=on)
     settings = {
-        "heads": HEADS, "head_dim": DIM, "dtype": "float32", "device": device, "repeats": repeats,
+        "heads": HEADS, "head_dim": DIM, "dtype": str(DTYPES[on.type]).removeprefix("torch."), "device": device,
+        "repeats": repeats,
         "unit": f"ns of forward + backward for one key/value head and its {HEADS} query heads",
         "implementations": {
             name: implementation(name, x).__name__.rpartition(".")[2] for name in ("window", "compressed", "selected")

@@ -104,14 +104,16 @@ def one_process(
 
 
 def settle(step: Callable[[], None]) -> str | None:
-    """Compile a step and let it settle; why it cannot run, if it cannot for want of memory."""
+    """Compile a step and let it settle; why it cannot run, if it cannot for want of memory or of the SDPA asked for."""
     try:
         step()
         step()
     except (RuntimeError, MemoryError) as error:
-        if not ran_out_of_memory(error):
+        if ran_out_of_memory(error):
+            return "does not fit into memory"
+        if not any(sign in str(error) for sign in ("No available kernel", "No viable backend")):  # on CUDA, elsewhere
             raise
-        return "does not fit into memory"
+        return "SDPA has no kernel of the kind asked for"
     return None
 
 

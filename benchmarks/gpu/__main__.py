@@ -18,9 +18,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -28,10 +30,13 @@ import torch
 from benchmarks.gpu import attention
 from benchmarks.gpu.bars import judge
 from benchmarks.gpu.compiled_step import inspect_step
+from benchmarks.gpu.contenders import CONTENDERS, WINDOW_CONTENDERS, Contender, NotAvailable
+from benchmarks.gpu.orders import keep_orders, measure_order, shapes
 from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.tables import render
 from benchmarks.gpu.training import PRESETS, SEQ_LENS, measure_training
 from nsa_compile.models import SparsePattern
+from nsa_compile.ops.dispatch import implementation, observe
 from nsa_compile.profiles.measure import make_record, not_measured, write_record
 
 log = logging.getLogger("benchmarks.gpu")
@@ -49,8 +54,8 @@ class Run:
         self.deadline = time.monotonic() + 60 * minutes
         fresh = make_record("gpu", settings, [], device)
         del fresh["results"]
-        self.record: dict[str, Any] = fresh | {"small_checks": {}, "attention": {}, "training": {}, "step": {}}
-        self.record |= {"crashed": [], "running": None}
+        self.record: dict[str, Any] = fresh | {"small_checks": {}, "orders": {}, "attention": {}, "training": {}}
+        self.record |= {"step": {}, "crashed": [], "running": None}
         if self.path.exists():
             before = json.loads(self.path.read_text())
             if identity(before) != identity(self.record):
@@ -76,6 +81,8 @@ class Run:
                 result = measure()
             except attention.DeviceBroken:
                 raise
+            except NotAvailable as why:
+                result = not_measured(str(why))
             except Exception as error:
                 result = not_measured(attention.reason(error))
                 log.exception("%s: %s failed", part, name)
@@ -95,12 +102,18 @@ class Run:
         write_record(self.path, self.record)
         self.path.with_suffix(".md").write_text(render(self.record), encoding="utf-8")
 
-    def attention_cell(self, name: str, problem: Problem, seconds: float) -> dict[str, Any]:
-        crashed = [who for cell, who in self.record["crashed"] if cell == name]
+    def attention_cell(
+        self, name: str, problem: Problem, seconds: float, contenders: Sequence[Contender] = CONTENDERS
+    ) -> dict[str, Any]:
         return attention.measure_cell(
-            problem, self.device, seconds=seconds, small_checks=self.record["small_checks"], crashed=crashed,
+            problem,
+            self.device,
+            contenders,
+            seconds=seconds,
+            small_checks=self.record["small_checks"],
+            crashed=[who for cell, who in self.record["crashed"] if cell == name],
             entering=lambda who: self.enter(name, who or TOGETHER),
-        )  # fmt: skip
+        )
 
 
 def identity(record: dict[str, Any]) -> list[Any]:
@@ -112,7 +125,52 @@ def identity(record: dict[str, Any]) -> list[Any]:
 def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch finds no GPU here; --device cpu --smoke is a dry run")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda":
+        with observe() as uses:
+            for operator in ("window", "compressed", "selected"):
+                implementation(operator, torch.empty(0, dtype=torch.bfloat16, device=device))
+        for use in uses:
+            if use.reason is not None:
+                raise click.UsageError(f"{use.operator} attention would not run in Triton: {use.reason}")
+    return device
+
+
+class Cell(NamedTuple):
+    part: str
+    name: str
+    measure: Callable[[], dict[str, Any]]
+    turn: int  # the more bars rest on it, the earlier
+
+
+def cells(run: Run, smoke: bool) -> Iterator[Cell]:
+    """All there is to measure but the loop orders."""
+    base = Problem(0, 1)
+    lengths, heads, seconds = attention.SEQ_LENS, attention.HEADS_PER_GROUP, attention.SECONDS_PER_CELL
+    if smoke:
+        base = Problem(0, 1, 4, 16, pattern=TINY, dtype=torch.float32)
+        lengths, heads, seconds = (160,), (4,), 0.0
+    for problem in attention.problems(lengths, heads, base):
+        name = f"S={problem.seq_len} tiny" if smoke else attention.key(problem)
+        measure = partial(run.attention_cell, name, problem, seconds)
+        if problem.pattern == base.pattern:
+            turn = {16: 0, 4: 2}.get(problem.heads // problem.groups, 3)
+        else:  # for a package that knows no other
+            turn = 2 if find_spec("fla") else 3
+        yield Cell("attention", name, measure, turn)
+    for problem in attention.problems(lengths[:2], heads[:1], base):
+        if problem.pattern == base.pattern:
+            name = f"S={problem.seq_len} window"
+            measure = partial(run.attention_cell, name, problem, seconds, WINDOW_CONTENDERS)
+            yield Cell("attention", name, measure, 2)
+    presets, lengths = (PRESETS[:1], (32,)) if smoke else (PRESETS, SEQ_LENS)
+    for preset in presets:
+        for length in lengths:
+            turn = 1 if (preset, length) == (PRESETS[0], SEQ_LENS[0]) else 3
+            measure = partial(measure_training, preset, length, run.device, smoke)
+            yield Cell("training", f"{preset.name} S={length}", measure, turn)
+        measure = partial(inspect_step, preset, lengths[0], run.device, smoke)
+        yield Cell("step", preset.name, measure, 1 if preset == PRESETS[0] else 3)
 
 
 @click.command()
@@ -130,27 +188,19 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if device == "cpu" and not smoke:
         raise click.UsageError("--device cpu is for a dry run: add --smoke")
-    everything = not (attention_part or training_part or step_part)
+    chosen = {"attention": attention_part, "training": training_part, "step": step_part}
+    if not any(chosen.values()):
+        chosen = dict.fromkeys(chosen, True)
     end = time.monotonic() + 60 * minutes
     run = Run(out, choose_device(device), minutes, {"smoke": smoke})
     try:
-        if attention_part or everything:
-            base = Problem(0, 1)
-            lengths, heads, seconds = attention.SEQ_LENS, attention.HEADS_PER_GROUP, attention.SECONDS_PER_CELL
-            if smoke:
-                base = Problem(0, 1, 4, 16, pattern=TINY, dtype=torch.float32)
-                lengths, heads, seconds = (160,), (4,), 0.0
-            for problem in attention.problems(lengths, heads, base):
-                name = attention.key(problem) if not smoke else f"S={problem.seq_len} tiny"
-                run.cell("attention", name, lambda n=name, p=problem: run.attention_cell(n, p, seconds))
-        presets, lengths = (PRESETS, SEQ_LENS) if not smoke else (PRESETS[:1], (32,))
-        for preset in presets:
-            for length in lengths:
-                if training_part or everything:
-                    name = f"{preset.name} S={length}"
-                    run.cell("training", name, lambda p=preset, s=length: measure_training(p, s, run.device, smoke))
-            if step_part or everything:
-                run.cell("step", preset.name, lambda p=preset: inspect_step(p, lengths[0], run.device, smoke))
+        for name, shape in shapes(smoke):
+            run.cell("orders", name, partial(measure_order, shape, run.device))
+        if not smoke:
+            keep_orders(run.record["orders"], run.device)  # also what an earlier call measured, in another checkout
+        for cell in sorted(cells(run, smoke), key=lambda cell: cell.turn):
+            if chosen[cell.part]:
+                run.cell(cell.part, cell.name, cell.measure)
     except attention.DeviceBroken as error:
         # Nothing runs on the device any more in this process. Another one goes on, without the culprit.
         log.warning("the device is lost (%s); going on in a new process", error)

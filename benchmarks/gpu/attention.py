@@ -96,7 +96,7 @@ def measure_cell(
         "seq_len": problem.seq_len,
         "dtype": str(problem.dtype).removeprefix("torch."),
         "heads_per_group": problem.heads // problem.groups,
-        "useful_flops": {kind: problem.flops(kind) for kind in ("nsa", "dense")},
+        "useful_flops": {kind: problem.flops(kind) for kind in ("nsa", "dense", "window")},
         "contenders": results,
     }
 

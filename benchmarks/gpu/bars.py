@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.gpu.attention import faster_of_ours
-from benchmarks.gpu.contenders import COMPILED, CUDNN, FLASH, OURS
+from benchmarks.gpu.contenders import COMPILED, CUDNN, FLASH, FLEX_WINDOW, OURS, WINDOW
 
 Row = dict[str, Any]
 OWN = (OURS, COMPILED)
@@ -20,7 +20,7 @@ def judge(record: Mapping[str, Any]) -> list[Row]:
     """Each bar with its target, what was measured, and `"met"`, `"missed"` or `"not measured"`."""
     cells = {name: cell for name, cell in record.get("attention", {}).items() if "contenders" in cell}
     return [*_speedups(cells), *_public(cells), _small_groups(cells), *_training(record.get("training", {})),
-            _accuracy(cells), _longest(cells)]  # fmt: skip
+            _window(cells), _accuracy(cells), _longest(cells)]  # fmt: skip
 
 
 def _bar(what: str, target: str, value: float | None, holds: bool | None, note: str = "") -> Row:
@@ -111,3 +111,14 @@ def _longest(cells: Mapping[str, Any]) -> Row:
         reasons = {name: cell["contenders"][name].get("not_measured", "") for name in OWN if name in cell["contenders"]}
         row |= {"verdict": "missed", "note": "; ".join(f"{name}: {reason}" for name, reason in reasons.items())}
     return row
+
+
+def _window(cells: Mapping[str, Any]) -> Row:
+    """The worst over lengths: where FlexAttention is faster, it should compute this branch."""
+    ratios = []
+    for name, cell in cells.items():
+        flex, ours = (_seconds(cell["contenders"].get(who, {})) for who in (FLEX_WINDOW, WINDOW))
+        if flex and ours:
+            ratios.append((flex / ours, name))
+    value, where = min(ratios, default=(None, ""))
+    return _bar("sliding window alone: against FlexAttention", "≥ 1 ×", value, value is not None and value >= 1, where)

@@ -37,7 +37,7 @@ class NotAvailable(Exception):
 class Contender:
     """Attributes:
     name: in tables.
-    kind: `"nsa"` or `"dense"`, the work it does.
+    kind: `"nsa"`, `"dense"` or `"window"`, the work it does.
     build: the function for a problem on a device.
     public: somebody else's NSA; small deviations from the paper are noted, not held against it.
     """
@@ -91,6 +91,13 @@ def _compiled(problem: Problem, device: torch.device) -> Attention:
     return nsa_compile.compile(attention, attention="sparse", on_decline="error", nested=nested)
 
 
+def _window(problem: Problem, device: torch.device) -> Attention:
+    def attention(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        return window_attention(q, k, v, window=problem.pattern.window)[0]
+
+    return attention
+
+
 # -- dense
 
 
@@ -115,13 +122,16 @@ def _sdpa(backend: SDPBackend, problem: Problem, device: torch.device) -> Attent
     raise NotAvailable(reason)
 
 
-def _flex(problem: Problem, device: torch.device) -> Attention:
+def _flex(window: bool, problem: Problem, device: torch.device) -> Attention:
     _need_cuda(device)
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     length = problem.seq_len
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device.type)
+    reach = problem.pattern.window if window else length
+    # Uncompiled it would write the whole mask, 16 GiB at S = 131,072.
+    blocks_of = torch.compile(create_block_mask, dynamic=False)
+    mask = blocks_of(lambda b, h, i, j: (i >= j) & (i - j < reach), None, None, length, length, device=device.type)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -250,7 +260,7 @@ CONTENDERS = (
     Contender(COMPILED, "nsa", _compiled),
     Contender(FLASH, "dense", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
     Contender(CUDNN, "dense", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
-    Contender("FlexAttention", "dense", _flex),
+    Contender("FlexAttention", "dense", partial(_flex, False)),
     Contender("SDPA", "dense", _plain_sdpa),
     Contender("fla.ops.nsa", "nsa", _fla, public=True),
     Contender(
@@ -267,3 +277,6 @@ CONTENDERS = (
     ),
     Contender("Scalable-Flash-NSA", "nsa", _flash_nsa, public=True),
 )
+# The window branch alone: what is faster should compute it.
+WINDOW, FLEX_WINDOW = "window, ours", "window, FlexAttention"
+WINDOW_CONTENDERS = (Contender(WINDOW, "window", _window), Contender(FLEX_WINDOW, "window", partial(_flex, True)))

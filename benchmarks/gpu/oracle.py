@@ -74,6 +74,19 @@ def dense_at(
     return out.flatten(2, 3), q.new_full((*q.shape[:2], groups), torch.inf)
 
 
+def window_at(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, positions: Tensor, pattern: SparsePattern
+) -> tuple[Tensor, Tensor]:
+    """Attention to the last `pattern.window` keys, with the arguments of `nsa_at`."""
+    groups, key = k.shape[2], torch.arange(k.shape[1], device=q.device)
+    seen = (key <= positions[:, None]) & (key > positions[:, None] - pattern.window)
+    out, _ = _attend(q.unflatten(2, (groups, -1)), k.transpose(1, 2), v.transpose(1, 2), seen[:, None])
+    return out.flatten(2, 3), q.new_full((*q.shape[:2], groups), torch.inf)
+
+
+REFERENCES = {"nsa": nsa_at, "dense": dense_at, "window": window_at}
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """q `[B, P, G, h, D]`, k and v `[B, G, T, D]` or, for each query, `[B, P, G, T, D]`, seen `[..., P, G or 1, T]`.
 
@@ -212,8 +225,7 @@ def _reference(
     q, k, v, gate = (x.detach() for x in inputs)
     rows = (q.index_select(1, positions), k, v, gate.index_select(1, positions))
     leaves = [x.to(dtype).requires_grad_() for x in rows]
-    at = nsa_at if kind == "nsa" else dense_at
-    out, margin = at(*leaves, positions, problem.pattern)
+    out, margin = REFERENCES[kind](*leaves, positions, problem.pattern)
 
     def results(grad: Tensor) -> list[Tensor | None]:
         return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype), allow_unused=True)]

@@ -23,9 +23,10 @@ import torch
 from benchmarks.gpu.bars import AGAINST_PUBLIC, MFU, SMALL_GROUPS, SPEEDUPS, TOKENS_PER_S
 from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.tables import table
+from benchmarks.gpu.training import TOKENS
 from nsa_compile.config import load_config
 from nsa_compile.estimation.estimate import count_parameters
-from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.config import NSAConfig, SparsePattern
 from nsa_compile.models.flops import (
     attention_pairs,
     training_flops_per_token,
@@ -34,6 +35,8 @@ from nsa_compile.models.flops import (
     visible_window,
 )
 from nsa_compile.ops.selected.triton import choose_order
+from nsa_compile.ops.selected.triton_block_major import MAX_PART_BYTES
+from nsa_compile.ops.triton_common import tile_sizes
 
 RECORD = Path(__file__).parents[1] / "results" / "gpu_prediction.json"
 BYTES = 2  # of a bf16
@@ -79,9 +82,12 @@ class Efficiency:
 # 60 % of the products and 80 % of the bandwidth is what well-tuned Triton kernels reach; 40 and 65 % are usual.
 EFFICIENCIES = {"good": Efficiency(0.60, 0.30, 0.80, 0.80), "usual": Efficiency(0.40, 0.20, 0.65, 0.50)}
 LAUNCH = 5e-6
+# What `block_lists.py` does in torch: launches, and bytes they read and write for each place of the indices.
+DISTINCT, TILED, INVERTED = (9, 50), (26, 140), (27, 170)
 # Norms, RoPE, gates, SwiGLU and residuals of a block, fused: reads and writes of a bf16 [B, S, dim], both directions.
 ACTIVATIONS = 60
 LOGIT_BYTES = 20  # logits in bf16 and float32, softmax and its gradient
+SEQUENCES = TOKENS // 2048
 PRESET = Path(__file__).parents[2] / "configs" / "nsa_125m_gpt2.yaml"
 
 # Milliseconds by sequence length, H = 64, G = 4, D = 128, bf16, forward and backward.
@@ -114,6 +120,7 @@ class Work:
     l2: float = 0.0
     exponentials: float = 0.0
     integers: float = 0.0
+    launches: int = 1
 
     def seconds(self, machine: Machine, share: Efficiency) -> tuple[float, str]:
         """How long it takes, and what that is bound by."""
@@ -126,11 +133,11 @@ class Work:
             "sorting": self.integers / (share.scalar * machine.integers),
         }
         bound = max(times, key=lambda name: times[name])
-        return times[bound] + LAUNCH, bound
+        return times[bound] + self.launches * LAUNCH, bound
 
 
 def kernels(problem: Problem, arch: str) -> Iterator[Work]:
-    """The kernels of whole NSA as `ops/*/triton.py` writes them: tiles of 128 × 64 forward, 64 × 64 backward."""
+    """The kernels of whole NSA as `ops/*/triton.py` writes them."""
     p, tokens, width = problem.pattern, problem.batch_size * problem.seq_len, problem.head_dim
     heads_per_group = problem.heads // problem.groups
     q_bytes = tokens * problem.heads * width * BYTES
@@ -139,19 +146,21 @@ def kernels(problem: Problem, arch: str) -> Iterator[Work]:
 
     def band(name: str, visible: int, tokens_of_keys: float, keys: int) -> Iterator[Work]:
         """`triton_common.py`; `keys` a query sees, of those that `tokens_of_keys` bytes hold."""
-        forward, backward = 128, 64
-        # The last tile of a query tile is half masked, and one more is begun.
-        pairs = {r: problem.batch_size * problem.heads * (visible + problem.seq_len * (r / heads_per_group + 64) / 2)
-                 for r in (forward, backward)}  # fmt: skip
-        reads = {r: rows / r * min(keys, visible / problem.seq_len + 64) * 2 * width * BYTES for r in pairs}
-        yield Work(f"{name}: forward", "forward", 4 * width * pairs[forward], forward, 2 * q_bytes + 2 * tokens_of_keys,
-                   reads[forward], pairs[forward])  # fmt: skip
-        yield Work(f"{name}: dq", "backward", 6 * width * pairs[backward], backward, 4 * q_bytes + 2 * tokens_of_keys,
-                   reads[backward], pairs[backward])  # fmt: skip
-        # A tile of keys reads q and grad_out of all queries that see it.
-        again = pairs[backward] / 64 * 2 * width * BYTES
-        yield Work(f"{name}: dk, dv", "backward", 8 * width * pairs[backward], 64, 2 * q_bytes + 4 * tokens_of_keys,
-                   again, pairs[backward])  # fmt: skip
+        x = torch.empty(1, 1, 1, width, dtype=torch.bfloat16, device="meta")
+        for kernel, flops, memory in (
+            ("forward", 4, 2 * q_bytes + 2 * tokens_of_keys),
+            ("dq", 6, 4 * q_bytes + 2 * tokens_of_keys),
+            ("dkdv", 8, 2 * q_bytes + 4 * tokens_of_keys),
+        ):
+            tile = tile_sizes(x, x, kernel)
+            # The last tile of keys of a query tile is half masked, and one more is begun.
+            masked = (tile.rows / heads_per_group + tile.keys) / 2
+            pairs = problem.batch_size * problem.heads * (visible + problem.seq_len * masked)
+            read = rows / tile.rows * min(keys, visible / problem.seq_len + tile.keys) * 2 * width * BYTES
+            if kernel == "dkdv":  # a tile of keys reads q and grad_out of all queries that see it
+                read = pairs / tile.keys * 2 * width * BYTES
+            direction = "forward" if kernel == "forward" else "backward"
+            yield Work(f"{name}: {kernel}", direction, flops * width * pairs, tile.rows, memory, read, pairs)
 
     compressed = visible_compressed(p, problem.seq_len)
     blocks = problem.seq_len // p.compress_stride
@@ -185,12 +194,19 @@ def kernels(problem: Problem, arch: str) -> Iterator[Work]:
 
     # The query's own block is read whole; early queries have fewer blocks than n.
     seen = problem.batch_size * (visible_selected(p, problem.seq_len) + problem.seq_len * p.select_block / 2)
-    order = choose_order(heads_per_group, width, width, torch.bfloat16, p.select_block, arch)
+    order = choose_order(
+        heads_per_group, width, width, torch.bfloat16, p.select_block, p.num_selected, problem.seq_len, arch
+    )
     if order.major == "query":
-        # `triton_query_major.py`: at least 16 rows. Neighbours are taken to share none of their blocks.
-        padded = max(16, heads_per_group * order.queries)
-        query_pairs = problem.groups * padded * seen
-        read = problem.groups * seen * 2 * width * BYTES
+        # `triton_query_major.py`: a power of two of rows, at least 16. Neighbours share the forced blocks, and of the
+        # others as many as by chance.
+        padded = max(16, 2 ** math.ceil(math.log2(heads_per_group * order.queries)))
+        blocks = math.ceil(problem.seq_len / p.select_block)
+        seen_once = tokens * p.select_block * sum(_union(p, v + 1, order.queries) for v in range(blocks)) / blocks
+        seen_once /= order.queries
+        query_pairs = problem.groups * padded * seen_once
+        read = problem.groups * seen_once * 2 * width * BYTES
+        steps = {"forward": (DISTINCT, TILED), "backward": (DISTINCT, TILED, INVERTED)}
         forward = Work("selected: forward", "forward", 4 * width * query_pairs, padded, 2 * q_bytes + 2 * k_bytes, read,
                        query_pairs)  # fmt: skip
         dq = Work("selected: dq", "backward", 6 * width * query_pairs, padded, 4 * q_bytes + 2 * k_bytes, read,
@@ -205,10 +221,17 @@ def kernels(problem: Problem, arch: str) -> Iterator[Work]:
                        pairs)  # fmt: skip
         dq = Work("selected: dq", "backward", 6 * width * pairs, 64, q_bytes + 2 * k_bytes + parts, 2 * gathered,
                   pairs)  # fmt: skip
+        chunks = math.ceil(tokens * problem.heads * p.num_selected * width * 4 / MAX_PART_BYTES)
+        chunk_wise = (chunks * (INVERTED[0] + 1), INVERTED[1])  # and a kernel more that merges
+        steps = {"forward": (DISTINCT, chunk_wise), "backward": (DISTINCT, chunk_wise, INVERTED)}
     yield from (forward, dq)
+    for direction, made in steps.items():
+        launches, moved = (sum(column) for column in zip(*made, strict=True))
+        moved *= tokens * problem.groups * p.num_selected
+        yield Work(f"selected: lists, {direction}", direction, 0, 64, moved, launches=launches)
+    yield Work("selected: delta", "backward", 0, 64, 2 * q_bytes)
     listed = problem.heads * seen  # here the queries of a block fill the tiles
-    yield Work("selected: lists of queries", "both", 0, 64, 0, 0, 0, tokens * problem.groups * p.num_selected * 8 * 12)
-    yield Work("selected: dk, dv", "backward", 8 * width * listed, 64, 2 * q_bytes + 8 * k_bytes,
+    yield Work("selected: dkdv", "backward", 8 * width * listed, 64, 2 * q_bytes + 8 * k_bytes,
                listed / p.select_block * 2 * width * BYTES, listed)  # fmt: skip
 
     yield from band("window", visible_window(p, problem.seq_len), k_bytes, p.window)
@@ -216,13 +239,22 @@ def kernels(problem: Problem, arch: str) -> Iterator[Work]:
     yield Work("gates, backward", "backward", 0, 64, 8 * q_bytes)
 
 
+def _union(pattern: SparsePattern, visible: int, queries: int) -> float:
+    """Blocks that any of so many neighbouring queries selects of those `visible`."""
+    forced = min(pattern.num_initial + pattern.num_local, visible)
+    rest = visible - forced
+    if rest == 0:
+        return forced
+    chosen = min(pattern.num_selected, visible) - forced
+    return forced + rest * (1 - (1 - chosen / rest) ** queries)
+
+
 def predict(problem: Problem, machine: Machine, share: Efficiency) -> dict[str, Any]:
     """Seconds of every kernel, and of forward, backward and both."""
     rows = []
     for work in kernels(problem, machine.arch):
         seconds, bound = work.seconds(machine, share)
-        direction = "backward" if work.direction == "both" else work.direction
-        rows.append({"kernel": work.name, "direction": direction, "seconds": seconds, "bound_by": bound})
+        rows.append({"kernel": work.name, "direction": work.direction, "seconds": seconds, "bound_by": bound})
     total = {d: sum(row["seconds"] for row in rows if row["direction"] == d) for d in ("forward", "backward")}
     return {"kernels": rows, **total, "both": sum(total.values())}
 
@@ -261,7 +293,7 @@ def make_prediction() -> dict[str, Any]:
         published = PUBLISHED[name]
         record["machines"][name] = {"rates": vars(machine), "published": published, "cells": cells}
         model = load_config(str(PRESET)).model
-        steps = {a: predict_step(model, 2048, 16, machine, share) for a, share in EFFICIENCIES.items()}
+        steps = {a: predict_step(model, 2048, SEQUENCES, machine, share) for a, share in EFFICIENCIES.items()}
         record["machines"][name] |= {"step": steps, "bars": list(_bars(cells, published, steps))}
     record["efficiencies"] = {name: vars(share) for name, share in EFFICIENCIES.items()}
     return record
@@ -287,7 +319,7 @@ def _bars(cells: dict[str, Any], published: dict[str, Any], steps: dict[str, Any
     yield bar("4 heads a group over 16, per useful FLOP, S = 65536", f"≤ {SMALL_GROUPS} ×", *ratios,
               lambda value: value <= SMALL_GROUPS)  # fmt: skip
     rates, shares = ([step[name] for step in steps.values()] for name in ("tokens_per_s", "mfu"))
-    what = "125 M preset, S = 2048, 16 sequences"
+    what = f"125 M preset, S = 2048, {SEQUENCES} sequences"
     yield bar(f"{what}: tokens/s", f"≥ {TOKENS_PER_S:,}", *rates, lambda value: value >= TOKENS_PER_S)
     yield bar(f"{what}: MFU", f"≥ {MFU}", *shares, lambda value: value >= MFU)
 
@@ -332,7 +364,7 @@ def render(record: dict[str, Any]) -> str:
             table(("", *columns), cells),
             "Kernels at S = 65,536 and h = 16, in ms:",
             table(("kernel", "good", "bound by", "usual"), times),
-            "The training step of the 125 M preset, S = 2,048, 16 sequences, in ms:",
+            f"The training step of the 125 M preset, S = 2,048, {SEQUENCES} sequences, in ms:",
             table(("", "good", "usual"), steps),
         ]
     return "\n\n".join(parts) + "\n"

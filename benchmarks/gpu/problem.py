@@ -50,14 +50,14 @@ class Problem:
         return [x.to(self.dtype).requires_grad_() for x in (q, k, v, normal(self.seq_len, self.heads, 3))]
 
     def flops(self, kind: str) -> dict[str, float]:
-        """Useful matrix products of `"nsa"` or `"dense"` attention, forward and backward: only keys that are seen."""
+        """Useful matrix products of `"nsa"` or `"dense"` attention or a branch, both directions: only keys seen."""
         shape, value = (self.batch_size, self.seq_len, self.heads, self.head_dim), (self.head_dim,)
-        if kind == "dense":
-            pairs = causal_pairs(self.seq_len, self.seq_len)
-        else:
-            pairs = sum(
-                seen(self.pattern, self.seq_len) for seen in (visible_compressed, visible_selected, visible_window)
-            )
+        seen = {
+            "compressed": visible_compressed(self.pattern, self.seq_len),
+            "selected": visible_selected(self.pattern, self.seq_len),
+            "window": visible_window(self.pattern, self.seq_len),
+        }
+        pairs = {**seen, "nsa": sum(seen.values()), "dense": causal_pairs(self.seq_len, self.seq_len)}[kind]
         return {
             "forward": attention_flops(shape, value, pairs),
             "backward": attention_backward_flops(shape, value, pairs),

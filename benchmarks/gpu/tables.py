@@ -14,10 +14,10 @@ GIB = 2**30
 
 def render(record: Mapping[str, Any]) -> str:
     """The whole record for people."""
-    parts_of = {part: record.get(part, {}) for part in ("attention", "training", "step")}
+    parts_of = {part: record.get(part, {}) for part in ("orders", "attention", "training", "step")}
     missing = [(part, name, cell["not_measured"]) for part, cells in parts_of.items() for name, cell in cells.items()
                if "not_measured" in cell]  # fmt: skip
-    attention, training, step = (
+    orders, attention, training, step = (
         {name: cell for name, cell in cells.items() if "not_measured" not in cell} for cells in parts_of.values()
     )
     machine = record["environment"]["machine"]
@@ -32,6 +32,8 @@ def render(record: Mapping[str, Any]) -> str:
             for b in record["bars"]
         ]),
     ]  # fmt: skip
+    if orders:
+        parts += ["## Loop orders of selected attention, ms", _orders(orders)]
     if attention:
         parts += ["## Attention, one layer", *(part for item in attention.items() for part in _cell(*item))]
     if training:
@@ -61,6 +63,16 @@ def _cell(name: str, cell: Mapping[str, Any]) -> list[str]:
         rows.append((who, *times, f"{rate:,.0f}", memory, accuracy))
     headers = ("", "forward, ms", "backward, ms", "both, ms", "useful TFLOP/s", "peak GiB", "against float64")
     return [f"### {name}", table(headers, rows)]
+
+
+def _orders(rows: Mapping[str, Any]) -> str:
+    names = next(iter(rows.values()))["milliseconds"]
+    headers = ("", *names, "fastest")
+    return table(headers, [
+        (name, *(f"{row['milliseconds'][order]:,.2f}" for order in names),
+         f"{row['major']} {row['queries']}")
+        for name, row in rows.items()
+    ])  # fmt: skip
 
 
 def _training(rows: Mapping[str, Any]) -> str:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.production import one_process
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PRESETS = (CONFIGS / "nsa_125m_gpt2.yaml", CONFIGS / "m7c_125m_2xa100_production.yaml")
 SEQ_LENS = (2048, 8192, 32768, 65536)
-TOKENS = 32768  # of a micro batch: enough to fill a GPU at any length
+TOKENS = 65536  # of a micro batch, at any length: one sequence of the longest
 
 
 def measure_training(preset: Path, seq_len: int, device: torch.device, smoke: bool = False) -> dict[str, Any]:
-    """Steps of a preset at a length. MFU relates to the matrix products measured, `mfu_nominal` to the data sheet."""
+    """Steps of a preset at a length, dense attention being SDPA's flash.
+
+    MFU relates to the matrix products measured, `mfu_nominal` to the data sheet.
+    """
     torch._dynamo.reset()
     overrides = SMOKE if smoke else []
-    row = one_process(preset, seq_len, 2 if smoke else 5, device, 1 if smoke else max(1, TOKENS // seq_len), overrides)
+    batch_size = 1 if smoke else max(1, TOKENS // seq_len)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device.type == "cuda" else nullcontext():
+        row = one_process(preset, seq_len, 2 if smoke else 5, device, batch_size, overrides)
     peak = nominal_peak(device)
     for name in ("nsa", "dense"):
         if peak and "model_flops_per_s" in row[name]:

@@ -11,7 +11,7 @@ every output element is written by one program in a fixed order: no atomics, equ
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -83,14 +83,17 @@ def padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def tile_sizes(q: Tensor, v: Tensor, backward: bool) -> Tiles:
+def tile_sizes(q: Tensor, v: Tensor, kernel: Literal["forward", "dq", "dkdv"]) -> Tiles:
     """Tiles whose operands fit the shared memory of every GPU since Ampere (99 KiB), and their sums the registers."""
     width = max(padded(q.shape[3]), padded(v.shape[3]))
     if q.dtype == torch.float32:  # no tensor cores: the operands of an exact product live in registers
         return Tiles(32, 32, 8, 1) if width <= 64 else Tiles(16, 16, 4 if width <= 128 else 8, 1)
-    if backward:
-        return Tiles(64, 64, 4 if width <= 64 else 8, 2) if width <= 128 else Tiles(32, 32, 8, 1)
-    return Tiles(128, 64, 4 if width <= 64 else 8, 2) if width <= 128 else Tiles(64, 32, 8, 2)
+    if width > 128:
+        return Tiles(64, 32, 8, 2) if kernel == "forward" else Tiles(32, 32, 8, 1)
+    if kernel == "dkdv":
+        return Tiles(64, 64, 4 if width <= 64 else 8, 2)
+    # By 128 rows keys are read half as often as by 64, and each warp group of Hopper has 64 rows to itself.
+    return Tiles(128, 32 if kernel == "dq" and width > 64 else 64, 8, 2)
 
 
 def tile_constants(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[str, int]:
@@ -398,7 +401,7 @@ def band_forward(
     lse = q.new_empty(batch, length, heads, dtype=torch.float32)
     if num_keys == 0 or out.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    tiles = tile_sizes(q, v, backward=False)
+    tiles = tile_sizes(q, v, "forward")
     grid = (triton.cdiv(length * (heads // groups), tiles.rows) * batch * groups,)
     with torch.cuda.device_of(q):
         _forward_kernel[grid](
@@ -419,16 +422,17 @@ def band_backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if num_keys == 0 or out.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    tiles = tile_sizes(q, v, backward=True)
     lse = lse.contiguous()
     delta = torch.empty_like(lse)
     band = _band(length, window, block_size, stride)
     strides = [x.stride() for x in (grad_out, q, k, v)]
     with torch.cuda.device_of(q):
+        tiles = tile_sizes(q, v, "dq")
         _dq_kernel[(triton.cdiv(length * (heads // groups), tiles.rows) * batch * groups,)](
             grad_out, q, k, v, out, lse, delta, dq, *sum(strides, ()), *out.stride(), *dq.stride(),
             length, num_keys, groups, scale * LOG2E, scale, *band, **tile_constants(q, k, v, tiles),
         )  # fmt: skip
+        tiles = tile_sizes(q, v, "dkdv")
         _dkdv_kernel[(triton.cdiv(num_keys, tiles.keys) * batch * groups,)](
             grad_out, q, k, v, lse, delta, dk, dv, *sum(strides, ()), *dk.stride(), *dv.stride(),
             length, num_keys, groups, scale * LOG2E, scale, *band, **tile_constants(q, k, v, tiles),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +14,43 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from nsa_compile.backend import optimize, parse_options, specialize_shapes
+from nsa_compile.config import load_config
 from nsa_compile.models.transformer import Block
+from nsa_compile.passes import lower_attention
 from tests.models.test_nsa import tiny_model
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 OPERATORS = ("window", "compressed", "selected")
 READS_BACK = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "bincount", "equal")
+
+
+class Stopped(Exception):
+    """Ends a compilation after the passes."""
+
+
+@pytest.mark.parametrize("preset", ["nsa_125m_gpt2.yaml", "m7c_125m_2xa100_production.yaml"])
+def test_on_cuda_the_presets_attend_with_the_operators_in_bf16(preset, monkeypatch):
+    """The passes on fake tensors, with the costs of a CUDA device."""
+    monkeypatch.setattr(lower_attention, "_machine", lambda device: "cuda")
+    config = load_config(str(CONFIGS / preset))
+    called: dict[str, set[torch.dtype]] = {}
+
+    def backend(gm, inputs, **_):
+        specialize_shapes(gm)
+        optimize(gm, parse_options({"cache": False}), inputs)
+        for operator in OPERATORS:
+            target = getattr(torch.ops.nsa_compile, f"{operator}_attention").default
+            (node,) = gm.graph.find_nodes(op="call_function", target=target)
+            called[operator] = {x.meta["example_value"].dtype for x in node.args[:3]}
+        raise Stopped
+
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        block = Block(config.model)
+        x = torch.empty(1, 2048, config.model.dim, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(Exception, match="Stopped"):
+            torch.compile(block, backend=backend, fullgraph=True, dynamic=False)(x)
+    assert called == {operator: {torch.bfloat16} for operator in OPERATORS}
 
 
 def test_a_compiled_block_is_one_graph_that_reads_nothing_back():

@@ -238,6 +238,18 @@ def test_dtypes_without_triton_kernels_are_computed_portably_and_said_so(name, c
     ]
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_dispatch_takes_triton_on_cuda(name, monkeypatch):
+    triton = pytest.importorskip(f"nsa_compile.ops.{name}.triton", reason="triton is not installed")
+    monkeypatch.setattr(triton, "prepare", lambda: None)  # it launches a kernel
+    dispatch._best.cache_clear()
+    with torch._subclasses.FakeTensorMode():
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        chosen = [dispatch.implementation(name, torch.empty(1, device="cuda", dtype=dtype)) for dtype in dtypes]
+    dispatch._best.cache_clear()
+    assert chosen == [triton] * 3
+
+
 def test_dispatch_takes_cpp_on_the_cpu():
     for name in OPERATORS:
         assert dispatch.implementation(name, torch.zeros(1)) is sys.modules[f"nsa_compile.ops.{name}.cpu"]

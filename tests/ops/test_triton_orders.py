@@ -36,6 +36,11 @@ def test_distinct_blocks_are_the_visible_ones(indices):
         assert row == sorted(chosen(indices, b, s, g))
 
 
+def test_indices_beyond_32_bits_stand_for_nothing():
+    indices = torch.tensor([1, 2**40 + 1, -(2**40) + 2, 0]).expand(1, 9, 1, 4)
+    assert distinct_blocks(indices, 12, BLOCK)[0, -1, 0].tolist() == [-1, -1, 0, 1]
+
+
 @pytest.mark.parametrize("places", [1, PLACES])
 @pytest.mark.parametrize("queries", [1, 2, 4, 8])
 def test_a_tile_has_each_block_of_its_queries_once_with_all_that_selected_it(indices, queries, places):
@@ -71,26 +76,39 @@ def test_lists_name_every_pair_once_under_its_block(indices, longest):
 
 @needs_triton
 class TestOrder:
-    def choose(self, heads, dim=128, arch="sm_90", block_size=64):
+    def choose(self, heads, dim=128, arch="sm_90", block_size=64, length=65536):
         from nsa_compile.ops.selected.triton import choose_order
 
-        return choose_order(heads, dim, dim, torch.bfloat16, block_size, arch)
+        return choose_order(heads, dim, dim, torch.bfloat16, block_size, 16, length, arch)
 
     def test_small_groups_go_block_by_block(self):
         assert [self.choose(h).major for h in (1, 2, 3, 4, 8)] == ["block"] * 5
-        assert self.choose(16) == ("query", 2)
+        assert self.choose(16) == ("query", 4)
         assert self.choose(64) == ("query", 1)
         assert self.choose(4, block_size=8).major == "query"  # few keys to read, the parts would cost more
+
+    def test_where_neighbours_share_blocks_more_of_them_make_a_tile(self):
+        assert self.choose(16, length=8192) == ("query", 4)
+        assert self.choose(6, dim=64, length=2048) == ("query", 8)
+        assert self.choose(4, length=2048) == ("query", 8)
+        assert self.choose(1, length=8192).major == "block"  # one head a row: the parts are few
+        for length in (1, 16, 64, 1000):
+            assert self.choose(2, length=length).queries <= 8
 
     def test_a_measurement_overrides_the_estimate(self, tmp_path, monkeypatch):
         from nsa_compile.ops.selected import triton
 
         row = {"heads": 4, "dim": 128, "value_dim": 128, "dtype": "bfloat16", "block_size": 64}
-        (tmp_path / "orders.json").write_text(json.dumps({"sm_90": [{**row, "major": "query", "queries": 4}]}))
+        rows = [
+            {**row, "seq_len": 8192, "major": "query", "queries": 1},
+            {**row, "seq_len": 65536, "major": "query", "queries": 4},
+        ]
+        (tmp_path / "orders.json").write_text(json.dumps({"sm_90": rows}))
         monkeypatch.setattr(triton, "ORDER_TABLE", tmp_path / "orders.json")
         triton._measured.cache_clear()
         try:
-            assert self.choose(4) == ("query", 4)
+            assert self.choose(4) == self.choose(4, length=2**20) == self.choose(4, length=32768) == ("query", 4)
+            assert self.choose(4, length=2048) == self.choose(4, length=16384) == ("query", 1)  # the nearest
             assert self.choose(4, arch="sm_80").major == "block"
             assert self.choose(8).major == "block"
         finally:
@@ -155,6 +173,7 @@ def test_the_benchmark_writes_a_table_that_choose_order_reads(tmp_path, monkeypa
         "block_size": 64,
         "major": "query",
         "queries": 1,
+        "seq_len": 8,
     }
     table.write_text(json.dumps({"cpu": [kept, {**kept, "dim": 16, "value_dim": 16, "milliseconds": {}}]}))
     options = ["--device=cpu", "--seq-len=8", "--dim=16", "--heads=2", "--repeats=1", f"--out={table}"]
@@ -167,7 +186,7 @@ def test_the_benchmark_writes_a_table_that_choose_order_reads(tmp_path, monkeypa
     monkeypatch.setattr(triton, "ORDER_TABLE", table)
     triton._measured.cache_clear()
     try:
-        chosen = triton.choose_order(2, 16, 16, torch.bfloat16, 64, "cpu")
+        chosen = triton.choose_order(2, 16, 16, torch.bfloat16, 64, 16, 8, "cpu")
     finally:
         triton._measured.cache_clear()
     assert chosen == (rows[1]["major"], rows[1]["queries"])

@@ -164,6 +164,7 @@ WINDOW = [
     Case(S=30, T=30, h=16, D=192, Dv=128, window=100, dtype=BF16),
     Case(S=45, T=45, G=2, h=3, D=24, Dv=16, window=20, dtype=FP16, strided=True),
     Case(S=70, T=70, h=2, D=32, Dv=32, window=33, contents="large", strided=True),
+    Case(S=150, T=150, h=2, D=80, Dv=128, window=90, dtype=BF16),  # the wider tiles of dq
     Case(S=101, T=90, h=4, window=70),  # tiles whose keys every row sees, and keys that all of a tile's rows see
     Case(S=1, T=1, h=1, window=1),
     Case(B=0),
@@ -180,6 +181,7 @@ COMPRESSED = [
     Case(S=40, T=40, contents="zero queries", n=4, block_size=1, stride=1, select_block=1, offsets=(0,), weights=(1,)),
     Case(S=40, T=20, h=2, n=3, num_initial=2, num_local=3, dtype=FP16),  # more forced blocks than places
     Case(S=40, T=20, h=2, n=15, num_initial=0, num_local=0, offsets=(-1, 2), weights=(3, -1)),  # more than blocks
+    Case(S=140, T=69, h=2, D=128, Dv=72, n=2, dtype=FP16),  # the wider tiles of dq
     Case(S=120, T=59, h=4, n=2),  # tiles whose keys every row sees, and keys that all of a tile's rows see
     Case(S=9, T=3, h=2, n=0),
     Case(S=9, T=0, h=2, n=2),
@@ -388,14 +390,15 @@ SHARED_MEMORY = 99 * 1024  # bytes a program may have on every GPU since Ampere
 OWN = {"window": "nsa_compile.ops.triton_common"}  # compressed launches these beside its own
 
 _PAPER = Case(S=8192, T=8192, G=4, h=16, D=128, Dv=128, dtype=BF16, window=512, block_size=64, n=16)
+_COMPRESSED = replace(
+    _PAPER, T=511, block_size=32, stride=16, select_block=64, offsets=(-1, 0, 1, 2, 3), weights=(1, 2, 2, 2, 1)
+)
+_PRESETS: dict[str, Any] = {"G": 2, "h": 6, "D": 64, "Dv": 64}
 PAPER = {
-    "window": [_PAPER],
-    "compressed": [
-        replace(
-            _PAPER, T=511, block_size=32, stride=16, select_block=64, offsets=(-1, 0, 1, 2, 3), weights=(1, 2, 2, 2, 1)
-        )
-    ],
+    "window": [_PAPER, replace(_PAPER, **_PRESETS)],
+    "compressed": [_COMPRESSED, replace(_COMPRESSED, **_PRESETS)],
     "selected": [
+        *(replace(_PAPER, order=order, **_PRESETS) for order in (BLOCK_MAJOR, ("query", 8))),
         *(replace(_PAPER, order=order) for order in (BLOCK_MAJOR, QUERY_MAJOR, ("query", 2), ("query", 4))),
         *(replace(_PAPER, h=h) for h in (1, 3)),
     ],
@@ -403,7 +406,7 @@ PAPER = {
 
 
 def compile_all(operator: str, deep: bool) -> int:
-    """With the paper's sizes no kernel spills registers; deep: what the other cases launch compiles as well."""
+    """With the sizes of paper and presets no kernel spills; deep: what the other cases launch compiles, too."""
     import triton
 
     from nsa_compile.errors import UserError

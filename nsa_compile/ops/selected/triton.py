@@ -8,6 +8,7 @@ run to run.
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,8 +22,20 @@ from nsa_compile.ops.selected import triton_block_major, triton_query_major
 from nsa_compile.ops.selected.block_lists import distinct_blocks
 from nsa_compile.ops.triton_common import check_supported, padded, prepare
 
-__all__ = ["MAX_QUERIES", "ORDER_TABLE", "Order", "arch_of", "backward", "choose_order", "forward", "prepare"]
+__all__ = [
+    "MAX_QUERIES",
+    "ORDER_TABLE",
+    "SHAPE",
+    "Order",
+    "arch_of",
+    "backward",
+    "choose_order",
+    "forget_measured",
+    "forward",
+    "prepare",
+]
 
+SHAPE = ("heads", "dim", "value_dim", "dtype", "block_size")  # by which a row of the table is found
 MAX_QUERIES = 8  # of a tile: block and members share 32 bits, which leaves 2^23 blocks
 ORDER_TABLE = Path(__file__).parent / "triton_orders.json"
 
@@ -34,31 +47,44 @@ class Order(NamedTuple):
     queries: int = 1
 
 
-def choose_order(heads: int, dim: int, value_dim: int, dtype: torch.dtype, block_size: int, arch: str) -> Order:
+def choose_order(
+    heads: int, dim: int, value_dim: int, dtype: torch.dtype, block_size: int, places: int, length: int, arch: str
+) -> Order:
     """The order for so many heads a group on a GPU like `arch` ("sm_90"): as measured, or estimated.
 
-    Measurements are in `triton_orders.json`, which `benchmarks/selected_orders.py` writes. The estimate counts bytes
-    of forward and dq together, for one query and one of its blocks, as both orders are limited by bytes. Query-major
-    reads `2 * block_size * (D + Dv)` elements of keys and values, from the L2 cache, taken to deliver twice what memory
-    does. Block-major reads `2 D + Dv` elements for each head, and writes and reads back a float32 part of `D + Dv`.
-    For bfloat16, D = 128 and blocks of 64: 64 KiB from the cache against 2.75 KiB a head, so groups of up to 11 go
-    block-major. Query-major takes 32 rows a tile: if two neighbours of 16 heads share no block, this costs twice the
-    products, which the reading hides; it saves up to half of the reading.
+    Measurements are in `triton_orders.json`, which `benchmarks/selected_orders.py` writes; of those of a shape the one
+    counts whose length is the nearest. The estimate counts bytes of forward and dq together for a query in the middle
+    of the sequence, as both orders are limited by bytes. Query-major takes tiles of up to 64 rows, which the tensor
+    cores work through at their full rate, and reads the keys and values of each block that any query of a tile selected
+    from the L2 cache, taken to deliver 1.5 times what memory does; neighbours are taken to choose at random, so that
+    they share blocks where the sequence has few. Block-major writes to memory, and reads back, a float32 part of
+    `D + Dv` for each head and block.
     """
-    for row in _measured().get(arch, ()):
-        shape = (row["heads"], row["dim"], row["value_dim"], row["dtype"], row["block_size"])
-        if shape == (heads, dim, value_dim, str(dtype).removeprefix("torch."), block_size):
-            return Order(row["major"], row["queries"])
-    read_keys = 2 * block_size * (dim + value_dim) * dtype.itemsize / 2
-    read_rows = heads * ((2 * dim + value_dim) * dtype.itemsize + 2 * 4 * (dim + value_dim))
-    if read_rows < read_keys and heads < 16:
-        return Order("block")
-    return Order("query", max(1, 32 // max(heads, 8)))
+    shape = (heads, dim, value_dim, str(dtype).removeprefix("torch."), block_size)
+    measured = [row for row in _measured().get(arch, ()) if shape == tuple(row[name] for name in SHAPE)]
+    if measured:
+        nearest = min(measured, key=lambda row: abs(math.log(row["seq_len"] / max(length, 1))))
+        return Order(nearest["major"], nearest["queries"])
+    visible = max(1.0, length / block_size / 2)
+    chosen = min(places, visible)
+
+    queries = 1
+    while queries < MAX_QUERIES and 2 * queries * heads <= 64:
+        queries *= 2
+    read = visible * (1 - (1 - chosen / visible) ** queries) / queries  # blocks, for each query of a tile
+    keys_bytes = read * 2 * block_size * (dim + value_dim) * dtype.itemsize / 1.5
+    part_bytes = chosen * heads * 2 * 4 * (dim + value_dim)
+    return Order("block") if part_bytes < keys_bytes and heads < 16 else Order("query", queries)
 
 
 @cache
 def _measured() -> dict[str, list[dict[str, Any]]]:
     return json.loads(ORDER_TABLE.read_text())
+
+
+def forget_measured() -> None:
+    """Read the table of orders anew: for who has just written to it."""
+    _measured.cache_clear()
 
 
 def arch_of(device: torch.device) -> str:
@@ -69,13 +95,14 @@ def arch_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def _order(q: Tensor, k: Tensor, v: Tensor, block_size: int, order: Order | None) -> Order:
+def _order(q: Tensor, k: Tensor, v: Tensor, block_size: int, places: int, order: Order | None) -> Order:
     if order is not None:
         if not 1 <= order.queries <= MAX_QUERIES:
             raise ValueError(f"queries = {order.queries} of the order must be between 1 and {MAX_QUERIES}")
         return order
     heads = q.shape[2] // k.shape[2]
-    return choose_order(heads, q.shape[3], v.shape[3], q.dtype, block_size, arch_of(q.device))
+    arch = arch_of(q.device)
+    return choose_order(heads, q.shape[3], v.shape[3], q.dtype, block_size, places, q.shape[1], arch)
 
 
 def forward(
@@ -87,7 +114,7 @@ def forward(
     lse = q.new_empty(batch, length, heads, dtype=torch.float32)
     if num_keys == 0 or indices.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    order = _order(q, k, v, block_size, order)
+    order = _order(q, k, v, block_size, indices.shape[3], order)
     block_size = min(block_size, num_keys)
     blocks = distinct_blocks(indices, num_keys, block_size)
     with torch.cuda.device_of(q):
@@ -107,7 +134,7 @@ def backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if num_keys == 0 or indices.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    order = _order(q, k, v, block_size, order)
+    order = _order(q, k, v, block_size, indices.shape[3], order)
     block_size = min(block_size, num_keys)
     blocks = distinct_blocks(indices, num_keys, block_size)
     lse = lse.contiguous()

@@ -34,7 +34,7 @@ from nsa_compile.ops.triton_common import (
 
 __all__ = ["dkdv", "dq", "forward"]
 
-MAX_PART_BYTES = 2**29
+MAX_PART_BYTES = 2**31  # a chunk costs some thirty small launches besides
 ROWS = 1024  # query-head pairs a program, enough to read a block of keys for, and few enough to share the work evenly
 MERGED = 32  # query-head pairs a program that merges
 
