@@ -38,9 +38,9 @@ ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "needle.json"
 VARIANTS = {"all branches": "[compressed, selected, window]", "without selected": "[compressed, window]"}
 # Training begins on shorter sequences: their length, sequences in a batch, and steps at the most. A stage is over as
-# soon as the loss on the answers, averaged over about fifty steps, is below so many nats.
-STAGES = ((128, 16, 1200), (256, 8, 400), (512, 8, 300))
-LEARNED, SMOOTHING = 0.6, 0.98
+# soon as the loss on the answers, averaged over about twenty steps, is below so many nats.
+STAGES = ((256, 16, 400), (512, 8, 300))
+LEARNED, SMOOTHING = 0.12, 0.95
 # The first of the held-out sequences are those of the evaluations on the way.
 FINAL_POSITION = 1_000_000
 GOAL = 0.9

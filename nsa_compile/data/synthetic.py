@@ -65,14 +65,13 @@ class Copying:
 
 
 class Needle:
-    """``filler rrrrrrrr filler … rrrrrrrr filler KvKvKv…``: needle retrieval.
+    """``filler r filler … r filler KvKvKv…``: needle retrieval.
 
-    A needle ``r`` is a record, one token that says a key and its value at once. The needles stand in tables, eight in
-    a row: a compressed block that holds one holds its neighbours, too, and the mean of them does not tell which value
-    belongs to which key. All are asked for at the end, in random order: after the letter ``K`` of a key, the digit
-    ``v`` of its value is the answer. No two needles of a sequence have the same key. Places are uniform among those
-    that leave ``min_distance`` tokens up to the first question. The filler is a text that repeats itself from a
-    random place on, without records, capital letters and digits.
+    A needle ``r`` is a record, one token that says a key and its value at once. The needles lie in a haystack of
+    filler and are all asked for at the end, in random order: after the letter ``K`` of a key, the digit ``v`` of its
+    value is the answer. No two needles of a sequence have the same key. Their places are uniform among those that
+    leave ``min_distance`` tokens up to the first question. The filler is a text that repeats itself from a random
+    place on, without records, capital letters and digits.
 
     Args:
         seed: selects the stream.
@@ -84,11 +83,12 @@ class Needle:
     KEYS = np.frombuffer(b"ABCDEFGHIJKLMNOP", np.uint8)
     VALUES = np.frombuffer(b"01234567", np.uint8)
     MOST = len(KEYS)
-    TABLE = 8
     # The record of the first key and the first value; those of a key lie together. No byte of ASCII text.
     RECORDS = 128
     # After the filler of passkey retrieval (Mohtashami and Jaggi, arXiv 2305.16300).
-    FILLER = b"the grass is green. the sky is blue. the sun is yellow. here we go. there and back again. "
+    FILLER = np.frombuffer(
+        b"the grass is green. the sky is blue. the sun is yellow. here we go. there and back again. ", np.uint8
+    )
 
     def __init__(self, seed: int, min_distance: int, held_out: bool = False, needles: int = MOST) -> None:
         self.seed = seed
@@ -104,18 +104,14 @@ class Needle:
     def sequence(self, index: int, length: int) -> Tokens:
         random = generator(self.seed, index)
         keys, values = _draw(lambda: self._example(random), self.held_out)
-        records = (self.RECORDS + len(self.VALUES) * keys + values).astype(np.uint8)
-        tables = np.split(records, range(self.TABLE, self.needles, self.TABLE))
         room = length - self.shortest
-        starts = np.sort(random.integers(room + 1, size=len(tables))).tolist()
-        phase, size = int(random.integers(len(self.FILLER))), room + self.min_distance
-        filler = (self.FILLER * (size // len(self.FILLER) + 2))[phase : phase + size]
-        text = filler[: starts[0]]
-        for table, start, end in zip(tables, starts, [*starts[1:], size], strict=True):
-            text += table.tobytes() + filler[start:end]
+        places = np.sort(random.integers(room + 1, size=self.needles))
+        phase = int(random.integers(len(self.FILLER)))
+        filler = self.FILLER[(phase + np.arange(room + self.min_distance)) % len(self.FILLER)]
+        hay = np.insert(filler.astype(np.int64), places, self.RECORDS + len(self.VALUES) * keys + values)
         order = random.permutation(self.needles)
-        text += np.stack((self.KEYS[keys[order]], self.VALUES[values[order]]), axis=1).tobytes()
-        return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+        questions = np.stack((self.KEYS[keys[order]], self.VALUES[values[order]]), axis=1)
+        return np.concatenate((hay, questions.flatten()))
 
     def answers(self, length: int) -> Mask:
         question = np.arange(length) - (length - 2 * self.needles)

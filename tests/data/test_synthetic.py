@@ -55,24 +55,20 @@ def test_needles_are_asked_for_at_the_end_and_lie_far_enough_away(seed, index, m
     assert text(tokens[source.answers(length)]) == "".join(needle[1] for needle in asked)
     places = [place for place, _ in hidden]
     assert length - 2 * needles - places[-1] > min_distance
-    # Tables of eight, the last of what is left.
-    for first in range(0, needles, 8):
-        table = places[first : first + 8]
-        assert table == list(range(table[0], table[0] + len(table)))
     # Cut at the needles, and put together again, it is the text that repeats itself.
-    assert filler in 20 * Needle.FILLER.decode()
+    assert filler in 20 * text(Needle.FILLER)
 
 
 def test_needles_lie_everywhere_have_any_value_and_are_asked_for_in_any_order():
     source = Needle(0, 100)
     sequences = [read(source.sequence(index, 513))[:2] for index in range(400)]
-    firsts, seconds = np.array([(hidden[0][0], hidden[8][0] - 8) for hidden, _ in sequences]).T
+    places = np.array([[place for place, _ in hidden] for hidden, _ in sequences]) - np.arange(16)
     room = 513 - source.shortest
-    assert firsts.min() < 0.05 * room
-    assert 0.95 * room < seconds.max() <= room
-    # The smaller and the larger of two uniform numbers.
-    assert abs(firsts.mean() - room / 3) < 0.1 * room
-    assert abs(seconds.mean() - 2 * room / 3) < 0.1 * room
+    assert places.min() == 0
+    assert places.max() == room
+    # The smallest, those in the middle and the largest of sixteen uniform numbers.
+    expected = room * np.arange(1, 17) / 17
+    assert np.all(np.abs(places.mean(axis=0) - expected) < 0.03 * room)
     values = np.array([[int(needle[1]) for needle in asked] for _, asked in sequences])
     assert np.all(np.abs(np.bincount(values.flat, minlength=8) / values.size - 1 / 8) < 0.02)
     keys = np.array([[ord(needle[0]) - ord("A") for needle in asked] for _, asked in sequences])
