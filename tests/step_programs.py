@@ -304,7 +304,8 @@ def attention(p: Writer, k: str, v: str, keep: str, *, a_column_is_kept: bool, f
     grouped = not p.layout.plain and p.pick(False, True)
     q = p.let("q", p.value())
     if grouped:
-        q = p.let("q", f"torch.stack([{q}, -{q}], 2)")
+        # Not q and -q: over two rows their weights would add up to one for each, whatever the scores are.
+        q = p.let("q", f"torch.stack([{q}, -2 * {q}], 2)")
     keep = p.let("keep", keep)
 
     if form is None:

@@ -222,10 +222,14 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TimeLimit
 
     before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Again and again: Python drops what is raised while it is in a destructor or a callback from C.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:  # once more, for an alarm that went off on the way to that line
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 

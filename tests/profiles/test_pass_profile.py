@@ -176,6 +176,20 @@ def test_the_time_limit_is_taken_off():
     time.sleep(0.1)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_time_limit_lost_in_a_destructor_comes_again():
+    class Slow:
+        def __del__(self):
+            time.sleep(0.05)  # what is raised here goes nowhere
+
+    def work():
+        Slow()
+        time.sleep(30)
+
+    with pytest.raises(TimeLimit), time_limit(0.01):
+        work()
+
+
 def test_kernels_are_counted_and_cache_hits_marked(tmp_path, monkeypatch):
     """Equal graphs: Inductor compiles the first, and finds the others in its cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
