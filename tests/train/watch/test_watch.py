@@ -29,7 +29,7 @@ RANK = """
 import itertools, sys, time
 from pathlib import Path
 from nsa_compile.train.watch.halt import halt_reason
-from nsa_compile.train.watch.heartbeat import Heartbeat, install_stack_dump
+from nsa_compile.train.watch.heartbeat import Heartbeat, heartbeat_path, install_stack_dump
 directory, rank, world_size, fate = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 
 def hang_here():
@@ -37,6 +37,9 @@ def hang_here():
 
 install_stack_dump(directory, rank)
 with Heartbeat(directory, rank, 0.1, world_size=world_size) as heartbeat:
+    # As a process group has it: none goes on, let alone ends, before all are there.
+    while not all(heartbeat_path(directory, other).exists() for other in range(world_size)):
+        time.sleep(0.01)
     for step in itertools.count(1):
         for phase in ("data", "forward", "backward", "communication"):
             heartbeat.phase(phase)
