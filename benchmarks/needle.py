@@ -27,7 +27,7 @@ from tabulate import tabulate
 import nsa_compile
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.data import BatchSampler, load_corpus
-from nsa_compile.data.synthetic import Needle, make_synthetic
+from nsa_compile.data.synthetic import make_synthetic
 from nsa_compile.models import NSATransformer
 from nsa_compile.profiles.measure import CPU, make_record, write_record
 from nsa_compile.train.evaluation import evaluate_answers, logits_and_loss
@@ -141,15 +141,13 @@ class Stages:
     """Where the batch of each step comes from: the stages one after the other, then the configured task."""
 
     def __init__(self, config: RunConfig) -> None:
-        shape, data = config.train, config.data
-        distance = data.min_distance or config.model.pattern.window
-        source = Needle(config.run.seed, distance, needles=data.needles)
+        shape, source = config.train, make_synthetic(config, held_out=False)
         self.left = [
             (BatchSampler(source, batch_size, seq_len), steps)
             for seq_len, batch_size, steps in STAGES
             if source.shortest <= seq_len < shape.seq_len
         ]
-        self.task = BatchSampler(make_synthetic(config, held_out=False), shape.batch_size, shape.seq_len)
+        self.task = BatchSampler(source, shape.batch_size, shape.seq_len)
         self.steps, self.loss = 0, math.inf
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import sys
 from collections import deque
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import CheckpointError
+from nsa_compile.files import write_json
 from nsa_compile.machine.environment import describe_environment, git_revision
 from nsa_compile.train.attention_stats import LayerStatistics
 from nsa_compile.train.checkpoints.checkpoint import CheckpointWriter
@@ -168,8 +168,3 @@ class Journal:
             "gradient_bytes": self._overlaps[-1].sent_bytes,
             "first_all_reduce": statistics.median(overlap.first for overlap in self._overlaps),
         }
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write plain data, readable."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

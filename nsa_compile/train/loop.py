@@ -15,6 +15,7 @@ from nsa_compile.config import RunConfig, flatten
 from nsa_compile.data import BatchSampler, Corpus
 from nsa_compile.data.sampling import local_rows
 from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
+from nsa_compile.files import write_json
 from nsa_compile.machine.environment import measure_matmul_flops, peak_memory, synchronize
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
@@ -33,7 +34,7 @@ from nsa_compile.train.distributed.group import (
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.evaluation import evaluate_answers
 from nsa_compile.train.generate import generate
-from nsa_compile.train.journal import Journal, write_json
+from nsa_compile.train.journal import Journal
 from nsa_compile.train.low_precision import convert_linear_layers
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer

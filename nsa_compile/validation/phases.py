@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa_compile.experiments.runs import base_overrides
+from nsa_compile.files import write_json
 from nsa_compile.machine.environment import describe_environment, git_revision
-from nsa_compile.train.journal import write_json
 from nsa_compile.train.report.run_record import RunRecord, latest_layers, read_run
 from nsa_compile.train.watch.heartbeat import heartbeat_path
 from nsa_compile.validation.runbook import Phase, Plan, Work
