@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile import ranges
+from nsa_compile.files import write_json
 from nsa_compile.ops import cpp
 from nsa_compile.passes import ORDER, verifier
 from nsa_compile.passes.estimate import Estimate, estimate
@@ -206,6 +207,8 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
     report.estimate_captured = cost = _estimate(gm, report) if options.estimate else None
     context = PassContext(options, report)
     expected = verifier.Signature.of(gm)
+    if options.dump_dir is not None:
+        Path(options.dump_dir).mkdir(parents=True, exist_ok=True)
     established: set[str] = set()
     carry_names: dict[str, list[str]] = {}  # of each scan, in the last form its body had
     for index, p in enumerate(pipeline()):
@@ -244,6 +247,8 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
     report.nodes_final = count_nodes(gm)
     for scan in report.scans:
         scan.guards = _guards_by_carry(scan, carry_names.get(scan.name, []))
+    if options.dump_dir is not None:
+        write_json(Path(options.dump_dir) / "report.json", report.to_dict())
     _finish(report, options)
     return report
 
@@ -285,7 +290,6 @@ def _dump(gm: fx.GraphModule, options: Options, index: int, name: str, when: str
     if options.dump_dir is None:
         return
     folder = Path(options.dump_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     text = gm.print_readable(print_output=False, include_stride=True, include_device=True)
     (folder / f"{index:02d}_{name}_{when}.py").write_text(text)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import statistics
+import sys
 import time
 from itertools import pairwise
 
@@ -15,11 +18,14 @@ from torch import fx
 
 from nsa_compile.cli import cli, main
 from nsa_compile.config import load_config
+from nsa_compile.errors import UserError
 from nsa_compile.passes import ORDER
 from nsa_compile.passes.pipeline import register
+from nsa_compile.profiles import pass_profile
 from nsa_compile.profiles.graph_diff import count_changes, render_side_by_side, side_by_side
 from nsa_compile.profiles.pass_page import cost_cells, render_profile, write_profile_page
-from nsa_compile.profiles.pass_profile import SCHEMA, TimeLimit, profile_passes, time_limit
+from nsa_compile.profiles.pass_profile import SCHEMA, profile_passes
+from nsa_compile.profiles.prefixes import Results, measure_prefixes, measure_within
 from tests.conftest import TINY_RUN
 
 
@@ -30,7 +36,7 @@ def _fresh_dynamo():
 
 def profile(changes, **arguments):
     overrides = [f"{key}={value}" for key, value in {**TINY_RUN, "compile.nested": "eager", **changes}.items()]
-    settings = {"seq_len": 16, "repeats": 3, "limit_s": 300, "tell": lambda line: None, **arguments}
+    settings = {"seq_len": 16, "repeats": 3, "limit_s": None, "tell": lambda line: None, **arguments}
     return profile_passes(load_config(None, overrides), **settings)
 
 
@@ -161,33 +167,67 @@ def test_a_pass_that_raises_is_named_and_the_others_measured(planted, tmp_path):
     assert "out of ideas" in (tmp_path / "passes.html").read_text()
 
 
-def test_what_takes_too_long_says_so(tmp_path):
-    record, graphs = profile(DENSE, limit_s=0.01)
-    assert {row["not_measured"] for row in record["prefixes"]} == {"it took more than 0.01 s to compile and run"}
+# ------------------------------------------------------------------------------- a process that is ended for its prefix
+
+
+def work_that_hangs(work, without, send):
+    """Prefix 1 never ends, prefix 2 ends the process, the others do as they should."""
+    for count in {0, 1, 2, 3} - without:
+        send("began", count)
+        time.sleep(600 if count == 1 else 0)
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        send("measured", {"not_measured": None, "compile_s": float(os.getpid()), "inductor_cache_hit": False})
+    send("timings", {count: {"by": os.getpid()} for count in {0, 1, 2, 3} - without})
+
+
+def test_a_prefix_that_hangs_and_one_that_ends_its_process_are_given_up():
+    told = []
+    results = Results(3, told.append)
+    measure_within(2, None, results, work_that_hangs)
+    assert results.measured[1] == {"not_measured": "it took more than 2 s to compile and run"}
+    assert results.measured[2] == {"not_measured": "its process was ended by SIGKILL"}
+    assert results.given_up == {1, 2}
+    assert set(results.timings) == {0, 3}
+    by = results.timings[3]["by"]
+    assert results.measured[3]["compile_s"] == by, "both are of the last process"
+    assert results.measured[0]["compile_s"] != by, "compiled first, in the first process"
+    assert [line[0] for line in told] == ["0", "1", "2", "3"]
+    for row in (results.measured[0], results.measured[3]):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(row["compile_s"]), 0)
+
+
+def work_that_ends_early(work, without, send):
+    sys.exit(3)
+
+
+def work_that_is_wrong(work, without, send):
+    raise UserError(f"seq_len is {work}")
+
+
+def test_a_process_that_ends_at_no_prefix_is_an_error():
+    with pytest.raises(UserError, match="could not go on: its process ended with exit code 3"):
+        measure_within(60, None, Results(3, print), work_that_ends_early)
+    with pytest.raises(UserError, match="seq_len is 7"):
+        measure_within(60, 7, Results(3, print), work_that_is_wrong)
+
+
+def test_a_record_of_what_took_too_long(tmp_path, monkeypatch):
+    def measure_all_but_three(limit_s, work, results):
+        measure_prefixes(work, {0, 3}, results.take)
+        results.measured |= {count: {"not_measured": f"it took more than {limit_s} s"} for count in (0, 3)}
+
+    monkeypatch.setattr(pass_profile, "measure_within", measure_all_but_three)
+    record, graphs = profile(DENSE, limit_s=5)
+    rows = record["prefixes"]
+    assert {row["passes"]: row["not_measured"] for row in rows if row["not_measured"]} == {
+        0: "it took more than 5 s",
+        3: "it took more than 5 s",
+    }
+    assert rows[3]["forward"] == {"not_measured": "it took more than 5 s"}
     assert "not measured" in render_profile(record)
     write_profile_page(tmp_path / "passes.html", record, graphs)
-
-
-def test_the_time_limit_is_taken_off():
-    with pytest.raises(TimeLimit), time_limit(0.01):
-        time.sleep(30)
-    with time_limit(0.05):
-        pass
-    time.sleep(0.1)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_time_limit_lost_in_a_destructor_comes_again():
-    class Slow:
-        def __del__(self):
-            time.sleep(0.05)  # what is raised here goes nowhere
-
-    def work():
-        Slow()
-        time.sleep(30)
-
-    with pytest.raises(TimeLimit), time_limit(0.01):
-        work()
 
 
 def test_kernels_are_counted_and_cache_hits_marked(tmp_path, monkeypatch):
