@@ -24,7 +24,7 @@ def render(package: str, template: str, *, name: str, directory: Path, problems:
         problems: what is missing or damaged, shown first.
     """
     sources = {
-        "page.html": (resources.files(__package__) / "page.html").read_text("utf-8"),
+        **{name: (resources.files(__package__) / name).read_text("utf-8") for name in ("page.html", "figure.html")},
         template: (resources.files(package) / template).read_text("utf-8"),
     }
     environment = Environment(
