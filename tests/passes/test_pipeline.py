@@ -190,11 +190,12 @@ def test_check_compares_values_on_the_first_inputs(monkeypatch):
 
 def test_dumps_are_numbered_readable_python(tmp_path):
     run(cumulative, torch.randn(5, 2), 5, dump_dir=str(tmp_path))
-    names = sorted(p.name for p in tmp_path.iterdir())
+    *names, report = sorted(p.name for p in tmp_path.iterdir())
     asked_for = [(i, p.name) for i, p in enumerate(pipeline()) if p.option is None]
     expected = [f"{i:02d}_{name}_{when}.py" for i, name in asked_for for when in ("after", "before")]
     assert names == expected
     assert "scan" in (tmp_path / names[1]).read_text()
+    assert Report.from_dict(json.loads((tmp_path / report).read_text())) == nsa_compile.last_report()
     (after,) = tmp_path.glob("*_batch_prefill_after.py")
     assert "torch.ops.aten" in after.read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,12 @@ from nsa_compile.train.distributed.world import NCCL_PRESETS, World
 Value = TypeVar("Value")
 
 FEWEST_BUCKETS = 4
+
+# Groups that were left, kept until nothing else refers to them. Torch ends a group's threads without Python's lock if the
+# last reference is this one, and with it if it is that of DDP: then each waits for the other forever where a thread
+# has a tensor to give back.
+_left: list[Any] = []
+atexit.register(_left.clear)
 
 
 def choose_device(config: RunConfig, world: World) -> torch.device:
@@ -50,7 +57,13 @@ def process_group(config: DDPSection, world: World, device: torch.device) -> Ite
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        leave_group()
+
+
+def leave_group() -> None:
+    """Leave the process group. What was made with it, such as a model in DDP, may live on."""
+    _left.append(dist.group.WORLD)
+    dist.destroy_process_group()
 
 
 def share_model(

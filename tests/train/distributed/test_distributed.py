@@ -20,7 +20,7 @@ from nsa_compile.data import BatchSampler
 from nsa_compile.data.sampling import UniformBytes
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 from nsa_compile.train.distributed.all_reduce import AllReduceHook
-from nsa_compile.train.distributed.group import share_model, whole
+from nsa_compile.train.distributed.group import leave_group, share_model, whole
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.steps import train_step
 
@@ -83,7 +83,7 @@ def compare_with_one_process(rank: int, size: int, folder: str) -> None:
             "gradients": {key: (expected[key], found[key], magnitude[key] / size) for key in expected},
         }
     torch.save(outcome, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    leave_group()
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -128,13 +128,44 @@ def measure_overlap(rank: int, size: int, folder: str) -> None:
     batches = [np.zeros((1, 257), dtype=np.int64)]
     results = [train_step(trained, optimizer, batches, 0.1, None, CPU, "float32", hook=hook) for _ in range(9)]
     Path(folder, f"overlap{rank}.json").write_text(json.dumps([result.overlap.first for result in results[2:]]))
-    dist.destroy_process_group()
+    leave_group()
 
 
 def test_gradients_are_sent_before_half_of_the_backward_pass_has_run(tmp_path):
     mp.spawn(measure_overlap, (2, str(tmp_path)), nprocs=2)
     for rank in range(2):
         assert np.median(json.loads((tmp_path / f"overlap{rank}.json").read_text())) < 0.5
+
+
+LEAVER = """
+import gc, sys, time, torch, torch.distributed as dist
+from nsa_compile.train.distributed.group import leave_group
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+if rank == 1:
+    time.sleep(2)
+dist.all_reduce(torch.ones(2), async_op=True)  # of rank 0, it ends when the group is left
+leave_group()
+del model
+gc.collect()
+print("left")
+"""
+
+
+def test_a_group_is_left_while_a_thread_of_it_still_has_a_tensor(tmp_path):
+    processes = [
+        subprocess.Popen([sys.executable, "-c", LEAVER, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.communicate(timeout=60)[0] == "left\n"
+            assert process.returncode == 0
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def start(overrides, *arguments, **options):
