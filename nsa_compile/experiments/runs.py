@@ -25,7 +25,6 @@ from nsa_compile.errors import UserError
 from nsa_compile.machine.preflight import check_run
 from nsa_compile.train.distributed.world import check_port, check_world
 from nsa_compile.train.records.rows import StepRow, row_parser
-from nsa_compile.train.records.run_directory import check_output
 from nsa_compile.train.signals import EXIT_CODES
 
 # What costs time between steps and says nothing of throughput; a --set of the user's wins.
@@ -171,11 +170,7 @@ def run_arms(
         seed: of the order.
         threads: of each process; ``None`` leaves them to the runs.
         tell: is handed a line about each run.
-
-    Raises:
-        UserError: the directory cannot be written to.
     """
-    check_output(str(directory))
     by_name = {arm.name: arm for arm in arms}
     results = Results(order=run_order(list(by_name), repeats, seed))
     for count, (name, repeat) in enumerate(results.order, start=1):
@@ -242,6 +237,8 @@ def _finished(arm: Arm, place: Path) -> Path | None:
             saved = load_config(str(path.with_name("config.resolved.yaml")))
         except (OSError, ValueError, UserError):
             continue
+        if not isinstance(summary, dict):
+            continue
         same = saved.model_copy(update={"run": arm.config.run}) == arm.config and saved.run.seed == arm.config.run.seed
         whole = summary.get("interrupted") is False and summary.get("resumed_from") is None
         if same and whole and summary.get("processes") == arm.nproc:
@@ -259,7 +256,7 @@ def _train(arm: Arm, repeat: int, place: Path, threads: int | None) -> Failure |
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     log = place / "log.txt"
-    with log.open("w", encoding="utf-8") as file, _terminated() as processes:
+    with log.open("w", encoding="utf-8") as file, terminated() as processes:
         processes.append(
             subprocess.Popen(
                 [*command, "--nproc", str(arm.nproc)],
@@ -282,7 +279,7 @@ def last_line(log: Path) -> str:
 
 
 @contextmanager
-def _terminated() -> Iterator[list[subprocess.Popen[bytes]]]:
+def terminated() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes that do not outlive the block, however it is left; SIGTERM leaves it as Ctrl-C does."""
 
     def leave(signum: int, frame: object) -> None:

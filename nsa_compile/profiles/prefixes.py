@@ -83,8 +83,9 @@ class Results:
             self.current = content
         elif kind == "measured":
             assert self.current is not None
-            # A process that was started anew finds what it compiles in Inductor's cache: the first time counts.
-            if self.current not in self.measured:
+            # A process that was started anew finds what it compiles in Inductor's cache: the first time counts. But a
+            # prefix that does not get through a second time has no timing, and must not be tried for ever.
+            if self.current not in self.measured or content["not_measured"]:
                 self.measured[self.current] = content
                 self._tell(f"{self.current} of {self._passes} passes: {_told(content)}")
             self.current = None
@@ -230,14 +231,15 @@ def measure_within(
 def _watch(limit_s: float, work: Work, results: Results, measure: Callable[[Work, set[int], Send], None]) -> str | None:
     """Why the process did not come to its end; None where it did."""
     with _process() as (process, connection):
-        connection.send((measure, work, results.given_up))
+        with contextlib.suppress(BrokenPipeError):  # what is wrong shows when its messages are read
+            connection.send((measure, work, results.given_up))
         while True:
             # No message comes between the beginning of a prefix and its end.
             if not connection.poll(None if results.current is None else limit_s):
                 return f"it took more than {limit_s:g} s to compile and run"
             try:
                 kind, content = connection.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # the latter where it had not yet read its work
                 return _how_it_ended(process.wait())
             if kind == "done":
                 return None
@@ -248,7 +250,7 @@ def _watch(limit_s: float, work: Work, results: Results, measure: Callable[[Work
 
 @contextlib.contextmanager
 def _process() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-    """A new interpreter that runs `serve`, and the connection to it; it is killed at the end.
+    """A new interpreter that runs `serve`, and the connection to it; it is killed at the end, with what it has started.
 
     `multiprocessing.Process` would import the main module again, and tell of semaphores that a killed process leaves.
     """
@@ -256,16 +258,19 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
     code = f"from {__name__} import serve; serve({other.fileno()}, {os.getpid()})"
     process = subprocess.Popen(
-        [sys.executable, "-W", quiet, "-c", code],
+        # -P: what lies in the working directory must not take the place of a module.
+        [sys.executable, "-P", "-W", quiet, "-c", code],
         pass_fds=[other.fileno()],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.DEVNULL,
+        start_new_session=True,  # a C++ compiler that hangs ends with it; Ctrl-C is this process's business
     )
     other.close()
     try:
         yield process, connection
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         connection.close()
 
@@ -273,7 +278,6 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
 def serve(descriptor: int, parent: int) -> None:
     """Do the one piece of work that comes through a connection, and send its messages back."""
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
     with Connection(descriptor) as connection:
         measure, work, without = connection.recv()
         try:

@@ -17,6 +17,7 @@ from nsa_compile.errors import UserError
 from nsa_compile.experiments.experiment import ab_plan, conclude, run_experiment, scaling_plan, sweep_plan
 from nsa_compile.experiments.runs import Failure, Results, RunResult, read_run, run_order
 from nsa_compile.experiments.views import render_page, render_text, write_views
+from nsa_compile.train.records.run_directory import lock_run_directory
 
 COMMAND = [sys.executable, "-m", "nsa_compile"]
 
@@ -228,6 +229,12 @@ def test_a_directory_with_another_experiment_is_refused(finished):
     assert "holds another experiment (ab: A, B); choose another place with --out DIR" in other.stderr
 
 
+def test_two_do_not_work_on_one_experiment(tiny_overrides, tmp_path):
+    plan = ab_plan(None, ["train.dtype=bf16"], tiny_overrides())
+    with lock_run_directory(tmp_path), pytest.raises(UserError, match="another process is working on"):
+        run_experiment(plan, tmp_path)
+
+
 def test_a_failing_run_is_named_with_what_it_said_last(tiny_overrides, tmp_path):
     """The loss of B is not finite from the start; A goes on."""
     plan = ab_plan(None, ["optim.lr=1e30", "optim.clip=null"], tiny_overrides(**{"optim.warmup": 0}), steps=6)
@@ -253,13 +260,15 @@ def test_ctrl_c_leaves_what_is_finished_and_no_process(tiny_overrides, tmp_path)
         ],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     # The long one is B; seed 0 has it second or first, so wait until it steps.
     log = out / "B" / "repeat-1" / "log.txt"
-    while time.monotonic() < deadline and not (log.exists() and "step 2" in log.read_text()):
+    while not (log.exists() and "step 2" in log.read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=240)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     with pytest.raises(ProcessLookupError):

@@ -251,6 +251,7 @@ def test_a_script_of_the_users_own(tmp_path, rewriting):
         (["--script", f"{__file__}:nothing"], "has no function 'nothing'"),
         (["--check", "slow", "--script", "a.py:f"], "two checks"),
         (["--check", "speed"], "'speed' is not one of"),
+        (["--check", "slow", "--factor", "inf"], "'inf' is not a finite number"),
         (["--seq-len", "4"], "model.pattern.compress_block"),
         (["--out", "/nowhere/blame"], "'/nowhere' is not a directory"),
     ],
