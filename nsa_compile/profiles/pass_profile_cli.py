@@ -36,8 +36,8 @@ def passes(
     """Compile one block of a configured model after 0, 1, 2, … passes, and measure each.
 
     Time of the pass, nodes and operators, matches and declines, estimated arithmetic, traffic and memory; measured time
-    forward and backward, peak memory, kernels, and the error against the uncompiled block in float64. Compiling eight
-    programs takes two to three minutes on two cores at the first time.
+    forward and backward, peak memory, kernels, and the error against the uncompiled block in float64. Compiling seven
+    programs takes some minutes on two cores at the first time.
 
     \b
     nsa-compile profile passes --out profile

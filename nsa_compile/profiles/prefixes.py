@@ -31,7 +31,7 @@ from nsa_compile.errors import UserError
 from nsa_compile.launch.worker import die_with
 from nsa_compile.machine.environment import measure_matmul_flops
 from nsa_compile.profiles.blame import first_line
-from nsa_compile.profiles.measure import peak_memory, seconds_of, summarize
+from nsa_compile.profiles.measure import peak_memory, ran_out_of_memory, seconds_of, summarize
 from nsa_compile.profiles.probe import Errors, Probe, errors, without_passes
 
 # Calls in the code that Inductor writes. It counts kernels too, but before it puts several into one function.
@@ -285,6 +285,11 @@ def serve(descriptor: int, parent: int) -> None:
             connection.send(("done", None))
         except UserError as error:
             connection.send(("failed", error))
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            reason = f"memory does not suffice for what comes before and after the prefixes: {first_line(error)}"
+            connection.send(("failed", UserError(f"{reason}; give fewer tokens with --seq-len")))
 
 
 def _how_it_ended(code: int) -> str:

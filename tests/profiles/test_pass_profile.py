@@ -241,11 +241,17 @@ def work_that_is_wrong(work, without, send):
     raise UserError(f"seq_len is {work}")
 
 
+def work_that_is_too_large(work, without, send):
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes\nmore")
+
+
 def test_a_process_that_ends_at_no_prefix_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="could not go on: its process ended with exit code 3"):
         measure_within(60, None, Results(3, print), work_that_ends_early)
     with pytest.raises(UserError, match="seq_len is 7"):
         measure_within(60, 7, Results(3, print), work_that_is_wrong)
+    with pytest.raises(UserError, match="memory does not suffice .* allocate 7 bytes; give fewer tokens"):
+        measure_within(60, None, Results(3, print), work_that_is_too_large)
     # One that does not even read what it is to do.
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 4\n")
