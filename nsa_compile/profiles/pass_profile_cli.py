@@ -48,6 +48,7 @@ def passes(
     from nsa_compile.arguments import check_directory, check_seq_len
     from nsa_compile.config import load_config
     from nsa_compile.machine.preflight import require_cxx, wait_passively
+    from nsa_compile.train.distributed.world import check_device
 
     config = load_config(config_path, overrides)
     check_seq_len(config, seq_len)
@@ -61,6 +62,7 @@ def passes(
             )
 
     wait_passively()
+    check_device(config)
 
     from nsa_compile.profiles.pass_page import render_profile, write_profile_page
     from nsa_compile.profiles.pass_profile import profile_passes

@@ -274,6 +274,7 @@ def bisect(
     from nsa_compile.arguments import check_directory, check_seq_len
     from nsa_compile.config import load_config
     from nsa_compile.machine.preflight import require_cxx, wait_passively
+    from nsa_compile.train.distributed.world import check_device
 
     config = load_config(config_path, overrides)
     if script and kind:
@@ -285,6 +286,7 @@ def bisect(
         require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
 
     wait_passively()
+    check_device(config)
 
     from nsa_compile.profiles import blame, checks
     from nsa_compile.profiles.rendering import render_blame

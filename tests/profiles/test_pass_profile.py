@@ -250,7 +250,7 @@ def test_a_process_that_ends_at_no_prefix_is_an_error(tmp_path, monkeypatch):
         measure_within(60, None, Results(3, print), work_that_ends_early)
     with pytest.raises(UserError, match="seq_len is 7"):
         measure_within(60, 7, Results(3, print), work_that_is_wrong)
-    with pytest.raises(UserError, match="memory does not suffice .* allocate 7 bytes; give fewer tokens"):
+    with pytest.raises(UserError, match=r"memory does not suffice .* allocate 7 bytes; give fewer tokens"):
         measure_within(60, None, Results(3, print), work_that_is_too_large)
     # One that does not even read what it is to do.
     broken = tmp_path / "python"
@@ -325,12 +325,14 @@ def test_the_command_writes_what_it_prints(tmp_path):
         (["profile", "passes", "--limit", "0.5"], "--limit"),
         (["profile", "passes", "--limit", "nan"], "'nan' is not a finite number"),
         (["profile", "passes", "--limit", "inf"], "--limit"),
+        (["profile", "passes", "--set", "train.device=cuda"], "needs a GPU and torch finds no GPU here"),
         (["profile", "passes", "--out", "/nowhere/out"], "'/nowhere' is not a directory"),
         (["passes", "diff", "batch_prefil"], "did you mean 'batch_prefill'?"),
         (["passes", "diff", "batch_prefill", "--out", "/nowhere/a.html"], "'/nowhere' is not a directory"),
     ],
 )
-def test_mistakes_are_one_line(words, message, capsys):
+def test_mistakes_are_one_line(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 2
