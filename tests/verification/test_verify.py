@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from nsa_compile.config import load_config
+from nsa_compile.errors import UserError
 from nsa_compile.models import nsa
 from nsa_compile.passes.pipeline import REGISTRY, pipeline, register
 from nsa_compile.verification import verify as verify_module
 from nsa_compile.verification.examples import neighbours, options, reduced
-from nsa_compile.verification.properties import PROPERTIES
+from nsa_compile.verification.properties import PROPERTIES, Ambiguous
 from nsa_compile.verification.verify import verify
 from nsa_compile.verification.verify_cli import NAMES
 
@@ -108,6 +109,29 @@ def test_time_is_kept(config, monkeypatch):
     assert 2 <= result["examples"] <= 4, "some may have been ambiguous"
     (result,) = verify(config, seconds=0.01, properties=["operators"])["properties"]
     assert result["examples"] == 1, "at least one"
+
+
+def test_what_no_example_decides_does_not_hold(config, monkeypatch):
+    def ambiguous(example, setting):
+        raise Ambiguous("blocks of equal importance")
+
+    monkeypatch.setitem(PROPERTIES, "operators", ambiguous)
+    for examples in (1, 20):
+        with pytest.raises(UserError, match="operators was checked on no example.*another --seed"):
+            verify(config, examples=examples, properties=["operators"])
+
+
+def test_what_fails_now_and_then_is_broken(config, monkeypatch):
+    check, calls = PROPERTIES["operators"], []
+
+    def now_and_then(example, setting):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("a race")
+        return check(example, setting)
+
+    monkeypatch.setitem(PROPERTIES, "operators", now_and_then)
+    assert broken(config, "operators", examples=10) == {"operators": "RuntimeError: a race"}
 
 
 # --------------------------------------------------------------------------------------------------------- examples
