@@ -38,6 +38,9 @@ from nsa_compile.profiles.probe import Errors, Probe, errors, without_passes
 _GENERATED = re.compile(r"^\s+(?:cpp_|triton_)\w+(?:\.run)?\(", re.MULTILINE)
 _EXTERN = re.compile(r"^\s+(?:\w+ = )?(?:extern_kernels|torch\.ops|aten)\.[\w.]+\(", re.MULTILINE)
 
+# For what a process has started to put its files in order.
+GRACE_S = 2.0
+
 # Takes the kind of a message and its content: `Results.take`, or a pipe that leads there.
 Send = Callable[[str, Any], None]
 
@@ -250,7 +253,7 @@ def _watch(limit_s: float, work: Work, results: Results, measure: Callable[[Work
 
 @contextlib.contextmanager
 def _process() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-    """A new interpreter that runs `serve`, and the connection to it; it is killed at the end, with what it has started.
+    """A new interpreter that runs `serve`, and the connection to it; it is ended at the end, with what it has started.
 
     `multiprocessing.Process` would import the main module again, and tell of semaphores that a killed process leaves.
     """
@@ -263,16 +266,30 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
         pass_fds=[other.fileno()],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # a C++ compiler that hangs ends with it; Ctrl-C is this process's business
+        start_new_session=True,  # and with it a process group; Ctrl-C is this process's business
     )
     other.close()
     try:
         yield process, connection
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _end(process)
         connection.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it has started.
+
+    At SIGTERM a C++ compiler deletes the library that it has half written; Inductor would load it another time.
+    """
+    with contextlib.suppress(ProcessLookupError):  # nobody of the group is left
+        os.killpg(process.pid, signal.SIGTERM)
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            process.poll()  # or it would stay, as a zombie
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def serve(descriptor: int, parent: int) -> None:

@@ -103,18 +103,18 @@ def test_a_source_that_stalls_is_an_error_in_time():
         yield {"text": "one"}
         threading.Event().wait()
 
-    stream = iter(DocumentStream("x", lambda first: [documents()], timeout=0.2))
+    stream = iter(DocumentStream("x", lambda first: [documents()], timeout=1.0))
     assert next(stream) == ((0, 0), "one")
     start = time.perf_counter()
-    with pytest.raises(UserError, match=r"no document within data\.timeout_s = 0\.2 s \(document 1 of file 0"):
+    with pytest.raises(UserError, match=r"no document within data\.timeout_s = 1\.0 s \(document 1 of file 0"):
         next(stream)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 20
 
 
 def test_slow_reading_is_no_stall():
-    reader = iter(DocumentStream("x", opener(), timeout=0.2))
+    reader = iter(DocumentStream("x", opener(), timeout=1.0))
     next(reader)
-    time.sleep(0.4)
+    time.sleep(1.5)
     assert texts_of(reader) == TEXTS[1:]
 
 

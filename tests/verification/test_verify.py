@@ -117,7 +117,7 @@ def test_what_no_example_decides_does_not_hold(config, monkeypatch):
 
     monkeypatch.setitem(PROPERTIES, "operators", ambiguous)
     for examples in (1, 20):
-        with pytest.raises(UserError, match="operators was checked on no example.*another --seed"):
+        with pytest.raises(UserError, match=r"operators was checked on no example.*another --seed"):
             verify(config, examples=examples, properties=["operators"])
 
 
