@@ -211,8 +211,11 @@ def read_run(arm: str, repeat: int, directory: Path, window: int) -> RunResult:
             parse = row_parser(StepRow, reader.fieldnames or ())
             rows = [parse(cells) for cells in reader]
         summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+        if not all(isinstance(summary.get(name), (int, float)) for name in ("parameters", "mfu")):
+            raise ValueError("summary.json must hold the numbers parameters and mfu")
         environment = json.loads((directory / "env.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        threads = environment.get("machine", {}).get("torch_threads")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
         raise UserError(f"run '{directory}' cannot be read: {error}; delete it, and it is made again") from None
     rows = rows[-(-len(rows) // 4) :][-window:]
     if len(rows) < 2:
@@ -220,7 +223,7 @@ def read_run(arm: str, repeat: int, directory: Path, window: int) -> RunResult:
     rates = [row.tokens_per_s for row in rows]
     return RunResult(
         arm, repeat, str(directory), statistics.fmean(rates), statistics.stdev(rates), rows[0].step, rows[-1].step,
-        summary, environment.get("machine", {}).get("torch_threads"),
+        summary, threads,
     )  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def test_the_first_quarter_of_a_run_does_not_count(tmp_path):
         header = "step,loss,lr,grad_norm,tokens_per_s,mfu,seconds"
         (tmp_path / "training.csv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
 
-    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "summary.json").write_text('{"parameters": 1000, "mfu": 0.5}')
     (tmp_path / "env.json").write_text('{"machine": {"torch_threads": 2}}')
     for steps, window in ((8, (3, 8)), (60, (16, 60)), (300, (251, 300))):
         write(steps)
@@ -160,6 +160,10 @@ def test_the_first_quarter_of_a_run_does_not_count(tmp_path):
     (tmp_path / "training.csv").write_text("step\n")
     with pytest.raises(UserError, match="too few steps"):
         read_run("A", 1, tmp_path, 50)
+    for name, content in (("env.json", '{"machine": 3}'), ("env.json", "[]"), ("summary.json", "{}")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=r"cannot be read: .*; delete it, and it is made again"):
+            read_run("A", 1, tmp_path, 50)
 
 
 @pytest.fixture(scope="module")
