@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,16 @@ class LazyGroup(SuggestingGroup):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, LAZY_COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers of a range, without infinity and without NaN, which is in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"'{value}' is not a finite number", param, ctx)
+        return number
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:

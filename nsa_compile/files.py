@@ -38,8 +38,8 @@ def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write plain data, readable."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    """Write plain data, readable; whoever looks meanwhile sees all of it or none."""
+    replace(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def open_regular(path: Path) -> BufferedReader:

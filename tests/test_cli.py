@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,9 +28,11 @@ def sets(overrides: list[str]) -> list[str]:
 
 def test_help_is_quick():
     def once() -> float:
-        start = time.perf_counter()
+        """Seconds of the processor's; those on the clock are others' as well."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert nsa_compile("--help").returncode == 0
-        return time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(once() for _ in range(5)) < 0.3
 

@@ -19,6 +19,7 @@ from nsa_compile.errors import UserError
 from nsa_compile.experiments.runs import Arm, Results, RunResult, base_overrides, check_arms, run_arms
 from nsa_compile.experiments.statistics import MIN_PAIRS, Comparison, compare, rank
 from nsa_compile.files import replace
+from nsa_compile.train.records.run_directory import check_output, lock_run_directory
 
 SCHEMA = 1
 RECORD = "experiment.json"
@@ -153,16 +154,20 @@ def run_experiment(
         The content of ``experiment.json``; see docs/experiments.md.
 
     Raises:
-        UserError: an arm cannot run here, or the directory holds another experiment.
+        UserError: an arm cannot run here, or the directory cannot be written to, holds another experiment, or is
+            another process's at the time.
     """
     check_arms(plan.arms)
     _check_directory(plan, directory)
+    check_output(str(directory))
+    directory.mkdir(parents=True, exist_ok=True)
     record = conclude(plan, Results(), directory, repeats, window, seed)
-    for results in run_arms(
-        plan.arms, directory, repeats=repeats, window=window, seed=seed, threads=plan.threads, tell=tell
-    ):
-        record = conclude(plan, results, directory, repeats, window, seed)
-        replace(directory / RECORD, json.dumps(record, indent=2).encode())
+    with lock_run_directory(directory):
+        for results in run_arms(
+            plan.arms, directory, repeats=repeats, window=window, seed=seed, threads=plan.threads, tell=tell
+        ):
+            record = conclude(plan, results, directory, repeats, window, seed)
+            replace(directory / RECORD, json.dumps(record, indent=2).encode())
     return record
 
 

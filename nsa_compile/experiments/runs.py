@@ -25,7 +25,6 @@ from nsa_compile.errors import UserError
 from nsa_compile.machine.preflight import check_run
 from nsa_compile.train.distributed.world import check_port, check_world
 from nsa_compile.train.records.rows import StepRow, row_parser
-from nsa_compile.train.records.run_directory import check_output
 from nsa_compile.train.signals import EXIT_CODES
 
 # What costs time between steps and says nothing of throughput; a --set of the user's wins.
@@ -171,11 +170,7 @@ def run_arms(
         seed: of the order.
         threads: of each process; ``None`` leaves them to the runs.
         tell: is handed a line about each run.
-
-    Raises:
-        UserError: the directory cannot be written to.
     """
-    check_output(str(directory))
     by_name = {arm.name: arm for arm in arms}
     results = Results(order=run_order(list(by_name), repeats, seed))
     for count, (name, repeat) in enumerate(results.order, start=1):
@@ -216,8 +211,11 @@ def read_run(arm: str, repeat: int, directory: Path, window: int) -> RunResult:
             parse = row_parser(StepRow, reader.fieldnames or ())
             rows = [parse(cells) for cells in reader]
         summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+        if not all(isinstance(summary.get(name), (int, float)) for name in ("parameters", "mfu")):
+            raise ValueError("summary.json must hold the numbers parameters and mfu")
         environment = json.loads((directory / "env.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        threads = environment.get("machine", {}).get("torch_threads")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
         raise UserError(f"run '{directory}' cannot be read: {error}; delete it, and it is made again") from None
     rows = rows[-(-len(rows) // 4) :][-window:]
     if len(rows) < 2:
@@ -225,7 +223,7 @@ def read_run(arm: str, repeat: int, directory: Path, window: int) -> RunResult:
     rates = [row.tokens_per_s for row in rows]
     return RunResult(
         arm, repeat, str(directory), statistics.fmean(rates), statistics.stdev(rates), rows[0].step, rows[-1].step,
-        summary, environment.get("machine", {}).get("torch_threads"),
+        summary, threads,
     )  # fmt: skip
 
 
@@ -241,6 +239,8 @@ def _finished(arm: Arm, place: Path) -> Path | None:
             summary = json.loads(path.read_text(encoding="utf-8"))
             saved = load_config(str(path.with_name("config.resolved.yaml")))
         except (OSError, ValueError, UserError):
+            continue
+        if not isinstance(summary, dict):
             continue
         same = saved.model_copy(update={"run": arm.config.run}) == arm.config and saved.run.seed == arm.config.run.seed
         whole = summary.get("interrupted") is False and summary.get("resumed_from") is None
@@ -259,7 +259,7 @@ def _train(arm: Arm, repeat: int, place: Path, threads: int | None) -> Failure |
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     log = place / "log.txt"
-    with log.open("w", encoding="utf-8") as file, _terminated() as processes:
+    with log.open("w", encoding="utf-8") as file, terminated() as processes:
         processes.append(
             subprocess.Popen(
                 [*command, "--nproc", str(arm.nproc)],
@@ -282,7 +282,7 @@ def last_line(log: Path) -> str:
 
 
 @contextmanager
-def _terminated() -> Iterator[list[subprocess.Popen[bytes]]]:
+def terminated() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes that do not outlive the block, however it is left; SIGTERM leaves it as Ctrl-C does."""
 
     def leave(signum: int, frame: object) -> None:

@@ -49,12 +49,14 @@ def attention(
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
     from nsa_compile.machine.preflight import check_run, wait_passively
+    from nsa_compile.train.distributed.world import check_device
 
     if flash_only and no_flash:
         raise UserError("--flash-only and --no-flash exclude each other; give one of them")
     config = load_config(config_path, overrides)
     check_run(config)
     wait_passively()
+    check_device(config)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it announces each start and stop of the profiler otherwise
 
     from nsa_compile.profiles.audit import audit_attention

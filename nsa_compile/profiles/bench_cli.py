@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nsa_compile.cli import SuggestingGroup
+from nsa_compile.cli import FiniteRange, SuggestingGroup
 from nsa_compile.errors import UserError
 from nsa_compile.models.config import SparsePattern
 
@@ -236,8 +236,8 @@ def attention(
 @option("--dim", 256, "Width of the model.")
 @option("--head-dim", 64, "Width of a head.")
 @option("--eager-repeats", 3, "Timed runs of the loop, which is slow; 0 leaves it out.", type=click.IntRange(min=0))
-@option("--max-eager-seconds", 300.0, "Skip longer loops; 0 skips all.", type=click.FloatRange(min=0))
-@option("--memory-gb", 24.0, "Address space of the process on a CPU; 0: no limit.", type=click.FloatRange(min=0))
+@option("--max-eager-seconds", 300.0, "Skip longer loops; 0 skips all.", type=FiniteRange(min=0))
+@option("--memory-gb", 24.0, "Address space of the process on a CPU; 0: no limit.", type=FiniteRange(min=0))
 @NESTED
 def prefill(
     seq_lens: list[int], repeats: int, pattern: SparsePattern, max_dense_seq_len: int | None, layers: int, dim: int,

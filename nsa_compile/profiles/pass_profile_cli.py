@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from nsa_compile.cli import run_options
+from nsa_compile.cli import FiniteRange, run_options
 from nsa_compile.errors import UserError
 
 
@@ -20,7 +20,7 @@ from nsa_compile.errors import UserError
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=2), default=5, show_default=True, help="Timed runs of each prefix.")
 @click.option(
-    "--limit", "limit_s", type=click.FloatRange(min=1), default=120, show_default=True,
+    "--limit", "limit_s", type=FiniteRange(min=1, max=86_400), default=120, show_default=True,
     help="Seconds to compile and first run a prefix; what takes longer is not measured.",
 )  # fmt: skip
 @click.option("--out", metavar="DIR", help="Write passes.html, passes.json and the graphs here.")
@@ -36,8 +36,8 @@ def passes(
     """Compile one block of a configured model after 0, 1, 2, … passes, and measure each.
 
     Time of the pass, nodes and operators, matches and declines, estimated arithmetic, traffic and memory; measured time
-    forward and backward, peak memory, kernels, and the error against the uncompiled block in float64. Compiling eight
-    programs takes two to three minutes on two cores at the first time.
+    forward and backward, peak memory, kernels, and the error against the uncompiled block in float64. Compiling seven
+    programs takes some minutes on two cores at the first time.
 
     \b
     nsa-compile profile passes --out profile
@@ -47,7 +47,8 @@ def passes(
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.arguments import check_directory, check_seq_len
     from nsa_compile.config import load_config
-    from nsa_compile.machine.preflight import require_cxx
+    from nsa_compile.machine.preflight import require_cxx, wait_passively
+    from nsa_compile.train.distributed.world import check_device
 
     config = load_config(config_path, overrides)
     check_seq_len(config, seq_len)
@@ -59,6 +60,9 @@ def passes(
             raise UserError(
                 "--out needs matplotlib for its plots; pip install 'nsa-compile[plots]', or leave --out out"
             )
+
+    wait_passively()
+    check_device(config)
 
     from nsa_compile.profiles.pass_page import render_profile, write_profile_page
     from nsa_compile.profiles.pass_profile import profile_passes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nsa_compile.cli import SuggestingGroup, run_options
+from nsa_compile.cli import FiniteRange, SuggestingGroup, run_options
 from nsa_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,10 +94,10 @@ def explain(config_path: str | None, overrides: tuple[str, ...], as_json: bool) 
     click.echo(f"{what}. Equal blocks compile once.\n\n{render_report(report, carry_names)}")
 
 
-def explain_model(config: RunConfig, dump_dir: str | None = None) -> tuple[Report, list[str]]:
+def explain_model(config: RunConfig, **options: Any) -> tuple[Report, list[str]]:
     """The report of compiling one block of `config`'s model, and the names of the caches its loop carries.
 
-    `dump_dir` is where the graphs before and after each pass go.
+    `options` are further fields of `passes.pipeline.Options`.
     """
     import dataclasses
 
@@ -110,7 +110,7 @@ def explain_model(config: RunConfig, dump_dir: str | None = None) -> tuple[Repor
     model = NSATransformer(dataclasses.replace(config.model, n_layers=1))
     # Without the cache: a kept result would tell of an earlier compilation, in another place of the source perhaps.
     nsa_compile.compile_blocks(
-        model, nested="eager", disable=config.compile.disable, cache=False, estimate=True, dump_dir=dump_dir
+        model, nested="eager", disable=config.compile.disable, cache=False, estimate=True, **options
     )
     tokens = torch.randint(config.model.vocab_size, (1, config.train.seq_len))
     with torch.autocast("cpu", torch.bfloat16, enabled=config.train.dtype == "bf16"):
@@ -158,10 +158,13 @@ def diff(
 
     import tempfile
 
+    from nsa_compile.passes.pipeline import pipeline
     from nsa_compile.profiles.graph_diff import count_changes, render_side_by_side, side_by_side, write_page
 
+    # A pass that runs only where it is asked for is asked for here.
+    asked = {p.option: True for p in pipeline() if p.name == pass_name and p.option}
     with tempfile.TemporaryDirectory() as folder:
-        report, _ = explain_model(config, dump_dir=folder)
+        report, _ = explain_model(config, dump_dir=folder, **asked)
         entry = next(p for p in report.passes if p.name == pass_name)
         if entry.skipped:
             raise UserError(f"{pass_name} did not run, so there is nothing to compare: {_why_skipped(entry)}")
@@ -233,7 +236,7 @@ def _unchanged(entry: PassReport) -> str:
     "--seq-len", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of the block that is checked."
 )
 @click.option(
-    "--factor", type=click.FloatRange(min=1, min_open=True), default=1.5, show_default=True,
+    "--factor", type=FiniteRange(min=1, min_open=True), default=1.5, show_default=True,
     help="slow: how many times slower than after the best prefix counts.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=2), default=7, show_default=True, help="slow: timed runs.")
@@ -270,7 +273,8 @@ def bisect(
     """
     from nsa_compile.arguments import check_directory, check_seq_len
     from nsa_compile.config import load_config
-    from nsa_compile.machine.preflight import require_cxx
+    from nsa_compile.machine.preflight import require_cxx, wait_passively
+    from nsa_compile.train.distributed.world import check_device
 
     config = load_config(config_path, overrides)
     if script and kind:
@@ -280,6 +284,9 @@ def bisect(
         check_directory(Path(out))
     if config.compile.nested == "inductor":
         require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
+
+    wait_passively()
+    check_device(config)
 
     from nsa_compile.profiles import blame, checks
     from nsa_compile.profiles.rendering import render_blame

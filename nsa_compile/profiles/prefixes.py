@@ -31,12 +31,15 @@ from nsa_compile.errors import UserError
 from nsa_compile.launch.worker import die_with
 from nsa_compile.machine.environment import measure_matmul_flops
 from nsa_compile.profiles.blame import first_line
-from nsa_compile.profiles.measure import peak_memory, seconds_of, summarize
+from nsa_compile.profiles.measure import peak_memory, ran_out_of_memory, seconds_of, summarize
 from nsa_compile.profiles.probe import Errors, Probe, errors, without_passes
 
 # Calls in the code that Inductor writes. It counts kernels too, but before it puts several into one function.
 _GENERATED = re.compile(r"^\s+(?:cpp_|triton_)\w+(?:\.run)?\(", re.MULTILINE)
 _EXTERN = re.compile(r"^\s+(?:\w+ = )?(?:extern_kernels|torch\.ops|aten)\.[\w.]+\(", re.MULTILINE)
+
+# For what a process has started to put its files in order.
+GRACE_S = 2.0
 
 # Takes the kind of a message and its content: `Results.take`, or a pipe that leads there.
 Send = Callable[[str, Any], None]
@@ -83,8 +86,9 @@ class Results:
             self.current = content
         elif kind == "measured":
             assert self.current is not None
-            # A process that was started anew finds what it compiles in Inductor's cache: the first time counts.
-            if self.current not in self.measured:
+            # A process that was started anew finds what it compiles in Inductor's cache: the first time counts. But a
+            # prefix that does not get through a second time has no timing, and must not be tried for ever.
+            if self.current not in self.measured or content["not_measured"]:
                 self.measured[self.current] = content
                 self._tell(f"{self.current} of {self._passes} passes: {_told(content)}")
             self.current = None
@@ -230,14 +234,15 @@ def measure_within(
 def _watch(limit_s: float, work: Work, results: Results, measure: Callable[[Work, set[int], Send], None]) -> str | None:
     """Why the process did not come to its end; None where it did."""
     with _process() as (process, connection):
-        connection.send((measure, work, results.given_up))
+        with contextlib.suppress(BrokenPipeError):  # what is wrong shows when its messages are read
+            connection.send((measure, work, results.given_up))
         while True:
             # No message comes between the beginning of a prefix and its end.
             if not connection.poll(None if results.current is None else limit_s):
                 return f"it took more than {limit_s:g} s to compile and run"
             try:
                 kind, content = connection.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # the latter where it had not yet read its work
                 return _how_it_ended(process.wait())
             if kind == "done":
                 return None
@@ -248,7 +253,7 @@ def _watch(limit_s: float, work: Work, results: Results, measure: Callable[[Work
 
 @contextlib.contextmanager
 def _process() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-    """A new interpreter that runs `serve`, and the connection to it; it is killed at the end.
+    """A new interpreter that runs `serve`, and the connection to it; it is ended at the end, with what it has started.
 
     `multiprocessing.Process` would import the main module again, and tell of semaphores that a killed process leaves.
     """
@@ -256,24 +261,40 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
     code = f"from {__name__} import serve; serve({other.fileno()}, {os.getpid()})"
     process = subprocess.Popen(
-        [sys.executable, "-W", quiet, "-c", code],
+        # -P: what lies in the working directory must not take the place of a module.
+        [sys.executable, "-P", "-W", quiet, "-c", code],
         pass_fds=[other.fileno()],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.DEVNULL,
+        start_new_session=True,  # and with it a process group; Ctrl-C is this process's business
     )
     other.close()
     try:
         yield process, connection
     finally:
-        process.kill()
-        process.wait()
+        _end(process)
         connection.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it has started.
+
+    At SIGTERM a C++ compiler deletes the library that it has half written; Inductor would load it another time.
+    """
+    with contextlib.suppress(ProcessLookupError):  # nobody of the group is left
+        os.killpg(process.pid, signal.SIGTERM)
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            process.poll()  # or it would stay, as a zombie
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def serve(descriptor: int, parent: int) -> None:
     """Do the one piece of work that comes through a connection, and send its messages back."""
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
     with Connection(descriptor) as connection:
         measure, work, without = connection.recv()
         try:
@@ -281,6 +302,11 @@ def serve(descriptor: int, parent: int) -> None:
             connection.send(("done", None))
         except UserError as error:
             connection.send(("failed", error))
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            reason = f"memory does not suffice for what comes before and after the prefixes: {first_line(error)}"
+            connection.send(("failed", UserError(f"{reason}; give fewer tokens with --seq-len")))
 
 
 def _how_it_ended(code: int) -> str:

@@ -85,7 +85,7 @@ def equivalence(work: Work) -> None:
             work.problem(f"{result['name']}: {result['message']}; again: {result['command']}")
         closest = f"{result['error']:.2g} ≤ {result['bound']:.2g}" if result["bound"] else "bitwise"
         value = f"{'holds' if result['ok'] else 'BROKEN'}, {closest}"
-        work.figure(f"{result['name']}: {result['title']}", value, "verify.json", "random examples", result["examples"])
+        work.figure(f"{result['name']}: {result['title']}", value, "verify.json", "examples", result["examples"])
 
 
 def needs_nsa(plan: Plan) -> str | None:

@@ -20,9 +20,10 @@ from typing import Any, Literal
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import UserError
-from nsa_compile.experiments.runs import last_line
+from nsa_compile.experiments.runs import last_line, terminated
 from nsa_compile.files import replace
 from nsa_compile.machine.environment import git_revision
+from nsa_compile.train.records.run_directory import lock_run_directory
 
 SCHEMA = 1
 # Exit codes by which a command says what it found: nothing, or something.
@@ -155,8 +156,9 @@ class Work:
     def process(self, name: str, words: Sequence[str], suffix: str) -> tuple[int, Path]:
         """Run a program; its exit code, and the file with what it printed."""
         output, log = self.folder / f"{name}{suffix}", self.folder / f"{name}.log"
-        with output.open("wb") as out, log.open("wb") as err:
-            code = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, check=False).returncode
+        with output.open("wb") as out, log.open("wb") as err, terminated() as processes:
+            processes.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err))
+            code = processes[0].wait()
         self.artifact(output)
         self.artifact(log)
         return code, output
@@ -230,25 +232,38 @@ def load_plan(directory: Path) -> Plan:
             f"'{directory}' is a validation of another revision of nsa-compile; "
             "its phases would not be about one program: begin a new validation"
         )
+    processes = document.get("processes")
+    if not isinstance(processes, int) or processes < 1:
+        raise UserError(f"'{record}' names no number of processes; begin a new validation")
     config = load_config(str(directory / "config.resolved.yaml"))
-    return Plan(directory.absolute(), config, document["preset"], int(document["processes"]))
+    return Plan(directory.absolute(), config, document["preset"], processes)
 
 
 def carry_out(plan: Plan, phases: Sequence[Phase], tell: Callable[[Phase, Outcome | None], None]) -> list[Outcome]:
-    """Run every phase that has no outcome yet. `tell` hears of each twice: before with None, then with its outcome."""
+    """Run every phase that has no outcome yet. `tell` hears of each twice: before with None, then with its outcome.
+
+    Raises:
+        UserError: another process is at it, or what an earlier one has left cannot be read.
+    """
     outcomes = []
-    for phase in phases:
-        tell(phase, None)
-        outcome = kept_outcome(plan.directory, phase.name) or _run(plan, phase)
-        outcomes.append(outcome)
-        tell(phase, outcome)
+    with lock_run_directory(plan.directory):
+        for phase in phases:
+            tell(phase, None)
+            outcome = kept_outcome(plan.directory, phase.name) or _run(plan, phase)
+            outcomes.append(outcome)
+            tell(phase, outcome)
     return outcomes
 
 
 def kept_outcome(directory: Path, phase: str) -> Outcome | None:
     """What an earlier part of the validation found; None where it did not come that far."""
     path = directory / phase / "outcome.json"
-    return Outcome.from_dict(_read(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return Outcome.from_dict(_read(path))
+    except (KeyError, TypeError):
+        raise UserError(f"'{path}' is not what a phase came to; delete the folder that it lies in and go on") from None
 
 
 def _run(plan: Plan, phase: Phase) -> Outcome:
@@ -287,6 +302,8 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict):
+            raise ValueError("it must hold an object")
     except (OSError, ValueError) as error:
         raise UserError(f"'{path}' cannot be read: {error}; delete the folder that it lies in and go on") from None
-    return dict(document)
+    return document

@@ -94,7 +94,7 @@ def validate(
 
         try:
             carry_out(plan, PHASES, tell)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
             click.echo(f"\nstopped; go on with nsa-compile validate --resume {plan.directory}", err=True)
             raise
     document = report_document(plan, outcomes, [])

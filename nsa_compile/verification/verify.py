@@ -11,8 +11,10 @@ from typing import Any
 import hypothesis
 import torch
 from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis.errors import Flaky, Unsatisfiable
 
 from nsa_compile.config import RunConfig
+from nsa_compile.errors import UserError
 from nsa_compile.verification.examples import neighbours, options, reduced
 from nsa_compile.verification.properties import PROPERTIES, Ambiguous, Broken, Setting
 
@@ -79,6 +81,9 @@ def verify(
     Returns:
         Plain data: ``schema``, ``ok``, ``device``, ``dtype``, ``seed``, ``sizes`` of the first example, and
         ``properties``, a :class:`PropertyResult` each.
+
+    Raises:
+        UserError: no example shows anything about one of the properties.
     """
     setting = Setting(torch.device(device), dtype)
     first = reduced(config)
@@ -91,6 +96,11 @@ def verify(
         search = _Search(name, setting, share, examples)
         search.run(config, first, seed)
         result = search.result
+        if result.ok and not result.examples:
+            raise UserError(
+                f"{name} was checked on no example: in each that was drawn rounding decides which blocks are selected; "
+                f"draw others with another --seed than {seed}, or more with --minutes"
+            )
         result.seconds = round(time.monotonic() - now, 3)
         if search.failing is not None:
             again = ["nsa-compile", "verify", *options(search.failing, config_path)]
@@ -167,7 +177,8 @@ class _Search:
             except Ambiguous:
                 hypothesis.reject()
 
-        with contextlib.suppress(Broken, _OutOfTime):
+        # What fails now and then is broken, too; where nothing could be checked, `verify` says so.
+        with contextlib.suppress(Broken, _OutOfTime, Flaky, Unsatisfiable):
             search()
 
     def _try(self, example: RunConfig) -> None:

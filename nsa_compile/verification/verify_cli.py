@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from nsa_compile.cli import run_options
+from nsa_compile.cli import FiniteRange, run_options
 from nsa_compile.errors import UserError
 
 NAMES = ("paths", "future", "gradients", "passes", "operators")
 
 
 @click.command()
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Time for all of them; 2 without it.")
+@click.option("--minutes", type=FiniteRange(min=0, min_open=True), help="Time for all of them; 2 without it.")
 @click.option("--examples", type=click.IntRange(min=1), help="Instead of a time: examples of each property.")
 @click.option(
     "--property", "properties", type=click.Choice(NAMES), multiple=True, help="Check this one only; several are taken."

@@ -103,18 +103,18 @@ def test_a_source_that_stalls_is_an_error_in_time():
         yield {"text": "one"}
         threading.Event().wait()
 
-    stream = iter(DocumentStream("x", lambda first: [documents()], timeout=0.2))
+    stream = iter(DocumentStream("x", lambda first: [documents()], timeout=1.0))
     assert next(stream) == ((0, 0), "one")
     start = time.perf_counter()
-    with pytest.raises(UserError, match=r"no document within data\.timeout_s = 0\.2 s \(document 1 of file 0"):
+    with pytest.raises(UserError, match=r"no document within data\.timeout_s = 1 s \(document 1 of file 0"):
         next(stream)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 10
 
 
 def test_slow_reading_is_no_stall():
-    reader = iter(DocumentStream("x", opener(), timeout=0.2))
+    reader = iter(DocumentStream("x", opener(), timeout=1.0))
     next(reader)
-    time.sleep(0.4)
+    time.sleep(1.5)
     assert texts_of(reader) == TEXTS[1:]
 
 
@@ -244,9 +244,12 @@ def test_a_restored_source_reads_only_from_the_document_in_progress():
     again.restore([state], 4 * 200)
     assert np.array_equal(again.sequence(802, 40), source.sequence(802, 40))
     assert opened == [state["origin"]]
-    time.sleep(0.2)  # for the thread to have read on
-    share = len(encoded) / (2000 - begin)
-    assert 0.4 < share < 0.6  # two lanes of four
+    end = time.monotonic() + 60
+    while len(encoded) <= 0.4 * (2000 - begin):  # the thread reads on
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    time.sleep(0.2)
+    assert len(encoded) < 0.6 * (2000 - begin)  # two lanes of four
 
 
 def test_one_huge_document_makes_no_others_wait():

@@ -17,6 +17,7 @@ from nsa_compile.errors import UserError
 from nsa_compile.experiments.experiment import ab_plan, conclude, run_experiment, scaling_plan, sweep_plan
 from nsa_compile.experiments.runs import Failure, Results, RunResult, read_run, run_order
 from nsa_compile.experiments.views import render_page, render_text, write_views
+from nsa_compile.train.records.run_directory import lock_run_directory
 
 COMMAND = [sys.executable, "-m", "nsa_compile"]
 
@@ -148,7 +149,7 @@ def test_the_first_quarter_of_a_run_does_not_count(tmp_path):
         header = "step,loss,lr,grad_norm,tokens_per_s,mfu,seconds"
         (tmp_path / "training.csv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
 
-    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "summary.json").write_text('{"parameters": 1000, "mfu": 0.5}')
     (tmp_path / "env.json").write_text('{"machine": {"torch_threads": 2}}')
     for steps, window in ((8, (3, 8)), (60, (16, 60)), (300, (251, 300))):
         write(steps)
@@ -159,6 +160,10 @@ def test_the_first_quarter_of_a_run_does_not_count(tmp_path):
     (tmp_path / "training.csv").write_text("step\n")
     with pytest.raises(UserError, match="too few steps"):
         read_run("A", 1, tmp_path, 50)
+    for name, content in (("env.json", '{"machine": 3}'), ("env.json", "[]"), ("summary.json", "{}")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=r"cannot be read: .*; delete it, and it is made again"):
+            read_run("A", 1, tmp_path, 50)
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +233,12 @@ def test_a_directory_with_another_experiment_is_refused(finished):
     assert "holds another experiment (ab: A, B); choose another place with --out DIR" in other.stderr
 
 
+def test_two_do_not_work_on_one_experiment(tiny_overrides, tmp_path):
+    plan = ab_plan(None, ["train.dtype=bf16"], tiny_overrides())
+    with lock_run_directory(tmp_path), pytest.raises(UserError, match="another process is working on"):
+        run_experiment(plan, tmp_path)
+
+
 def test_a_failing_run_is_named_with_what_it_said_last(tiny_overrides, tmp_path):
     """The loss of B is not finite from the start; A goes on."""
     plan = ab_plan(None, ["optim.lr=1e30", "optim.clip=null"], tiny_overrides(**{"optim.warmup": 0}), steps=6)
@@ -253,13 +264,15 @@ def test_ctrl_c_leaves_what_is_finished_and_no_process(tiny_overrides, tmp_path)
         ],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     # The long one is B; seed 0 has it second or first, so wait until it steps.
     log = out / "B" / "repeat-1" / "log.txt"
-    while time.monotonic() < deadline and not (log.exists() and "step 2" in log.read_text()):
+    while not (log.exists() and "step 2" in log.read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=240)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     with pytest.raises(ProcessLookupError):

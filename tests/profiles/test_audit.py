@@ -172,7 +172,7 @@ def test_layers_in_short():
     assert spans([0, 1, 2, 3, 7]) == "0-3,7"
 
 
-def test_the_command_prints_one_object_and_leaves_with_the_verdict(tiny_overrides, capsys):
+def test_the_command_prints_one_object_and_leaves_with_the_verdict(tiny_overrides, capsys, monkeypatch):
     def arguments(*options, **changes):
         sets = [word for override in tiny_overrides(**changes) for word in ("--set", override)]
         return ["audit", "attention", *sets, *options]
@@ -191,3 +191,7 @@ def test_the_command_prints_one_object_and_leaves_with_the_verdict(tiny_override
     assert (code, "ok  no fallback" in out) == (0, True)
     code, _, error = leave(arguments("--flash-only", "--no-flash"))
     assert (code, error.count("\n")) == (2, 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, error = leave(arguments(**{"train.device": "cuda"}))
+    assert (code, error.count("\n")) == (2, 1)
+    assert "torch finds no GPU here" in error

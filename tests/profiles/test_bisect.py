@@ -251,11 +251,14 @@ def test_a_script_of_the_users_own(tmp_path, rewriting):
         (["--script", f"{__file__}:nothing"], "has no function 'nothing'"),
         (["--check", "slow", "--script", "a.py:f"], "two checks"),
         (["--check", "speed"], "'speed' is not one of"),
+        (["--set", "train.device=cuda"], "needs a GPU and torch finds no GPU here"),
+        (["--check", "slow", "--factor", "inf"], "'inf' is not a finite number"),
         (["--seq-len", "4"], "model.pattern.compress_block"),
         (["--out", "/nowhere/blame"], "'/nowhere' is not a directory"),
     ],
 )
-def test_mistakes_are_one_line(arguments, message, capsys):
+def test_mistakes_are_one_line(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as left:
         main(["passes", "bisect", *arguments, "--set", "compile.nested=eager"])
     assert left.value.code == 2

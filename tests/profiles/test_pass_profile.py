@@ -7,10 +7,12 @@ import os
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from itertools import pairwise
 
+import psutil
 import pytest
 import torch
 from click.testing import CliRunner
@@ -171,21 +173,23 @@ def test_a_pass_that_raises_is_named_and_the_others_measured(planted, tmp_path):
 
 
 def work_that_hangs(work, without, send):
-    """Prefix 1 never ends, prefix 2 ends the process, the others do as they should."""
+    """Prefix 1 never ends, nor does what it has started; prefix 2 ends the process, the others do as they should."""
     for count in {0, 1, 2, 3} - without:
         send("began", count)
-        time.sleep(600 if count == 1 else 0)
+        if count == 1:
+            cleaning = f"trap 'echo clean > {work}.told; exit' TERM; echo $$ > {work}; while :; do sleep 0.1; done"
+            subprocess.run(["sh", "-c", cleaning], check=False)
         if count == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         send("measured", {"not_measured": None, "compile_s": float(os.getpid()), "inductor_cache_hit": False})
     send("timings", {count: {"by": os.getpid()} for count in {0, 1, 2, 3} - without})
 
 
-def test_a_prefix_that_hangs_and_one_that_ends_its_process_are_given_up():
+def test_a_prefix_that_hangs_and_one_that_ends_its_process_are_given_up(tmp_path):
     told = []
     results = Results(3, told.append)
-    measure_within(2, None, results, work_that_hangs)
-    assert results.measured[1] == {"not_measured": "it took more than 2 s to compile and run"}
+    measure_within(5, tmp_path / "started", results, work_that_hangs)
+    assert results.measured[1] == {"not_measured": "it took more than 5 s to compile and run"}
     assert results.measured[2] == {"not_measured": "its process was ended by SIGKILL"}
     assert results.given_up == {1, 2}
     assert set(results.timings) == {0, 3}
@@ -196,6 +200,37 @@ def test_a_prefix_that_hangs_and_one_that_ends_its_process_are_given_up():
     for row in (results.measured[0], results.measured[3]):
         with pytest.raises(ProcessLookupError):
             os.kill(int(row["compile_s"]), 0)
+    assert (tmp_path / "started.told").read_text() == "clean\n", "it may put its files in order"
+    started = int((tmp_path / "started").read_text())
+    end = time.monotonic() + 60
+    while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, "what the process had started lives on"
+        time.sleep(0.05)
+
+
+def work_that_fails_when_it_comes_again(work, without, send):
+    """Prefix 1 ends the process; in the next one prefix 0 raises."""
+    measured = {0, 1, 2} - without
+    for count in sorted(measured):
+        send("began", count)
+        if count == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        problem = "RuntimeError: not again" if without and count == 0 else None
+        send("measured", {"not_measured": problem, "compile_s": 1.0, "inductor_cache_hit": False})
+    send("timings", {2: {"forward": {}, "backward": {}}})
+
+
+def test_a_prefix_that_fails_when_it_comes_again_is_given_up():
+    told = []
+    results = Results(2, told.append)
+    measure_within(60, None, results, work_that_fails_when_it_comes_again)
+    assert results.given_up == {0, 1}
+    assert results.measured[0] == {
+        "not_measured": "RuntimeError: not again",
+        "compile_s": 1.0,
+        "inductor_cache_hit": False,
+    }
+    assert set(results.measured) - results.given_up == set(results.timings), "a timing of each that was measured"
 
 
 def work_that_ends_early(work, without, send):
@@ -206,11 +241,32 @@ def work_that_is_wrong(work, without, send):
     raise UserError(f"seq_len is {work}")
 
 
-def test_a_process_that_ends_at_no_prefix_is_an_error():
+def work_that_is_too_large(work, without, send):
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes\nmore")
+
+
+def test_a_process_that_ends_at_no_prefix_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="could not go on: its process ended with exit code 3"):
         measure_within(60, None, Results(3, print), work_that_ends_early)
     with pytest.raises(UserError, match="seq_len is 7"):
         measure_within(60, 7, Results(3, print), work_that_is_wrong)
+    with pytest.raises(UserError, match=r"memory does not suffice .* allocate 7 bytes; give fewer tokens"):
+        measure_within(60, None, Results(3, print), work_that_is_too_large)
+    # One that does not even read what it is to do.
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 4\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(UserError, match="could not go on: its process ended with exit code 4"):
+        measure_within(60, None, Results(3, print), work_that_ends_early)
+
+
+def test_files_of_the_working_directory_are_no_modules_of_the_process(tmp_path, monkeypatch):
+    (tmp_path / "tempfile.py").write_text("raise SystemExit('not the one')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    with pytest.raises(UserError, match="exit code 3"):
+        measure_within(60, None, Results(3, print), work_that_ends_early)
 
 
 def test_a_record_of_what_took_too_long(tmp_path, monkeypatch):
@@ -266,12 +322,17 @@ def test_the_command_writes_what_it_prints(tmp_path):
     [
         (["profile", "passes", "--seq-len", "4"], "model.pattern.compress_block"),
         (["profile", "passes", "--repeats", "1"], "--repeats"),
+        (["profile", "passes", "--limit", "0.5"], "--limit"),
+        (["profile", "passes", "--limit", "nan"], "'nan' is not a finite number"),
+        (["profile", "passes", "--limit", "inf"], "--limit"),
+        (["profile", "passes", "--set", "train.device=cuda"], "needs a GPU and torch finds no GPU here"),
         (["profile", "passes", "--out", "/nowhere/out"], "'/nowhere' is not a directory"),
         (["passes", "diff", "batch_prefil"], "did you mean 'batch_prefill'?"),
         (["passes", "diff", "batch_prefill", "--out", "/nowhere/a.html"], "'/nowhere' is not a directory"),
     ],
 )
-def test_mistakes_are_one_line(words, message, capsys):
+def test_mistakes_are_one_line(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 2
@@ -293,6 +354,13 @@ def test_diff_of_a_pass(tmp_path):
     assert "nsa_compile.attention" in result["after"]
     assert "nsa_compile.attention" not in result["before"]
     assert "# File: " in page.read_text()
+
+
+def test_diff_of_a_pass_that_runs_only_where_it_is_asked_for():
+    shown = invoke("passes", "diff", "annotate_ranges", "--width", "200", **{"train.seq_len": 16, **DENSE})
+    assert shown.exit_code == 0, shown.output
+    assert "match    nsa.mlp" in shown.stdout
+    assert "# Annotation: {'nsa_range': 'nsa.mlp'}" in shown.stdout
 
 
 def test_diff_of_a_pass_that_does_not_run():

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 
 from nsa_compile.cli import main
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
 from nsa_compile.train.records.rows import StepRow
+from nsa_compile.train.records.run_directory import lock_run_directory
 from nsa_compile.train.report.run_record import RunRecord
+from nsa_compile.train.signals import EXIT_CODES
 from nsa_compile.validation import phases
 from nsa_compile.validation.report import write_report
 from nsa_compile.validation.runbook import (
@@ -90,6 +97,47 @@ def test_finished_phases_are_not_run_again(plan):
     assert [outcome.figures[0].value for outcome in outcomes] == ["12", "12"]
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"figures": [{"of": "another version"}], "criteria": []}'])
+def test_an_outcome_that_cannot_be_read_is_one_line(plan, content):
+    run(plan, Phase("one", "One", good))
+    (plan.directory / "one" / "outcome.json").write_text(content)
+    with pytest.raises(UserError, match=r"one/outcome\.json' .*; delete the folder that it lies in and go on"):
+        run(plan, Phase("one", "One", good))
+
+
+def test_two_do_not_work_on_one_validation(plan):
+    with lock_run_directory(plan.directory), pytest.raises(UserError, match="another process is working on"):
+        run(plan, Phase("one", "One", good))
+
+
+NAP = """
+import sys
+from pathlib import Path
+from nsa_compile.validation.runbook import Phase, carry_out, load_plan
+
+def nap(work):
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    work.process("nap", [sys.executable, "-c", code], ".txt")
+
+carry_out(load_plan(Path(sys.argv[1])), [Phase("one", "One", nap)], lambda phase, outcome: None)
+"""
+
+
+def test_sigterm_leaves_no_process_and_no_outcome(plan):
+    process = subprocess.Popen([sys.executable, "-c", NAP, str(plan.directory)])
+    said = plan.directory / "one" / "nap.txt"
+    end = time.monotonic() + 120
+    while not (said.exists() and said.read_text().endswith("\n")):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(120) == EXIT_CODES["SIGTERM"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said.read_text()), 0)
+    assert not (plan.directory / "one" / "outcome.json").exists()
+
+
 def test_every_figure_of_the_report_names_its_file_window_and_number(plan):
     outcomes = run(plan, Phase("one", "One <b>", good))
     for path in write_report(plan, outcomes, ["two"]):
@@ -104,6 +152,8 @@ def test_every_figure_of_the_report_names_its_file_window_and_number(plan):
     [
         (lambda d: (d / "plan.json").unlink(), "holds no validation"),
         (lambda d: (d / "plan.json").write_text("{"), "cannot be read"),
+        (lambda d: (d / "plan.json").write_text("[1]"), "cannot be read: it must hold an object"),
+        (lambda d: (d / "plan.json").write_text((d / "plan.json").read_text().replace('"processes"', '"p"')), "number"),
         (lambda d: (d / "plan.json").write_text('{"schema": 99, "preset": "quick"}'), "another version"),
         (lambda d: (d / "plan.json").write_text('{"schema": 1, "preset": "quick", "git": {}}'), "another revision"),
     ],

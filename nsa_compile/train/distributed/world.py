@@ -115,6 +115,16 @@ def check_world(config: RunConfig, size: int, local_size: int) -> None:
         _check_gpus(config, local_size)
 
 
+def check_device(config: RunConfig) -> None:
+    """Make sure that there is a GPU if the configuration asks for one; for what is no run, but computes as one does.
+
+    Raises:
+        UserError: there is none.
+    """
+    if config.train.device == "cuda":
+        _check_gpus(config, 1)
+
+
 def check_port(port: int | None) -> None:
     """Make sure that the processes can meet at this port of this machine.
 
@@ -141,10 +151,10 @@ def _check_gpus(config: RunConfig, local_size: int) -> None:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < local_size:
         gpus = "no GPU" if not found else f"{found} GPU{'s' * (found > 1)}"
-        raise UserError(
-            f"{key} = '{value}' needs a GPU for each of {local_size} process{'es' * (local_size > 1)} and torch finds "
-            f"{gpus} here; use --set {key}=auto, or fewer processes"
-        )
+        needed, fewer = ("a GPU", "")
+        if local_size > 1:
+            needed, fewer = f"a GPU for each of {local_size} processes", ", or fewer processes"
+        raise UserError(f"{key} = '{value}' needs {needed} and torch finds {gpus} here; use --set {key}=auto{fewer}")
 
 
 def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -77,10 +77,10 @@ def test_what_the_reader_would_pass_over_is_not_written(tmp_path):
 
 def test_a_phase_costs_next_to_nothing(tmp_path):
     with Heartbeat(tmp_path, 0) as heartbeat:
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(10_000):
             heartbeat.phase("forward")
-        assert time.perf_counter() - start < 0.2  # 20 µs each; here it is 0.2 µs
+        assert time.thread_time() - start < 0.2  # 20 µs each; here it is 0.2 µs
 
 
 FULL = """
