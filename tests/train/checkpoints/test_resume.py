@@ -27,29 +27,16 @@ from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import make_optimizer
 from nsa_compile.train.records.run_directory import lock_run_directory
 from nsa_compile.train.state import TrainingState
+from tests.conftest import TINY_RUN, with_fault
 
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
 LONG = {"train.steps": 14, "train.save_every": 3, "train.eval_every": 4, "train.log_every": 99, "train.keep_last": 9}
 
 
-def train(overrides, *arguments):
+def train(overrides, *arguments, **options):
     sets = [word for override in overrides for word in ("--set", override)]
-    return subprocess.run([*COMMAND, "train", "--json", *sets, *arguments], capture_output=True, text=True, check=False)
-
-
-def train_until(overrides, line, signum, *arguments):
-    """Start a run, send it a signal when it logs `line`, and return its exit code and its log."""
-    sets = [word for override in overrides for word in ("--set", override)]
-    process = subprocess.Popen(
-        [*COMMAND, "train", "--json", *sets, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    for text in process.stderr:
-        if text.startswith(line):
-            process.send_signal(signum)
-            break
-    stdout, stderr = process.communicate(timeout=60)
-    return process.returncode, stdout, stderr
+    command = [*COMMAND, "train", "--json", *sets, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def column(path, name):
@@ -74,8 +61,6 @@ def assert_equal_runs(one: Path, other: Path):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, request):
     """The directory of a finished run, and its overrides without run.dir."""
-    from tests.conftest import TINY_RUN
-
     values = {**TINY_RUN, **LONG, "run.dir": str(tmp_path_factory.mktemp("undisturbed"))}
     result = train([f"{key}={value}" for key, value in values.items()])
     assert result.returncode == 0, result.stderr
@@ -90,12 +75,13 @@ def finished(undisturbed, tmp_path):
 
 def test_killed_runs_that_go_on_equal_an_undisturbed_one(tiny_overrides, undisturbed, tmp_path):
     overrides = tiny_overrides(**LONG)
-    code, *_ = train_until(overrides, "step 8:", signal.SIGKILL)
-    assert code == -signal.SIGKILL
+    result = train(overrides, env=with_fault("kill@0:8", tmp_path / "once"))
+    assert result.returncode == -signal.SIGKILL
     # Killed once more while it goes on, by the signal of a scheduler this time.
-    code, stdout, stderr = train_until(overrides, "step 12:", signal.SIGTERM, "--resume", "auto")
-    assert code == 75, stderr
-    summary = json.loads(stdout)
+    result = train(overrides, "--resume", "auto", env=with_fault("term@0:5", tmp_path / "once"))
+    assert result.returncode == 75, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["steps"] == summary["resumed_from"] + 5
     assert summary["stopped_by"] == "SIGTERM"
     assert summary["resumed_from"] in (3, 6)
     verify_checkpoint(Path(summary["run_dir"]) / "checkpoints" / f"step-{summary['steps']:08d}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from nsa_compile.train.distributed.all_reduce import AllReduceHook
 from nsa_compile.train.distributed.group import share_model, whole
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.steps import train_step
+from tests.conftest import TINY_RUN, with_fault
 
 CPU = torch.device("cpu")
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=3, window=4)
@@ -137,28 +137,11 @@ def test_gradients_are_sent_before_half_of_the_backward_pass_has_run(tmp_path):
         assert np.median(json.loads((tmp_path / f"overlap{rank}.json").read_text())) < 0.5
 
 
-def start(overrides, *arguments, **options):
-    sets = [word for override in overrides for word in ("--set", override)]
-    return subprocess.Popen(
-        [*COMMAND, "train", "--json", *sets, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 def train(overrides, *arguments, **options):
-    process = start(overrides, *arguments, **options)
-    stdout, stderr = process.communicate(timeout=240)
-    return process.returncode, stdout, stderr
-
-
-def read_until(process, beginning):
-    for line in process.stderr:
-        if line.startswith(beginning):
-            return
-    raise AssertionError(f"the run ended before it said '{beginning}'")
+    sets = [word for override in overrides for word in ("--set", override)]
+    command = [*COMMAND, "train", "--json", *sets, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, **options)
+    return result.returncode, result.stdout, result.stderr
 
 
 def losses(directory):
@@ -172,30 +155,23 @@ LONG = {"train.batch_size": 4, "train.steps": 12, "train.save_every": 3, "train.
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Losses of a run in one process."""
-    from tests.conftest import TINY_RUN
-
     values = {**TINY_RUN, **LONG, "run.dir": str(tmp_path_factory.mktemp("alone"))}
     code, stdout, stderr = train([f"{key}={value}" for key, value in values.items()])
     assert code == 0, stderr
     return losses(json.loads(stdout)["run_dir"])
 
 
-def test_a_run_goes_on_with_any_number_of_processes_on_the_same_batches(tiny_overrides, alone):
-    overrides = tiny_overrides(**LONG, **{"ddp.compress": "none", "train.log_every": 1})
-    process = start(overrides, "--nproc", "2")
-    read_until(process, "step 4:")
-    process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 75, stderr
+def test_a_run_goes_on_with_any_number_of_processes_on_the_same_batches(tiny_overrides, tmp_path, alone):
+    overrides = tiny_overrides(**LONG, **{"ddp.compress": "none"})
+    code, stdout, stderr = train(overrides, "--nproc", "2", env=with_fault("term@1:4", tmp_path / "once"))
+    assert code == 75, stderr
     summary = json.loads(stdout)
-    assert summary["stopped_by"] == "SIGTERM"
-    stopped = summary["steps"]
-    assert 4 <= stopped < 12
+    assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 4)
 
     code, stdout, stderr = train(overrides, "--nproc", "4", "--resume", "auto")
     assert code == 0, stderr
     summary = json.loads(stdout)
-    assert (summary["resumed_from"], summary["processes"], summary["steps"]) == (stopped, 4, 12)
+    assert (summary["resumed_from"], summary["processes"], summary["steps"]) == (4, 4, 12)
     np.testing.assert_allclose(losses(summary["run_dir"]), alone, rtol=1e-4)
 
 
@@ -214,17 +190,15 @@ def test_compiled_and_checkpointed_blocks_train_the_same_on_two_processes(tiny_o
     np.testing.assert_allclose(losses(json.loads(stdout)["run_dir"]), alone, rtol=1e-4)
 
 
-def test_what_fsdp_has_saved_is_for_any_strategy(tiny_overrides, alone):
-    overrides = tiny_overrides(**LONG, **{"ddp.compress": "none", "train.log_every": 1})
-    process = start([*overrides, "ddp.strategy=fsdp"], "--nproc", "2")
-    read_until(process, "step 4:")
-    process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 75, stderr
+def test_what_fsdp_has_saved_is_for_any_strategy(tiny_overrides, tmp_path, alone):
+    overrides = tiny_overrides(**LONG, **{"ddp.compress": "none"})
+    fault = with_fault("term@0:4", tmp_path / "once")
+    code, _, stderr = train([*overrides, "ddp.strategy=fsdp"], "--nproc", "2", env=fault)
+    assert code == 75, stderr
     code, stdout, stderr = train(overrides, "--resume", "auto")
     assert code == 0, stderr
     summary = json.loads(stdout)
-    assert summary["resumed_from"] >= 4
+    assert summary["resumed_from"] == 4
     np.testing.assert_allclose(losses(summary["run_dir"]), alone, rtol=1e-4)
 
 
