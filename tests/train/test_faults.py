@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import TINY_RUN, with_fault
+
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
 LONG = {"train.steps": 10, "train.save_every": 2, "train.eval_every": 5, "train.log_every": 1, "train.keep_last": 9}
 # Stalls are found within seconds instead of minutes.
@@ -26,21 +28,16 @@ ALERT = {
 }
 
 
-def start(overrides, *arguments, fault=None, once=None, **options):
-    """Start ``nsa-compile train --nproc 2`` with a fault planted in it."""
-    environment = dict(os.environ)
-    if fault is not None:
-        once.touch()
-        path = [str(Path(__file__).parent / "faults"), environment.get("PYTHONPATH", "")]
-        environment |= {"FAULT": fault, "FAULT_ONCE": str(once), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+def start(overrides, *arguments, fault=None, once=None, **variables):
+    """Start ``nsa-compile train --nproc 2`` with a fault planted in it, and variables in its environment."""
+    environment = dict(os.environ) if fault is None else with_fault(fault, once)
     sets = [word for override in overrides for word in ("--set", override)]
     return subprocess.Popen(
         [*COMMAND, "train", "--json", "--nproc", "2", *sets, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
-        **options,
+        env={**environment, **variables},
     )
 
 
@@ -57,8 +54,6 @@ def losses(directory):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Losses of a run on two processes that nothing happens to."""
-    from tests.conftest import TINY_RUN
-
     values = {**TINY_RUN, **LONG, "run.dir": str(tmp_path_factory.mktemp("undisturbed"))}
     code, stdout, stderr = finish(start([f"{key}={value}" for key, value in values.items()]))
     assert code == 0, stderr
@@ -106,11 +101,19 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tiny_overrides, tmp_path
     code, _, stderr = finish(start(tiny_overrides(**LONG), fault="nan@1:4", once=tmp_path / "once"))
     assert code == 3
     (error,) = [line for line in stderr.splitlines() if line.startswith("error:")]
-    assert "must be finite" in error
+    # Rank 0 says it, and rank 1 is named.
+    assert error.startswith("error: loss = nan and gradient norm = nan of rank 1 at step 4 must be finite")
     (directory,) = (tmp_path / "runs").iterdir()
-    (row,) = map(json.loads, (directory / "nonfinite.jsonl").read_text().splitlines()[:1])
-    assert row["step"] == 4
-    assert len(row["sequences"]) == 1
+    rows = sorted(map(json.loads, (directory / "nonfinite.jsonl").read_text().splitlines()), key=lambda r: r["rank"])
+    assert [(row["step"], row["loss"] == "nan") for row in rows] == [(4, False), (4, True)]
+    assert [len(row["sequences"]) for row in rows] == [1, 1]
+
+
+def test_who_is_slow_to_leave_still_says_why(tiny_overrides, tmp_path):
+    """The first to be gone makes the agent end the others."""
+    code, _, stderr = finish(start(tiny_overrides(**LONG), fault="nan@1:4", once=tmp_path / "once", LINGER="0"))
+    assert code == 3
+    assert len([line for line in stderr.splitlines() if line.startswith("error: loss = nan")]) == 1
 
 
 def test_steps_that_are_not_finite_are_skipped_by_all(tiny_overrides, tmp_path, undisturbed):
