@@ -234,6 +234,11 @@ class WatchdogSection(Section):
     on_diverged: Action = "warn"
     on_degraded: Action = "warn"
 
+    @property
+    def restarts(self) -> bool:
+        """Whether processes may be killed, to be started again."""
+        return self.enabled and "restart" in (self.on_stalled, self.on_diverged, self.on_degraded)
+
 
 class AcceptSection(Section):
     """What ``nsa-compile validate`` asks for before it says GO; ``None`` asks for nothing.
