@@ -89,12 +89,12 @@ def run(
         install_stack_dump(directory, world.rank)
         with Heartbeat(directory, world.rank, config.watchdog.interval_s, world_size=world.size) as heartbeat:
             return Trainer(config, corpus, directory, world, heartbeat).run(resumed)
-    except OSError as error:  # rows, statistics, pictures: whatever was written when the disk was full
-        if error.errno not in _NO_ROOM:
+    except OSError as error:  # rows, statistics, pictures: whatever could not be written
+        name = str(error.filename or directory)
+        if error.errno not in _NO_ROOM and not Path(name).is_relative_to(directory):
             raise
         raise CheckpointError(
-            f"the records of run '{directory}' cannot be written: {error.strerror}; make room there and go on with "
-            "--resume"
+            f"'{name}' cannot be written: {error.strerror}; make room for it and go on with --resume"
         ) from None
 
 
@@ -153,6 +153,7 @@ class Trainer:
         if resumed is not None:
             first_step = resumed.step
             planned = self._restore(resumed)
+            self.heartbeat.resumed(first_step)
         resumed_at = None if resumed is None else first_step
         step = first_step
         with (

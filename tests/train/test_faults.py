@@ -87,6 +87,17 @@ def test_a_rank_that_hangs_is_named_and_the_run_goes_on(tiny_overrides, tmp_path
     assert "hang" in (directory / "stacks_rank1.txt").read_text(encoding="utf-8")
 
 
+def test_a_single_process_is_started_again_if_the_watchdog_is_to_restart_it(tiny_overrides, tmp_path):
+    overrides = tiny_overrides(**LONG, **ALERT, **{"watchdog.on_stalled": "restart"})
+    process = start(overrides, "--nproc", "1", fault="stall@0:8", once=tmp_path / "once")
+    code, stdout, stderr = finish(process)
+    assert code == 0, stderr
+    assert "rank 0 was killed by SIGKILL; starting again (restart 1 of 3)" in stderr
+    summary = json.loads(stdout)
+    assert (summary["processes"], summary["steps"]) == (1, 10)
+    assert summary["resumed_from"] in (4, 6)
+
+
 def test_a_loader_that_stalls_is_named_with_its_phase(tiny_overrides, tmp_path, undisturbed):
     overrides = tiny_overrides(**LONG, **ALERT, **{"watchdog.on_stalled": "restart"})
     code, stdout, stderr = finish(start(overrides, fault="stall@1:8", once=tmp_path / "once"))
@@ -183,20 +194,23 @@ def test_a_file_halt_stops_all_and_not_the_next_run(tiny_overrides, tmp_path):
     assert json.loads(stdout)["resumed_from"] == steps
 
 
-def test_a_full_disk_ends_all_with_5(tiny_overrides, tmp_path):
+@pytest.mark.parametrize(("size", "save_every"), [("700k", 1), ("48k", 0)], ids=["checkpoints", "rows"])
+def test_a_full_disk_ends_all_with_5(tiny_overrides, tmp_path, size, save_every):
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system takes root")
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(small)], check=False)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(small)], check=False)
     if mounted.returncode:
         pytest.skip("this container may not mount a file system")
     try:
-        overrides = tiny_overrides(**{**LONG, "train.save_every": 1, "train.steps": 100, "run.dir": str(small)})
+        changes = {**LONG, "train.save_every": save_every, "train.steps": 100, "run.dir": str(small)}
+        overrides = tiny_overrides(**changes)
         code, _, stderr = finish(start(overrides))
         assert code == 5, stderr
         (error,) = [line for line in stderr.splitlines() if line.startswith("error:")]
         assert "No space left on device" in error
+        assert "Traceback" not in stderr
     finally:
         time.sleep(0.2)
         subprocess.run(["umount", "-l", str(small)], check=True)

@@ -25,8 +25,10 @@ from nsa_compile.train.checkpoints.files import checkpoint_paths, verify_checkpo
 from nsa_compile.train.checkpoints.resume import find_run, first_difference, newest_good_checkpoint
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import make_optimizer
+from nsa_compile.train.records.jsonl import JsonlReader
 from nsa_compile.train.records.run_directory import lock_run_directory
 from nsa_compile.train.state import TrainingState
+from nsa_compile.train.watch.heartbeat import heartbeat_path
 from tests.conftest import TINY_RUN, with_fault
 
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
@@ -211,6 +213,49 @@ def test_rows_that_a_checkpoint_stands_on_must_be_there(tiny_overrides, finished
     assert result.returncode == 5
     assert "earlier rows are missing" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+
+
+def _pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _directory(path):
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "code", "expected"),
+    [
+        (_pipe, "val.csv", 5, "cannot be continued from step 14: it is not a regular file"),
+        (_pipe, "config.resolved.yaml", 5, "is not a regular file"),
+        (_directory, ".HALT", 2, "cannot be removed: Is a directory"),
+        (_directory, "stacks_rank0.txt", 5, "cannot be written: Is a directory"),
+        (_directory, "summary.json", 5, "cannot be written: Is a directory"),
+    ],
+)
+def test_a_file_of_the_run_that_is_something_else_is_one_line(tiny_overrides, finished, damage, name, code, expected):
+    damage(finished / name)
+    result = train(tiny_overrides(**LONG), "--resume", str(finished), timeout=120)
+    assert result.returncode == code
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert name in error
+    assert expected in error
+    assert "Traceback" not in result.stderr
+
+
+def test_a_resumed_run_is_as_far_as_its_checkpoint(tiny_overrides, finished):
+    result = train(
+        tiny_overrides(**{**LONG, "watchdog.interval_s": 0.05, "train.steps": 15}), "--resume", str(finished)
+    )
+    assert result.returncode == 0, result.stderr
+    rows = list(JsonlReader(heartbeat_path(finished, 0)).rows())
+    attempt = rows[max(i for i, row in enumerate(rows) if row["kind"] == "start") :]
+    before = [row["phase"] for row in attempt[: next(i for i, row in enumerate(attempt) if row["kind"] == "step")]]
+    assert before
+    assert attempt[len(before) - 1]["step"] == 14
 
 
 def _training(overrides):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -227,6 +228,15 @@ def test_a_wrong_configuration_fails_in_one_line_before_any_process_starts(
     assert code == 2
     assert expected in stderr
     assert stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--nproc=2"])
+def test_an_option_that_is_not_for_one_of_several_processes_is_refused(tiny_overrides, tmp_path, option):
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    code, stdout, stderr = train(tiny_overrides(), option, env={**os.environ, **rank})
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert "this is one of 2 processes already; leave it out" in stderr
     assert not (tmp_path / "runs").exists()
 
 
