@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,10 +27,14 @@ def sets(overrides: list[str]) -> list[str]:
 
 
 def test_help_is_quick():
+    def processor_seconds() -> float:  # of processes waited for: the clock on the wall tells of others, too
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
     def once() -> float:
-        start = time.perf_counter()
+        before = processor_seconds()
         assert nsa_compile("--help").returncode == 0
-        return time.perf_counter() - start
+        return processor_seconds() - before
 
     assert min(once() for _ in range(5)) < 0.3
 

@@ -18,10 +18,10 @@ from tests.conftest import TINY_RUN, with_fault
 
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
 LONG = {"train.steps": 10, "train.save_every": 2, "train.eval_every": 5, "train.log_every": 1, "train.keep_last": 9}
-# Stalls are found within seconds instead of minutes.
+# Stalls are found within seconds instead of minutes; a busy machine may hold up a healthy rank for some.
 ALERT = {
     "watchdog.interval_s": 0.5,
-    "watchdog.stall_s": 4.0,
+    "watchdog.stall_s": 8.0,
     "watchdog.stall_factor": 3.0,
     "watchdog.pause_s": 60.0,
     "watchdog.silent_s": 20.0,
