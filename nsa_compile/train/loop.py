@@ -300,7 +300,7 @@ class Trainer:
         return indices, batches, lr, result
 
     def _skip(self, step: int, sequences: list[int], result: StepResult) -> None:
-        losses = gather_to_all(result.own_loss)
+        losses = gather_to_all(result.own_loss.item())
         try:
             self.nonfinite.nonfinite(step, self.world.rank, sequences, losses, result.grad_norm)
         except TrainingDiverged as error:

@@ -25,13 +25,13 @@ class StepResult:
     Attributes:
         loss: mean over the micro batches of all processes, in nats per token.
         grad_norm: of the mean gradient, before clipping.
-        own_loss: of this process's part of the batch.
+        own_loss: of this process's part of the batch; on the device, since hardly anybody asks.
         overlap: when this process sent its gradients; ``None`` where DDP did not.
     """
 
     loss: float
     grad_norm: float
-    own_loss: float
+    own_loss: torch.Tensor
     overlap: Overlap | None = None
 
     @property
@@ -88,9 +88,8 @@ def train_step(
         # The one place a step waits for the device. A loss that is not finite in one process is so in the mean, so
         # that all of them leave their weights as they are, or none.
         values = torch.stack((total, norm)).double()
-        own_loss = values[0].clone()
         loss_value, norm_value = mean_of_all(values).tolist()
-    result = StepResult(loss_value, norm_value, own_loss.item(), overlap)
+    result = StepResult(loss_value, norm_value, total, overlap)
     with timer.phase("optimizer"):
         if result.finite:
             set_learning_rate(optimizer, lr)
