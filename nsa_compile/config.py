@@ -37,6 +37,8 @@ TOKENIZER_VOCAB_SIZES = {"byte": 256, "gpt2": 50257}
 SYNTHETIC = ("copying", "needle")
 # Data sets that need no file; any other ``data.name`` is a path.
 BUILT_IN = ("shakespeare", "uniform", *SYNTHETIC, "fineweb-edu")
+# A hundred times what any configuration holds.
+MAX_VALUES = 10_000
 
 
 def _known_pass(name: str) -> str:
@@ -234,6 +236,11 @@ class WatchdogSection(Section):
     on_diverged: Action = "warn"
     on_degraded: Action = "warn"
 
+    @property
+    def restarts(self) -> bool:
+        """Whether processes may be killed, to be started again."""
+        return self.enabled and "restart" in (self.on_stalled, self.on_diverged, self.on_degraded)
+
 
 class AcceptSection(Section):
     """What ``nsa-compile validate`` asks for before it says GO; ``None`` asks for nothing.
@@ -408,7 +415,7 @@ def load_config(path: str | None = None, overrides: Sequence[str] = ()) -> RunCo
         text, origin = _read(path), path
     values = _parse_yaml(text, origin)
     if not isinstance(values, dict):
-        raise UserError(f"{origin} must hold sections (run, model, data, …), not {values!r}")
+        raise UserError(f"{origin} must hold sections (run, model, data, …), not {_short(values)}")
     for override in overrides:
         _apply_override(values, override)
     _reject_unknown_keys(values)
@@ -457,12 +464,30 @@ _Loader.add_implicit_resolver(
 
 def _parse_yaml(text: str, origin: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{origin} is not valid YAML{where}: {error.problem}; correct it there") from None
     except yaml.YAMLError as error:
         raise UserError(f"{origin} is not valid YAML: {str(error).splitlines()[0]}; correct it there") from None
+    except (ValueError, RecursionError) as error:  # a date in a 13th month, ten thousand brackets
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"{origin} cannot be read: {reason}; correct it there") from None
+    _reject_too_many_values(value, origin)
+    return value
+
+
+def _reject_too_many_values(value: Any, origin: str) -> None:
+    """References make a few lines mean more values than there is memory for, or one that holds itself."""
+    waiting, count = [value], 0
+    while waiting:
+        count += 1
+        if count > MAX_VALUES:
+            raise UserError(f"{origin} must not hold more than {MAX_VALUES:,} values; correct it there")
+        entry = waiting.pop()
+        waiting += (
+            [*entry, *entry.values()] if isinstance(entry, dict) else entry if isinstance(entry, list | tuple) else ()
+        )
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -544,7 +569,7 @@ def _describe(error: ValidationError) -> str:
     # Without the index into a list: the key to change is the list.
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
     if key in _SECTIONS and first["type"] != "value_error":
-        text = f"{key} = {first['input']!r} is not allowed: it is a section, with keys of its own"
+        text = f"{key} = {_short(first['input'])} is not allowed: it is a section, with keys of its own"
     elif first["type"] == "missing":
         text = f"{key} is missing and has no default"
     elif first["type"] == "value_error":
@@ -554,6 +579,11 @@ def _describe(error: ValidationError) -> str:
         text = f"{key} {rule}"
     else:
         message = first["msg"][:1].lower() + first["msg"][1:]
-        text = f"{key} = {first['input']!r} is not allowed: {message}"
+        text = f"{key} = {_short(first['input'])} is not allowed: {message}"
     more = f" (and {len(others)} more)" if others else ""
     return f"{text}; change it in the file or with --set {key}=VALUE{more}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported, here and in subprocesses: parallel test workers with a thread a core each would fight over
@@ -45,6 +46,16 @@ TINY_RUN = {
     # Eager: the tests of the compiler are elsewhere.
     "compile.enabled": "false",
 }
+
+
+def with_fault(fault: str, once: Path) -> dict[str, str]:
+    """The environment of a process with a fault planted, which strikes once; `tests/train/faults` has the kinds.
+
+    A signal of the test's own would come some steps later on a busy machine, or when the run is over.
+    """
+    once.touch()
+    path = [str(Path(__file__).parent / "train" / "faults"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "FAULT": fault, "FAULT_ONCE": str(once), "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 @pytest.fixture

@@ -47,11 +47,9 @@ def estimate(config_path: str | None, overrides: tuple[str, ...], as_json: bool,
 
 
 def _check(config: RunConfig, nproc: int) -> None:
-    if config.train.batch_size % nproc:
-        raise UserError(
-            f"train.batch_size = {config.train.batch_size} must be a multiple of --nproc = {nproc}, "
-            "so that each process takes as many sequences; change one of them"
-        )
+    from nsa_compile.train.distributed.world import check_world
+
+    check_world(config, nproc, local_size=1)  # one device is enough to tell for all
     if not config.compile.enabled:
         raise UserError(
             "compile.enabled = False cannot be estimated: the loop over tokens keeps whatever autograd keeps of each; "
@@ -67,9 +65,11 @@ def _estimate(config: RunConfig, processes: int, measure: bool) -> dict[str, Any
     from nsa_compile.estimation import estimate as estimates
     from nsa_compile.machine.environment import measure_matmul_flops, peak_memory
     from nsa_compile.models.flops import training_flops_per_token
+    from nsa_compile.train.distributed.group import choose_device
+    from nsa_compile.train.distributed.world import World
 
     train = config.train
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(config, World())
     parameters = estimates.count_parameters(config.model)
     memory = estimates.estimate_memory(config, device, processes)
     # Torch and the compiler are loaded by now, and nothing else is.

@@ -118,7 +118,7 @@ export {grace}
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 stopped=
-trap 'stopped=yes; kill -TERM "$step"' TERM
+trap 'stopped=yes; kill -TERM "$!"' TERM
 srun --kill-on-bad-exit=1 --cpu-bind=none {command} &
 step=$!
 wait "$step"

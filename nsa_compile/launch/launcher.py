@@ -45,7 +45,12 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
 
     restarts = config.ddp.max_restarts
     with _forwarded_signals(config.ddp.grace_s) as stop, watched(config, directory):
+        # A signal that comes while this is imported, which takes seconds, finds no process to be handed on to.
+        import torch.distributed.launcher.api  # noqa: F401
+
         for attempt in range(restarts + 1):
+            if stop.signal is not None:
+                return EXIT_CODES[stop.signal]
             begin = time.time()
             codes = run_processes(config, nproc, command)
             if not codes:

@@ -55,8 +55,12 @@ def train(
     config = load_config(config_path, overrides)
     world = World.from_environment(os.environ)
     if world is not None and world.size > 1:
-        if nproc > 1:
-            raise UserError(f"--nproc {nproc} starts processes, and this is one of {world.size} already; leave it out")
+        for option, given in ((f"--nproc {nproc}", nproc > 1), ("--dry-run", dry_run)):
+            if given:
+                raise UserError(
+                    f"{option} is for a command of its own, and this is one of {world.size} processes already; "
+                    "leave it out"
+                )
         from nsa_compile.launch.worker import run_worker
 
         summary = run_worker(world, config, resume)
@@ -65,7 +69,9 @@ def train(
     else:
         check_run(config)
         check_world(config, nproc, nproc)
-        check_port(config.ddp.port if nproc > 1 else None)
+        # A process that is killed to be started again needs somebody who does so, even if it is alone.
+        launched = nproc > 1 or config.watchdog.restarts
+        check_port(config.ddp.port if launched else None)
         corpus = load_corpus(config)
         found = find_run(config, resume)
         for note in found.notes:
@@ -78,7 +84,7 @@ def train(
             wait_passively()
             from nsa_compile.launch.launcher import launch, watched
 
-            if nproc > 1:
+            if launched:
                 options = [word for override in overrides for word in ("--set", override)]
                 options += ["--config", config_path] if config_path else []
                 summary_file = start.directory / "summary.json"

@@ -30,7 +30,7 @@ PACKAGES = {
     "datasets": ("data.name=fineweb-edu, data.stream", "data"),
     "pyarrow": ("Parquet files", "data"),
     "torchao": ("low-bit optimizers, float8 and int8 products", "torchao"),
-    "tensorboard": ("TensorBoard's event files", None),
+    "tensorboard": ("TensorBoard's event files", "tensorboard"),
     "nvtx": ("ranges in NVIDIA's profilers", None),
 }
 LEAST_DISK = 2 * 10**9

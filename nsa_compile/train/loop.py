@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from enum import IntEnum
 from pathlib import Path
@@ -25,6 +26,7 @@ from nsa_compile.train.checkpoints.files import STATE, Checkpoint
 from nsa_compile.train.distributed.all_reduce import AllReduceHook
 from nsa_compile.train.distributed.group import (
     choose_device,
+    gather_to_all,
     greatest_of_all,
     mean_of_all,
     share_model,
@@ -41,13 +43,14 @@ from nsa_compile.train.optim import learning_rate, make_optimizer
 from nsa_compile.train.phases import OTHER, PhaseTimer
 from nsa_compile.train.records.plots import plot_losses
 from nsa_compile.train.records.rows import EvalRow, StepRow, phase_columns, throughput
-from nsa_compile.train.signals import stop_on_signals
+from nsa_compile.train.signals import StopRequest, stop_on_signals
 from nsa_compile.train.state import TrainingState
 from nsa_compile.train.steps import StepResult, train_step
 from nsa_compile.train.watch.halt import halt_reason
 from nsa_compile.train.watch.heartbeat import Heartbeat, Phase, install_stack_dump
 
 PROMPT_TOKENS = 32
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SAMPLE_TEMPERATURE = 0.8
 
 
@@ -79,12 +82,20 @@ def run(
 
     Raises:
         TrainingDiverged: the loss or the gradient stopped being finite.
-        CheckpointError: ``resumed`` cannot be used, or a checkpoint could not be written.
+        CheckpointError: ``resumed`` cannot be used, or the disk has no room for a checkpoint or the records.
         Halted: a watchdog, or somebody else, asked the run to stop.
     """
-    install_stack_dump(directory, world.rank)
-    with Heartbeat(directory, world.rank, config.watchdog.interval_s, world_size=world.size) as heartbeat:
-        return Trainer(config, corpus, directory, world, heartbeat).run(resumed)
+    try:
+        install_stack_dump(directory, world.rank)
+        with Heartbeat(directory, world.rank, config.watchdog.interval_s, world_size=world.size) as heartbeat:
+            return Trainer(config, corpus, directory, world, heartbeat).run(resumed)
+    except OSError as error:  # rows, statistics, pictures: whatever could not be written
+        name = str(error.filename or directory)
+        if error.errno not in _NO_ROOM and not Path(name).is_relative_to(directory):
+            raise
+        raise CheckpointError(
+            f"'{name}' cannot be written: {error.strerror}; make room for it and go on with --resume"
+        ) from None
 
 
 class Trainer:
@@ -100,6 +111,7 @@ class Trainer:
         self.heartbeat = heartbeat
         self.device = choose_device(config, world)
         self.timer = PhaseTimer(self.device, self._enter_phase)
+        self.signals = StopRequest()
         ranges.enable(config.profile.nvtx)
 
         self.model = NSATransformer(config.model).to(self.device)
@@ -141,10 +153,11 @@ class Trainer:
         if resumed is not None:
             first_step = resumed.step
             planned = self._restore(resumed)
+            self.heartbeat.resumed(first_step)
         resumed_at = None if resumed is None else first_step
         step = first_step
         with (
-            stop_on_signals() as signals,
+            stop_on_signals() as self.signals,
             Journal(self.config, self.directory, self.world, resumed_at) as journal,
         ):
             journal.write_provenance(self.device, self.peak_flops)
@@ -155,7 +168,7 @@ class Trainer:
             while step < self.config.train.steps and stop is Stop.NOT:
                 step += 1
                 saved = self._step(journal, step)
-                stop = self._agree_to_stop(journal, signals.signal)
+                stop = self._agree_to_stop(journal)
             if not saved and stop is not Stop.SAVE_FAILED:
                 self._save(journal, step)
             # Nobody leaves before rank 0 has written everything, since the first to leave ends the others.
@@ -165,16 +178,21 @@ class Trainer:
             if self.world.main:
                 self._leave_files(journal, summary)
             wait_for_all()
-            if stop is Stop.HALT:
+            if stop is Stop.HALT and summary["interrupted"]:
                 why = halt_reason(self.directory)
                 self._leave(Halted(f"run '{self.directory}' was halted after step {step}: {why}"))
+            self._all_leave()
         return summary
 
     def _leave(self, error: CheckpointError | Halted | TrainingDiverged) -> NoReturn:
         """End every process by an error that all have agreed on; rank 0 says it."""
+        self._all_leave()
         if self.world.main:
             raise error
         raise SystemExit(error.exit_code)
+
+    def _all_leave(self) -> None:
+        self.signals.leaving = self.world.size > 1
 
     def _measure_peak(self) -> float:
         """Matrix-product rate of all devices together, in FLOP/s; processes of one machine share its cores."""
@@ -282,8 +300,9 @@ class Trainer:
         return indices, batches, lr, result
 
     def _skip(self, step: int, sequences: list[int], result: StepResult) -> None:
+        losses = gather_to_all(result.own_loss.item())
         try:
-            self.nonfinite.nonfinite(step, self.world.rank, sequences, result.loss, result.grad_norm)
+            self.nonfinite.nonfinite(step, self.world.rank, sequences, losses, result.grad_norm)
         except TrainingDiverged as error:
             self._leave(error)
 
@@ -308,8 +327,8 @@ class Trainer:
         with ranges.span("checkpoint", "checkpoint"):
             journal.save(step, self.state.files(step))
 
-    def _agree_to_stop(self, journal: Journal, signal_name: str | None) -> Stop:
-        reason = Stop.NOT if signal_name is None else Stop[signal_name]
+    def _agree_to_stop(self, journal: Journal) -> Stop:
+        reason = Stop.NOT if self.signals.signal is None else Stop[self.signals.signal]
         if journal.save_error() is not None:
             reason = Stop.SAVE_FAILED
         elif self.world.main and halt_reason(self.directory) is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -38,21 +40,27 @@ class NonFinitePolicy:
         """The step was finite."""
         self.consecutive = 0
 
-    def nonfinite(self, step: int, rank: int, sequences: Sequence[int], loss: float, grad_norm: float) -> None:
+    def nonfinite(
+        self, step: int, rank: int, sequences: Sequence[int], losses: Sequence[float], grad_norm: float
+    ) -> None:
         """The step was not finite on some rank; returns if it is to be skipped by all.
 
         Args:
             step: its number, from 1.
             rank: of this process.
             sequences: indices of the sequences that this rank trained on, to find them again.
-            loss: of this rank, in nats per token.
-            grad_norm: before clipping.
+            losses: of every rank on its own sequences, in nats per token.
+            grad_norm: of all ranks together, before clipping.
 
         Raises:
             TrainingDiverged: the run must end here; the weights are those of the step before.
         """
-        self._record({"step": step, "rank": rank, "sequences": list(sequences), "loss": loss, "grad_norm": grad_norm})
-        what = f"loss = {loss} and gradient norm = {grad_norm} of rank {rank} at step {step}"
+        row = {"step": step, "rank": rank, "sequences": list(sequences), "loss": losses[rank], "grad_norm": grad_norm}
+        self._record(row)
+        # A gradient that is not finite is so in all ranks once they have shared it; the loss tells where it came from.
+        broken = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        where = f" of rank{'s' if len(broken) > 1 else ''} {', '.join(broken)}" if broken else ""
+        what = f"loss = {statistics.fmean(losses)} and gradient norm = {grad_norm}{where} at step {step}"
         remedy = "try a lower optim.lr, a longer optim.warmup or a smaller optim.clip"
         if self._mode == "halt":
             raise TrainingDiverged(f"{what} must be finite; {remedy}; its sequences are in '{self._path}'")

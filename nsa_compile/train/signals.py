@@ -14,9 +14,16 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 75}
 
 @dataclass
 class StopRequest:
-    """Name of the first signal that came, a key of ``EXIT_CODES``; ``None`` before."""
+    """What signals have asked for.
+
+    Attributes:
+        signal: name of the first that came, a key of ``EXIT_CODES``; ``None`` before.
+        leaving: every process is leaving. The first to be gone makes whoever started them end the others by SIGTERM,
+            who may have something to say yet: from now on it is ignored.
+    """
 
     signal: str | None = None
+    leaving: bool = False
 
 
 @contextmanager
@@ -28,6 +35,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
     stop = StopRequest()
 
     def request(signum: int, frame: Any) -> None:
+        if stop.leaving and signum == signal.SIGTERM:
+            return
         if stop.signal is None:
             stop.signal = signal.Signals(signum).name
             print("stopping after this step; Ctrl-C (again) to stop at once", file=sys.stderr)
@@ -38,5 +47,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
     try:
         yield stop
     finally:
+        if stop.leaving:
+            previous["SIGTERM"] = signal.SIG_IGN
         for name, handler in previous.items():
             signal.signal(getattr(signal, name), handler)

@@ -20,16 +20,18 @@ from nsa_compile.train.phases import PhaseTimer
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to, the same in every process.
+    """What a step came to, the same in every process but for ``own_loss`` and ``overlap``.
 
     Attributes:
         loss: mean over the micro batches of all processes, in nats per token.
         grad_norm: of the mean gradient, before clipping.
+        own_loss: of this process's part of the batch; on the device, since hardly anybody asks.
         overlap: when this process sent its gradients; ``None`` where DDP did not.
     """
 
     loss: float
     grad_norm: float
+    own_loss: torch.Tensor
     overlap: Overlap | None = None
 
     @property
@@ -87,7 +89,7 @@ def train_step(
         # that all of them leave their weights as they are, or none.
         values = torch.stack((total, norm)).double()
         loss_value, norm_value = mean_of_all(values).tolist()
-    result = StepResult(loss_value, norm_value, overlap)
+    result = StepResult(loss_value, norm_value, total, overlap)
     with timer.phase("optimizer"):
         if result.finite:
             set_learning_rate(optimizer, lr)

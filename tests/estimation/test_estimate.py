@@ -179,7 +179,13 @@ def test_the_command_says_what_was_computed_and_what_was_measured(tiny_overrides
 @pytest.mark.parametrize(
     ("changes", "options", "expected"),
     [
-        ({}, ["--nproc", "3"], "train.batch_size = 8 must be a multiple of --nproc = 3"),
+        ({}, ["--nproc", "3"], "train.batch_size = 8 must be a multiple of the 3 processes"),
+        pytest.param(
+            {"train.device": "cuda"},
+            [],
+            "torch finds no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         ({"compile.enabled": "false"}, [], "--set compile.enabled=true"),
         ({"compile.disable": "[batch_prefill]", "train.seq_len": 64}, [], "nsa-compile passes explain"),
     ],

@@ -11,16 +11,30 @@ from nsa_compile.errors import CheckpointError, TrainingDiverged
 from nsa_compile.train.nonfinite import NonFinitePolicy
 
 
-def fail(policy, step, rank=0):
-    policy.nonfinite(step, rank, [4, 7], math.nan, math.inf)
+def fail(policy, step, rank=0, losses=(math.nan,)):
+    policy.nonfinite(step, rank, [4, 7], losses, math.inf)
 
 
 def test_halt_ends_at_the_first_and_tells_what_it_was_trained_on(tmp_path):
     with pytest.raises(TrainingDiverged, match=r"loss = nan .* rank 1 at step 3 must be finite; try a lower") as error:
-        fail(NonFinitePolicy("halt", 1, tmp_path), 3, rank=1)
+        fail(NonFinitePolicy("halt", 1, tmp_path), 3, rank=1, losses=[5.5, math.nan])
     assert "\n" not in str(error.value)
     row = json.loads((tmp_path / "nonfinite.jsonl").read_text())
     assert row == {"step": 3, "rank": 1, "sequences": [4, 7], "loss": "nan", "grad_norm": "inf"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "named"),
+    [
+        ([5.5, math.nan, math.inf], "loss = nan and gradient norm = inf of ranks 1, 2 at"),
+        ([5.0, 6.0], "loss = 5.5 and gradient norm = inf at"),
+    ],
+)
+def test_the_ranks_whose_own_loss_it_was_are_named_whoever_says_it(tmp_path, losses, named):
+    with pytest.raises(TrainingDiverged) as error:
+        fail(NonFinitePolicy("halt", 1, tmp_path), 3, rank=0, losses=losses)
+    assert str(error.value).startswith(named)
+    assert json.loads((tmp_path / "nonfinite.jsonl").read_text())["loss"] == losses[0]
 
 
 def test_the_limit_is_on_steps_in_a_row(tmp_path):

@@ -28,7 +28,8 @@ from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer, plain_tensors
 from nsa_compile.train.state import TrainingState
 from nsa_compile.train.steps import train_step
-from tests.train.checkpoints.test_resume import assert_equal_runs, train, train_until
+from tests.conftest import with_fault
+from tests.train.checkpoints.test_resume import assert_equal_runs, train
 
 CPU = torch.device("cpu")
 QUANTIZED = ["adamw8bit", "adamw4bit"]
@@ -225,8 +226,8 @@ def test_a_killed_run_that_goes_on_equals_an_undisturbed_one(tiny_overrides, tmp
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     run(config, load_corpus(config), undisturbed)
-    code, *_ = train_until(overrides, "step 6:", signal.SIGKILL)
-    assert code == -signal.SIGKILL
+    result = train(overrides, env=with_fault("kill@0:7", tmp_path / "once"))
+    assert result.returncode == -signal.SIGKILL
     result = train(overrides, "--resume", "auto")
     assert result.returncode == 0, result.stderr
     assert "torchao" not in result.stderr  # none of its messages

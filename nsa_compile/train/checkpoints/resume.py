@@ -130,8 +130,11 @@ def _newest_run(config: RunConfig) -> FoundRun:
 
 
 def _difference_of_run(config: RunConfig, directory: Path) -> str | None:
+    path = directory / "config.resolved.yaml"
     try:
-        saved = load_config(str(directory / "config.resolved.yaml"))
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise UserError(f"'{path}' is not a regular file")
+        saved = load_config(str(path))
     except UserError as error:
         raise CheckpointError(f"run '{directory}' cannot be used: {error}") from None
     return first_difference(config, saved.plain())

@@ -156,6 +156,15 @@ def gather_to_main(value: Value) -> list[Value] | None:
     return values
 
 
+def gather_to_all(value: Value) -> list[Value]:
+    """The values of all processes in the order of their ranks, in each."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def wait_for_all() -> None:
     """Return when every process has come here."""
     if dist.is_initialized():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import errno
+import io
 import json
 import os
 import statistics
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, Self, TextIO, TypeVar, get_type_hints
 
 from nsa_compile.errors import CheckpointError
+from nsa_compile.files import open_regular
 
 # What a step's time is split into; what none of them covers is "other".
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "other")
@@ -221,11 +224,19 @@ _CONVERTERS: dict[Any, Callable[[str], Any]] = {
 }
 
 
+def _opened(path: Path) -> TextIO:
+    """A file of a run that goes on, unless it is something else: reading a pipe would wait for ever."""
+    try:
+        return io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="")
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error)) from None
+
+
 def _read(path: Path, row_type: type[Row], last_step: int) -> list[Row]:
     """The rows up to ``last_step``; what a killed process left behind them, half a row perhaps, is not looked at."""
     rows: list[Row] = []
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with _opened(path) as file:
             reader = csv.DictReader(file)
             parse = row_parser(row_type, reader.fieldnames or ())
             for line in reader:
@@ -251,7 +262,8 @@ def _read_objects(path: Path, last_step: int) -> list[dict[str, Any]]:
     """The objects up to ``last_step``; a killed process may have left half of one at the end."""
     rows: list[dict[str, Any]] = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        with _opened(path) as file:
+            lines = file.read().split("\n")
         for line in lines[:-1]:  # what no line end closes is half written
             row = json.loads(line)
             if row["step"] > last_step:

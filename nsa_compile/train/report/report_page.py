@@ -96,8 +96,6 @@ def _summary_rows(record: RunRecord) -> list[tuple[str, str]]:
         "processes strategy compress gradient_bytes first_all_reduce accuracy skipped_steps memory_bytes"
     )
     others = [(name, value) for name, value in record.summary.items() if name not in shown.split()]
-    if accuracies := [row.accuracy for row in record.evals if row.accuracy is not None]:
-        rows.append(("answers predicted right", f"{accuracies[-1]:.1%}"))
     if memory := [row.memory_bytes for row in record.steps if row.memory_bytes is not None]:
         rows.append(("peak memory", f"{max(memory) / 2**30:,.2f} GiB"))
     return rows + [(name.replace("_", " "), str(value)) for name, value in others if value is not None]

@@ -255,6 +255,7 @@ def _summary(record: RunRecord, saved: dict[str, Any] | None) -> dict[str, Any]:
         "peak_flops": peak if _is_number(peak) else None,
         "val_loss_start": evals[0].val_loss if evals else None,
         "val_loss_end": evals[-1].val_loss if evals else None,
+        "accuracy": evals[-1].accuracy if evals else None,
     }
     sizes: dict[str, Any] = dict.fromkeys(
         ("seq_len", "batch_size", "accumulate", "dtype", "layers", "num_selected", "window"), "?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from nsa_compile.errors import UserError
 from nsa_compile.files import open_regular, replace
 
 HALT = ".HALT"
@@ -35,5 +36,13 @@ def halt_reason(run_directory: Path) -> str | None:
 
 
 def clear_halt(run_directory: Path) -> None:
-    """Remove the file of an earlier attempt; one process does so before any of a new attempt starts."""
-    (run_directory / HALT).unlink(missing_ok=True)
+    """Remove the file of an earlier attempt; one process does so before any of a new attempt starts.
+
+    Raises:
+        UserError: it cannot be removed.
+    """
+    path = run_directory / HALT
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"'{path}' asks the run to halt and cannot be removed: {error.strerror}; remove it") from None

@@ -69,6 +69,10 @@ class Heartbeat:
             raise ValueError(f"phase = {name!r} must be one of {', '.join(sorted(PHASES))}")
         self._phase = (name, time.monotonic())
 
+    def resumed(self, step: int) -> None:
+        """Say that the steps up to this one were done before."""
+        self._step = step
+
     def step(self, step: int, loss: float, grad_norm: float, tokens_per_s: float, **extra: Any) -> None:
         """Report an optimizer step that is done.
 

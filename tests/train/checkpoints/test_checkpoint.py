@@ -253,7 +253,10 @@ def test_kill_9_at_random_moments_leaves_whole_checkpoints(tmp_path):
         directory = tmp_path / str(attempt)
         directory.mkdir()
         child = _in_a_child(lambda directory=directory: _write_until_killed(directory))
-        time.sleep(random.uniform(0.05, 0.4))
+        end = time.monotonic() + 30
+        while attempt and not names(directory) and time.monotonic() < end:  # but for one that is killed at its start
+            time.sleep(0.005)
+        time.sleep(random.uniform(0.0, 0.35))
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
         for path in checkpoint_paths(directory):

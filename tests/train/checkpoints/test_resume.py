@@ -25,31 +25,20 @@ from nsa_compile.train.checkpoints.files import checkpoint_paths, verify_checkpo
 from nsa_compile.train.checkpoints.resume import find_run, first_difference, newest_good_checkpoint
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import make_optimizer
+from nsa_compile.train.records.jsonl import JsonlReader
 from nsa_compile.train.records.run_directory import lock_run_directory
 from nsa_compile.train.state import TrainingState
+from nsa_compile.train.watch.heartbeat import heartbeat_path
+from tests.conftest import TINY_RUN, with_fault
 
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
 LONG = {"train.steps": 14, "train.save_every": 3, "train.eval_every": 4, "train.log_every": 99, "train.keep_last": 9}
 
 
-def train(overrides, *arguments):
+def train(overrides, *arguments, **options):
     sets = [word for override in overrides for word in ("--set", override)]
-    return subprocess.run([*COMMAND, "train", "--json", *sets, *arguments], capture_output=True, text=True, check=False)
-
-
-def train_until(overrides, line, signum, *arguments):
-    """Start a run, send it a signal when it logs `line`, and return its exit code and its log."""
-    sets = [word for override in overrides for word in ("--set", override)]
-    process = subprocess.Popen(
-        [*COMMAND, "train", "--json", *sets, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    for text in process.stderr:
-        if text.startswith(line):
-            process.send_signal(signum)
-            break
-    stdout, stderr = process.communicate(timeout=60)
-    return process.returncode, stdout, stderr
+    command = [*COMMAND, "train", "--json", *sets, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def column(path, name):
@@ -74,8 +63,6 @@ def assert_equal_runs(one: Path, other: Path):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, request):
     """The directory of a finished run, and its overrides without run.dir."""
-    from tests.conftest import TINY_RUN
-
     values = {**TINY_RUN, **LONG, "run.dir": str(tmp_path_factory.mktemp("undisturbed"))}
     result = train([f"{key}={value}" for key, value in values.items()])
     assert result.returncode == 0, result.stderr
@@ -90,12 +77,13 @@ def finished(undisturbed, tmp_path):
 
 def test_killed_runs_that_go_on_equal_an_undisturbed_one(tiny_overrides, undisturbed, tmp_path):
     overrides = tiny_overrides(**LONG)
-    code, *_ = train_until(overrides, "step 8:", signal.SIGKILL)
-    assert code == -signal.SIGKILL
+    result = train(overrides, env=with_fault("kill@0:8", tmp_path / "once"))
+    assert result.returncode == -signal.SIGKILL
     # Killed once more while it goes on, by the signal of a scheduler this time.
-    code, stdout, stderr = train_until(overrides, "step 12:", signal.SIGTERM, "--resume", "auto")
-    assert code == 75, stderr
-    summary = json.loads(stdout)
+    result = train(overrides, "--resume", "auto", env=with_fault("term@0:5", tmp_path / "once"))
+    assert result.returncode == 75, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["steps"] == summary["resumed_from"] + 5
     assert summary["stopped_by"] == "SIGTERM"
     assert summary["resumed_from"] in (3, 6)
     verify_checkpoint(Path(summary["run_dir"]) / "checkpoints" / f"step-{summary['steps']:08d}")
@@ -225,6 +213,49 @@ def test_rows_that_a_checkpoint_stands_on_must_be_there(tiny_overrides, finished
     assert result.returncode == 5
     assert "earlier rows are missing" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+
+
+def _pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _directory(path):
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "code", "expected"),
+    [
+        (_pipe, "val.csv", 5, "cannot be continued from step 14: it is not a regular file"),
+        (_pipe, "config.resolved.yaml", 5, "is not a regular file"),
+        (_directory, ".HALT", 2, "cannot be removed: Is a directory"),
+        (_directory, "stacks_rank0.txt", 5, "cannot be written: Is a directory"),
+        (_directory, "summary.json", 5, "cannot be written: Is a directory"),
+    ],
+)
+def test_a_file_of_the_run_that_is_something_else_is_one_line(tiny_overrides, finished, damage, name, code, expected):
+    damage(finished / name)
+    result = train(tiny_overrides(**LONG), "--resume", str(finished), timeout=120)
+    assert result.returncode == code
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert name in error
+    assert expected in error
+    assert "Traceback" not in result.stderr
+
+
+def test_a_resumed_run_is_as_far_as_its_checkpoint(tiny_overrides, finished):
+    result = train(
+        tiny_overrides(**{**LONG, "watchdog.interval_s": 0.05, "train.steps": 15}), "--resume", str(finished)
+    )
+    assert result.returncode == 0, result.stderr
+    rows = list(JsonlReader(heartbeat_path(finished, 0)).rows())
+    attempt = rows[max(i for i, row in enumerate(rows) if row["kind"] == "start") :]
+    before = [row["phase"] for row in attempt[: next(i for i, row in enumerate(attempt) if row["kind"] == "step")]]
+    assert before
+    assert attempt[len(before) - 1]["step"] == 14
 
 
 def _training(overrides):

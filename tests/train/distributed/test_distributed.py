@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import signal
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +23,7 @@ from nsa_compile.train.distributed.all_reduce import AllReduceHook
 from nsa_compile.train.distributed.group import leave_group, share_model, whole
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.steps import train_step
+from tests.conftest import TINY_RUN, with_fault
 
 CPU = torch.device("cpu")
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=3, window=4)
@@ -168,28 +169,11 @@ def test_a_group_is_left_while_a_thread_of_it_still_has_a_tensor(tmp_path):
             process.kill()
 
 
-def start(overrides, *arguments, **options):
-    sets = [word for override in overrides for word in ("--set", override)]
-    return subprocess.Popen(
-        [*COMMAND, "train", "--json", *sets, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 def train(overrides, *arguments, **options):
-    process = start(overrides, *arguments, **options)
-    stdout, stderr = process.communicate(timeout=240)
-    return process.returncode, stdout, stderr
-
-
-def read_until(process, beginning):
-    for line in process.stderr:
-        if line.startswith(beginning):
-            return
-    raise AssertionError(f"the run ended before it said '{beginning}'")
+    sets = [word for override in overrides for word in ("--set", override)]
+    command = [*COMMAND, "train", "--json", *sets, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, **options)
+    return result.returncode, result.stdout, result.stderr
 
 
 def losses(directory):
@@ -203,30 +187,23 @@ LONG = {"train.batch_size": 4, "train.steps": 12, "train.save_every": 3, "train.
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Losses of a run in one process."""
-    from tests.conftest import TINY_RUN
-
     values = {**TINY_RUN, **LONG, "run.dir": str(tmp_path_factory.mktemp("alone"))}
     code, stdout, stderr = train([f"{key}={value}" for key, value in values.items()])
     assert code == 0, stderr
     return losses(json.loads(stdout)["run_dir"])
 
 
-def test_a_run_goes_on_with_any_number_of_processes_on_the_same_batches(tiny_overrides, alone):
-    overrides = tiny_overrides(**LONG, **{"ddp.compress": "none", "train.log_every": 1})
-    process = start(overrides, "--nproc", "2")
-    read_until(process, "step 4:")
-    process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 75, stderr
+def test_a_run_goes_on_with_any_number_of_processes_on_the_same_batches(tiny_overrides, tmp_path, alone):
+    overrides = tiny_overrides(**LONG, **{"ddp.compress": "none"})
+    code, stdout, stderr = train(overrides, "--nproc", "2", env=with_fault("term@1:4", tmp_path / "once"))
+    assert code == 75, stderr
     summary = json.loads(stdout)
-    assert summary["stopped_by"] == "SIGTERM"
-    stopped = summary["steps"]
-    assert 4 <= stopped < 12
+    assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 4)
 
     code, stdout, stderr = train(overrides, "--nproc", "4", "--resume", "auto")
     assert code == 0, stderr
     summary = json.loads(stdout)
-    assert (summary["resumed_from"], summary["processes"], summary["steps"]) == (stopped, 4, 12)
+    assert (summary["resumed_from"], summary["processes"], summary["steps"]) == (4, 4, 12)
     np.testing.assert_allclose(losses(summary["run_dir"]), alone, rtol=1e-4)
 
 
@@ -245,17 +222,15 @@ def test_compiled_and_checkpointed_blocks_train_the_same_on_two_processes(tiny_o
     np.testing.assert_allclose(losses(json.loads(stdout)["run_dir"]), alone, rtol=1e-4)
 
 
-def test_what_fsdp_has_saved_is_for_any_strategy(tiny_overrides, alone):
-    overrides = tiny_overrides(**LONG, **{"ddp.compress": "none", "train.log_every": 1})
-    process = start([*overrides, "ddp.strategy=fsdp"], "--nproc", "2")
-    read_until(process, "step 4:")
-    process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 75, stderr
+def test_what_fsdp_has_saved_is_for_any_strategy(tiny_overrides, tmp_path, alone):
+    overrides = tiny_overrides(**LONG, **{"ddp.compress": "none"})
+    fault = with_fault("term@0:4", tmp_path / "once")
+    code, _, stderr = train([*overrides, "ddp.strategy=fsdp"], "--nproc", "2", env=fault)
+    assert code == 75, stderr
     code, stdout, stderr = train(overrides, "--resume", "auto")
     assert code == 0, stderr
     summary = json.loads(stdout)
-    assert summary["resumed_from"] >= 4
+    assert summary["resumed_from"] == 4
     np.testing.assert_allclose(losses(summary["run_dir"]), alone, rtol=1e-4)
 
 
@@ -284,6 +259,15 @@ def test_a_wrong_configuration_fails_in_one_line_before_any_process_starts(
     assert code == 2
     assert expected in stderr
     assert stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--nproc=2"])
+def test_an_option_that_is_not_for_one_of_several_processes_is_refused(tiny_overrides, tmp_path, option):
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    code, stdout, stderr = train(tiny_overrides(), option, env={**os.environ, **rank})
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert "this is one of 2 processes already; leave it out" in stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -136,6 +136,7 @@ def test_the_page_tells_every_size_and_result(make_run):
     with torch.device("meta"):
         model = NSATransformer(load_config(str(directory / "config.resolved.yaml")).model)
     assert f"{sum(parameter.numel() for parameter in model.parameters()):,}" in page.text
+    assert page.text.count("75.0%") == 1, "the share of right answers is told once"
 
 
 def test_json_is_one_object(make_run, tmp_path, capsys):

@@ -30,14 +30,14 @@ def test_rows_of_a_run(tmp_path):
         heartbeat.phase("backward")
         heartbeat.step(1, 5.5, 0.25, 1000.0, gates={0: [0.1, 0.2, 0.7]}, device_bytes=123)
         heartbeat.phase("communication")
-        time.sleep(0.1)
+        wait_until(lambda: rows(heartbeat.path)[-1]["phase_s"] > 0.04)
     start, step, *beats, end = rows(tmp_path / "heartbeat_rank3.jsonl")
     assert (start["kind"], start["attempt"], start["world_size"]) == ("start", 1, 4)
     assert (start["pid"], start["started"]) == (os.getpid(), start_ticks(os.getpid()))
     assert (step["step"], step["loss"], step["phase"], step["gates"]) == (1, 5.5, "backward", {"0": [0.1, 0.2, 0.7]})
     assert [beat["kind"] for beat in beats] == ["beat"] * len(beats) != []
     assert (beats[-1]["phase"], beats[-1]["step"]) == ("communication", 1)
-    assert 0.04 < beats[-1]["phase_s"] < 5
+    assert 0.04 < beats[-1]["phase_s"] < 25
     assert 1e6 < beats[-1]["rss"] < 1e11
     assert (end["kind"], end["error"]) == ("end", None)
 
@@ -77,7 +77,7 @@ def test_what_the_reader_would_pass_over_is_not_written(tmp_path):
 
 def test_a_phase_costs_next_to_nothing(tmp_path):
     with Heartbeat(tmp_path, 0) as heartbeat:
-        start = time.thread_time()
+        start = time.thread_time()  # of this thread alone: others may be busy
         for _ in range(10_000):
             heartbeat.phase("forward")
         assert time.thread_time() - start < 0.2  # 20 µs each; here it is 0.2 µs
@@ -134,8 +134,9 @@ def test_a_killed_writer_leaves_whole_rows(tmp_path):
     with Heartbeat(tmp_path, 0):
         pass
     found = list(JsonlReader(path).rows())
-    assert [row["step"] for row in found if row["kind"] == "step"] == list(range(1, len(found) - 2))
-    assert len(found) >= 53
+    steps = [row["step"] for row in found if row["kind"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 50
     assert [row["attempt"] for row in found if row["kind"] == "start"] == [1, 2]
 
 
@@ -236,10 +237,10 @@ import re, sys, threading
 from pathlib import Path
 from nsa_compile.train.watch.heartbeat import Heartbeat, install_stack_dump
 def stuck_in_c():
+    print("stuck", flush=True)
     re.match("(a+)+b", "a" * 40)  # holds the interpreter's lock for hours
 install_stack_dump(Path(sys.argv[1]), 0)
 with Heartbeat(Path(sys.argv[1]), 0):
-    print("stuck", flush=True)
     stuck_in_c()
 """
 
