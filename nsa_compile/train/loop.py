@@ -90,9 +90,10 @@ def run(
         with Heartbeat(directory, world.rank, config.watchdog.interval_s, world_size=world.size) as heartbeat:
             return Trainer(config, corpus, directory, world, heartbeat).run(resumed)
     except OSError as error:  # rows, statistics, pictures: whatever could not be written
-        name = str(error.filename or directory)
-        if error.errno not in _NO_ROOM and not Path(name).is_relative_to(directory):
+        own = error.filename is not None and Path(str(error.filename)).is_relative_to(directory)
+        if error.errno not in _NO_ROOM and not own:
             raise
+        name = error.filename or directory
         raise CheckpointError(
             f"'{name}' cannot be written: {error.strerror}; make room for it and go on with --resume"
         ) from None
