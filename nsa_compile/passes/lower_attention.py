@@ -33,6 +33,7 @@ from nsa_compile.ops.window import window_attention
 from nsa_compile.passes import attention as nodes
 from nsa_compile.passes.markers import label_of, set_label
 from nsa_compile.passes.pipeline import PassContext, register
+from nsa_compile.passes.report import AttentionChoice
 from nsa_compile.passes.rewriting import inline_tensors
 from nsa_compile.passes.scans import aten, example, fake_inputs, find_scans, location, subgraphs, trace_to_aten
 
@@ -59,6 +60,7 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
             for member in group:
                 set_label(member, _range_of(member))
             where, what = location(node), " and ".join(_describe(n) for n in group)
+            context.report.attention.append(AttentionChoice(_branch_of(group), what, name))
             _replace(graph, group, fn)
             replaced.update(group)
             context.match(where, f"{what}: {name}")
@@ -99,6 +101,14 @@ def _range_of(node: fx.Node) -> str:
     if node.args[4] is not None:
         return "nsa.sel.ranges_v2"
     return {"blocks": "nsa.cmp", "window": "nsa.win"}.get(node.args[6], "nsa.attention")
+
+
+def _branch_of(group: list[fx.Node]) -> str:
+    """The branch of NSA that an attention, if there is one among these nodes, or else a selection belongs to."""
+    label = _range_of(next((node for node in group if node.target is ATTENTION), group[0]))
+    return {
+        "nsa.cmp": "compressed", "nsa.sel.ranges_v2": "selected", "nsa.sel": "selection", "nsa.win": "window",
+    }.get(label, "attention")  # fmt: skip
 
 
 def _describe(node: fx.Node) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from nsa_compile.passes.estimate import Estimate
 from nsa_compile.passes.scans import Decline
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass
@@ -52,6 +52,15 @@ class ScanReport:
     nodes_after: int = 0  # nodes the scan became; 0 while it is a scan
 
 
+@dataclass(frozen=True)
+class AttentionChoice:
+    """What `lower_attention` made of an attention, and of the selection that it shares scores with."""
+
+    branch: str  # compressed, selected, selection (alone), window; attention where no pass could tell
+    what: str  # in words
+    operator: str
+
+
 @dataclass
 class Report:
     """One compilation of one captured graph.
@@ -69,27 +78,11 @@ class Report:
     nodes_captured: int = 0
     nodes_final: int = 0
     estimate_captured: Estimate | None = None  # of the graph before any pass
+    attention: list[AttentionChoice] = field(default_factory=list)
 
     @property
     def declines(self) -> list[Decline]:
         return [decline for p in self.passes for decline in p.declines]
-
-    def attention_choices(self) -> dict[str, tuple[str, str]]:
-        """For each branch that `lower_attention` met: the attention in words, and the operator it became."""
-        choices = {}
-        for p in self.passes:
-            for match in p.matches if p.name == "lower_attention" else ():
-                what, _, operator = match.rpartition(": ")
-                if "selected blocks of" in what:
-                    branch = "selected"
-                elif "(blocks of" in what:
-                    branch = "compressed"
-                elif "selection of" in what:
-                    branch = "selection"
-                else:
-                    branch = "window"
-                choices[branch] = (what, operator)
-        return choices
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, with a schema number."""
@@ -107,7 +100,8 @@ class Report:
             for s in data.pop("scans")
         ]
         captured = _estimate(data.pop("estimate_captured"))
-        return cls(**data, passes=passes, scans=scans, estimate_captured=captured)
+        attention = [AttentionChoice(**choice) for choice in data.pop("attention")]
+        return cls(**data, passes=passes, scans=scans, estimate_captured=captured, attention=attention)
 
 
 def _declines(data: dict[str, Any]) -> list[Decline]:

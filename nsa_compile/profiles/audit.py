@@ -133,7 +133,7 @@ def audit_attention(config: RunConfig, arm: str | None = None, repeats: int = 5)
             "sdpa": arm or "any backend",
         },
         "observed": [asdict(row) for row in observed],
-        "choices": {} if report is None else {b: list(choice) for b, choice in report.attention_choices().items()},
+        "choices": {} if report is None else {c.branch: [c.what, c.operator] for c in report.attention},
         "fallbacks": find_fallbacks(observed, config, report, arm),
         "comparison": compared,
     }
@@ -253,7 +253,7 @@ def find_fallbacks(
     def add(row: Observed, what: str, reason: str) -> None:
         found.setdefault((row.branch, what, reason), set()).add(row.layer)
 
-    choices = {} if report is None else report.attention_choices()
+    choices = {} if report is None else {choice.branch: choice for choice in report.attention}
     nsa = config.model.attention == "nsa"
     for row in observed:
         if row.branch == "loop" or (nsa and row.calls >= config.train.seq_len):
@@ -263,20 +263,22 @@ def find_fallbacks(
         elif row.backend == MATH and arm is None:
             add(row, row.backend, "SDPA took no faster backend")
         elif row.direction == "forward" and (row.backend == PLAIN or (nsa and row.branch == "attention")):
-            what, operator = choices.get(row.branch, ("", ""))
+            choice = choices.get(row.branch)
             if not nsa:
                 add(row, row.backend, "SDPA did not run")
-            elif not what:
+            elif choice is None:
                 add(row, row.backend, _why_not_raised(report))
-            elif "opaque mask" in what:
-                add(row, row.backend, f"{what}, which no operator computes; {_why_not_raised(report)}")
+            elif "opaque mask" in choice.what:
+                add(row, row.backend, f"{choice.what}, which no operator computes; {_why_not_raised(report)}")
     if nsa:
         seen = {(row.branch, row.layer) for row in observed if _OURS.match(row.seen_as.partition(",")[0])}
-        for branch, (what, operator) in choices.items():
-            expected = branch in ("compressed", "selected", "window") and f"{branch}_attention" in operator
+        for branch, choice in choices.items():
+            expected = branch in ("compressed", "selected", "window") and f"{branch}_attention" in choice.operator
             missing = {layer for layer in range(config.model.n_layers) if (branch, layer) not in seen}
             if expected and missing:
-                found[branch, "not observed", f"{operator} was chosen for {what} and did not run"] = missing
+                found[branch, "not observed", f"{choice.operator} was chosen for {choice.what} and did not run"] = (
+                    missing
+                )
     return [
         {"branch": branch, "what": what, "reason": reason, "layers": sorted(layers)}
         for (branch, what, reason), layers in found.items()

@@ -147,7 +147,7 @@ def _what_was_compiled(q: Tensor) -> dict[str, Any]:
     """Whether the latest compilation batched its loop, the operators that it chose, and what runs them for `q`."""
     report = nsa_compile.last_report()
     assert report is not None, "something was compiled"
-    operators = {branch: operator for branch, (_, operator) in report.attention_choices().items()}
+    operators = {choice.branch: choice.operator for choice in report.attention}
     sparse = [name for name in ("compressed", "selected", "window") if f"{name}_attention" in operators.get(name, "")]
     implementations = {name: _implementation(name, q) for name in sparse}
     return {"batched": all(s.batched for s in report.scans), "operators": operators, "implementations": implementations}

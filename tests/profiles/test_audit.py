@@ -95,6 +95,20 @@ def test_attention_that_no_pass_recognised_is_a_dense_fallback(audit):
     assert "FALLBACK  layers 0" in render_audit(result)
 
 
+def test_attention_with_a_mask_that_nobody_can_name_is_no_window(audit):
+    result = audit(**COMPILED, **{"compile.disable": "[fuse_selection_scatter]"})
+    assert {branch: "opaque mask" in what for branch, (what, _) in result["choices"].items()} == {
+        "compressed": False,
+        "attention": True,
+        "window": False,
+    }
+    (fallback,) = result["fallbacks"]
+    assert fallback["branch"] == "attention"
+    assert (
+        "opaque mask), which no operator computes; fuse_selection_scatter did not run: disabled" in fallback["reason"]
+    )
+
+
 def test_operators_that_fell_back_to_plain_torch_say_why(audit, monkeypatch):
     monkeypatch.setattr(dispatch, "_NATIVE", {})
     dispatch._best.cache_clear()
