@@ -485,9 +485,10 @@ def _reject_too_many_values(value: Any, origin: str) -> None:
         if count > MAX_VALUES:
             raise UserError(f"{origin} must not hold more than {MAX_VALUES:,} values; correct it there")
         entry = waiting.pop()
-        waiting += (
-            [*entry, *entry.values()] if isinstance(entry, dict) else entry if isinstance(entry, list | tuple) else ()
-        )
+        if isinstance(entry, dict):
+            waiting += [*entry, *entry.values()]
+        elif isinstance(entry, list | tuple):
+            waiting += entry
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

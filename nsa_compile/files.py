@@ -37,9 +37,9 @@ def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write plain data, readable; whoever looks meanwhile sees all of it or none."""
-    replace(path, (json.dumps(value, indent=2) + "\n").encode())
+def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+    """Write plain data, readable, as `replace` writes."""
+    replace(path, (json.dumps(value, indent=2) + "\n").encode(), durable=durable)
 
 
 def open_regular(path: Path) -> BufferedReader:

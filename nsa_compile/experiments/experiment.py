@@ -18,7 +18,7 @@ from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
 from nsa_compile.experiments.runs import Arm, Results, RunResult, base_overrides, check_arms, run_arms
 from nsa_compile.experiments.statistics import MIN_PAIRS, Comparison, compare, rank
-from nsa_compile.files import replace
+from nsa_compile.files import write_json
 from nsa_compile.train.records.run_directory import check_output, lock_run_directory
 
 SCHEMA = 1
@@ -167,7 +167,7 @@ def run_experiment(
             plan.arms, directory, repeats=repeats, window=window, seed=seed, threads=plan.threads, tell=tell
         ):
             record = conclude(plan, results, directory, repeats, window, seed)
-            replace(directory / RECORD, json.dumps(record, indent=2).encode())
+            write_json(directory / RECORD, record)
     return record
 
 

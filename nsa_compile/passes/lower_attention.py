@@ -31,7 +31,7 @@ from nsa_compile.ops.compressed import compressed_attention
 from nsa_compile.ops.selected import selected_attention
 from nsa_compile.ops.window import window_attention
 from nsa_compile.passes import attention as nodes
-from nsa_compile.passes.markers import label_of, set_label
+from nsa_compile.passes.markers import BRANCHES, label_of, set_label
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.report import AttentionChoice
 from nsa_compile.passes.rewriting import inline_tensors
@@ -105,10 +105,8 @@ def _range_of(node: fx.Node) -> str:
 
 def _branch_of(group: list[fx.Node]) -> str:
     """The branch of NSA that an attention, if there is one among these nodes, or else a selection belongs to."""
-    label = _range_of(next((node for node in group if node.target is ATTENTION), group[0]))
-    return {
-        "nsa.cmp": "compressed", "nsa.sel.ranges_v2": "selected", "nsa.sel": "selection", "nsa.win": "window",
-    }.get(label, "attention")  # fmt: skip
+    attention = next((node for node in group if node.target is ATTENTION), None)
+    return "selection" if attention is None else BRANCHES.get(_range_of(attention), "attention")
 
 
 def _describe(node: fx.Node) -> str:

@@ -31,6 +31,7 @@ from nsa_compile.errors import UserError
 from nsa_compile.machine.environment import describe_environment
 from nsa_compile.models import NSATransformer
 from nsa_compile.ops.dispatch import Use, observe
+from nsa_compile.passes.markers import BRANCHES
 from nsa_compile.passes.report import Report
 from nsa_compile.profiles.attribution import Event, read_trace, segments
 from nsa_compile.profiles.measure import interleave, named_kernels, random_tokens
@@ -47,14 +48,7 @@ SDPA = {
     "aten::_scaled_dot_product_efficient_attention": "SDPA, memory-efficient",
     "aten::_scaled_dot_product_attention_math": MATH,
 }
-RANGES = {
-    "nsa.cmp": "compressed",
-    "nsa.sel": "selected",
-    "nsa.sel.ranges_v2": "selected",
-    "nsa.win": "window",
-    "nsa.attention": "attention",
-    "nsa.loop": "loop",
-}
+RANGES = {**BRANCHES, "nsa.attention": "attention", "nsa.loop": "loop"}
 ARMS = {
     "flash only": [SDPBackend.FLASH_ATTENTION],
     "no flash": [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],

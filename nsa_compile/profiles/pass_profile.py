@@ -82,13 +82,15 @@ def _row(work: Work, count: int, results: Results, graphs: list[str]) -> dict[st
 
 def _of_report(path: Path, name: str | None) -> dict[str, Any]:
     """What the last pass of a prefix did, for its row, from the report that the pipeline left."""
+    nothing: dict[str, Any] = {
+        "changed": None, "skipped": None, "seconds": None, "matches": [], "declines": [], "estimate": None
+    }  # fmt: skip
     if not path.exists():
-        return {"changed": None, "skipped": None, "seconds": None, "matches": [], "declines": [], "estimate": None}
+        return nothing
     report = json.loads(path.read_text(encoding="utf-8"))
     if name is None:
-        did: dict[str, Any] = {"changed": True, "skipped": None, "seconds": None, "matches": [], "declines": []}
-        nodes = report["nodes_captured"]
-        return did | {"nodes_before": nodes, "nodes_after": nodes, "estimate": report["estimate_captured"]}
+        nodes, cost = report["nodes_captured"], report["estimate_captured"]
+        return nothing | {"changed": True, "nodes_before": nodes, "nodes_after": nodes, "estimate": cost}
     entry = next(entry for entry in report["passes"] if entry["name"] == name)
     return {key: entry[key] for key in _OF_PASS}
 

@@ -10,6 +10,7 @@ import click
 
 from nsa_compile.cli import FiniteRange, run_options
 from nsa_compile.errors import UserError
+from nsa_compile.files import write_json
 
 
 @click.command(short_help="What each pass of the compiler costs and brings.")
@@ -75,7 +76,7 @@ def passes(
         folder.mkdir(exist_ok=True)
         for number, graph in enumerate(graphs):
             (folder / f"graph_{number}.py").write_text(graph)
-        (folder / "passes.json").write_text(json.dumps(record, indent=2) + "\n")
+        write_json(folder / "passes.json", record)
         write_profile_page(folder / "passes.html", record, graphs)
     click.echo(json.dumps(record, indent=2) if as_json else render_profile(record))
     if out is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nsa_compile.cli import SuggestingGroup, run_options
+from nsa_compile.files import write_json
 from nsa_compile.profiles.pass_profile_cli import passes
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def step(
         result = profile_step(config, corpus, directory, steps, warmup, world)
         sound = from_main(all(check["ok"] for check in result["checks"].values()))
         if world.main:
-            (directory / "profile.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            write_json(directory / "profile.json", result)
             write_page(result, directory)
             click.echo(json.dumps(result | {"directory": str(directory)}, indent=2) if as_json else render_step(result))
             click.echo(f"files in {directory}: profile.html, profile.json, {result['trace']}", err=True)

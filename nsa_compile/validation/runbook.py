@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import UserError
 from nsa_compile.experiments.runs import last_line, terminated
-from nsa_compile.files import replace
+from nsa_compile.files import write_json
 from nsa_compile.machine.environment import git_revision
 from nsa_compile.train.records.run_directory import lock_run_directory
 
@@ -212,7 +212,7 @@ def begin(plan: Plan) -> None:
         ) from None
     plan.config_file.write_text(plan.config.to_yaml(), encoding="utf-8")
     document = {"schema": SCHEMA, "preset": plan.preset, "processes": plan.processes}
-    _write(plan.directory / "plan.json", document | {"git": git_revision()})
+    write_json(plan.directory / "plan.json", document | {"git": git_revision()}, durable=True)
 
 
 def load_plan(directory: Path) -> Plan:
@@ -278,7 +278,8 @@ def _run(plan: Plan, phase: Phase) -> Outcome:
         outcome.seconds = time.monotonic() - start
         if outcome.problems or not all(criterion.met for criterion in outcome.criteria):
             outcome.status = "failed"
-    _write(work.folder / "outcome.json", outcome.to_dict())
+    # What is read back decides which phases are run again.
+    write_json(work.folder / "outcome.json", outcome.to_dict(), durable=True)
     return outcome
 
 
@@ -292,11 +293,6 @@ def verdict(outcomes: Sequence[Outcome]) -> tuple[Literal["GO", "NO-GO"], list[s
         if not criterion.met
     ]
     return ("NO-GO" if reasons else "GO"), reasons
-
-
-def _write(path: Path, document: Mapping[str, Any]) -> None:
-    """Whole or not at all: what is read back decides which phases are run again."""
-    replace(path, (json.dumps(document, indent=2) + "\n").encode(), durable=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

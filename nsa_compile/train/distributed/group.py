@@ -27,7 +27,7 @@ FEWEST_BUCKETS = 4
 
 # Groups that were left, kept until nothing else refers to them. Torch ends a group's threads without Python's lock if
 # the last reference is this one, and with it if it is that of DDP: then each waits for the other forever where a
-# thread has a tensor to give back.
+# thread has a tensor to give back (pytorch issue 56297).
 _left: list[Any] = []
 atexit.register(_left.clear)
 
