@@ -27,7 +27,7 @@ from nsa_compile.passes.attention_masks import NodeBuilder
 from nsa_compile.passes.known import evaluate_constants, evaluate_known
 from nsa_compile.passes.moving_rows import find_write, write_row
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.rewriting import replace_graph
+from nsa_compile.passes.rewriting import eliminate_dead_code, replace_graph
 from nsa_compile.passes.scans import (
     RECORD,
     Declined,
@@ -152,7 +152,7 @@ def resolve_carries(gm: fx.GraphModule, context: PassContext) -> bool:
         body.meta = dict(site.node.args[0].meta)
         site.node.update_arg(0, body)
         site.node.meta[RECORD] = record
-        site.owner.graph.eliminate_dead_code()
+        eliminate_dead_code(site.owner)
         context.match(site.node.name, ", ".join(type(c).__name__ for c in record.carries) or "no carries")
         changed = True
     return changed
@@ -168,7 +168,7 @@ def _lower_single_step(gm: fx.GraphModule, context: PassContext) -> bool:
         return False
     context.match("step", "a step by itself")
     _write_rows(lowered, context)
-    replace_graph(gm, lowered)
+    replace_graph(gm, lowered, gm.graph.find_nodes(op="placeholder"))
     record = ScanRecord("step", 1)
     evaluate_constants(gm, record)
     gm.graph.output_node().meta[RECORD] = record
