@@ -18,7 +18,6 @@ recurrence, and declines the scan before anything has changed.
 from __future__ import annotations
 
 import contextlib
-import logging
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +32,7 @@ from nsa_compile.passes.attention import attention, select_blocks
 from nsa_compile.passes.eliminate_guards import guarded_views
 from nsa_compile.passes.known import promotes_by_rank
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.resolve_carries import Invariant, Known, Latest, Rows, first_line
+from nsa_compile.passes.resolve_carries import Invariant, Known, Latest, Rows, declined_if_it_fails, first_line
 from nsa_compile.passes.rewriting import inline_graph
 from nsa_compile.passes.scans import (
     Declined,
@@ -45,8 +44,6 @@ from nsa_compile.passes.scans import (
     find_scans,
     trace_to_aten,
 )
-
-log = logging.getLogger("nsa_compile")
 
 Times = tuple[int, ...]
 
@@ -97,15 +94,10 @@ def trace_batched(site: ScanSite, record: ScanRecord, max_guard_bytes: int) -> f
         return evaluator.final_carries() + evaluator.ys()
 
     fakes = fake_inputs([*site.init, *site.xs, *site.additional])
-    try:
+    with declined_if_it_fails("the step cannot be batched", site.node):
         # vmap's own decompositions hold in-place operators (squeeze_); the graph shall hold none.
         graph = trace_to_aten(torch.func.functionalize(batched, remove="mutations"), fakes)
-    except Declined:
-        raise
-    except Exception as error:
-        log.debug("%s cannot be batched", site.node.name, exc_info=True)
-        raise Declined(f"the step cannot be batched: {first_line(error)}", site.node) from error
-    _keep_outputs_apart(graph)
+        _keep_outputs_apart(graph)
     return graph
 
 

@@ -153,7 +153,7 @@ def _call_each_step(node: fx.Node, record: ScanRecord) -> Tensor:
         return _call(node, {**record.constant, **dict(zip(names, values, strict=True))})
 
     rows = [record.known[n].table().to(example(n).dtype) for n in names]
-    if not promotes_by_rank(node):
+    if not promotes_by_rank(node) and not _computes_one_float(node):
         try:
             values = torch.vmap(one_step)(*rows)
             if values.dtype == example(node).dtype and values.shape[1:] == example(node).shape:
@@ -161,6 +161,12 @@ def _call_each_step(node: fx.Node, record: ScanRecord) -> Tensor:
         except Exception as error:  # no batching rule: the loop is slower and says the same
             log.debug("%s is evaluated step by step: %s", node.target, error)
     return torch.stack([one_step(*(row[t] for row in rows)) for t in range(record.length)])
+
+
+def _computes_one_float(node: fx.Node) -> bool:
+    """Whether an operator computes with a single floating-point number, which torch may round otherwise than many."""
+    tensors = [example(n) for n in (node, *node.all_input_nodes)]
+    return any(x.is_floating_point() for x in tensors) and any(x.numel() == 1 for x in tensors)
 
 
 def promotes_by_rank(node: fx.Node) -> bool:

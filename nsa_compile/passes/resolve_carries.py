@@ -14,7 +14,9 @@ scan: it stays the loop it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -43,6 +45,8 @@ from nsa_compile.passes.scans import (
     lower_graph,
 )
 from nsa_compile.passes.step_values import StepMask, Table, step_mask
+
+log = logging.getLogger("nsa_compile")
 
 # Entries of the table "step, row -> writer" that a buffer with rewritten rows may need.
 TABLE_LIMIT = 2**26
@@ -213,15 +217,28 @@ def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
     if not site.length:
         raise Declined("the loop has no steps", site.node)
     lowered = lower_body(site)
-    _write_as_scatters(lowered)
-    view = _LoweredSite(site.owner, site.node, lowered)
     record = ScanRecord(site.node.name, site.length)
-    evaluate_known(view, record)
-    carries, _, _ = view.placeholders()
-    updates, _ = view.outputs()
-    with unset_fake_temporarily():
-        record.carries = [_classify(c, u, record) for c, u in zip(carries, updates, strict=True)]
+    with declined_if_it_fails("its carries cannot be resolved", site.node):
+        _write_as_scatters(lowered)
+        view = _LoweredSite(site.owner, site.node, lowered)
+        evaluate_known(view, record)
+        carries, _, _ = view.placeholders()
+        updates, _ = view.outputs()
+        with unset_fake_temporarily():
+            record.carries = [_classify(c, u, record) for c, u in zip(carries, updates, strict=True)]
     return lowered, record
+
+
+@contextlib.contextmanager
+def declined_if_it_fails(what: str, node: fx.Node) -> Iterator[None]:
+    """Leave a scan alone whose step torch, or this compiler, cannot cope with in an unforeseen way."""
+    try:
+        yield
+    except Declined:
+        raise
+    except Exception as error:
+        log.debug("%s: %s", node.name, what, exc_info=True)
+        raise Declined(f"{what}: {first_line(error)}", node) from error
 
 
 @dataclass
@@ -258,7 +275,13 @@ def _write_as_scatters(body: fx.GraphModule) -> None:
     everything are what they are taken from.
     """
     for node in body.graph.nodes:
-        if node.target is aten.copy.default:
+        if node.target is aten.fill.Scalar:
+            old, number = node.args
+            kind = {"dtype": example(old).dtype, "device": example(old).device}
+            node.replace_all_uses_with(
+                NodeBuilder(body, node)(aten.full.default, list(example(old).shape), number, **kind)
+            )
+        elif node.target in (aten.copy.default, aten.fill.Tensor):
             old, new = node.args[:2]
             build = NodeBuilder(body, node)
             if (example(new).dtype, example(new).device) != (example(old).dtype, example(old).device):
