@@ -75,7 +75,17 @@ def guarded_views(site: ScanSite, record: ScanRecord) -> dict[str, tuple[fx.Node
 
 def _only_feeds(node: fx.Node, update: fx.Node) -> bool:
     """Whether a use of the old buffer only serves to write the new one."""
-    return all(user is update or _only_feeds(user, update) for user in node.users) and bool(node.users)
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if n is update or n in seen:
+            continue
+        seen.add(n)
+        if not n.users:
+            return False
+        todo += n.users
+    return True
 
 
 def _leaks(site: ScanSite, record: ScanRecord, views: dict[str, tuple[fx.Node, Tensor, int]]) -> dict[str, Facts]:
