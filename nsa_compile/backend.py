@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from nsa_compile import cache
 from nsa_compile.passes import markers
 from nsa_compile.passes.capture import specialize_shapes
-from nsa_compile.passes.functional import make_functional
+from nsa_compile.passes.functional import WriteBack, make_functional
 from nsa_compile.passes.loops import keep_loops
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline
 from nsa_compile.passes.report import Report
@@ -104,25 +104,26 @@ def nsa_compile_backend(
     global _last_report
     chosen = parse_options(dict(options or {}))
     example_inputs = specialize_shapes(gm, example_inputs)
-    _last_report = optimize(gm, chosen, example_inputs)
-    return compile_nested(gm, example_inputs, chosen.nested, ranges=chosen.ranges)
+    _last_report, written = optimize(gm, chosen, example_inputs)
+    return written.around(compile_nested(gm, written.copied(example_inputs), chosen.nested, ranges=chosen.ranges))
 
 
-def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> Report:
-    """Make a captured graph ready for a nested backend, in place: run the passes, or fetch what they made of an equal
-    one before; write back what it writes to its inputs; make what is still a scan a loop.
+def optimize(
+    gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]
+) -> tuple[Report, WriteBack]:
+    """Make a captured graph ready for a nested backend, in place: make it functional; run the passes, or fetch what
+    they made of an equal one before; make what is still a scan a loop. What it wrote to its inputs is left to be done.
 
     `check` compares values on the inputs the program was first called with.
     """
     try:
         written = make_functional(gm, example_inputs)
     except Declined as declined:
-        report = leave_alone(gm, options, declined)
+        report, written = leave_alone(gm, options, declined), WriteBack()
     else:
         report = _run_passes(gm, options, example_inputs)
-        written.apply(gm)
     keep_loops(gm)
-    return report
+    return report, written
 
 
 def _run_passes(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> Report:

@@ -12,12 +12,12 @@ A write that cannot be taken out of a graph without changing gradients or aliase
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._higher_order_ops.scan import scan_op
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -45,40 +45,40 @@ __all__ = ["WriteBack", "make_functional"]
 
 @dataclass
 class WriteBack:
-    """What a functional graph leaves to be done.
+    """What a functional graph leaves to be done after each call.
+
+    It is done outside the compiled program: where a graph writes to its inputs, AOTAutograd may keep an input for the
+    backward pass and find it overwritten there (wrong gradients, torch 2.13).
 
     Attributes:
-        inputs: names of the inputs that are set to the graph's further outputs.
-        views: for outputs that are views of such an input: its name, and the view as a graph.
+        inputs: places of the inputs that are set to the graph's further outputs.
+        views: for outputs that are views of such an input: its place, and the view as a function of it.
     """
 
-    inputs: list[str] = field(default_factory=list)
-    views: dict[int, tuple[str, fx.Graph]] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+    views: dict[int, tuple[int, fx.GraphModule]] = field(default_factory=dict)
 
-    def apply(self, gm: fx.GraphModule) -> None:
-        """Write to the inputs at the end of the graph, and give it the outputs it had."""
+    def copied(self, inputs: Sequence[Any]) -> list[Any]:
+        """What the functional graph is called with: copies of the inputs that are written to."""
+        return [x.clone() if i in self.inputs else x for i, x in enumerate(inputs)]
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that leaves behind what the captured graph did, from one that runs the functional graph."""
         if not self.inputs:
-            return
-        output = gm.graph.output_node()
-        values = list(output.args[0])
-        outputs, new = values[: -len(self.inputs)], values[-len(self.inputs) :]
-        named = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
-        with gm.graph.inserting_before(output):
-            for name, value in zip(self.inputs, new, strict=True):
-                node = gm.graph.call_function(aten.copy_.default, (named[name], value))
-                node.meta["example_value"] = example(named[name])
-            for i, (name, view) in self.views.items():
-                env = {view.find_nodes(op="placeholder")[0]: named[name]}
-                outputs[i] = gm.graph.graph_copy(view, env)
-        output.args = (tuple(outputs),)
-        gm.graph.lint()
-        gm.recompile()
+            return run
+
+        def run_and_write(*inputs: Any) -> list[Any]:
+            results = list(run(*self.copied(inputs)))
+            n = len(results) - len(self.inputs)
+            for place, value in zip(self.inputs, results[n:], strict=True):
+                inputs[place].copy_(value)
+            return [self.views[i][1](inputs[self.views[i][0]]) if i in self.views else results[i] for i in range(n)]
+
+        return run_and_write
 
 
 def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteBack:
     """Make a captured graph functional, in place, and mark what no pass may remove.
-
-    A graph that is one step by itself is functionalized when it is lowered; it is only looked at here.
 
     Raises:
         Declined: the graph writes in a way that cannot be taken out of it, or cannot be run on fake tensors; it is as
@@ -101,10 +101,9 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
         return WriteBack()
     if seen.hazard is not None:
         raise seen.hazard
-    if is_single_step(gm):
-        if seen.views:
-            raise Declined("the step returns a view of an input that it writes to", seen.writes[0])
-        return WriteBack()
+    with_gradient = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
+    if is_single_step(gm) and not with_gradient and not seen.views:
+        return WriteBack()  # lowering it makes it functional, and single rows of caches are written then
     return _functionalize(gm, seen)
 
 
@@ -122,7 +121,7 @@ class Effects:
     writes: list[fx.Node] = field(default_factory=list)
     random: set[fx.Node] = field(default_factory=set)
     hazard: Declined | None = None
-    views: dict[int, tuple[str, fx.Graph]] = field(default_factory=dict)
+    views: dict[int, tuple[int, fx.GraphModule]] = field(default_factory=dict)
 
 
 def memory(x: Tensor) -> int:
@@ -259,10 +258,10 @@ def _note_views(
         if view is None:
             effects.hazard = Declined("it returns a view of an input that it writes to", node)
             return
-        effects.views[i] = (base.name, view)
+        effects.views[i] = (placeholders.index(base), view)
 
 
-def _view_of(base: fx.Node, node: fx.Node, observer: _Observer) -> fx.Graph | None:
+def _view_of(base: fx.Node, node: fx.Node, observer: _Observer) -> fx.GraphModule | None:
     """The way from an input to a view of it, or None if it is more than one view after the other."""
     steps: list[fx.Node] = []
     while node is not base:
@@ -283,7 +282,7 @@ def _view_of(base: fx.Node, node: fx.Node, observer: _Observer) -> fx.Graph | No
         (source,) = step.all_input_nodes
         value = graph.node_copy(step, {source: value}.__getitem__)
     graph.output(value)
-    return graph
+    return fx.GraphModule(nn.Module(), graph)
 
 
 def _same_memory(a: Any, b: Any) -> bool:
@@ -347,7 +346,7 @@ def _functionalize(gm: fx.GraphModule, effects: Effects) -> WriteBack:
     finally:
         for name in scans:
             del _layouts[name]
-    written = _take_out_copies(lowered, tensors, effects)
+    written = [inputs.index(n) for n in _take_out_copies(lowered, tensors, effects)]
     replace_graph(gm, lowered, tensors)
     _put_scans_back(gm, scans)
     return WriteBack(written, effects.views)
@@ -358,17 +357,17 @@ def _copy(old: Tensor, new: Tensor, non_blocking: bool = False) -> Tensor:
     return new.to(old.device, old.dtype).expand(old.shape).clone()
 
 
-def _take_out_copies(lowered: fx.GraphModule, inputs: Sequence[fx.Node], effects: Effects) -> list[str]:
-    """Functionalization writes to the inputs at the end; make what it writes further outputs. Names of the inputs."""
-    names = {own: n.name for own, n in zip(lowered.graph.find_nodes(op="placeholder"), inputs, strict=True)}
+def _take_out_copies(lowered: fx.GraphModule, inputs: Sequence[fx.Node], effects: Effects) -> list[fx.Node]:
+    """Functionalization writes to inputs at the end; make what it writes further outputs. Returns these inputs."""
+    given = dict(zip(lowered.graph.find_nodes(op="placeholder"), inputs, strict=True))
     written, values = [], []
     for node in list(lowered.graph.nodes):
         if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
             continue
         if node.target is aten.squeeze_.dim and len(node.args[0].users) == 1:
             node.target = aten.squeeze.dim  # matmul squeezes its own product in place
-        elif node.target is aten.copy_.default and node.args[0] in names and not node.users:
-            written.append(names[node.args[0]])
+        elif node.target is aten.copy_.default and node.args[0] in given and not node.users:
+            written.append(given[node.args[0]])
             values.append(node.args[1])
             lowered.graph.erase_node(node)
         else:

@@ -1,0 +1,180 @@
+"""The loop operator: equal to the loop as it is written, in values and gradients; it keeps what backward needs once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+import nsa_compile
+from nsa_compile import modes, scan
+from nsa_compile.ops.loop import LoopNotTraced, Program, program, register, run_loop
+from nsa_compile.ops.loop.step import Layout
+
+
+def lstm(x, w, b):
+    def step(carry, row):
+        h, c = carry
+        i, f, g, o = (torch.cat([row, h]) @ w + b).chunk(4)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        return (h, c), h
+
+    return scan(step, (x.new_zeros(3), x.new_zeros(3)), x)
+
+
+def delta_rule(x, w, b):
+    def step(state, row):
+        k, v = F.normalize(row, dim=0), row @ w[:3, :3]
+        state = state + torch.outer(k, v - state.T @ k)
+        return state, state.T @ row
+
+    return scan(step, x.new_zeros(3, 3), x)
+
+
+def detached_carry(x, w, b):
+    def step(c, row):
+        c = torch.tanh(c.detach() * 0.5 + row)
+        return c, c * b[:3]
+
+    return scan(step, b[:3] * 2, x)
+
+
+def part_of_the_carries(x, w, b):
+    """A carry without gradient beside one with, and one that nothing changes."""
+
+    def step(carry, row):
+        a, count, same = carry
+        a = a * torch.sigmoid(row) + same
+        return (a, count + (row.sum() > 0).long(), same), (count, a.sum())
+
+    return scan(step, (x.new_zeros(3), torch.tensor(-2), b[:3]), x)
+
+
+def data_decides(x, w, b):
+    def step(best, row):
+        best = torch.where(row.sum() > best.sum(), row, best)
+        return best, (best.argmax(), best.amax())
+
+    return scan(step, x.new_full((3,), -5.0), x)
+
+
+def in_place_in_the_step(x, w, b):
+    def step(c, row):
+        h = (c * 0.5 + row).clone()
+        h[0] = h[1] * 2
+        h.mul_(b[:3])
+        return h, h
+
+    return scan(step, x.new_zeros(3), x)
+
+
+LOOPS = [lstm, delta_rule, detached_carry, part_of_the_carries, data_decides, in_place_in_the_step]
+
+
+def results_and_gradients(function: Any, inputs: list[Tensor], wanted: list[bool]) -> list[Any]:
+    leaves = [x.clone().requires_grad_(flag) for x, flag in zip(inputs, wanted, strict=True)]
+    results = pytree.tree_leaves(function(*leaves))
+    loss = sum((r * torch.linspace(0.5, 1.5, r.numel(), dtype=r.dtype).view(r.shape)).sum() for r in results
+               if r.requires_grad)  # fmt: skip
+    found = [x for x in leaves if x.requires_grad]
+    gradients = torch.autograd.grad(loss, found, allow_unused=True) if isinstance(loss, Tensor) else []
+    return [[r.detach() for r in results], [r.requires_grad for r in results], list(gradients)]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("nested", ["eager", "aot_eager"])
+@given(data=st.data())
+def test_equals_the_loop(loop, nested, data):
+    length = data.draw(st.integers(1, 5))
+    wanted = [data.draw(st.booleans()) for _ in range(3)]
+    torch.manual_seed(data.draw(st.integers(0, 100)))
+    inputs = [torch.randn(*shape, dtype=torch.float64) for shape in ((length, 3), (6, 12), (12,))]
+    torch._dynamo.reset()
+    fast = nsa_compile.compile(loop, nested=nested, cache=False)
+    actual, expected = (results_and_gradients(f, inputs, wanted) for f in (fast, loop))
+    assert not nsa_compile.last_report().scans[0].batched
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-10, atol=1e-12)
+    if nested == "eager":
+        assert actual[1] == expected[1]
+    for a, e in zip(actual[2], expected[2], strict=True):
+        zero = torch.zeros(())
+        torch.testing.assert_close(*((zero if g is None else g).sum() if None in (a, e) else g for g in (a, e)))
+
+
+def test_parameters_are_kept_once():
+    """What the backward loop needs of each step does not grow with the parameters."""
+    torch._dynamo.reset()
+    inputs = [torch.randn(*shape, dtype=torch.float64) for shape in ((5, 3), (6, 12), (12,))]
+    step = stepped(lstm, inputs).graphs([True] * len(stepped(lstm, inputs).inputs))
+    assert max(layout.empty().numel() for layout in step.kept) <= 12
+    assert step.rows_read or any(layout.shape == (3,) for layout in step.kept)
+
+
+def stepped(function: Any, inputs: list[Tensor]) -> Program:
+    """The program of the one loop in a function."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        nsa_compile.backend.optimize(gm, nsa_compile.backend.parse_options({"cache": False}), example_inputs)
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    (node,) = graphs[0].graph.find_nodes(op="call_function", target=run_loop)
+    return program(node.args[0])
+
+
+def test_a_step_that_reads_a_number_out_of_a_tensor_is_one_line():
+    def loop(x):
+        def step(c, row):
+            return c, row * c[: c.argmax() + 1].sum()
+
+        return scan(step, x.new_ones(3), x)
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="reads a number out of a tensor") as caught:
+        nsa_compile.compile(loop, nested="eager", cache=False)(torch.ones(4, 3))
+    assert "torch.where(torch.arange(S) == t, x, k)" in str(caught.value)
+
+
+def test_a_step_that_writes_to_its_inputs_is_refused():
+    body = fx.symbolic_trace(lambda c, row: [c.add_(row), c * 2])
+    layouts = [Layout.of(torch.zeros(3))] * 2
+    with pytest.raises(LoopNotTraced, match=r"write to a copy, x\.clone\(\)"):
+        Program(body, layouts, 1, 1, 4, modes.autocast_now()).graphs([])
+
+
+def test_its_name_says_all_that_it_does():
+    """Code that was compiled in another process finds its loop by this name."""
+
+    def key(body: Any, length: int = 4, shape: tuple[int, ...] = (3,)) -> str:
+        layouts = [Layout.of(torch.zeros(shape))] * 2
+        return register(Program(fx.symbolic_trace(body), layouts, 1, 1, length, modes.autocast_now()))
+
+    first = key(lambda c, row: [c + row, c * 2])
+    assert first == key(lambda c, row: [c + row, c * 2])
+    others = [
+        key(lambda c, row: [c + row, c * 3]),
+        key(lambda c, row: [c - row, c * 2]),
+        key(lambda c, row: [c + row, c * 2], length=5),
+        key(lambda c, row: [c + row, c * 2], shape=(4,)),
+    ]
+    assert len({first, *others}) == 5
+
+
+def test_second_derivatives_are_refused_not_wrong():
+    torch._dynamo.reset()
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    w = torch.eye(3, dtype=torch.float64)
+    fast = nsa_compile.compile(lambda x: delta_rule(x, w, None)[1], nested="eager", cache=False)
+    (gradient,) = torch.autograd.grad(fast(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
