@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from nsa_compile import cache
+from nsa_compile import cache, inductor_files
+from nsa_compile.compiler_cache import errors_named
 from nsa_compile.passes import markers
 from nsa_compile.passes.pipeline import Options, Uncacheable, run_pipeline
 from nsa_compile.passes.report import Report
@@ -158,5 +159,6 @@ def compile_nested(
     from nsa_compile.workarounds import inductor_config
 
     patches = {"config_patches": markers.inductor_config(gm)} if ranges else {}
-    with inductor_config(has_scans=bool(find_scans(gm))):
+    inductor_files.prepare()
+    with inductor_config(has_scans=bool(find_scans(gm))), errors_named():
         return lookup_backend("inductor")(gm, list(example_inputs), **patches)
