@@ -171,8 +171,8 @@ def unsafe(path: Path) -> str | None:
                 return f"'{path}' is a circle of links"
             rest += reversed(Path(os.readlink(here)).parts)
             here = here.parent
-        elif not stat.S_ISDIR(status.st_mode):
-            return f"'{here}' cannot be written to: Not a directory"
+        elif not stat.S_ISDIR(status.st_mode):  # nothing can lie below it
+            return None
         elif _others_may_write(status, last=not rest):
             return f"'{here}' can be written to by others"
     return _planted(here)

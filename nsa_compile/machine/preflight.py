@@ -28,8 +28,8 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_compiler(config: RunConfig) -> None:
-    """Make sure that Inductor will find a C++ compiler, for the blocks or for a step of torchao's optimizers, and settle
-    where compiled programs are kept, for the processes of the run, too.
+    """Make sure that Inductor will find a C++ compiler, for the blocks or for a step of torchao's optimizers, and
+    settle where compiled programs are kept, for the processes of the run, too.
 
     Raises:
         UserError: the configuration asks for Inductor and there is none.
