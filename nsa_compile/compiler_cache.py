@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import fcntl
 import getpass
 import grp
 import hashlib
@@ -89,7 +90,7 @@ def torch_default() -> str:
 @cache
 def machine_name() -> str:
     """A digest of what kernels are compiled for (`-march=native`): the processor and the C library."""
-    processor = [platform.machine(), platform.processor()]
+    processor = [platform.machine()]
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         # Of the first core; its clock and its number do not count.
@@ -229,8 +230,8 @@ def _user(uid: int) -> str:
 def unusable(path: Path) -> str | None:
     """Why compiled programs cannot be kept in a directory that exists, in words; None where they can."""
     try:
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        with tempfile.TemporaryFile(dir=path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # Inductor locks what it writes; some network file systems cannot
         room = os.statvfs(path)
     except OSError as error:
         return f"'{path}' cannot be written to: {error.strerror}"

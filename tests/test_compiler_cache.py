@@ -63,6 +63,21 @@ def test_torchs_default_is_nobodys_choice(monkeypatch, warnings):
     assert warnings() == []
 
 
+CPUINFO = "processor\t: 0\nmodel name\t: A\ncpu MHz\t\t: 2000\nflags\t\t: fpu avx2\n\nprocessor\t: 1\n"
+
+
+def test_machines_that_share_a_home_share_programs_only_if_they_run_them(monkeypatch):
+    def name(cpuinfo):
+        monkeypatch.setattr(Path, "read_text", lambda path, **_: cpuinfo)
+        return compiler_cache.machine_name.__wrapped__()
+
+    names = {name(CPUINFO), name(CPUINFO.replace("avx2", "avx2 avx512f")), name(CPUINFO.replace(": A", ": B"))}
+    assert len(names) == 3
+    assert name(CPUINFO.replace("2000", "2345").replace("processor\t: 1\n", "")) in names
+    monkeypatch.undo()
+    assert default_directory().name == compiler_cache.machine_name()
+
+
 def test_what_the_user_chose_is_taken(tmp_path, monkeypatch, warnings):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(VARIABLE, "mine/../mine")
