@@ -36,8 +36,8 @@ log = logging.getLogger("nsa_compile")
 # torch reads it whenever it needs its directory, and so do the processes that this one starts.
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 ADVICE = f"point {VARIABLE} at a directory that only you can write to, with room"
-# Precompiled headers and kernels of a small model take about this much; with less, a compilation ends half-way.
-LEAST_ROOM = 2**27
+# One precompiled header of Inductor's takes 160 MB; without this room a compilation would end half-way.
+LEAST_ROOM = 2**28
 _MOST_LINKS = 40  # as in Linux
 
 _settled: set[str] = set()  # values of VARIABLE that were examined

@@ -25,7 +25,6 @@ from nsa_compile import compiler_cache
 
 log = logging.getLogger("nsa_compile")
 
-_HEADERS = "precompiled_headers"
 _mended: set[Path] = set()
 
 
@@ -36,11 +35,16 @@ def prepare() -> Path:
     """
     directory = compiler_cache.directory()
     _write_whole_files()
-    _keep_headers_in(directory / _HEADERS)
+    _keep_headers_in(header_directory(directory))
     if directory not in _mended:
         _mended.add(directory)
         _delete_broken(directory)
     return directory
+
+
+def header_directory(compiled: Path) -> Path:
+    """Where precompiled headers are kept in a directory for compiled programs; large, they serve any program."""
+    return compiled / "precompiled_headers"
 
 
 @functools.cache
@@ -76,8 +80,9 @@ def _keep_headers_in(directory: Path) -> None:
 
 def broken_files(directory: Path) -> Iterator[Path]:
     """What a killed compiler or linker has left half-written in a directory of Inductor's."""
-    for pattern in ("*/*.so", "*/*.o", f"{_HEADERS}/*.gch"):
-        yield from filter(_is_cut_off, directory.glob(pattern))
+    for path in (*directory.glob("*/*.so"), *directory.glob("*/*.o"), *header_directory(directory).glob("*.gch")):
+        if _is_cut_off(path):
+            yield path
 
 
 def _is_cut_off(path: Path) -> bool:
@@ -101,7 +106,7 @@ def _is_cut_off(path: Path) -> bool:
 def _delete_broken(directory: Path) -> None:
     deleted = []
     for path in list(broken_files(directory)):
-        group = path.parent if path.parent.name == _HEADERS else directory
+        group = path.parent if path.parent == header_directory(directory) else directory
         lock = filelock.FileLock(group / "locks" / f"{path.name.partition('.')[0]}.lock", timeout=0)
         # Who holds the lock is writing the file.
         with contextlib.suppress(filelock.Timeout, OSError), lock:

@@ -32,6 +32,7 @@ from torch._inductor.graph import GraphLowering
 from nsa_compile import compiler_cache, inductor_files
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
+from nsa_compile.files import make_private
 from nsa_compile.launch.worker import die_with
 from nsa_compile.machine.environment import measure_matmul_flops
 from nsa_compile.ops.cpp import kernel_directory
@@ -233,14 +234,22 @@ def measure_within(
         UserError: what `measure` raised; or the process ended while it was at no prefix.
     """
     with tempfile.TemporaryDirectory(prefix="nsa-compile-", ignore_cleanup_errors=True) as compiled:
-        with contextlib.suppress(OSError):  # this package's kernels, if they were ever compiled
-            shutil.copytree(kernel_directory(compiler_cache.directory()), kernel_directory(Path(compiled)))
+        _take_along(compiler_cache.directory(), Path(compiled))
         while (problem := _watch(limit_s, compiled, work, results, measure)) is not None:
             if not results.give_up(problem):
                 raise UserError(
                     f"the process that measures the passes could not go on: {problem}; "
                     "fewer tokens (--seq-len) need less memory"
                 )
+
+
+def _take_along(kept: Path, compiled: Path) -> None:
+    """Give a new directory for compiled programs what serves any of them and is slow to make; all are whole files."""
+    headers = inductor_files.header_directory(kept)
+    with contextlib.suppress(OSError):  # then they are made anew
+        make_private(headers)
+        inductor_files.header_directory(compiled).symlink_to(headers)
+        shutil.copytree(kernel_directory(kept), kernel_directory(compiled))
 
 
 def _watch(

@@ -221,6 +221,7 @@ def work_that_compiles(work, without, send):
             print(directory, *sorted(path.name for path in directory.rglob("*.so")), file=told)
         if count == 0:
             (directory / "left.so").touch()
+            (directory / "precompiled_headers" / "header").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         send("measured", {"not_measured": None, "compile_s": 1.0, "inductor_cache_hit": False})
 
@@ -236,6 +237,7 @@ def test_a_process_that_may_be_ended_compiles_into_a_directory_of_its_own(tmp_pa
     assert second.split() == [directory, "left.so", "window-0.so"], "one for all processes of the command"
     assert not Path(directory).exists()
     assert [path.name for path in mine.rglob("*.so")] == ["window-0.so"]
+    assert (mine / "precompiled_headers" / "header").exists(), "headers are shared"
 
 
 def work_that_fails_when_it_comes_again(work, without, send):
