@@ -180,14 +180,18 @@ def test_a_lock_that_nobody_gives_back_is_not_waited_for_for_ever(kernels, monke
 SLOW_COMPILER = """
     #!/bin/sh
     for word in "$@"; do
-        if [ "$last" = "-o" ]; then case "$word" in *.so*) : > "$word"; touch "{told}"; exec sleep 600;; esac; fi
+        case "$last $word" in
+            "-o "*kernel.so*|"-o "*.main.so*) : > "$word"; touch "{told}"; exec sleep 600;;
+        esac
         last="$word"
     done
     exec {compiler} "$@"
 """
 PROGRAM = """
     import sys
-    from nsa_compile import compiler_cache, inductor_files
+    from torch._inductor import cpu_vec_isa
+    cpu_vec_isa.pick_vec_isa = lambda: cpu_vec_isa.invalid_vec_isa  # or the compiler would be called to find it out
+    from nsa_compile import inductor_files
     from nsa_compile.ops import cpp
     source = 'extern "C" int answer() { return 42; }'
     directory = inductor_files.prepare()
@@ -208,7 +212,7 @@ def test_a_compiler_that_is_killed_leaves_nothing_that_is_loaded(whose, tmp_path
     slow.write_text(textwrap.dedent(SLOW_COMPILER).lstrip().format(told=told, compiler=shutil.which("g++")))
     slow.chmod(0o755)
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM), whose]
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(tmp_path)}
     environment.pop("CXX", None)
 
     path = f"{slow.parent}{os.pathsep}{os.environ['PATH']}"
@@ -222,6 +226,8 @@ def test_a_compiler_that_is_killed_leaves_nothing_that_is_loaded(whose, tmp_path
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    (left,) = tmp_path.glob("**/*.so*")
+    assert not left.read_bytes(), "what a killed linker leaves"
     assert list(cache.glob("**/*.so")) == []
 
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
