@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from nsa_compile import cache
+from nsa_compile import cache, inductor_files
+from nsa_compile.compiler_cache import errors_named
 from nsa_compile.passes import markers
 from nsa_compile.passes.capture import specialize_shapes
 from nsa_compile.passes.functional import WriteBack, make_functional
@@ -160,4 +161,6 @@ def compile_nested(
     if nested == "aot_eager":
         return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if ranges else {}))
     patches = {"config_patches": markers.inductor_config(gm)} if ranges else {}
-    return lookup_backend("inductor")(gm, list(example_inputs), **patches)
+    inductor_files.prepare()
+    with errors_named():
+        return lookup_backend("inductor")(gm, list(example_inputs), **patches)

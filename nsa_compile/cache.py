@@ -1,28 +1,33 @@
 """Results of the passes, kept across processes.
 
-The key digests the captured graph, the layouts of its inputs, the sources of the passes, the options and torch's
-version; so an equal program starts without running a pass, and any change of either runs them again. Entries live
-beside Inductor's own cache and, like those, are trusted: they belong to the user who runs the program.
+The key digests the captured graph, the layouts of its inputs, the tensors it holds, the sources of the passes, the
+options, torch's version and what else the passes see of the process. So an equal program starts without running a pass,
+and any change runs them again. Entries lie where only this user writes (`compiler_cache.py`), each sealed with a digest
+of its own: what is not as it was written is never unpickled, and whatever is wrong with an entry, the passes run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
 import logging
-import os
-import tempfile
+import operator
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PicklerOptions
 
+from nsa_compile import compiler_cache
+from nsa_compile.errors import UserError
+from nsa_compile.files import read_sealed, write_sealed
 from nsa_compile.passes.pipeline import Options, Uncacheable, pipeline_key
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import find_scans, subgraphs
@@ -40,21 +45,75 @@ def cache_key(gm: fx.GraphModule, options: Options) -> str:
         Uncacheable: equal keys would not mean equal programs.
     """
     digest = hashlib.sha256(pipeline_key(options).encode())
+    for line in _process_state():
+        digest.update(f"{line}\n".encode())
+    devices = set()
     bodies = [site.body for site in find_scans(gm)]
     for graph in [*subgraphs(gm), *bodies]:
+        digest.update(b"graph\n")
         for node in graph.graph.nodes:
             value = node.meta.get("example_value")
-            layout = ""
-            if node.op == "get_attr" and isinstance(held := getattr(graph, node.target, None), Tensor):
-                digest.update(repr(held.tolist()).encode())
-            if isinstance(value, Tensor):
-                layout = f"{value.dtype}{list(value.shape)}{value.stride()}{value.device}{value.requires_grad}"
-            text = f"{node.op}|{node.name}|{_name(node.target)}|{node.args}|{node.kwargs}|{layout}\n"
+            tags = {name: node.meta[name] for name in KEPT_META[1:] if name in node.meta}
+            text = f"{node.op}|{node.name}|{_name(node.target)}|{node.args}|{node.kwargs}|{_layout(value)}|{tags}\n"
             if " at 0x" in text:  # an object without a name of its own: another process has another one there
                 raise Uncacheable(f"the graph holds an object that has no name: {node.format_node()}")
             digest.update(text.encode())
-    digest.update(f"autocast {torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')}".encode())
+            if node.op == "get_attr":
+                _digest_held(digest, node.target, operator.attrgetter(node.target)(graph))
+            devices |= {tensor.device for tensor in _tensors(value)}
+    for device in sorted(devices, key=str):
+        if device.type == "cuda":  # what is faster depends on it
+            digest.update(f"{device} {torch.cuda.get_device_properties(device)}\n".encode())
     return digest.hexdigest()
+
+
+def _process_state() -> Iterator[str]:
+    """What of the process decides what operators return, and so what the passes may take for known."""
+    yield f"dtype {torch.get_default_dtype()} device {torch.get_default_device()}"
+    yield f"grad {torch.is_grad_enabled()} inference {torch.is_inference_mode_enabled()}"
+    yield f"deterministic {torch.are_deterministic_algorithms_enabled()} {torch.get_float32_matmul_precision()}"
+    for device in ("cpu", "cuda"):
+        yield f"autocast {device} {torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
+
+
+def _layout(value: Any) -> str:
+    """What the passes see of an example value: numbers of sizes as well as their symbols."""
+    if isinstance(value, Tensor):
+        shape, stride = ([_number(size) for size in sizes] for sizes in (value.shape, value.stride()))
+        return f"{type(value).__name__} {value.dtype}{shape}{stride}{value.device}{value.requires_grad}"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _number(value)
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_layout, value))})"
+    return type(value).__name__
+
+
+def _number(value: Any) -> str:
+    """A size; with a symbol also the number that it stands for now."""
+    return f"{value}={value.node.hint}" if hasattr(value, "node") else str(value)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _digest_held(digest: Any, name: str, held: Any) -> None:
+    """Put what a graph holds under a name into its digest: bit for bit, whatever the dtype.
+
+    Raises:
+        Uncacheable: it is neither a plain tensor nor a graph; those are put in by themselves.
+    """
+    if isinstance(held, fx.GraphModule):
+        return
+    plain = isinstance(held, Tensor) and type(held) in (Tensor, torch.nn.Parameter)
+    if not plain or held.layout != torch.strided or held.is_quantized or held.is_meta:
+        raise Uncacheable(f"the graph holds '{name}', a {type(held).__name__} whose bits cannot be told")
+    digest.update(f"{_layout(held)}\n".encode())
+    with unset_fake_temporarily():  # what is held is real
+        content = held.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        digest.update(content.view(torch.uint8).numpy())
 
 
 def _name(target: Any) -> str:
@@ -65,28 +124,44 @@ def _name(target: Any) -> str:
 
 
 def load(gm: fx.GraphModule, key: str) -> Report | None:
-    """Put the kept result into `gm` and return its report, marked as a hit; None where there is none."""
-    path = _path(key)
+    """Put the kept result into `gm` and return its report, marked as a hit; None where there is none to be used."""
     try:
-        text, _, data = path.read_bytes().partition(b"\n")
+        path = _path(key)
+        text, _, data = read_sealed(path).partition(b"\n")
         report = Report.from_dict(json.loads(text))
         kept: Any = GraphPickler.loads(data, FakeTensorMode())
-    except FileNotFoundError:
+        _check_fits(gm, kept)
+    except (FileNotFoundError, UserError):
         return None
-    except Exception as error:  # whatever a damaged file makes of itself
-        log.warning("the kept result %s cannot be read (%s); the passes run again", path, error)
-        path.unlink(missing_ok=True)
+    except Exception as error:  # whatever a damaged file, or somebody else's, makes of itself
+        _warn(f"the kept result '{path}' cannot be used ({error}); the passes run again")
+        with contextlib.suppress(OSError):
+            path.unlink()
         return None
     _restore(gm, kept)
     report.cache_hit = True
     return report
 
 
+def _check_fits(gm: fx.GraphModule, kept: fx.GraphModule) -> None:
+    """Make sure that a kept graph takes the inputs of a captured one and calls regions that it has.
+
+    Raises:
+        ValueError: it does not.
+    """
+    fresh, old = ([n.name for n in graph.graph.find_nodes(op="placeholder")] for graph in (gm, kept))
+    if fresh != old:
+        raise ValueError("equal keys, different inputs")
+    for node in kept.graph.find_nodes(op="get_attr"):
+        held = getattr(kept, node.target)
+        if isinstance(held, fx.GraphModule):
+            _check_fits(getattr(gm, node.target), held)
+
+
 def _restore(gm: fx.GraphModule, kept: fx.GraphModule) -> None:
     """Give a captured graph, and the regions it calls, the nodes of a kept one."""
     # The inputs keep what this process knows of them, such as where Dynamo found each.
     fresh, old = gm.graph.find_nodes(op="placeholder"), kept.graph.find_nodes(op="placeholder")
-    assert [n.name for n in fresh] == [n.name for n in old], "equal keys, different inputs"
     for new_node, old_node in zip(fresh, old, strict=True):
         old_node.__dict__.update({k: v for k, v in new_node.__dict__.items() if k == "_dynamo_source"})
         old_node.meta = new_node.meta
@@ -101,21 +176,31 @@ def _restore(gm: fx.GraphModule, kept: fx.GraphModule) -> None:
 
 
 def store(gm: fx.GraphModule, key: str, report: Report) -> None:
-    """Keep a result. Graphs that still hold a scan are not kept: their declines shall be seen at every start."""
+    """Keep a result if that is possible; where it is not, a line of the log says why.
+
+    Graphs that still hold a scan are not kept: their declines shall be seen at every start.
+    """
     if find_scans(gm):
         return
     try:
         data = GraphPickler.dumps(_stripped(gm), PicklerOptions(ops_filter=None))
+        text = json.dumps(report.to_dict()).encode()
     except Exception as error:  # a user's object in the graph that cannot be pickled
         log.info("the result cannot be kept (%s); the passes will run again at the next start", error)
         return
-    text = json.dumps(report.to_dict()).encode()
-    path = _path(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Written whole under another name and renamed, so that no reader meets half a file.
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(text + b"\n" + data)
-    os.replace(file.name, path)
+    try:
+        path = _path(key)
+        write_sealed(path, text + b"\n" + data)
+    except UserError as error:
+        _warn(f"results of the passes are not kept: {error}")
+    except OSError as error:
+        _warn(f"results of the passes cannot be kept in '{compiler_cache.directory()}': {error.strerror or error}")
+
+
+@cache
+def _warn(message: str) -> None:
+    """Once a process: what goes wrong for one graph goes wrong for all."""
+    log.warning(message)
 
 
 def _stripped(gm: fx.GraphModule) -> fx.GraphModule:
@@ -132,4 +217,4 @@ def _stripped(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _path(key: str) -> Path:
-    return Path(cache_dir()) / "nsa_compile" / key[:2] / key
+    return compiler_cache.directory() / "nsa_compile" / key[:2] / key

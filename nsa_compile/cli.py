@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from nsa_compile.errors import USER_FACING
+from nsa_compile.errors import user_facing
 
 # Where each command is, with the line that --help shows for it; imported only when it is called.
 LAZY_COMMANDS = {
@@ -134,10 +134,13 @@ def _run(args: list[str] | None) -> int:
         return _fail(message if ";" in message else f"{message}; see {path} --help", error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
-    except USER_FACING as error:
-        return _fail(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)
+    except Exception as error:
+        known = user_facing(error)
+        if known is None:
+            raise
+        return _fail(str(known), known.exit_code)
 
 
 def _options(ctx: click.Context | None) -> list[str]:

@@ -27,3 +27,9 @@ class Halted(Exception):
 
 # What ends a command with its message and its exit code, and no traceback.
 USER_FACING = (UserError, TrainingDiverged, CheckpointError, Halted)
+
+
+def user_facing(error: Exception) -> UserError | TrainingDiverged | CheckpointError | Halted | None:
+    """The error for the user in another one: torch wraps what is raised while it compiles. None where there is none."""
+    inner = getattr(error, "inner_exception", error)
+    return inner if isinstance(inner, USER_FACING) else None

@@ -26,7 +26,8 @@ LAYERS = [
     {"cache"},
     {"passes"},
     {"ops"},
-    {"cli"},
+    {"inductor_files"},
+    {"compiler_cache", "cli"},
     {"files", "errors", "page", "loop", "modes", "ranges", "workarounds"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}

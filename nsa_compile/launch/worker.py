@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from nsa_compile.config import RunConfig, load_config
-from nsa_compile.errors import USER_FACING
+from nsa_compile.errors import USER_FACING, user_facing
 from nsa_compile.train.distributed.world import World, check_port, check_world
 from nsa_compile.train.signals import EXIT_CODES
 
@@ -48,14 +48,14 @@ def _exit_code(config_path: str | None, overrides: Sequence[str], resume: str, r
     try:
         world = World.from_environment(os.environ) or world
         summary = run_worker(world, load_config(config_path, overrides), resume, run_dir)
-    except USER_FACING as error:
-        rank = "" if world.main else f"[rank {world.rank}] "
-        print(f"{rank}error: {error}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         return EXIT_CODES["SIGINT"]
-    except RuntimeError as error:
-        if not _is_lost_contact(error):
+    except Exception as error:
+        if (known := user_facing(error)) is not None:
+            rank = "" if world.main else f"[rank {world.rank}] "
+            print(f"{rank}error: {known}", file=sys.stderr)
+            return known.exit_code
+        if not isinstance(error, RuntimeError) or not _is_lost_contact(error):
             raise
         reason = str(error).splitlines()[0][:200]
         print(f"[rank {world.rank}] lost contact with another process: {reason}", file=sys.stderr)

@@ -19,7 +19,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from nsa_compile import compiler_cache, inductor_files
 from nsa_compile.errors import UserError
+from nsa_compile.files import read_sealed
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -62,8 +64,8 @@ def examine(run_dir: str = "runs") -> list[Finding]:
     """Run every check; ``run_dir`` is where runs would leave their files."""
     findings: list[Finding] = []
     checks: list[Callable[[], Iterator[Finding]]] = [
-        _python, _torch, _processor, _compiler, _gpu, _distributed, _packages, lambda: _directories(run_dir), _limits,
-        _openmp,
+        _python, _torch, _processor, _compiler, _compiler_cache, _gpu, _distributed, _packages,
+        lambda: _directories(run_dir), _limits, _openmp,
     ]  # fmt: skip
     for check in checks:
         try:
@@ -179,6 +181,37 @@ def _compiler() -> Iterator[Finding]:
         yield Finding("C++ compiler", "ok", f"{name} ({shutil.which(command[0])}) compiles with OpenMP")
 
 
+def _compiler_cache() -> Iterator[Finding]:
+    """The first choice of a place for compiled programs. Nothing is made there, and nothing deleted."""
+    check, first, default = "compiler cache", compiler_cache.candidates()[0], compiler_cache.default_directory()
+    if problem := compiler_cache.unsafe(first):
+        instead = "a temporary directory" if first == default else f"'{default}'"
+        other = f"delete what is not yours there, or {compiler_cache.ADVICE}; until then {instead} takes its place"
+        yield Finding(check, "warning", problem, other)
+        return
+    found = _directory(check, first, "problem", compiler_cache.ADVICE)
+    if found.status == "ok" and first.is_dir() and (problem := compiler_cache.unusable(first)):
+        found = Finding(check, "warning", problem, compiler_cache.ADVICE)
+    yield found
+    if broken := [*inductor_files.broken_files(first), *_broken_kernels(first)]:
+        yield Finding(
+            "compiled programs",
+            "warning",
+            f"{len(broken)} broken, as a killed compiler or a damaged disk leaves them, such as '{broken[0]}'",
+            f"delete '{first}'; what it holds is compiled anew",
+        )
+
+
+def _broken_kernels(compiled: Path) -> Iterator[Path]:
+    from nsa_compile.ops.cpp import kernel_directory
+
+    for path in kernel_directory(compiled).glob("*.so"):
+        try:
+            read_sealed(path)
+        except (OSError, ValueError):
+            yield path
+
+
 def _gpu() -> Iterator[Finding]:
     import torch
 
@@ -256,10 +289,7 @@ def _version(package: str) -> str | None:
 
 def _directories(run_dir: str) -> Iterator[Finding]:
     import platformdirs
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
-    yield _directory("compiler cache", Path(inductor), "problem", "point TORCHINDUCTOR_CACHE_DIR at another")
     tokens = Path(platformdirs.user_cache_path("nsa-compile"))
     yield _directory("token cache", tokens, "warning", "choose another with --set data.cache_dir=PATH")
     yield _directory("runs", Path(run_dir), "problem", "choose another with --set run.dir=PATH")

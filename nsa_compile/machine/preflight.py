@@ -7,6 +7,7 @@ import shlex
 import shutil
 from importlib.util import find_spec
 
+from nsa_compile import compiler_cache
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 
@@ -27,7 +28,8 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_compiler(config: RunConfig) -> None:
-    """Make sure that Inductor will find a C++ compiler, for the blocks or for a step of torchao's optimizers.
+    """Make sure that Inductor will find a C++ compiler, for the blocks or for a step of torchao's optimizers, and
+    settle where compiled programs are kept, for the processes of the run, too.
 
     Raises:
         UserError: the configuration asks for Inductor and there is none.
@@ -36,6 +38,8 @@ def check_compiler(config: RunConfig) -> None:
         require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
     if config.optim.name != "adamw":
         require_cxx(f"optim.name = '{config.optim.name}'", "--set optim.name=adamw")
+    if config.compile.enabled or config.optim.name != "adamw":
+        compiler_cache.directory()
 
 
 def check_tensorboard(config: RunConfig) -> None:

@@ -339,7 +339,7 @@ def _own_sources() -> list[Path]:
     package = Path(__file__).parent.parent
     operators = [p for p in (package / "ops").rglob("*") if p.suffix in (".py", ".cpp", ".h", ".cu")]
     passes = [p for p in Path(__file__).parent.iterdir() if p.suffix in (".py", ".json")]
-    modules = [package / f"{name}.py" for name in ("backend", "cache", "loop", "modes", "workarounds")]
+    modules = [package / f"{name}.py" for name in ("backend", "cache", "loop", "modes", "ranges", "workarounds")]
     return sorted([*passes, *operators, *modules])
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nsa_compile
+from nsa_compile import inductor_files
 from nsa_compile.config import OptimSection
 from nsa_compile.machine.environment import measure_matmul_flops
 from nsa_compile.models import NSAConfig, SparsePattern, nsa_attention
@@ -223,6 +224,8 @@ def _expected_eager_seconds(rows: list[Row], seq_len: int) -> float | None:
 def _compiled_dense(config: NSAConfig, nested: str, device: torch.device) -> nn.Module:
     """The same transformer with dense attention, each block compiled without this project's passes."""
     model = build(replace(config, attention="dense")).to(device)
+    if nested == "inductor":
+        inductor_files.prepare()
     for block in model.blocks:
         block.compile(backend=nested, fullgraph=True, dynamic=False)
     return model

@@ -11,9 +11,11 @@ import dataclasses
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -24,12 +26,16 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.graph import GraphLowering
 
+from nsa_compile import compiler_cache, inductor_files
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
+from nsa_compile.files import make_private
 from nsa_compile.launch.worker import die_with
 from nsa_compile.machine.environment import measure_matmul_flops
+from nsa_compile.ops.cpp import kernel_directory
 from nsa_compile.profiles.blame import first_line
 from nsa_compile.profiles.measure import peak_memory, ran_out_of_memory, seconds_of, summarize
 from nsa_compile.profiles.probe import Errors, Probe, errors, without_passes
@@ -121,6 +127,9 @@ def measure_prefixes(work: Work, without: set[int], send: Send) -> None:
     probe = Probe(work.config, work.seq_len)
     exact, loop = probe.exact(), probe.loop()
     send("eager_error", _numbers(errors(loop, loop, exact, probe.dtype)))
+    if work.config.compile.nested == "inductor":  # once a machine, so it is no prefix's time
+        inductor_files.prepare()
+        pick_vec_isa()
     blocks: dict[int, nn.Module] = {}
     torch._dynamo.reset()
     # Programs of all prefixes stay alive, to be timed in turns.
@@ -218,22 +227,36 @@ def measure_within(
     limit_s: float, work: Work, results: Results, measure: Callable[[Work, set[int], Send], None] = measure_prefixes
 ) -> None:
     """`measure_prefixes` in a process of its own. A prefix that takes more than `limit_s` seconds, or ends the process,
-    is given up, and another process measures the rest.
+    is given up, and another process measures the rest. They keep what they compile in a directory of their own, which
+    goes at the end: what a process that is ended leaves there harms nobody.
 
     Raises:
         UserError: what `measure` raised; or the process ended while it was at no prefix.
     """
-    while (problem := _watch(limit_s, work, results, measure)) is not None:
-        if not results.give_up(problem):
-            raise UserError(
-                f"the process that measures the passes could not go on: {problem}; "
-                "fewer tokens (--seq-len) need less memory"
-            )
+    with tempfile.TemporaryDirectory(prefix="nsa-compile-", ignore_cleanup_errors=True) as compiled:
+        _take_along(compiler_cache.directory(), Path(compiled))
+        while (problem := _watch(limit_s, compiled, work, results, measure)) is not None:
+            if not results.give_up(problem):
+                raise UserError(
+                    f"the process that measures the passes could not go on: {problem}; "
+                    "fewer tokens (--seq-len) need less memory"
+                )
 
 
-def _watch(limit_s: float, work: Work, results: Results, measure: Callable[[Work, set[int], Send], None]) -> str | None:
+def _take_along(kept: Path, compiled: Path) -> None:
+    """Give a new directory for compiled programs what serves any of them and is slow to make; all are whole files."""
+    headers = inductor_files.header_directory(kept)
+    with contextlib.suppress(OSError):  # then they are made anew
+        make_private(headers)
+        inductor_files.header_directory(compiled).symlink_to(headers)
+        shutil.copytree(kernel_directory(kept), kernel_directory(compiled))
+
+
+def _watch(
+    limit_s: float, compiled: str, work: Work, results: Results, measure: Callable[[Work, set[int], Send], None]
+) -> str | None:
     """Why the process did not come to its end; None where it did."""
-    with _process() as (process, connection):
+    with _process(compiled) as (process, connection):
         with contextlib.suppress(BrokenPipeError):  # what is wrong shows when its messages are read
             connection.send((measure, work, results.given_up))
         while True:
@@ -252,8 +275,9 @@ def _watch(limit_s: float, work: Work, results: Results, measure: Callable[[Work
 
 
 @contextlib.contextmanager
-def _process() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-    """A new interpreter that runs `serve`, and the connection to it; it is ended at the end, with what it has started.
+def _process(compiled: str) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
+    """A new interpreter that runs `serve` and keeps what it compiles in the directory `compiled`, and the connection to
+    it; it is ended at the end, with what it has started.
 
     `multiprocessing.Process` would import the main module again, and tell of semaphores that a killed process leaves.
     """
@@ -264,7 +288,7 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
         # -P: what lies in the working directory must not take the place of a module.
         [sys.executable, "-P", "-W", quiet, "-c", code],
         pass_fds=[other.fileno()],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), compiler_cache.VARIABLE: compiled},
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # and with it a process group; Ctrl-C is this process's business
     )
@@ -279,7 +303,7 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and what it has started.
 
-    At SIGTERM a C++ compiler deletes the library that it has half written; Inductor would load it another time.
+    At SIGTERM a C++ compiler deletes what it has half written.
     """
     with contextlib.suppress(ProcessLookupError):  # nobody of the group is left
         os.killpg(process.pid, signal.SIGTERM)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from nsa_compile import inductor_files
 from nsa_compile.config import OptimSection
 from nsa_compile.train.torchao_import import import_torchao
 
@@ -31,6 +32,7 @@ def make_optimizer(model: nn.Module, config: OptimSection) -> torch.optim.Optimi
     betas = (config.betas[0], config.betas[1])
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=config.fused)
+    inductor_files.prepare()
     library = import_torchao("torchao.optim")
     kind = {"adamw8bit": library.AdamW8bit, "adamw4bit": library.AdamW4bit}[config.name]
     return kind(groups, lr=config.lr, betas=betas)

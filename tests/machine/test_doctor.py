@@ -13,8 +13,11 @@ from importlib import metadata
 import pytest
 
 from nsa_compile.cli import _run
+from nsa_compile.compiler_cache import torch_default
+from nsa_compile.files import write_sealed
 from nsa_compile.machine import doctor
 from nsa_compile.machine.doctor import examine, report
+from nsa_compile.ops.cpp import kernel_directory
 
 
 def processor_seconds():
@@ -105,6 +108,55 @@ def test_caches_that_cannot_be_written(monkeypatch, tmp_path, check, variable, s
     found = finding(check)
     assert found.status == status
     assert "cannot be written to" in found.found
+
+
+@pytest.mark.usefixtures("healthy")
+@pytest.mark.parametrize("whose", ["chosen", "default"])
+@pytest.mark.parametrize("owner", ["another", "all"])
+def test_a_compiler_cache_that_others_can_change(monkeypatch, tmp_path, whose, owner):
+    if whose == "chosen":
+        path = tmp_path / "inductor"
+    else:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        path = tmp_path / "cache"
+    path.mkdir()
+    if owner == "all":
+        path.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+    else:
+        pytest.skip("giving files away takes root")
+    found = finding("compiler cache")
+    assert found.status == "warning"
+    assert f"'{path}' {'can be written to by others' if owner == 'all' else 'belongs to'}" in found.found
+    assert "point TORCHINDUCTOR_CACHE_DIR at a directory that only you can write to" in found.advice
+    assert ("a temporary directory" if whose == "default" else "compiled") in found.advice
+
+
+@pytest.mark.usefixtures("healthy")
+def test_what_a_killed_compiler_has_left(tmp_path):
+    cache = tmp_path / "inductor"
+    write_sealed(kernel_directory(cache) / "window-0.so", b"a kernel")
+    (cache / "ab").mkdir()
+    assert "compiled programs" not in {f.check for f in examine()}
+    (cache / "ab" / "kernel.main.so").touch()
+    found = finding("compiled programs")
+    assert found.status == "warning"
+    assert found.found.startswith("1 broken")
+    assert "kernel.main.so" in found.found
+    assert f"delete '{cache}'" in found.advice
+    (kernel_directory(cache) / "window-0.so").write_bytes(b"")
+    assert finding("compiled programs").found.startswith("2 broken")
+    assert (cache / "ab" / "kernel.main.so").exists(), "doctor only looks"
+
+
+@pytest.mark.usefixtures("healthy")
+def test_without_a_choice_the_users_own_directory_is_looked_at(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", torch_default())
+    found = finding("compiler cache")
+    assert found.status == "ok"
+    assert str(tmp_path / "cache" / "nsa-compile") in found.found
+    assert not (tmp_path / "cache").exists(), "doctor only looks"
 
 
 @pytest.mark.usefixtures("healthy")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,9 +19,12 @@ import torch
 from click.testing import CliRunner
 from torch import fx
 
+from nsa_compile import compiler_cache
 from nsa_compile.cli import cli, main
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
+from nsa_compile.files import write_sealed
+from nsa_compile.ops.cpp import kernel_directory
 from nsa_compile.passes import ORDER
 from nsa_compile.passes.pipeline import register
 from nsa_compile.profiles import pass_profile
@@ -206,6 +210,34 @@ def test_a_prefix_that_hangs_and_one_that_ends_its_process_are_given_up(tmp_path
     while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end, "what the process had started lives on"
         time.sleep(0.05)
+
+
+def work_that_compiles(work, without, send):
+    """Tell where compiled programs go; prefix 0 leaves something there and ends the process."""
+    for count in {0, 1} - without:
+        send("began", count)
+        directory = compiler_cache.directory()
+        with (Path(work) / "told").open("a") as told:
+            print(directory, *sorted(path.name for path in directory.rglob("*.so")), file=told)
+        if count == 0:
+            (directory / "left.so").touch()
+            (directory / "precompiled_headers" / "header").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        send("measured", {"not_measured": None, "compile_s": 1.0, "inductor_cache_hit": False})
+
+
+def test_a_process_that_may_be_ended_compiles_into_a_directory_of_its_own(tmp_path, monkeypatch):
+    mine = tmp_path / "mine"
+    monkeypatch.setenv(compiler_cache.VARIABLE, str(mine))
+    write_sealed(kernel_directory(mine) / "window-0.so", b"a kernel")
+    measure_within(60, tmp_path, Results(1, print), work_that_compiles)
+    first, second = (tmp_path / "told").read_text().split("\n")[:2]
+    directory, *before = first.split()
+    assert before == ["window-0.so"], "kernels are taken along"
+    assert second.split() == [directory, "left.so", "window-0.so"], "one for all processes of the command"
+    assert not Path(directory).exists()
+    assert [path.name for path in mine.rglob("*.so")] == ["window-0.so"]
+    assert (mine / "precompiled_headers" / "header").exists(), "headers are shared"
 
 
 def work_that_fails_when_it_comes_again(work, without, send):

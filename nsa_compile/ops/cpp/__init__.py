@@ -1,8 +1,9 @@
 """Compiles the C++ kernels at first use and calls them.
 
-Inductor's code cache does the work: its compiler, its flags with the vector width of the machine, its directory. A
-kernel is thus compiled once a machine, not once a process. Its flags switch off what would change the meaning of
-floating-point code, contraction included; the kernels ask for fused multiply-adds where they want them.
+Inductor's builder does the work: its compiler, its flags with the vector width of the machine. They switch off what
+would change the meaning of floating-point code, contraction included; the kernels ask for fused multiply-adds where
+they want them. A kernel is compiled once a machine, not once a process: it is kept beside what Inductor keeps, under a
+digest of all that it was made from, and sealed with one of its own (`compiler_cache.py`, `files.py`).
 
 Where the machine has a matrix unit (AMX), products of float32 and below run on it, as exactly as on its vectors.
 """
@@ -10,19 +11,35 @@ Where the machine has a matrix unit (AMX), products of float32 and below run on 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import logging
 import mmap
 import re
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import filelock
 import torch
 from torch import Tensor
 
-__all__ = ["call", "empty", "has_matrix_unit", "load", "sizes_of", "uses_matrix_unit", "vectors_only"]
+from nsa_compile import inductor_files
+from nsa_compile.compiler_cache import machine_name
+from nsa_compile.files import make_private, read_sealed, write_sealed
+
+if TYPE_CHECKING:
+    from torch._inductor.cpp_builder import CppBuilder
+
+__all__ = [
+    "call", "empty", "has_matrix_unit", "kernel_directory", "load", "sizes_of", "uses_matrix_unit", "vectors_only",
+]  # fmt: skip
+
+logger = logging.getLogger("nsa_compile")
 
 OPERATORS = ("window", "compressed", "selected")
 _DTYPES = {
@@ -37,6 +54,7 @@ _HERE = Path(__file__).parent
 _LARGE_PAGE = 2**21
 # Smaller blocks are kept by the C library when they are freed, and faulted in before (glibc's largest mmap threshold).
 _FRESH_BYTES = 2**25
+_LONGEST_BUILD_S = 300.0  # of a kernel, on a busy machine
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
@@ -84,14 +102,86 @@ def load(operator: str) -> ctypes.CDLL:
 @cache
 def _load_all() -> dict[str, ctypes.CDLL]:
     """All operators at once: whoever uses one uses the others, and three compilers together are faster than in turn."""
-    from torch._inductor.codecache import CppCodeCache
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+    kept = kernel_directory(inductor_files.prepare())
     pick_vec_isa()  # runs a compiler itself, and should do so once
     with ThreadPoolExecutor(len(OPERATORS)) as pool:
         # Inductor's configuration lives in the context of the calling thread.
-        loading = [pool.submit(copy_context().run, CppCodeCache.load, _source(operator)) for operator in OPERATORS]
+        loading = [pool.submit(copy_context().run, _obtain, operator, kept) for operator in OPERATORS]
         return {operator: library.result() for operator, library in zip(OPERATORS, loading, strict=True)}
+
+
+def kernel_directory(compiled: Path) -> Path:
+    """Where kernels are kept in a directory for compiled programs."""
+    return compiled / "nsa_compile" / "kernels"
+
+
+def _obtain(operator: str, directory: Path) -> ctypes.CDLL:
+    """The library of an operator as it was kept, or compiled now and kept."""
+    source = _source(operator)
+    made_from = [source, _builder("source", "folder").get_command_line(), torch.__version__, machine_name()]
+    digest = hashlib.sha256("\0".join(made_from).encode()).hexdigest()
+    path = directory / f"{operator}-{digest[:32]}.so"
+    if (library := _open(path)) is not None:
+        return library
+    with _alone(path):
+        # Another process may have compiled it meanwhile.
+        return _open(path) or _build(source, path)
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    """A kept library. None where there is none; one that cannot be used is deleted."""
+    try:
+        read_sealed(path)
+        return ctypes.CDLL(str(path))  # what is after the end of a library, such as a seal, is not loaded
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("kernel '%s' cannot be used (%s); it is compiled anew", path, error)
+        with suppress(OSError):
+            path.unlink()
+        return None
+
+
+def _build(source: str, path: Path) -> ctypes.CDLL:
+    """Compile a library and keep it; it serves this process also where it cannot be kept."""
+    with tempfile.TemporaryDirectory(prefix="nsa-compile-") as folder:
+        (Path(folder) / "kernel.cpp").write_text(source, encoding="utf-8")
+        builder = _builder(f"{folder}/kernel.cpp", folder)
+        builder.build()
+        built = Path(builder.get_target_file_path())
+        try:
+            write_sealed(path, built.read_bytes())
+        except OSError as error:
+            logger.warning("kernel '%s' cannot be kept (%s); it will be compiled again", path, error)
+            return ctypes.CDLL(str(built))  # it stays in memory when the file is gone
+    return ctypes.CDLL(str(path))
+
+
+def _builder(source: str, folder: str) -> CppBuilder:
+    """Inductor's builder of a library, with the flags of its own kernels."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu")
+    return CppBuilder(name="kernel", sources=source, BuildOption=options, output_dir=folder)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While one process compiles a kernel, let others wait for it, but not for ever, and not where they cannot lock.
+
+    Two that compile the same do no harm.
+    """
+    lock = filelock.FileLock(path.with_suffix(".lock"), timeout=_LONGEST_BUILD_S)
+    with suppress(filelock.Timeout, OSError):
+        make_private(path.parent)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _source(operator: str) -> str:
@@ -103,12 +193,12 @@ def _source(operator: str) -> str:
         if name in included:
             return ""
         included.add(name)
-        return expand((_HERE / name).read_text())
+        return expand((_HERE / name).read_text(encoding="utf-8"))
 
     def expand(text: str) -> str:
         return re.sub(r'^#include "(\w+\.h)"$', put_in, text.replace("#pragma once\n", ""), flags=re.MULTILINE)
 
-    return expand((_HERE.parent / operator / "cpu.cpp").read_text())
+    return expand((_HERE.parent / operator / "cpu.cpp").read_text(encoding="utf-8"))
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

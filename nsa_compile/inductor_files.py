@@ -1,0 +1,120 @@
+"""What Inductor keeps, made safe from other users and from processes that are killed (torch 2.11 to 2.13).
+
+Inductor lets the compiler write a library under the name that others look for. A linker that is killed leaves an empty
+file there, and whatever needs the library fails from then on; if it is one that tries what the processor can do,
+kernels lose their vectors without a word. Its precompiled headers lie in torch's default directory whatever the user
+chose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from nsa_compile import compiler_cache
+
+log = logging.getLogger("nsa_compile")
+
+_mended: set[Path] = set()
+
+
+def prepare() -> Path:
+    """Let Inductor keep what it compiles in `compiler_cache.directory`, whole files only, and return that.
+
+    To be called before Inductor compiles. Broken files there are deleted, so that it makes them anew.
+    """
+    directory = compiler_cache.directory()
+    _write_whole_files()
+    _keep_headers_in(header_directory(directory))
+    if directory not in _mended:
+        _mended.add(directory)
+        _delete_broken(directory)
+    return directory
+
+
+def header_directory(compiled: Path) -> Path:
+    """Where precompiled headers are kept in a directory for compiled programs; large, they serve any program."""
+    return compiled / "precompiled_headers"
+
+
+@functools.cache
+def _write_whole_files() -> None:
+    """Make Inductor's compiler write under another name and rename."""
+    from torch._inductor.cpp_builder import CppBuilder
+
+    original = CppBuilder.build
+
+    @functools.wraps(original)
+    def build(self: Any) -> None:
+        target, output = self._target_file, self._output
+        unfinished = f"{target}.{os.getpid()}.{threading.get_ident()}"
+        self._target_file, self._output = unfinished, output.replace(target, unfinished)
+        try:
+            original(self)
+            os.replace(unfinished, target)
+        finally:
+            self._target_file, self._output = target, output
+            Path(unfinished).unlink(missing_ok=True)
+
+    CppBuilder.build = build  # type: ignore[method-assign]
+
+
+def _keep_headers_in(directory: Path) -> None:
+    from torch._inductor import codecache
+
+    if str(directory) != codecache._HEADER_DIR:
+        codecache._HEADER_DIR = str(directory)
+        codecache._HEADER_LOCK_DIR = str(directory / "locks")
+        codecache._precompile_header.cache_clear()  # it remembers headers by where they were
+
+
+def broken_files(directory: Path) -> Iterator[Path]:
+    """What a killed compiler or linker has left half-written in a directory of Inductor's."""
+    for path in (*directory.glob("*/*.so"), *directory.glob("*/*.o"), *header_directory(directory).glob("*.gch")):
+        if _is_cut_off(path):
+            yield path
+
+
+def _is_cut_off(path: Path) -> bool:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(64)
+    except OSError:
+        return False
+    if not size:
+        return True
+    if path.suffix == ".gch" or sys.platform != "linux":
+        return False
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return True
+    # The table of sections is the last that a linker writes: where it begins, and its entries' size and number.
+    start, (entry, number) = struct.unpack_from("=Q", header, 40)[0], struct.unpack_from("=HH", header, 58)
+    return header[4] == 2 and start + entry * number > size
+
+
+def _delete_broken(directory: Path) -> None:
+    deleted = []
+    for path in list(broken_files(directory)):
+        group = path.parent if path.parent == header_directory(directory) else directory
+        lock = filelock.FileLock(group / "locks" / f"{path.name.partition('.')[0]}.lock", timeout=0)
+        # Who holds the lock is writing the file.
+        with contextlib.suppress(filelock.Timeout, OSError), lock:
+            if _is_cut_off(path):
+                path.unlink()
+                deleted.append(path.name)
+    if deleted:
+        log.warning(
+            "%d half-written files of a killed compiler were deleted from '%s', such as %s; they are made anew",
+            len(deleted), directory, deleted[0],
+        )  # fmt: skip
