@@ -212,10 +212,9 @@ def _in_closed_form(node: fx.Node, record: ScanRecord) -> StepValue | None:
         return mask
     if target in _ADD and len(node.args) == 2 and node.kwargs.get("alpha", 1) == 1:
         a, b = (separable(x, length) if x is not None else None for x in operands[:2])
-        if a is None or b is None:
-            return None
-        sign = _ADD[target]
-        return _exact(Separable(a.steps + sign * b.steps, a.rows + sign * b.rows), node)
+        if a is not None and b is not None:
+            sign = _ADD[target]
+            return _exact(Separable(a.steps + sign * b.steps, a.rows + sign * b.rows), node)
     if target in _MUL and (product := _scaled(operands[0], operands[1], length)) is not None:
         return _exact(product, node)
     if example(node).dtype == torch.bool and target in _AND | _OR | _NOT:

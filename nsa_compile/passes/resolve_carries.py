@@ -275,12 +275,11 @@ def _write_as_scatters(body: fx.GraphModule) -> None:
     everything are what they are taken from.
     """
     for node in body.graph.nodes:
-        if node.target is aten.fill.Scalar:
-            old, number = node.args
+        if node.target in (aten.fill.Scalar, aten.zero.default):
+            old, number = (*node.args, 0)[:2]
             kind = {"dtype": example(old).dtype, "device": example(old).device}
-            node.replace_all_uses_with(
-                NodeBuilder(body, node)(aten.full.default, list(example(old).shape), number, **kind)
-            )
+            filled = NodeBuilder(body, node)(aten.full.default, list(example(old).shape), number, **kind)
+            node.replace_all_uses_with(filled)
         elif node.target in (aten.copy.default, aten.fill.Tensor):
             old, new = node.args[:2]
             build = NodeBuilder(body, node)

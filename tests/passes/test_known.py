@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 
 from nsa_compile.passes import known
 from nsa_compile.passes.scans import ScanRecord, example, trace_to_aten
-from nsa_compile.passes.step_values import Table
+from nsa_compile.passes.step_values import Choice, Separable, StepMask, Table
 
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -47,7 +48,6 @@ class Values(fx.Interpreter):
 def check(fn, steps: list[Tensor]) -> dict[fx.Node, type]:
     """Compare what is known of each node with the runs of all steps; the forms that were found."""
     graph, record = evaluated(fn, steps)
-    note(str(graph.graph))
     runs = []
     for t in steps:
         values = Values(graph)
@@ -199,3 +199,87 @@ def test_what_is_known_is_what_the_loop_computes(program, steps):
     fn, names = program
     note(f"{names} {steps}")
     check(fn, steps)
+
+
+# ------------------------------------------------------------------------------------------- forms, and their pitfalls
+
+COUNT = [torch.tensor(t) for t in range(5)]
+WIDE = [torch.tensor(t) for t in (-1, 0, 127, 128, 300)]
+PITFALLS = {
+    "compared where the narrower dtype wraps around": (lambda t: (torch.arange(3, dtype=torch.int8) * 40) < t, WIDE),
+    "and from the other side": (lambda t: t >= torch.arange(250, 255).to(torch.uint8), WIDE),
+    "a sum that wraps around": (lambda t: torch.arange(100, 104, dtype=torch.int8) + t.to(torch.int8), WIDE),
+    "a sum that overflows the widest": (lambda t: torch.tensor([2**63 - 1, 0]) + t, COUNT),
+    "a difference of far apart numbers": (lambda t: torch.tensor([2**63 - 1, -(2**63)]) < torch.arange(2) + t, COUNT),
+    "a product that overflows": (lambda t: (torch.arange(3) + t) * 2**62, COUNT),
+    "a factor with more dimensions": (lambda t: (torch.arange(3) - t) * torch.tensor([[2]]) == 2, COUNT),
+    "a complex factor": (lambda t: (torch.arange(3) - t) * torch.tensor(1j), COUNT),
+    "alpha": (lambda t: torch.add(torch.arange(3), t, alpha=2), COUNT),
+    "indexed by itself": (lambda t: (lambda p: p.gather(0, p))(torch.tensor([0, 1, 0]) + t), COUNT[:2]),
+    "a cast to booleans": (lambda t: (torch.arange(5) - t).bool(), COUNT),
+    "a cast to floats and back": (lambda t: ((torch.arange(5) - t).half() * 3000).long(), COUNT),
+    "a narrow table": (lambda t: ~(torch.arange(3, dtype=torch.uint8) + t.to(torch.uint8)) >> 1, COUNT),
+    "0.1 is not the float32 next to it": (
+        lambda t: torch.zeros(3, dtype=torch.float64).masked_fill(torch.arange(3) > t, 0.1) == 0.1,
+        COUNT,
+    ),
+    "sides without dimensions": (
+        lambda t: torch.where(torch.arange(3) > t, 0.1, 0.0) * torch.tensor(0.1, dtype=torch.float64) > 0.01,
+        COUNT,
+    ),
+    "one number of half precision": (lambda t: t.half() * 0.1, COUNT),
+    "a literal": (lambda t: torch.tensor([1, 2]) == t, COUNT),
+    "a number that raises at one step": (lambda t: 4 // t, COUNT[::-1]),
+    "an index out of range at one step": (lambda t: torch.arange(3).index_select(0, t[None]), COUNT),
+    "no steps but one": (lambda t: (torch.arange(3) <= t) & ~(torch.arange(3) < t - 1), COUNT[:1]),
+    "of no elements": (lambda t: (torch.arange(0) - t)[:, None].bool() & (torch.arange(3) > t), COUNT),
+}
+
+
+@pytest.mark.parametrize("name", PITFALLS)
+def test_pitfalls(name):
+    check(*PITFALLS[name])
+
+
+def test_closed_forms_are_kept():
+    """What people write for masks stays two numbers an element, however many steps there are."""
+
+    def masks(t):
+        p = torch.arange(6)
+        keep = (p <= t) & (p > t - 3)
+        bias = torch.zeros(6).masked_fill(~keep, float("-inf"))
+        return p[:, None] - t, keep[None].expand(2, 6), bias + 1, (p - t).bool(), bias > -1
+
+    forms = set(check(masks, COUNT).values())
+    graph, record = evaluated(masks, COUNT)
+    (outputs,) = graph.graph.output_node().args
+    assert [type(record.known[x]) for x in outputs] == [Separable, StepMask, Choice, StepMask, StepMask]
+    assert forms == {Separable, StepMask, Choice, Table}  # the table is t
+
+
+def test_what_is_no_function_is_not_evaluated():
+    """By torch's tags and schemas: random numbers, mutations, and operators of others, which may read anything."""
+    drawn = [
+        lambda t: torch.bernoulli(torch.full((3,), 0.5) + 0 * t),
+        lambda t: torch.normal(torch.zeros(3) + t, 1.0),
+        lambda t: torch.poisson(torch.ones(3) + t),
+        lambda t: torch.multinomial(torch.ones(3) + t, 2),
+        lambda t: torch.ones(3).exponential_() + t,
+        lambda t: torch.randperm(3) + t,
+        lambda t: torch.ops.nsa_test_known.reads_anything(t),
+    ]
+    for fn in drawn:
+        graph, record = evaluated(fn, [torch.tensor(1.0), torch.tensor(2.0)])
+        (output,) = graph.graph.output_node().args
+        assert output not in record.known
+        assert output not in record.constant
+
+
+@torch.library.custom_op("nsa_test_known::reads_anything", mutates_args=())
+def reads_anything(t: Tensor) -> Tensor:
+    return t.clone()
+
+
+@reads_anything.register_fake
+def _(t: Tensor) -> Tensor:
+    return torch.empty_like(t)
