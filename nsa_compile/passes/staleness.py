@@ -229,11 +229,10 @@ class Analysis:
         magnitude = self.magnitudes.found[node]
         has_floors = magnitude is not None and magnitude.floors is not None
         for name in INTERVALS if has_floors else INTERVALS[:2]:
-            runs = {n: self._run(n, name) for n in inputs}
-            # Of padding nothing is sure.
-            if any(run is not None for run in runs.values()) and node.target is not aten.constant_pad_nd.default:
+            runs = {n: self._run(n, name) or EMPTY for n in inputs}
+            if any(run is not EMPTY for run in runs.values()):
                 moved[name] = tuple(
-                    self._move(node, {n: (run or EMPTY)[end] for n, run in runs.items()}) for end in (0, 1)
+                    self._move(node, {n: run[end] for n, run in runs.items()}, int(EMPTY[end])) for end in (0, 1)
                 )
         joined = self._join(list(inputs.values()))
         return Facts(**moved, sources=joined.sources, trail=joined.trail)
@@ -248,7 +247,7 @@ class Analysis:
             return torch.tensor(0), torch.tensor(self.never - 1)
         return self.of(value).surely_kept
 
-    def _move(self, node: fx.Node, steps: dict[fx.Node, Steps | None]) -> Steps:
+    def _move(self, node: fx.Node, steps: dict[fx.Node, Steps | None], padding: int = 0) -> Steps:
         def operand(n: fx.Node) -> Tensor:
             if node.target in INDEXED and n is not node.args[0]:
                 return self.record.constant[n]  # the index itself; _picked() saw to it that it is one
@@ -262,7 +261,7 @@ class Analysis:
         if node.target in CASTS:
             return args[0]
         if node.target is aten.constant_pad_nd.default:
-            args = args[:2]  # the padding is ready at step 0 and claims nothing, whatever its value
+            args = (*args[:2], padding)  # ready at step 0 and claiming nothing, whatever is padded with
         if node.target in (aten.view.default, aten._unsafe_view.default):
             return args[0].reshape(args[1])
         return node.target(*args, **kwargs)

@@ -95,7 +95,7 @@ PROGRAMS: dict[str, Program] = {
         lambda q, k, v, t, x, w: attend(lowest(k @ q + torch.where(rows() < 2, -INF, 0.0), t), v)
     ),
     "a padding bias of the lowest, constant": Program(
-        lambda q, k, v, t, x, w: attend(lowest(k @ q + torch.where(rows() < 2, LOWEST, 0.0), t), v)
+        lambda q, k, v, t, x, w: attend(lowest(k @ q + (rows() < 2).double() * LOWEST, t), v)
     ),
     "a padding bias in two steps": Program(
         lambda q, k, v, t, x, w: attend(lowest(k @ q + (1.0 - w) * LOWEST, t), v), REAL
