@@ -49,12 +49,10 @@ class Magnitude:
         return self.bound < math.inf and (self.floors is None or self.bound <= -self.floors[1] / 2)
 
     def numbers(self) -> Magnitude | None:
-        """The same without floors: None if some are infinite."""
+        """The same without floors, but for huge numbers in their place: None if some are infinite."""
         if self.floors is None:
             return self
-        if not self.finite:
-            return None
-        return Magnitude(max(self.bound, -self.floors[0]), min(self.least, self.floors[0]))
+        return Magnitude(torch.finfo(torch.float64).max) if self.finite else None
 
 
 # What is given at run time.
@@ -210,26 +208,23 @@ def _of_integers(dtype: torch.dtype) -> Magnitude | None:
 # -- rules by operator: a node is Any, as what its arguments are follows from the operator's schema
 
 
-def _within(m: Magnitude, node: fx.Node) -> Magnitude:
-    """Arithmetic of numbers given at run time does not overflow; how far it gets is not known."""
-    return m if m.bound <= torch.finfo(example(node).dtype).max else replace(m, bound=math.inf)
-
-
-def _absurd(sizes: Magnitudes, node: fx.Node, value: Any) -> bool:
-    """A number of the program's own that takes ordinary numbers to infinity."""
-    m = sizes.of(value, node)
-    return sizes.is_known(value) and (m is None or m.bound > product_bound(example(node).dtype))
+def _within(m: Magnitude, node: Any, *operands: Magnitude) -> Magnitude | None:
+    """Arithmetic of ordinary numbers does not overflow; how far it gets is not known. That of others may."""
+    if m.bound <= torch.finfo(example(node).dtype).max:
+        return m
+    ordinary = product_bound(example(node).dtype)
+    return None if any(ordinary < x.bound < math.inf for x in operands) else replace(m, bound=math.inf)
 
 
 def _add(sizes: Magnitudes, node: Any) -> Magnitude | None:
     alpha = node.kwargs.get("alpha", 1)
     a, b = (sizes.of(x, node) for x in node.args[:2])
-    if a is None or b is None or alpha != 1 or any(_absurd(sizes, node, x) for x in node.args[:2]):
+    if a is None or b is None or alpha != 1:
         return None
     if not a.only_infinite_floors or not b.only_infinite_floors:
         return None  # the lowest number and something below zero are -inf, with something above zero no floor
     floors = (-math.inf, -math.inf) if a.floors or b.floors else None
-    return _within(Magnitude(a.bound + b.bound, a.least + b.least, floors), node)
+    return _within(Magnitude(a.bound + b.bound, a.least + b.least, floors), node, a, b)
 
 
 def _sub(sizes: Magnitudes, node: Any) -> Magnitude | None:
@@ -238,14 +233,14 @@ def _sub(sizes: Magnitudes, node: Any) -> Magnitude | None:
         a, b = b, a
     if a is None or b is None or b.floors is not None or not a.only_infinite_floors:
         return None
-    if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2 or any(_absurd(sizes, node, x) for x in node.args[:2]):
+    if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
         return None
-    return _within(Magnitude(a.bound + b.bound, a.least - b.bound, a.floors), node)
+    return _within(Magnitude(a.bound + b.bound, a.least - b.bound, a.floors), node, a, b)
 
 
 def _mul(sizes: Magnitudes, node: Any) -> Magnitude | None:
     a, b = (sizes.of(x, node) for x in node.args[:2])
-    if a is None or b is None or any(_absurd(sizes, node, x) for x in node.args[:2]):
+    if a is None or b is None:
         return None
     floors = None
     for m, other in ((a, b), (b, a)):
@@ -255,8 +250,8 @@ def _mul(sizes: Magnitudes, node: Any) -> Magnitude | None:
             floors = m.floors
     bound = 0.0 if 0 in (a.bound, b.bound) else a.bound * b.bound
     if node.args[0] is node.args[1] or (a.least >= 0 and b.least >= 0):
-        return _within(Magnitude(bound, max(0.0, a.least) * max(0.0, b.least), floors), node)
-    return _within(Magnitude(bound, -bound, floors), node)
+        return _within(Magnitude(bound, max(0.0, a.least) * max(0.0, b.least), floors), node, a, b)
+    return _within(Magnitude(bound, -bound, floors), node, a, b)
 
 
 def _div(sizes: Magnitudes, node: Any) -> Magnitude | None:
@@ -267,11 +262,8 @@ def _div(sizes: Magnitudes, node: Any) -> Magnitude | None:
     smallest = abs(divisor) if isinstance(divisor, int | float) else b.least
     if not smallest > 0 or not a.only_infinite_floors or (a.floors is not None and not b.least > 0):
         return None
-    if 1 / smallest > product_bound(example(node).dtype) or (a.bound == math.inf and b.bound > product_bound(
-            example(node).dtype) and sizes.is_known(divisor)):  # fmt: skip
-        return None
     bound = a.bound / smallest
-    return _within(Magnitude(bound, 0.0 if a.least >= 0 and b.least > 0 else -bound, a.floors), node)
+    return _within(Magnitude(bound, 0.0 if a.least >= 0 and b.least > 0 else -bound, a.floors), node, a, b)
 
 
 def _matmul(sizes: Magnitudes, node: Any) -> Magnitude | None:
@@ -283,19 +275,20 @@ def _addmm(sizes: Magnitudes, node: Any) -> Magnitude | None:
     plain = all(node.kwargs.get(name, 1) == 1 for name in ("alpha", "beta"))
     if product is None or added is None or added.floors is not None or not plain:
         return None
-    return _within(Magnitude(product.bound + added.bound), node)
+    return _within(Magnitude(product.bound + added.bound), node, product, added)
 
 
 def _product(sizes: Magnitudes, node: Any, left: Any, right: Any) -> Magnitude | None:
     """Sums of products: bounded by what is assumed of them, unless one side only copies or scales the other."""
     a, b = (m and m.numbers() for m in (sizes.of(left), sizes.of(right)))
-    if a is None or b is None or any(_absurd(sizes, node, x) for x in (left, right)):
+    ordinary = product_bound(example(node).dtype)
+    if a is None or b is None or any(ordinary < m.bound < math.inf for m in (a, b)):
         return None
     terms = max(1, example(left).shape[-1])
     bound = 0.0 if 0 in (a.bound, b.bound) else terms * a.bound * b.bound
     if not sizes.is_known(left) and not sizes.is_known(right):
-        bound = min(bound, product_bound(example(node).dtype))
-    return _within(Magnitude(bound, 0.0 if a.least >= 0 and b.least >= 0 else -bound), node)
+        bound = min(bound, ordinary)
+    return _within(Magnitude(bound, 0.0 if a.least >= 0 and b.least >= 0 else -bound), node, a, b)
 
 
 def _sum(sizes: Magnitudes, node: Any) -> Magnitude | None:
@@ -306,11 +299,12 @@ def _sum(sizes: Magnitudes, node: Any) -> Magnitude | None:
     if m is None:
         return None
     terms = max(1, example(value).numel() // max(1, example(node).numel()))
-    averages = node.target in (aten.mean.dim, aten.mean.default)
-    bound = m.bound if averages else terms * m.bound
+    bound = terms * m.bound
     if value.target is aten.mul.Tensor and terms > 1 and not any(sizes.is_known(x) for x in value.args[:2]):
         bound = min(bound, product_bound(example(node).dtype))
-    return _within(Magnitude(bound, 0.0 if m.least >= 0 else -bound), node)
+    total = _within(Magnitude(bound, 0.0 if m.least >= 0 else -bound), node, m)
+    averages = node.target in (aten.mean.dim, aten.mean.default)
+    return replace(total, bound=min(m.bound, bound)) if averages and total is not None else total
 
 
 def _extreme(sizes: Magnitudes, node: Any) -> Magnitude | None:
@@ -395,7 +389,7 @@ def _no_larger(sizes: Magnitudes, node: Any) -> Magnitude | None:
     """|f(x)| <= |x| + 1."""
     m = sizes.of(node.args[0])
     m = m and m.numbers()
-    return None if m is None else _within(Magnitude(m.bound + 1), node)
+    return None if m is None else _within(Magnitude(m.bound + 1), node, m)
 
 
 def _non_negative(sizes: Magnitudes, node: Any) -> Magnitude | None:

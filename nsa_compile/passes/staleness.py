@@ -95,6 +95,7 @@ class Analysis:
     def __init__(self, record: ScanRecord) -> None:
         self.record = record
         self.never = record.length
+        self.lost_for_good = record.length + 1  # after any step from which on a mask may let an element through
         self.facts: dict[fx.Node, Facts] = {}
         self.magnitudes = Magnitudes(record)
 
@@ -149,7 +150,9 @@ class Analysis:
         if self.magnitudes.is_smooth(node):
             return replace(facts, hollow=facts.hollow | hollow)
         why = f"the derivative of {node.target} may be infinite, and inf times the zero of an unwritten row is NaN"
-        return Facts(ready=torch.tensor(self.never), sources=facts.sources | hollow, trail=facts.trail or (why, node))
+        return Facts(
+            ready=torch.tensor(self.lost_for_good), sources=facts.sources | hollow, trail=facts.trail or (why, node)
+        )
 
     def _constant(self, value: Tensor) -> Facts:
         """What a value that is the same at every step says as a mask, as a factor and as an additive mask."""
@@ -191,11 +194,11 @@ class Analysis:
         return Facts(zero=zero, fill=first_kept, surely_kept=kept_run)
 
     def lost(self, node: fx.Node, why: str) -> Facts:
-        """Everything of the result is stale for good."""
+        """Everything of the result is stale for good, and no mask hides it: its derivative may be infinite."""
         inputs = [f for f in (self.of(n) for n in node.all_input_nodes) if f.stale]
         sources = frozenset().union(*(f.sources for f in inputs))
         trail = next((f.trail for f in inputs if f.trail), None) or (why, node)
-        return Facts(ready=torch.tensor(self.never), sources=sources, trail=trail)
+        return Facts(ready=torch.tensor(self.lost_for_good), sources=sources, trail=trail)
 
     def pointwise(self, node: fx.Node) -> Facts:
         return self._join([self.of(n) for n in node.all_input_nodes])
@@ -223,12 +226,13 @@ class Analysis:
         for name in FIRST_STEPS:
             if any(getattr(f, name) is not None for f in inputs.values()):
                 moved[name] = self._move(node, {n: getattr(f, name) for n, f in inputs.items()})
-        for name in INTERVALS:
-            runs = {n: self._run(n, name) for n in inputs}
-            # Of padding nothing is sure.
-            if any(run is not None for run in runs.values()) and node.target is not aten.constant_pad_nd.default:
+        magnitude = self.magnitudes.found[node]
+        has_floors = magnitude is not None and magnitude.floors is not None
+        for name in INTERVALS if has_floors else INTERVALS[:2]:
+            runs = {n: self._run(n, name) or EMPTY for n in inputs}
+            if any(run is not EMPTY for run in runs.values()):
                 moved[name] = tuple(
-                    self._move(node, {n: (run or EMPTY)[end] for n, run in runs.items()}) for end in (0, 1)
+                    self._move(node, {n: run[end] for n, run in runs.items()}, int(EMPTY[end])) for end in (0, 1)
                 )
         joined = self._join(list(inputs.values()))
         return Facts(**moved, sources=joined.sources, trail=joined.trail)
@@ -243,7 +247,7 @@ class Analysis:
             return torch.tensor(0), torch.tensor(self.never - 1)
         return self.of(value).surely_kept
 
-    def _move(self, node: fx.Node, steps: dict[fx.Node, Steps | None]) -> Steps:
+    def _move(self, node: fx.Node, steps: dict[fx.Node, Steps | None], padding: int = 0) -> Steps:
         def operand(n: fx.Node) -> Tensor:
             if node.target in INDEXED and n is not node.args[0]:
                 return self.record.constant[n]  # the index itself; _picked() saw to it that it is one
@@ -257,7 +261,9 @@ class Analysis:
         if node.target in CASTS:
             return args[0]
         if node.target is aten.constant_pad_nd.default:
-            args = args[:2]  # the padding is ready at step 0 and claims nothing, whatever its value
+            args = (*args[:2], padding)  # ready at step 0 and claiming nothing, whatever is padded with
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            return args[0].reshape(args[1])
         return node.target(*args, **kwargs)
 
     def reduce(self, node: fx.Node, dims: Any, keepdim: bool) -> Facts:
@@ -370,8 +376,8 @@ class Analysis:
         silent = torch.maximum(left(fa.zero), right(fb.zero))
         silenced = (silent >= ready) & (ready > 0)
         ready = torch.where(silenced, 0, ready)
-        joined = self._join([fa, fb])
-        hollow = joined.sources if bool(silenced.any()) else frozenset[str]()
+        sources = fa.sources | fb.sources
+        hollow = sources if bool(silenced.any()) else frozenset[str]()
         inner = shape_a[-1]
         ready = ready.amax(-2) if inner else ready.new_zeros(())
         if vector_b:
@@ -380,8 +386,8 @@ class Analysis:
             ready = ready[..., 0, :] if not vector_b else ready[..., 0]
         if not bool((ready > 0).any()):
             return Facts(hollow=hollow)
-        trail = joined.trail or (self._explain_contraction(silent), node)
-        return Facts(ready=ready, sources=joined.sources, trail=trail, hollow=hollow)
+        trail = fa.trail or fb.trail or (self._explain_contraction(silent), node)
+        return Facts(ready=ready, sources=sources, trail=trail, hollow=hollow)
 
     @staticmethod
     def _explain_contraction(silent: Steps) -> str:
@@ -447,7 +453,7 @@ class Analysis:
             return CLEAN
         t, i = (int(x) for x in late.nonzero()[0])
         why = f"at step {t} it reads a row that is written at step {int(needed[t, i])}"
-        return Facts(ready=torch.tensor(self.never), sources=f.sources, trail=(why, node))
+        return Facts(ready=torch.tensor(self.lost_for_good), sources=f.sources, trail=(why, node))
 
     def _tidy(self, f: Facts) -> Facts:
         """Drop staleness that is none, and shrink dimensions along which all steps agree."""
