@@ -29,7 +29,7 @@ from torch._inductor.graph import GraphLowering
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 from nsa_compile.launch.worker import die_with
-from nsa_compile.machine.environment import measure_matmul_flops
+from nsa_compile.machine.matmul_rate import measure_matmul_flops
 from nsa_compile.profiles.blame import first_line
 from nsa_compile.profiles.measure import peak_memory, ran_out_of_memory, seconds_of, summarize
 from nsa_compile.profiles.probe import Errors, Probe, errors, without_passes
