@@ -249,7 +249,7 @@ def test_the_loss_on_random_bytes_is_shown_as_such(plan, monkeypatch):
     assert picture == "baseline/loss_on_random_bytes.png"
     assert (plan.directory / picture).read_bytes() != b"a rising line"
     for path in write_report(plan, [outcome], []):
-        assert path.read_text().count("cannot fall below ln 256") >= 2, path
+        assert path.read_text().count("the loss stays near ln 256 = 5.545 or rises") >= 2, path
 
 
 def test_the_loss_on_data_of_ones_own_is_judged(plan, work):
@@ -273,6 +273,17 @@ def test_the_loss_on_noise_of_ones_own_is_not_judged(plan, work):
     phases.judge_loss(work, {"val_loss_start": 5.55, "val_loss_end": 5.6}, "runs/x")
     assert work.outcome.criteria == []
     assert "accept.val_loss = 1.0 decides nothing" in work.outcome.notes[0]
+
+
+@pytest.mark.parametrize(("efficiency", "met"), [(0.8, False), (0.95, True), (1.05, True), (1.5, False), (None, False)])
+def test_more_than_all_of_the_throughput_alone_is_no_efficiency(plan, work, monkeypatch, efficiency, met):
+    accept = plan.config.accept.model_copy(update={"scaling": 0.9})
+    work.plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"accept": accept}))
+    monkeypatch.setattr(phases, "experiment", lambda *arguments: {"efficiency": {"nproc=2": efficiency}})
+    phases.isolation(work)
+    (criterion,) = work.outcome.criteria
+    assert criterion.met is met
+    assert ("which is impossible" in criterion.measured) == (efficiency == 1.5)
 
 
 def test_only_buckets_that_differ_are_compared(plan):
