@@ -9,7 +9,6 @@ all threads together are no faster than each of them alone.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,12 @@ from nsa_compile.machine.environment import synchronize
 
 # Rows and columns; a CPU is full with small ones, a GPU is not.
 SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192)}
-# Of an idle machine, what two measurements find usual is this close, and this much of the peak: one thread alone is
-# clocked higher than all together, and two may share a core.
-AGREEING, LEAST_OF_PEAK = 0.7, 1 / 3
+# What an idle machine usually does is this much of its best, whenever it is measured, and of its peak: one thread alone
+# is clocked higher than all together, and two may share a core.
+IDLE, LEAST_OF_PEAK = 0.6, 1 / 3
+
+# FLOP/s of each repeated product, by size.
+Rates = dict[int, list[float]]
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,14 @@ class MatmulRate:
 
     Attributes:
         peak: what none is faster than: the best of all, or on the CPU the best of one thread times the threads.
-        usual: the median on all threads, of the size that is fastest there. It is far below the peak on a busy machine.
+        best: the best on all threads.
+        usual: on all threads, with the time that others took: the best times the share of the time that products would
+            have taken had each been as fast as the best of its size. It is far below the peak on a busy machine.
         threads: of the CPU, of all processes together; 0 on a GPU.
     """
 
     peak: float
+    best: float
     usual: float
     threads: int = 0
 
@@ -62,7 +67,7 @@ def measure_matmul(
     # More threads than cores are no faster than the cores.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     fraction = min(1.0, cores / (torch.get_num_threads() * processes))
-    return MatmulRate(best.peak * fraction, best.usual * fraction, best.threads)
+    return MatmulRate(best.peak * fraction, best.best * fraction, best.usual * fraction, best.threads)
 
 
 def multiplied_dtypes(dtype: str, matmul: str = "native") -> tuple[torch.dtype, ...]:
@@ -85,27 +90,35 @@ def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> Matmul
     threads = torch.get_num_threads()
     if device.type == "cuda" or threads == 1:
         rates = _rates(device, dtype, sizes, seconds)
-        return MatmulRate(_best(rates), _usual(rates), threads if device.type == "cpu" else 0)
+        return MatmulRate(_best(rates), _best(rates), _usual(rates), threads if device.type == "cpu" else 0)
     together = _rates(device, dtype, sizes, seconds * 0.6)
     torch.set_num_threads(1)
     try:
         alone = _rates(device, dtype, sizes[:2], seconds * 0.4)
     finally:
         torch.set_num_threads(threads)
-    return MatmulRate(max(_best(together), threads * _best(alone)), _usual(together), threads)
+    best = _best(together)
+    return MatmulRate(max(best, threads * _best(alone)), best, _usual(together), threads)
 
 
-def _best(rates: list[list[float]]) -> float:
-    return max(max(of_size) for of_size in rates)
+def _best(rates: Rates) -> float:
+    return max(max(of_size) for of_size in rates.values())
 
 
-def _usual(rates: list[list[float]]) -> float:
-    return max(statistics.median(of_size) for of_size in rates)
+def _usual(rates: Rates) -> float:
+    # The median would miss a neighbour: a scheduler interrupts few of the short products, for long.
+    needed = sum(len(of_size) * _seconds_at(max(of_size), side) for side, of_size in rates.items())
+    taken = sum(_seconds_at(rate, side) for side, of_size in rates.items() for rate in of_size)
+    return _best(rates) * needed / taken
 
 
-def _rates(device: torch.device, dtype: torch.dtype, sizes: Sequence[int], seconds: float) -> list[list[float]]:
+def _seconds_at(rate: float, side: int) -> float:
+    return 2 * side**3 / rate
+
+
+def _rates(device: torch.device, dtype: torch.dtype, sizes: Sequence[int], seconds: float) -> Rates:
     """FLOP/s of repeated products, for each of the sizes that the time allows; at least for one."""
-    rates: list[list[float]] = []
+    rates: Rates = {}
     fastest = 0.0
     for side in sizes:
         if 8 * fastest > seconds / 2:
@@ -121,7 +134,7 @@ def _rates(device: torch.device, dtype: torch.dtype, sizes: Sequence[int], secon
             synchronize(device)
             times.append(time.perf_counter() - start)
         fastest = min(times)
-        rates.append([2 * side**3 / t for t in times])
+        rates[side] = [2 * side**3 / t for t in times]
     return rates
 
 
@@ -139,7 +152,7 @@ def _product(side: int, device: torch.device, dtype: torch.dtype) -> Callable[[]
 
 def total(rates: Sequence[MatmulRate]) -> MatmulRate:
     """Of several processes that measured at the same time, together."""
-    return MatmulRate(*(sum(getattr(rate, name) for rate in rates) for name in ("peak", "usual", "threads")))
+    return MatmulRate(*(sum(getattr(rate, name) for rate in rates) for name in ("peak", "best", "usual", "threads")))
 
 
 def best_of(rates: Sequence[MatmulRate]) -> float:
@@ -150,7 +163,7 @@ def best_of(rates: Sequence[MatmulRate]) -> float:
 def busy(rates: Sequence[MatmulRate]) -> str | None:
     """What several measurements of one machine say of other work on it, on one line; None where they agree."""
     usual = [rate.usual for rate in rates]
-    if min(usual) >= max(AGREEING * max(usual), LEAST_OF_PEAK * best_of(rates)):
+    if min(usual) >= max(IDLE * max(rate.best for rate in rates), LEAST_OF_PEAK * best_of(rates)):
         return None
     shown = ", then ".join(f"{rate / 1e9:,.0f}" for rate in usual)
     return (

@@ -199,19 +199,19 @@ def estimated(capsys, overrides, *options):
 def test_at_most_is_of_the_peak_and_names_its_condition(tiny_overrides, capsys, rates):
     config = configured(tiny_overrides, **QUICK)
     overrides = arguments(tiny_overrides(**SIZES, **QUICK))
-    rates(MatmulRate(4e11, 1e9, 2))  # a busy machine, whose two threads usually wait for each other
+    rates(MatmulRate(4e11, 4e11, 1e9, 2))  # a busy machine, whose two threads usually wait for each other
     out = estimated(capsys, overrides)
     tokens = config.train.seq_len * config.train.batch_size
     assert f"{tokens * 4e11 / step_flops(config):,.0f}  at most: from the step, on cpu, 2 threads a process" in out
     assert "the machine was busy with something else" in out
-    rates(MatmulRate(4e11, 3e11, 2))
+    rates(MatmulRate(4e11, 4e11, 3e11, 2))
     facts = json.loads(estimated(capsys, overrides, "--json"))
     assert facts["busy"] is None
     assert facts["threads"] == 2
 
 
 def test_a_step_below_its_bound_is_doubted(tiny_overrides, capsys, rates):
-    rates(*[MatmulRate(1e3, 1e3, 1)] * 2)
+    rates(*[MatmulRate(1e3, 1e3, 1e3, 1)] * 2)
     out = estimated(capsys, arguments(tiny_overrides(**SIZES, **QUICK)), "--measure")
     assert "one of the two was mis-measured, and neither can be relied on" in out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -56,9 +58,28 @@ def test_a_busy_machine_has_the_peak_of_its_threads_all_the_same(clock):
     """Neighbours take the cores whenever threads wait for each other; one thread has its time slice to itself."""
     clock["seconds"] = at_rate(lambda side, threads: 1e11 if threads == 1 else 5e9)
     rate = measure_matmul(CPU)
-    assert rate == MatmulRate(pytest.approx(4e11), pytest.approx(5e9), 4)
+    assert rate == MatmulRate(pytest.approx(4e11), pytest.approx(5e9), pytest.approx(5e9), 4)
     assert clock["threads"] == 4
     assert "busy with something else" in busy([rate, rate])
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_neighbour_that_takes_turns_shows(clock, threads):
+    """Most products are as fast as ever, and some wait for somebody else's time slice."""
+    clock["threads"], turn = threads, itertools.count()
+
+    def seconds(side, threads):
+        return 2 * side**3 / (threads * 1e11) * (12 if next(turn) % 5 == 4 else 1)
+
+    clock["seconds"] = seconds
+    rate = measure_matmul(CPU)
+    assert rate.peak == pytest.approx(threads * 1e11)
+    assert rate.usual < 0.55 * rate.best
+    clock["seconds"] = at_rate(lambda side, threads: threads * 1e11)
+    idle = measure_matmul(CPU)
+    assert idle.usual == pytest.approx(idle.peak)
+    assert busy([idle, idle]) is None
+    assert busy([idle, rate]) is not None
 
 
 def test_the_fastest_of_the_dtypes_counts_and_threads_beyond_the_cores_do_not(clock):
@@ -83,7 +104,7 @@ def test_a_run_multiplies_in_more_than_one_dtype():
     ("usual", "found"), [((1.0, 0.9), False), ((1.0, 0.5), True), ((0.5, 1.0), True), ((0.3, 0.31), True)]
 )
 def test_measurements_that_disagree_mean_a_busy_machine(usual, found):
-    rates = [MatmulRate(1e11 * peak, 1e11 * rate, 2) for peak, rate in zip((1.0, 1.1), usual, strict=True)]
+    rates = [MatmulRate(1e11 * peak, 1e11, 1e11 * rate, 2) for peak, rate in zip((1.0, 1.1), usual, strict=True)]
     assert best_of(rates) == pytest.approx(1.1e11)
     assert (busy(rates) is not None) == found
 

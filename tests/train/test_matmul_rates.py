@@ -32,7 +32,7 @@ def train(tiny_overrides, monkeypatch):
 
 
 def test_the_better_of_two_measurements_counts(train):
-    summary, directory = train(MatmulRate(1e11, 8e10, 1), MatmulRate(2e11, 9e10, 1))
+    summary, directory = train(MatmulRate(1e11, 1e11, 8e10, 1), MatmulRate(2e11, 1.1e11, 9e10, 1))
     assert summary["peak_flops"] == 2e11
     assert summary["mfu"] == pytest.approx(summary["tokens_per_s_mean"] * summary["flops_per_token"] / 2e11)
     assert summary["doubts"] == []
@@ -45,8 +45,8 @@ def test_the_better_of_two_measurements_counts(train):
 
 
 def test_doubts_stand_beside_the_figures(train):
-    slow = MatmulRate(1.0, 0.8, 1)
-    summary, directory = train(slow, MatmulRate(1.0, 0.1, 1))
+    slow = MatmulRate(1.0, 1.0, 0.8, 1)
+    summary, directory = train(slow, MatmulRate(1.0, 1.0, 0.1, 1))
     busy, impossible = summary["doubts"]
     assert "busy with something else" in busy
     assert "is impossible" in impossible
@@ -58,5 +58,5 @@ def test_doubts_stand_beside_the_figures(train):
 
 @pytest.mark.parametrize("doubts", [None, 7, "text", [1, None]])
 def test_doubts_that_are_none_are_no_crash(train, doubts):
-    summary, _ = train(*[MatmulRate(1e11, 8e10, 1)] * 2)
+    summary, _ = train(*[MatmulRate(1e11, 1e11, 8e10, 1)] * 2)
     assert render(summary | {"doubts": doubts}).count("\ndoubt ") == (2 if isinstance(doubts, list) else 0)
