@@ -103,7 +103,7 @@ def _estimate(config: RunConfig, processes: int, measure: bool) -> dict[str, Any
         "flops_per_token": training_flops_per_token(config.model, train.seq_len),
         "matmul_flops": best_of(rates),
         "threads": rates[0].threads,
-        "busy": busy(rates),
+        "busy": busy(rates) if measure else None,  # the bound is of the peak, which neighbours leave as it is
         "step_seconds_at_least": bound,
         "step_seconds_measured": measured,
         "step_seconds": seconds,
