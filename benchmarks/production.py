@@ -27,7 +27,7 @@ from tabulate import tabulate
 
 import nsa_compile
 from nsa_compile.config import RunConfig, load_config
-from nsa_compile.machine.environment import measure_matmul_flops
+from nsa_compile.machine.matmul_rate import measure_matmul_flops
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.profiles.measure import (

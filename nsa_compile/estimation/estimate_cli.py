@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,9 @@ def estimate(config_path: str | None, overrides: tuple[str, ...], as_json: bool,
     """Tell the memory, arithmetic, time and disk that a run needs, before it starts.
 
     Memory is computed: one block goes through the compiler without data, in a few seconds. The time of a step is
-    bounded from below by its arithmetic and the matrix-product rate of this machine, which is measured; with --measure
-    it is taken from steps of smaller models that really run.
+    bounded from below by its arithmetic and the peak rate of this machine's matrix products, which is measured; with
+    --measure it is taken from steps of smaller models that really run. Both are of as many threads as a run started
+    from here has.
 
     \b
     nsa-compile estimate
@@ -34,7 +36,7 @@ def estimate(config_path: str | None, overrides: tuple[str, ...], as_json: bool,
     """
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
-    from nsa_compile.machine.preflight import check_compiler, check_matmul, check_torchao
+    from nsa_compile.machine.preflight import check_compiler, check_matmul, check_torchao, wait_passively
 
     config = load_config(config_path, overrides)
     _check(config, nproc)
@@ -42,6 +44,7 @@ def estimate(config_path: str | None, overrides: tuple[str, ...], as_json: bool,
         check_compiler(config)
         check_torchao(config)
         check_matmul(config)
+    wait_passively()  # as the run does
     facts = _estimate(config, nproc, measure)
     click.echo(json.dumps(facts, indent=2) if as_json else _render(facts))
 
@@ -63,23 +66,29 @@ def _estimate(config: RunConfig, processes: int, measure: bool) -> dict[str, Any
     import torch
 
     from nsa_compile.estimation import estimate as estimates
-    from nsa_compile.machine.environment import measure_matmul_flops, peak_memory
+    from nsa_compile.machine.environment import peak_memory
+    from nsa_compile.machine.matmul_rate import best_of, busy, measure_matmul, multiplied_dtypes
     from nsa_compile.models.flops import training_flops_per_token
     from nsa_compile.train.distributed.group import choose_device
     from nsa_compile.train.distributed.world import World
 
     train = config.train
     device = choose_device(config, World())
+    if device.type == "cpu" and processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        # As the launcher has it.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     parameters = estimates.count_parameters(config.model)
     memory = estimates.estimate_memory(config, device, processes)
     # Torch and the compiler are loaded by now, and nothing else is.
     resident = peak_memory(torch.device("cpu"))
 
-    dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
-    rate = measure_matmul_flops(device, dtype)
-    tokens = train.seq_len * train.batch_size * train.accumulate
-    bound = estimates.step_flops(config) / processes / rate
+    dtypes = multiplied_dtypes(train.dtype, train.matmul)
+    rates = [measure_matmul(device, dtypes, processes=processes)]
     measured = estimates.measure_step(config, device, processes) if measure else None
+    if measure:
+        rates.append(measure_matmul(device, dtypes, processes=processes))
+    tokens = train.seq_len * train.batch_size * train.accumulate
+    bound = estimates.step_flops(config) / processes / best_of(rates)
     seconds = measured["seconds"] if measured else bound
     checkpoint = estimates.checkpoint_bytes(config)
     return {
@@ -92,7 +101,9 @@ def _estimate(config: RunConfig, processes: int, measure: bool) -> dict[str, Any
         "tokens": tokens * train.steps,
         "memory": {**dataclasses.asdict(memory), "process": resident},
         "flops_per_token": training_flops_per_token(config.model, train.seq_len),
-        "matmul_flops": rate,
+        "matmul_flops": best_of(rates),
+        "threads": rates[0].threads,
+        "busy": busy(rates) if measure else None,  # the bound is of the peak, which neighbours leave as it is
         "step_seconds_at_least": bound,
         "step_seconds_measured": measured,
         "step_seconds": seconds,
@@ -132,9 +143,9 @@ def _render(facts: dict[str, Any]) -> str:
         ("the process itself", size(memory["process"]), "measured: Python, torch and the compiler, in main memory"),
         ("", "", ""),
         ("arithmetic", with_unit(facts["flops_per_token"], "FLOP/token"), "computed: useful matrix products"),
-        ("machine", with_unit(facts["matmul_flops"], "FLOP/s"), f"measured: square matrix product, {facts['device']}"),
+        ("machine", with_unit(facts["matmul_flops"], "FLOP/s"), f"measured: peak of matrix products, {_device(facts)}"),
         ("step", _duration(facts["step_seconds"]), _time_source(measured)),
-        ("tokens/s", f"{facts['tokens_per_s']:,.0f}", "from the step" if measured else "from the step: at most"),
+        ("tokens/s", f"{facts['tokens_per_s']:,.0f}", _rate_source(facts)),
         (
             "run",
             _duration(facts["run_seconds"]),
@@ -154,7 +165,28 @@ def _render(facts: dict[str, Any]) -> str:
     title = f"Each of {processes} processes, a {'device' if facts['device'] != 'cpu' else 'share of the machine'} each"
     title = title if processes > 1 else "One process"
     table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right", "left"))
-    return f"{title}:\n\n{table}"
+    doubts = [doubt for doubt in (facts["busy"], _too_fast(facts)) if doubt]
+    return "\n\n".join([f"{title}:", table, *doubts])
+
+
+def _device(facts: dict[str, Any]) -> str:
+    """Where it was measured, and on how many threads."""
+    count = facts["threads"]
+    return facts["device"] + (f", {count} thread{'s' * (count > 1)} a process" if count else "")
+
+
+def _rate_source(facts: dict[str, Any]) -> str:
+    return "from the step" if facts["step_seconds_measured"] else f"at most: from the step, on {_device(facts)}"
+
+
+def _too_fast(facts: dict[str, Any]) -> str | None:
+    """Why the measured step cannot be believed beside the bound."""
+    if facts["step_seconds"] >= facts["step_seconds_at_least"]:
+        return None
+    return (
+        f"the measured step is shorter than its arithmetic takes at the machine's peak, "
+        f"{_duration(facts['step_seconds_at_least'])}: one of the two was mis-measured, and neither can be relied on"
+    )
 
 
 _COMMUNICATION = {
@@ -165,7 +197,7 @@ _COMMUNICATION = {
 
 def _time_source(measured: dict[str, float] | None) -> str:
     if measured is None:
-        return "at least: the arithmetic at the full rate of the machine; --measure runs steps"
+        return "at least: the arithmetic at the peak of the machine; --measure runs steps"
     one, two = (_duration(measured[name]) for name in ("one_block", "two_blocks"))
     return f"measured: {one} with one block, {two} with two, and as much for each further one; no communication"
 

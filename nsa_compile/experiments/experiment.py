@@ -1,4 +1,4 @@
-"""The three kinds of experiment: their arms, and what may be concluded of their runs. Imports no torch.
+"""The three kinds of experiment: their arms, and what may be concluded of their runs.
 
 A caller makes a plan, has it run by `run_experiment`, and gets plain data: the same as ``experiment.json``.
 """
@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nsa_compile.config import load_config
+from nsa_compile.config import AcceptSection, CompileSection, DDPSection, RunConfig, flatten, load_config
 from nsa_compile.errors import UserError
 from nsa_compile.experiments.runs import Arm, Results, RunResult, base_overrides, check_arms, run_arms
 from nsa_compile.experiments.statistics import MIN_PAIRS, Comparison, compare, rank
 from nsa_compile.files import write_json
 from nsa_compile.train.records.run_directory import check_output, lock_run_directory
+from nsa_compile.train.report.summary import doubts_of
 
 SCHEMA = 1
 RECORD = "experiment.json"
@@ -67,7 +68,8 @@ def ab_plan(
             f"--set {' --set '.join(overrides)} is what A has already, so B would be the same; "
             "give B another value, or A with --base-set"
         )
-    return Plan("ab", f"B: {', '.join(overrides)}", (Arm("A", a, nproc), Arm("B", b, nproc, tuple(overrides))))
+    arms = (Arm("A", a, nproc), Arm("B", b, nproc, tuple(overrides)))
+    return Plan("ab", f"B: {', '.join(overrides)}", arms)
 
 
 def sweep_plan(
@@ -94,6 +96,65 @@ def sweep_plan(
     if key.startswith("ddp.") and nproc == 1:
         raise UserError(f"{key} is of no effect on one process; use --nproc 2 or more")
     return Plan("sweep", f"Sweep of {key}", arms)
+
+
+def check_different(arms: Sequence[Arm]) -> None:
+    """Make sure that no two arms would be the same run under two names.
+
+    Raises:
+        UserError: what differs between two of them is of no effect on what is trained.
+    """
+    for i, arm in enumerate(arms):
+        for other in arms[:i]:
+            if _in_effect(arm) == _in_effect(other):
+                values = (flatten(each.config.model_dump()) for each in (other, arm))
+                key, *pair = next((key, a, b) for (key, a), (_, b) in zip(*values, strict=True) if a != b)
+                one, two = (f"{key} = {x:g}" if isinstance(x, float) else f"{key} = {x}" for x in pair)
+                raise UserError(f"{one} and {two} are the same run here: {_why_no_effect(key, arm)}")
+
+
+def _in_effect(arm: Arm) -> RunConfig:
+    """The configuration of an arm without what changes nothing of what is trained, and how."""
+    config = arm.config
+    sections: dict[str, Any] = {
+        "run": config.run.model_copy(update={"name": "", "dir": ""}),
+        "accept": AcceptSection(),
+        "ddp": config.ddp.model_copy(update={"bucket_mb": arm.bucket_mb}) if arm.nproc > 1 else DDPSection(),
+    }
+    if not config.compile.enabled:
+        sections["compile"] = CompileSection(enabled=False)
+    if config.optim.name != "adamw":
+        sections["optim"] = config.optim.model_copy(update={"fused": True})
+    return config.model_copy(update=sections)
+
+
+def _why_no_effect(key: str, arm: Arm) -> str:
+    """Why the value of a key changes nothing of an arm, and the way out."""
+    if key.startswith("ddp.") and arm.nproc == 1:
+        return f"{key} is of no effect on one process; use --nproc 2 or more"
+    if key == "ddp.bucket_mb" and arm.bucket_mb is not None:
+        return (
+            f"the gradients of this model are sent in buckets of {arm.bucket_mb:.3g} MB with either, a quarter of them "
+            "or at least 1 MB; use values below that, or a larger model"
+        )
+    if key == "ddp.bucket_mb":
+        return "ddp.strategy = fsdp has no buckets; use --set ddp.strategy=ddp"
+    if key.startswith("compile."):
+        return f"{key} is of no effect with compile.enabled = false; use --set compile.enabled=true"
+    if key == "optim.fused":
+        return f"optim.name = {arm.config.optim.name} has no fused form; use --set optim.name=adamw"
+    return f"{key} changes nothing of what is trained; choose another key"
+
+
+def _buckets_in_effect(arms: Sequence[Arm]) -> tuple[str, ...]:
+    """What must be known of buckets that are compared and are not as large as was asked for."""
+    if len({arm.config.ddp.bucket_mb for arm in arms}) == 1:
+        return ()
+    return tuple(
+        f"{arm.name}: gradients are sent in buckets of {arm.bucket_mb:.3g} MB, a quarter of them"
+        for arm in arms
+        if arm.bucket_mb is not None and arm.bucket_mb != arm.config.ddp.bucket_mb
+    )
 
 
 def scaling_plan(
@@ -154,10 +215,11 @@ def run_experiment(
         The content of ``experiment.json``; see docs/experiments.md.
 
     Raises:
-        UserError: an arm cannot run here, or the directory cannot be written to, holds another experiment, or is
-            another process's at the time.
+        UserError: an arm cannot run here, two are the same, or the directory cannot be written to, holds another
+            experiment, or is another process's at the time.
     """
     check_arms(plan.arms)
+    check_different(plan.arms)
     _check_directory(plan, directory)
     check_output(str(directory))
     directory.mkdir(parents=True, exist_ok=True)
@@ -179,11 +241,14 @@ def conclude(plan: Plan, results: Results, directory: Path, repeats: int, window
         conclusions = {"comparisons": [], "verdict": f"no verdict: no finished run of {', '.join(missing)}"}
     else:
         conclusions = judge(plan, results)
-    notes = list(plan.notes)
+    notes = [*plan.notes, *_buckets_in_effect(plan.arms)]
     shorter = sorted({length for run in results.runs if (length := run.last_step - run.first_step + 1) < window})
     if shorter:
         lengths = " or ".join(map(str, shorter))
         notes.append(f"the window is {lengths} steps, not {window}: the first quarter of a run does not count")
+    doubtful = [doubts for run in results.runs if (doubts := doubts_of(run.summary))]
+    if doubtful:
+        notes.append(f"{len(doubtful)} of {len(results.runs)} runs are in doubt; the first: {'; '.join(doubtful[0])}")
     if repeats < MIN_PAIRS:
         notes.append(f"--repeats {repeats} is too few for a test, which needs {MIN_PAIRS}")
     return {
@@ -221,6 +286,7 @@ def _describe(arm: Arm, runs: list[RunResult]) -> dict[str, Any]:
             "steps": train.steps,
             "processes": arm.nproc,
             "threads": runs[0].threads if runs else None,
+            "bucket_mb": arm.bucket_mb,
         },
         "tokens_per_s": statistics.fmean(rates) if rates else None,
         "between_runs": statistics.stdev(rates) if len(rates) > 1 else None,

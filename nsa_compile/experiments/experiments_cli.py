@@ -92,7 +92,7 @@ def sweep(
     The highest mean wins; of values without a significant difference to it, the one with the lowest variance.
 
     \b
-    nsa-compile sweep buckets 25 50 100 --nproc 2 --steps 300
+    nsa-compile sweep buckets 25 50 100 --nproc 2 --steps 300 --config my_run.yaml
     nsa-compile sweep train.activation_checkpointing none all --nproc 1
     """
     from nsa_compile.experiments.experiment import sweep_plan

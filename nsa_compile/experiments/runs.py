@@ -1,7 +1,7 @@
 """Training the variants of an experiment: each run a process of its own in a directory of its own, in turns.
 
-Imports no torch. An experiment that was interrupted goes on in its directory: what is finished there, of the same
-configuration, is not run again.
+Imports torch only to count the weights of a model that DDP trains. An experiment that was interrupted goes on in its
+directory: what is finished there, of the same configuration, is not run again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import UserError
 from nsa_compile.machine.preflight import check_run
+from nsa_compile.train.distributed.buckets import effective_bucket_mb
 from nsa_compile.train.distributed.world import check_port, check_world
 from nsa_compile.train.records.rows import StepRow, row_parser
 from nsa_compile.train.signals import EXIT_CODES
@@ -36,12 +38,19 @@ GRACE_S = 120
 
 @dataclass(frozen=True)
 class Arm:
-    """One variant: its name, its configuration, how many processes train it, and what differs, as it was given."""
+    """One variant: its name, its configuration, how many processes train it, and what differs, as it was given.
+
+    ``bucket_mb`` is what ``ddp.bucket_mb`` comes to for its model; ``None`` where DDP sends nothing.
+    """
 
     name: str
     config: RunConfig
     nproc: int = 1
     overrides: tuple[str, ...] = ()
+
+    @cached_property
+    def bucket_mb(self) -> float | None:
+        return effective_bucket_mb(self.config, self.nproc)
 
 
 @dataclass(frozen=True)

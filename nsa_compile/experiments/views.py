@@ -86,7 +86,7 @@ def figure(record: dict[str, Any]) -> Figure:
 def _rows(record: dict[str, Any]) -> list[list[str]]:
     head = [
         "variant", "n", "tokens/s", "between runs", "step to step", "S", "batch", "layers", "parameters", "n selected",
-        "window", "dtype", "steps", "processes", "threads",
+        "window", "dtype", "steps", "processes", "threads", "bucket, MB",
     ]  # fmt: skip
     rows = [head]
     for arm in record["arms"]:
@@ -102,6 +102,7 @@ def _rows(record: dict[str, Any]) -> list[list[str]]:
                 _number(sizes["parameters"]),
                 *(str(sizes[key]) for key in ("num_selected", "window", "dtype", "steps", "processes")),
                 _number(sizes["threads"]),
+                "–" if sizes["bucket_mb"] is None else f"{sizes['bucket_mb']:.3g}",
             ]
         )
     return rows

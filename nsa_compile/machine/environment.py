@@ -1,4 +1,4 @@
-"""What a run ran on: machine, versions, source revision, and how fast the machine multiplies matrices."""
+"""What a run ran on: machine, versions, source revision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 import re
 import resource
 import subprocess
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,29 +38,6 @@ def git_revision() -> dict[str, Any]:
     if not _git("ls-files", "--", Path(__file__).name):
         return {"sha": None, "dirty": None}
     return {"sha": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))}
-
-
-def measure_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 0.5) -> float:
-    """Best measured rate of a square matrix product in FLOP/s, the peak that MFU is a fraction of.
-
-    Args:
-        device: where to multiply.
-        dtype: element type of the run's matrix products.
-        size: rows and columns on the CPU; eight times as many on a GPU, which a small product leaves idle.
-        seconds: how long to keep measuring.
-    """
-    side = size * 8 if device.type == "cuda" else size
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    best = float("inf")
-    torch.mm(a, b)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        synchronize(device)
-        start = time.perf_counter()
-        torch.mm(a, b)
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * side**3 / best
 
 
 def synchronize(device: torch.device) -> None:

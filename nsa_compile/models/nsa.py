@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from nsa_compile.loop import scan
 from nsa_compile.models.config import BRANCHES, SparsePattern, ordered_branches
 
-__all__ = ["CompressionMLP", "NSAState", "NSAToken", "decode_step", "init_state", "nsa_attention"]
+__all__ = [
+    "CompressionMLP", "NSAState", "NSAToken", "decode_step", "init_state", "nsa_attention", "observed_nsa_attention",
+]  # fmt: skip
 
 Phi = Callable[[Tensor], Tensor]
 
@@ -92,6 +94,22 @@ def decode_step(
     `phi_k` and `phi_v` compress a block `[B, G, l, D] -> [B, G, D]`. Of fewer `branches` the output is the sum of
     those; the keys and values of the others are kept and not read.
     """
+    state, gated = _gated_branches(state, token, pattern, phi_k, phi_v, branches)
+    return state, _sum_of(gated, token.q.dtype)
+
+
+def _sum_of(gated: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of eq. 5, `[B, Hq, Dv]`."""
+    output = gated[0]
+    for other in gated[1:]:
+        output = output + other
+    return output.flatten(1, 2).to(dtype)
+
+
+def _gated_branches(
+    state: NSAState, token: NSAToken, pattern: SparsePattern, phi_k: Phi, phi_v: Phi, branches: Sequence[str]
+) -> tuple[NSAState, list[Tensor]]:
+    """The new state, and the output of each branch times its gate, `[B, G, h, Dv]` (eq. 5 before its sum)."""
     t = token.t
     max_len = state.k_slc.shape[1]
     n_blocks = state.k_cmp.shape[1]
@@ -140,13 +158,10 @@ def decode_step(
         o_win, _ = _masked_attention(q, k_win, v_win, (position <= t) & (position > t - pattern.window))
         outputs.append(o_win)
 
-    # eq. 5: gate and add.
     gates = token.gates.unflatten(1, (groups, -1))[..., None]  # [B, G, h, branches, 1]
-    output = gates[..., 0, :] * outputs[0]
-    for i in range(1, len(outputs)):
-        output = output + gates[..., i, :] * outputs[i]
+    gated = [gates[..., i, :] * output for i, output in enumerate(outputs)]
     new_state = NSAState(recent_k, recent_v, k_cmp, v_cmp, k_slc, v_slc, kept_k_win, kept_v_win)
-    return new_state, output.flatten(1, 2).to(token.q.dtype)
+    return new_state, gated
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,8 +287,49 @@ def nsa_attention(
     Raises:
         ValueError: shapes that do not fit together, S = 0, an unknown `phi`, or `branches` that cannot be.
     """
+    keys_and_values = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+    return _over_tokens(q, keys_and_values, gates, pattern, phi, q_cmp, branches, _sum_of)
+
+
+def observed_nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    gates: Tensor,
+    *,
+    pattern: SparsePattern,
+    phi: str | Phi | tuple[Phi, Phi] = "mean",
+    q_cmp: Tensor | None = None,
+    branches: Sequence[str] = BRANCHES,
+) -> tuple[Tensor, Tensor]:
+    """`nsa_attention`, and what each branch gave to it, times its gate: `[B, S, Hq, branches, Dv]`."""
+
+    def both(gated: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return _sum_of(gated, dtype), torch.stack(gated, dim=-2).flatten(1, 2)
+
+    keys_and_values = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+    output, gated = _over_tokens(q, keys_and_values, gates, pattern, phi, q_cmp, branches, both)
+    return output, gated
+
+
+def _over_tokens(
+    q: Tensor,
+    keys_and_values: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    gates: Tensor,
+    pattern: SparsePattern,
+    phi: str | Phi | tuple[Phi, Phi],
+    q_cmp: Tensor | None,
+    branches: Sequence[str],
+    read: Callable[[list[Tensor], torch.dtype], Any],
+) -> Any:
+    """What `read` makes of the gated branches of each token, as `[B, S, ...]`."""
     branches = ordered_branches(branches)
-    _check_shapes(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, len(branches))
+    _check_shapes(q, *keys_and_values, gates, len(branches))
+    k_cmp, v_cmp, *_, k_win, _ = keys_and_values
     batch, length = q.shape[:2]
     phi_k, phi_v = _resolve_phi(phi)
     state = init_state(batch, length, k_cmp, v_cmp, pattern=pattern, shared_kv=k_win is None)
@@ -281,15 +337,18 @@ def nsa_attention(
         torch.arange(length, device=q.device),
         *(
             None if x is None else x.transpose(0, 1)
-            for x in (q, q if q_cmp is None else q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+            for x in (q, q if q_cmp is None else q_cmp, *keys_and_values, gates)
         ),
     )
 
-    def step(state: NSAState, token: NSAToken) -> tuple[NSAState, Tensor]:
-        return decode_step(state, token, pattern=pattern, phi_k=phi_k, phi_v=phi_v, branches=branches)
+    def step(state: NSAState, token: NSAToken) -> tuple[NSAState, Any]:
+        state, gated = _gated_branches(state, token, pattern, phi_k, phi_v, branches)
+        return state, read(gated, token.q.dtype)
 
-    _, output = scan(step, state, rows)
-    return output.transpose(0, 1)
+    _, outputs = scan(step, state, rows)
+    if isinstance(outputs, Tensor):
+        return outputs.transpose(0, 1)
+    return tuple(x.transpose(0, 1) for x in outputs)
 
 
 def _resolve_phi(phi: str | Phi | tuple[Phi, Phi]) -> tuple[Phi, Phi]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,13 +97,21 @@ class NSAttention(nn.Module):
         return q, q_cmp, keys[cmp], values[cmp], rope(keys[slc]), values[slc], rope(keys[win]), values[win], gates
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.merge_heads(nsa_attention(**self.attention_inputs(x)))
+
+    def attention_inputs(self, x: Tensor) -> dict[str, Any]:
+        """What `nsa_attention` takes, by name, of the layer's input."""
         position = torch.arange(x.shape[1], device=x.device)
         q, q_cmp, *kv, gates = self._project(x, position)
         k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = kv
-        o = nsa_attention(
-            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates,
-            pattern=self.config.pattern, phi=self._phi, q_cmp=q_cmp, branches=self.config.branches,
-        )  # fmt: skip
+        return {
+            "q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "k_slc": k_slc, "v_slc": v_slc, "k_win": k_win, "v_win": v_win,
+            "gates": gates, "pattern": self.config.pattern, "phi": self._phi, "q_cmp": q_cmp,
+            "branches": self.config.branches,
+        }  # fmt: skip
+
+    def merge_heads(self, o: Tensor) -> Tensor:
+        """The layer's output of that of its heads, `[..., Hq, Dv] -> [..., dim]`."""
         return self.out(o.flatten(-2))
 
     def init_state(self, batch_size: int, max_len: int) -> NSAState:
@@ -120,7 +128,7 @@ class NSAttention(nn.Module):
         state, o = decode_step(
             state, NSAToken(t, *projected), pattern=pattern, phi_k=phi_k, phi_v=phi_v, branches=branches
         )
-        return state, self.out(o.flatten(-2))
+        return state, self.merge_heads(o)
 
 
 class DenseAttention(nn.Module):
@@ -195,14 +203,17 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.dim, config.hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+        return self.after_attention(x, self.attention(self.attention_norm(x)))
+
+    def after_attention(self, x: Tensor, o: Tensor) -> Tensor:
+        """The rest of the layer: its input and the output of its attention, and the feed-forward layer on both."""
+        x = x + o
         return x + self.mlp(self.mlp_norm(x))
 
     def decode_step(self, state: NSAState | KVCache, x: Tensor, t: Tensor) -> tuple[NSAState | KVCache, Tensor]:
         """One token `x` `[B, dim]` at position `t`."""
         state, o = self.attention.decode_step(state, self.attention_norm(x), t)
-        x = x + o
-        return state, x + self.mlp(self.mlp_norm(x))
+        return state, self.after_attention(x, o)
 
 
 class NSATransformer(nn.Module):

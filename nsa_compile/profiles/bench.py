@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import nsa_compile
 from nsa_compile import inductor_files
 from nsa_compile.config import OptimSection
-from nsa_compile.machine.environment import measure_matmul_flops
+from nsa_compile.machine.matmul_rate import best_of, busy, measure_matmul, multiplied_dtypes
 from nsa_compile.models import NSAConfig, SparsePattern, nsa_attention
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.ops import selected_attention
@@ -356,9 +356,13 @@ def step(
     nested: str = "inductor",
     max_dense_seq_len: int | None = None,
 ) -> Iterator[Row]:
-    """A training step (forward, backward, clipping, AdamW) of the model against the same one with dense attention."""
+    """A training step (forward, backward, clipping, AdamW) of the model against the same one with dense attention.
+
+    The machine's rate of matrix products is measured before and after each length; MFU is of the best so far.
+    """
     trainer_dtype = "bf16" if dtype == "bfloat16" else dtype
-    peak_flops = measure_matmul_flops(device, getattr(torch, dtype))
+    used = multiplied_dtypes(trainer_dtype)
+    rates = [measure_matmul(device, used)]
     optim = OptimSection()
     for seq_len in seq_lens:
         torch._dynamo.reset()
@@ -372,13 +376,15 @@ def step(
             for name, model in models.items()
         }
         timings = _beside_dense(works, seq_len, max_dense_seq_len, repeats, device)
+        rates.append(measure_matmul(device, used))
         row: Row = {"seq_len": seq_len, **timings, "ratio": ratio(timings["dense"], timings["sparse"])}
+        row |= {"peak_flops": best_of(rates), "busy": busy(rates[-2:])}
         for name, model in models.items():
             flops = training_flops_per_token(replace(config, attention="nsa" if name == "sparse" else "dense"), seq_len)
             row[name] |= {"parameters": sum(p.numel() for p in model.parameters())}
             if "median_s" in row[name]:
                 rate = batch_size * seq_len / row[name]["median_s"]
-                row[name] |= {"tokens_per_s": rate, "mfu": rate * flops / peak_flops}
+                row[name] |= {"tokens_per_s": rate, "mfu": rate * flops / row["peak_flops"]}
                 samples = row[name]["samples_s"]
                 row[name]["std_s"] = statistics.stdev(samples) if len(samples) > 1 else None
         yield row | _what_was_compiled(next(models["sparse"].parameters()))

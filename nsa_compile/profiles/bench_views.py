@@ -8,6 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from nsa_compile.machine.matmul_rate import impossible
 from nsa_compile.profiles.measure import show
 from nsa_compile.profiles.rendering import with_unit
 
@@ -151,16 +152,23 @@ def _step_table(rows: Sequence[Row]) -> str:
         (
             (
                 row["seq_len"], label, f"{row[name]['parameters']:,}", show(row[name]), _spread(row[name]),
-                _rate(row[name]), _share(row[name]), _times(row["ratio"]) if name == "sparse" else "",
+                _rate(row[name]), _share(row, name), _times(row["ratio"]) if name == "sparse" else "",
             )
             for row in rows
             for name, label in (("sparse", "NSA"), ("dense", "dense"))
         ),
-        ("S", "attention", "parameters", "step, ms (range)", "std, ms", "tokens/s", "MFU", "dense / NSA"),
+        ("S", "attention", "parameters", "step, ms (range)", "std, ms", "tokens/s", "MFU of GFLOP/s", "dense / NSA"),
         left=2,
     )  # fmt: skip
     chosen = _table(((row["seq_len"], _operators(row)) for row in rows), ("S", "operators"), left=2)
-    return f"{table}\n\n{chosen}"
+    doubts = [f"S = {row['seq_len']}: {doubt}" for row in rows for doubt in _doubts(row)]
+    return "\n\n".join([table, *doubts, chosen])
+
+
+def _doubts(row: Row) -> list[str]:
+    """Why figures of a row say less than they seem to."""
+    mfus = [row[name].get("mfu") for name in ("sparse", "dense")]
+    return [doubt for doubt in (row["busy"], *map(impossible, mfus)) if doubt]
 
 
 def _spread(timing: Row) -> str:
@@ -171,8 +179,12 @@ def _rate(timing: Row) -> str:
     return f"{timing['tokens_per_s']:,.0f}" if "tokens_per_s" in timing else "not measured"
 
 
-def _share(timing: Row) -> str:
-    return f"{timing['mfu']:.1%}" if "mfu" in timing else "–"
+def _share(row: Row, name: str) -> str:
+    """MFU, and the peak that it is a fraction of."""
+    if "mfu" not in row[name]:
+        return "–"
+    mark = " impossible!" if impossible(row[name]["mfu"]) else ""
+    return f"{row[name]['mfu']:.1%}{mark} of {row['peak_flops'] / 1e9:,.0f}"
 
 
 def _step_series(rows: Sequence[Row]) -> Series:

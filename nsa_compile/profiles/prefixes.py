@@ -34,7 +34,7 @@ from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 from nsa_compile.files import make_private
 from nsa_compile.launch.worker import die_with
-from nsa_compile.machine.environment import measure_matmul_flops
+from nsa_compile.machine.matmul_rate import measure_matmul_flops
 from nsa_compile.ops.cpp import kernel_directory
 from nsa_compile.profiles.blame import first_line
 from nsa_compile.profiles.measure import peak_memory, ran_out_of_memory, seconds_of, summarize

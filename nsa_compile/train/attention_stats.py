@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa_compile.backend import compile_nested, optimize, parse_options, specialize_shapes
 from nsa_compile.models.config import BRANCHES, SparsePattern
-from nsa_compile.models.nsa import Phi, block_weights
-from nsa_compile.models.transformer import NSATransformer, NSAttention
-from nsa_compile.ops import compressed_attention, selected_attention, window_attention
+from nsa_compile.models.nsa import observed_nsa_attention
+from nsa_compile.models.transformer import NSATransformer
 from nsa_compile.train.records.rows import LayerStatistics
+
+log = logging.getLogger("nsa_compile")
+
+# So that the selected branch is the operator that is given its blocks, at any length.
+_OPTIONS = {"attention": "sparse"}
 
 # Of the distances: distance_p10, distance_p50, distance_p90.
 QUANTILES = (0.1, 0.5, 0.9)
@@ -23,59 +33,96 @@ def attention_statistics(model: NSATransformer, tokens: Tensor) -> list[LayerSta
     """Statistics of every layer of ``model`` on ``tokens`` ``[B, S]`` int64; an empty list for dense attention, and
     where ``model.branches`` leaves a branch out, because then there are no three to weigh.
 
-    The layers are run on the operators that the compiler lowers them to, in memory linear in S, by the model's own
-    projections, norms and feed-forward. The blocks themselves are not called, so nothing is compiled; neither gradients
-    nor random numbers are involved. An autocast around the call holds inside.
+    Nothing of NSA is computed here: the layers' own attention runs, compiled onto the operators that follow its masks,
+    in memory linear in S. What each branch gave comes out of the decode step itself; the selected blocks are read off
+    the operator that attends to them. Compiled once for all layers and all calls of one length, without Inductor, as is
+    nothing else: the blocks themselves are not called. Neither gradients nor random numbers are involved. An autocast
+    around the call holds inside.
     """
+    from torch._dynamo.exc import BackendCompilerFailed
+
     if model.config.attention != "nsa" or model.config.branches != BRANCHES:
         return []
     statistics = []
     x = model.embedding(tokens)
     blocks: Any = model.blocks
-    for layer, block in enumerate(blocks):
-        gates, outputs, indices = _branches(block.attention, block.attention_norm(x))
-        gated = gates[..., None] * torch.stack(outputs, dim=-2)  # [B, S, Hq, 3, Dv]
-        statistics.append(_summarize(layer, gates, gated, indices, model.config.pattern))
-        x = x + block.attention.out(gated.sum(dim=-2).to(outputs[0].dtype).flatten(-2))
-        x = x + block.mlp(block.mlp_norm(x))
+    try:
+        for layer, block in enumerate(blocks):
+            inputs = block.attention.attention_inputs(block.attention_norm(x))
+            with _selections.collected() as selections:
+                output, gated = _observed()(**inputs)
+            indices = _selected_blocks(selections, model.config.pattern, tokens)
+            statistics.append(_summarize(layer, inputs["gates"], gated, indices, model.config.pattern))
+            x = block.after_attention(x, block.attention.merge_heads(output))
+    except (_Unobserved, BackendCompilerFailed) as error:
+        log.warning("no statistics of the attention: %s", getattr(error, "inner_exception", error))
+        return []
     return statistics
 
 
-def _branches(attention: NSAttention, x: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Of the layer's input `[B, S, dim]`: gates `[B, S, Hq, 3]`, the output of each branch `[B, S, Hq, Dv]`, and the
-    selected blocks `[B, S, G, n]`, -1 where there are fewer."""
-    pattern = attention.config.pattern
-    position = torch.arange(x.shape[1], device=x.device)
-    projected: Any = attention._project(x, position)
-    q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = projected
-    phi_k, phi_v = attention._phi
-    weights = block_weights(pattern)
-    compressed, _, indices = compressed_attention(
-        q_cmp,
-        _compress(phi_k, k_cmp, pattern),
-        _compress(phi_v, v_cmp, pattern),
-        block_size=pattern.compress_block,
-        stride=pattern.compress_stride,
-        select_block=pattern.select_block,
-        offsets=list(weights),
-        weights=list(weights.values()),
-        num_selected=pattern.num_selected,
-        num_initial=pattern.num_initial,
-        num_local=pattern.num_local,
-    )
-    selected, _ = selected_attention(q, k_slc, v_slc, indices, block_size=pattern.select_block)
-    # With shared keys and values the window branch reads those of the selected one.
-    k_win, v_win = (k_slc, v_slc) if k_win is None else (k_win, v_win)
-    window, _ = window_attention(q, k_win, v_win, window=pattern.window)
-    return gates, [compressed, selected, window], indices
+class _Unobserved(Exception):
+    """The compiler has not made of the attention what could be looked at."""
 
 
-def _compress(phi: Phi, x: Tensor, pattern: SparsePattern) -> Tensor:
-    """eq. 7 for all blocks: `[B, S, G, D] -> [B, N, G, D]`."""
-    if x.shape[1] < pattern.compress_block:
-        return x[:, :0]
-    blocks = x.unfold(1, pattern.compress_block, pattern.compress_stride)  # [B, N, G, D, l]
-    return phi(blocks.transpose(-1, -2)).to(x.dtype)
+class _Selections(TorchDispatchMode):
+    """While it is on, keeps the indices of blocks that selected attention is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[list[Tensor]]:
+        """What is found within; nothing of it is kept afterwards."""
+        self.found = []
+        try:
+            yield self.found
+        finally:
+            self.found = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.nsa_compile.selected_attention.default:
+            self.found.append(args[3])
+        return func(*args, **(kwargs or {}))
+
+
+_selections = _Selections()
+
+
+def _watched(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+    """A backend: this compiler's passes, and the batched operators one by one, with the selection looked at.
+
+    Dynamo compiles nothing under a dispatch mode, so the mode is on within what is compiled.
+    """
+    specialize_shapes(gm)
+    # Not by way of the backend itself, whose latest report is to stay that of the training.
+    report = optimize(gm, parse_options(_OPTIONS), inputs)
+    if not all(scan.batched for scan in report.scans):
+        raise _Unobserved("the compiler left the loop over the tokens in place; nsa-compile passes explain tells why")
+    run = compile_nested(gm, inputs, "eager")
+
+    def watched(*values: Tensor) -> Any:
+        with _selections:
+            return run(*values)
+
+    return watched
+
+
+@cache
+def _observed() -> Any:
+    return torch.compile(observed_nsa_attention, backend=_watched, fullgraph=True, dynamic=False)
+
+
+def _selected_blocks(found: list[Tensor], pattern: SparsePattern, tokens: Tensor) -> Tensor:
+    """The selected blocks ``[N, S, ., n]``, -1 where there are fewer, of what selected attention was given."""
+    if found:
+        return found[-1]
+    blocks = -(-tokens.shape[1] // pattern.select_block)
+    if pattern.num_selected < blocks:
+        raise _Unobserved("the compiler put in no operator for the selected branch")
+    # There is room for every block, so the indices were left out: each query has all blocks up to its own.
+    block, position = (torch.arange(count, device=tokens.device) for count in (blocks, tokens.shape[1]))
+    return torch.where(block <= position[:, None] // pattern.select_block, block, -1)[None, :, None]
 
 
 def _summarize(layer: int, gates: Tensor, gated: Tensor, indices: Tensor, pattern: SparsePattern) -> LayerStatistics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -17,7 +18,16 @@ from nsa_compile.data import BatchSampler, Corpus
 from nsa_compile.data.sampling import local_rows
 from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
 from nsa_compile.files import write_json
-from nsa_compile.machine.environment import measure_matmul_flops, peak_memory, synchronize
+from nsa_compile.machine.environment import peak_memory, synchronize
+from nsa_compile.machine.matmul_rate import (
+    MatmulRate,
+    best_of,
+    busy,
+    impossible,
+    measure_matmul,
+    multiplied_dtypes,
+    total,
+)
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.train.attention_stats import LayerStatistics, attention_statistics
@@ -30,7 +40,6 @@ from nsa_compile.train.distributed.group import (
     greatest_of_all,
     mean_of_all,
     share_model,
-    sum_of_all,
     wait_for_all,
 )
 from nsa_compile.train.distributed.world import World
@@ -143,7 +152,8 @@ class Trainer:
         self.validation = corpus.validation[:, local_rows(shape.batch_size, world.rank, world.size)]
         self.nonfinite = NonFinitePolicy(shape.on_nonfinite, shape.max_skipped, directory)
         self.state = TrainingState(config, self.model, self.optimizer, self.sampler, self.nonfinite, world)
-        self.peak_flops = self._measure_peak()
+        self.matmul_rates = [self._measure_matmul()]
+        self.peak_flops = best_of(self.matmul_rates)
         self.tokens_per_step = shape.seq_len * shape.batch_size * shape.accumulate
         self.flops_per_token = training_flops_per_token(config.model, shape.seq_len)
 
@@ -195,18 +205,11 @@ class Trainer:
     def _all_leave(self) -> None:
         self.signals.leaving = self.world.size > 1
 
-    def _measure_peak(self) -> float:
-        """Matrix-product rate of all devices together, in FLOP/s; processes of one machine share its cores."""
-        dtype = torch.bfloat16 if self.config.train.dtype == "bf16" else torch.float32
-        own = 0.0
-        if self.device.type == "cuda":
-            own = measure_matmul_flops(self.device, dtype)
-        elif self.world.local_rank == 0:  # for the others, which wait
-            threads = torch.get_num_threads()
-            torch.set_num_threads(threads * self.world.local_size)
-            own = measure_matmul_flops(self.device, dtype)
-            torch.set_num_threads(threads)
-        return sum_of_all(own, self.device)
+    def _measure_matmul(self) -> MatmulRate:
+        """Matrix-product rate of all devices together: all processes measure at the same time, on their own threads."""
+        dtypes = multiplied_dtypes(self.config.train.dtype, self.config.train.matmul)
+        wait_for_all()
+        return total(gather_to_all(measure_matmul(self.device, dtypes, processes=self.world.local_size)))
 
     def _restore(self, checkpoint: Checkpoint) -> Any:
         """Put a checkpoint back, and return the number of steps that its run was to have."""
@@ -342,6 +345,10 @@ class Trainer:
     def _summary(self, journal: Journal, step: int, resumed_at: int | None, stop: Stop) -> dict[str, Any]:
         config, shape = self.config, self.config.train
         interrupted = step < shape.steps
+        memory = peak_memory(self.device)
+        if not interrupted:
+            # Once more: a machine that was busy at the start, or is now, shows in the difference.
+            self.matmul_rates.append(self._measure_matmul())
         summary: dict[str, Any] = {
             "run_dir": str(self.directory),
             "interrupted": interrupted,
@@ -352,6 +359,9 @@ class Trainer:
         if not self.world.main:
             return summary
         pattern = config.model.pattern
+        found = throughput(journal.steps.rows[resumed_at or 0 :])
+        if found["mfu"] is not None:  # the rows' is of the peak at the start
+            found["mfu"] *= self.peak_flops / best_of(self.matmul_rates)
         return summary | {
             "seq_len": shape.seq_len,
             "batch_size": shape.batch_size,
@@ -364,15 +374,18 @@ class Trainer:
             "parameters": self.parameters,
             "num_selected": pattern.num_selected,
             "window": pattern.window,
-            **throughput(journal.steps.rows[resumed_at or 0 :]),
-            "peak_flops": self.peak_flops,
-            "memory_bytes": peak_memory(self.device),
+            **found,
+            "flops_per_token": self.flops_per_token,
+            "peak_flops": best_of(self.matmul_rates),
+            "matmul_rates": [asdict(rate) for rate in self.matmul_rates],
+            "memory_bytes": memory,
             **journal.communication(),
             "val_loss_start": journal.evaluations.rows[0].val_loss,
             "val_loss_end": journal.evaluations.rows[-1].val_loss,
             "accuracy": journal.evaluations.rows[-1].accuracy,
             "best_unigram_loss": self.corpus.best_unigram_loss,
             "skipped_steps": self.nonfinite.skipped,
+            "doubts": [doubt for doubt in (busy(self.matmul_rates), impossible(found["mfu"])) if doubt],
             "notes": [],
         }
 

@@ -10,11 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from nsa_compile.experiments.runs import base_overrides
-from nsa_compile.files import write_json
+from nsa_compile.files import replace, write_json
 from nsa_compile.machine.environment import describe_environment, git_revision
+from nsa_compile.machine.matmul_rate import MatmulRate, busy, impossible
+from nsa_compile.page import png
+from nsa_compile.train.distributed.buckets import effective_bucket_mb
+from nsa_compile.train.records.plots import loss_figure
 from nsa_compile.train.report.run_record import RunRecord, latest_layers, read_run
 from nsa_compile.train.watch.heartbeat import heartbeat_path
 from nsa_compile.validation.runbook import Phase, Plan, Work
+
+# A process among others is no faster than alone; this much is left to chance.
+MOST_EFFICIENT = 1.1
+# Data of which nothing can be learned.
+NOISE = "uniform"
+NO_FALL = "nothing can be learned from them, so the loss stays near ln 256 = 5.545 or rises"
 
 
 def run_arguments(work: Work, steps: int, *settings: str) -> list[str]:
@@ -93,29 +103,41 @@ def needs_nsa(plan: Plan) -> str | None:
 
 
 def baseline(work: Work) -> None:
-    """Throughput of the configuration as it is, on synthetic data where its tokens are bytes."""
+    """Throughput of the configuration as it is, on random bytes where its tokens are bytes."""
     plan, effort, accept = work.plan, work.plan.effort, work.plan.config.accept
-    synthetic = plan.config.data.tokenizer == "byte" and plan.config.train.loss == "all"
-    data = ("data.name=uniform", "data.stream=false") if synthetic else ()
-    if not synthetic:
-        work.note(f"measured on the configured data, {plan.config.data.name}")
+    config = plan.config
+    random = config.data.tokenizer == "byte" and config.train.loss == "all"
+    data = ("data.name=uniform", "data.stream=false") if random else ()
+    if random:
+        instead = "" if config.data.name == NOISE else f", not on data.name = {config.data.name}"
+        work.note(
+            f"throughput is measured on random bytes (data.name = {NOISE}){instead}: {NO_FALL}. It is not judged here"
+        )
+    else:
+        work.note(f"measured on the configured data, {config.data.name}")
     summary = work.command("train", "train", *run_arguments(work, effort.steps, *data), "--nproc", str(plan.processes))
     if summary is None:
         return
-    record = run_of(work, summary)
+    record = run_of(work, summary, on_noise=random)
     rows = record.steps[-effort.window :]
     mean, deviation = mean_and_deviation([row.tokens_per_s for row in rows])
-    mfu = statistics.fmean(row.mfu for row in rows)
+    mfu = mean * summary["flops_per_token"] / summary["peak_flops"]
     file, window = f"{relative(work, record.directory)}/training.csv", f"the last {len(rows)} steps"
     work.figure("tokens/s", f"{mean:,.0f} ± {deviation:,.0f}", file, window, len(rows))
-    work.figure("MFU", f"{mfu:.1%}", file, window, len(rows))
+    share = f"{mfu:.1%} of {summary['peak_flops'] / 1e9:,.0f} GFLOP/s"
+    work.figure("MFU", f"{share}, which is impossible" if impossible(mfu) else share, file, window, len(rows))
+    if doubt := busy([MatmulRate(**rate) for rate in summary["matmul_rates"]]):
+        work.note(doubt)
+    if doubt := impossible(mfu):
+        work.problem(doubt)
     if (memory := rows[-1].memory_bytes) is not None:
         work.figure("peak memory", f"{memory / 2**30:.2f} GiB", file)
     work.figure("parameters", f"{summary['parameters']:,}", f"{relative(work, record.directory)}/summary.json")
     if accept.tokens_per_s is not None:
         work.require(f"tokens/s ≥ {accept.tokens_per_s:,.0f}", f"{mean:,.0f} tokens/s", mean >= accept.tokens_per_s)
     if accept.mfu is not None:
-        work.require(f"MFU ≥ {accept.mfu:.1%}", f"MFU {mfu:.1%}", mfu >= accept.mfu)
+        met = mfu >= accept.mfu and impossible(mfu) is None
+        work.require(f"MFU ≥ {accept.mfu:.1%}", f"MFU {share}", met)
 
 
 def audit(work: Work) -> None:
@@ -169,8 +191,34 @@ def profile(work: Work) -> None:
 def buckets(work: Work) -> None:
     """Throughput by size of the gradients' buckets."""
     plan = work.plan
-    sizes = [str(size) for size in plan.effort.buckets]
-    experiment(work, "sweep", "sweep", "buckets", *sizes, "--nproc", str(plan.processes))
+    sizes = different_buckets(plan)
+    if len(sizes) < len(plan.effort.buckets):
+        work.note(f"of {words(plan.effort.buckets)} MB, only {words(sizes)} differ in a model of this size")
+    experiment(work, "sweep", "sweep", "buckets", *map(str, sizes), "--nproc", str(plan.processes))
+
+
+def different_buckets(plan: Plan) -> list[int]:
+    """The sizes to compare, each of which makes other buckets of this model's gradients."""
+    found: dict[float | None, int] = {}
+    for size in plan.effort.buckets:
+        ddp = plan.config.ddp.model_copy(update={"bucket_mb": size})
+        config = plan.config.model_copy(update={"ddp": ddp})
+        found.setdefault(effective_bucket_mb(config, plan.processes), size)
+    return list(found.values())
+
+
+def needs_buckets(plan: Plan) -> str | None:
+    if (reason := needs_processes(plan)) is not None:
+        return reason
+    if plan.config.ddp.strategy != "ddp":
+        return f"ddp.strategy = {plan.config.ddp.strategy} has no buckets"
+    if len(different_buckets(plan)) > 1:
+        return None
+    return f"buckets of {words(plan.effort.buckets)} MB come to the same for a model with so few gradients"
+
+
+def words(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def isolation(work: Work) -> None:
@@ -182,7 +230,10 @@ def isolation(work: Work) -> None:
         return
     (efficiency,) = record["efficiency"].values()
     measured = "no run to measure it by" if efficiency is None else f"efficiency {efficiency:.1%}"
-    work.require(f"efficiency ≥ {limit:.1%}", measured, efficiency is not None and efficiency >= limit)
+    possible = efficiency is not None and efficiency <= MOST_EFFICIENT
+    if efficiency is not None and not possible:
+        measured += ", which is impossible: something else kept the machine busy while one process ran alone"
+    work.require(f"efficiency ≥ {limit:.1%}", measured, efficiency is not None and possible and efficiency >= limit)
 
 
 def fused(work: Work) -> None:
@@ -232,7 +283,7 @@ def experiment(work: Work, name: str, *command: str, override: str = "--set") ->
 
 def stability(work: Work) -> None:
     """A longer run under the watchdog: its findings, signs of life, gates and memory."""
-    plan, accept = work.plan, work.plan.config.accept
+    plan = work.plan
     steps = plan.effort.stability_steps
     settings = ("watchdog.enabled=true", f"log.stats_every={max(1, steps // 10)}")
     summary = work.command("train", "train", *run_arguments(work, steps, *settings), "--nproc", str(plan.processes))
@@ -254,10 +305,25 @@ def stability(work: Work) -> None:
     work.figure("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f}", f"{place}/training.csv", f"{steps} steps")
     judge_memory(work, record, place)
     judge_gates(work, record, place)
-    if (loss := summary["val_loss_end"]) is not None:
-        work.figure("held-out loss at the end", f"{loss:.3f}", f"{place}/val.csv")
-        if accept.val_loss is not None:
-            work.require(f"held-out loss ≤ {accept.val_loss}", f"{loss:.3f}", loss <= accept.val_loss)
+    judge_loss(work, summary, place)
+
+
+def judge_loss(work: Work, summary: dict[str, Any], place: str) -> None:
+    """The held-out loss before the first and after the last step: it falls, unless the data are noise."""
+    accept, name = work.plan.config.accept, work.plan.config.data.name
+    start, end = summary["val_loss_start"], summary["val_loss_end"]
+    if start is None or end is None:
+        work.problem("the held-out loss was not measured at the start and at the end, or is not finite")
+        return
+    measured = f"{start:.3f} → {end:.3f}"
+    work.figure("held-out loss", measured, f"{place}/val.csv", f"{work.plan.effort.stability_steps} steps", 2)
+    if name == NOISE:
+        asked = "" if accept.val_loss is None else f"; accept.val_loss = {accept.val_loss} decides nothing"
+        work.note(f"the loss is not judged: the data are random bytes (data.name = {NOISE}); {NO_FALL}{asked}")
+        return
+    work.require(f"the held-out loss on data.name = {name} falls", measured, end < start)
+    if accept.val_loss is not None:
+        work.require(f"held-out loss ≤ {accept.val_loss}", f"{end:.3f}", end <= accept.val_loss)
 
 
 def judge_memory(work: Work, record: RunRecord, place: str) -> None:
@@ -290,9 +356,19 @@ def judge_gates(work: Work, record: RunRecord, place: str) -> None:
         work.require(f"every branch has ≥ {limit:.1%} of the gates", text, share >= limit)
 
 
-def run_of(work: Work, summary: dict[str, Any]) -> RunRecord:
-    """The run that a `train` has summed up; its files become artifacts."""
+def run_of(work: Work, summary: dict[str, Any], *, on_noise: bool = False) -> RunRecord:
+    """The run that a `train` has summed up; its files become artifacts.
+
+    Args:
+        on_noise: its data were random bytes; its picture of the loss is drawn again with a title that says so.
+    """
     record = read_run(Path(summary["run_dir"]))
+    picture, caption = record.directory / "loss.png", "loss of the run on the configured data"
+    if on_noise and picture.exists():
+        picture, caption = work.folder / "loss_on_random_bytes.png", f"loss on random bytes: {NO_FALL}"
+        drawing = loss_figure(record.steps, record.evals, record.summary["best_unigram_loss"])
+        drawing.suptitle(caption, color="firebrick", fontsize="medium", wrap=True)
+        replace(picture, png(drawing))
     for name in (
         "training.csv",
         "val.csv",
@@ -300,11 +376,11 @@ def run_of(work: Work, summary: dict[str, Any]) -> RunRecord:
         "summary.json",
         "env.json",
         "passes.json",
-        "loss.png",
         "watchdog.jsonl",
         "heartbeat_rank0.jsonl",
     ):
         work.artifact(record.directory / name)
+    work.artifact(picture, caption)
     return record
 
 
@@ -326,7 +402,7 @@ PHASES = (
     Phase("parity", "Parity of selected attention, v1 and v2", parity),
     Phase("equivalence", "Equivalence of what is compiled", equivalence, needs_nsa),
     Phase("baseline", "Baseline", baseline),
-    Phase("buckets", "Sweep of bucket sizes", buckets, needs_processes),
+    Phase("buckets", "Sweep of bucket sizes", buckets, needs_buckets),
     Phase("audit", "Attention audit", audit),
     Phase("profile", "Profile of a step", profile),
     Phase("isolation", "One process alone and among others", isolation, needs_processes),

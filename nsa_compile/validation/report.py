@@ -75,6 +75,7 @@ def markdown(document: dict[str, Any]) -> str:
         lines += ["", *(f"    {command}" for command in phase["commands"])]
         if phase["artifacts"]:
             lines += ["", "Files: " + ", ".join(f"[{name}]({name})" for name in phase["artifacts"])]
+        lines += [line for name, text in phase["captions"].items() for line in ("", f"{name}: {_plain(text)}")]
     return "\n".join(lines) + "\n"
 
 
@@ -90,16 +91,17 @@ def page(plan: Plan, document: dict[str, Any]) -> str:
         overview=_overview(document),
         columns=COLUMNS,
         phases=[
-            (phase, [_cells(figure) for figure in phase["figures"]], _pictures(plan, phase["artifacts"]))
+            (phase, [_cells(figure) for figure in phase["figures"]], _pictures(plan, phase))
             for phase in document["phases"]
         ],
     )
 
 
-def _pictures(plan: Plan, artifacts: Sequence[str]) -> list[tuple[str, str]]:
-    """Name and content of the PNG files among the artifacts."""
-    names = [name for name in artifacts if name.endswith(".png") and (plan.directory / name).exists()]
-    return [(name, embed((plan.directory / name).read_bytes())) for name in names]
+def _pictures(plan: Plan, phase: dict[str, Any]) -> list[tuple[str, str]]:
+    """Caption and content of the PNG files among the artifacts."""
+    names = [name for name in phase["artifacts"] if name.endswith(".png") and (plan.directory / name).exists()]
+    captions = (": ".join(filter(None, (name, phase["captions"].get(name)))) for name in names)
+    return [(text, embed((plan.directory / name).read_bytes())) for text, name in zip(captions, names, strict=True)]
 
 
 def _overview(document: dict[str, Any]) -> list[tuple[str, str, str]]:

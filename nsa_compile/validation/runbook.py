@@ -109,7 +109,10 @@ class Criterion:
 
 @dataclass
 class Outcome:
-    """What a phase came to. It `failed` where it could not be carried out or found something wrong."""
+    """What a phase came to. It `failed` where it could not be carried out or found something wrong.
+
+    `captions` are what a reader must know of a picture, by its name among the artifacts.
+    """
 
     phase: str
     title: str
@@ -121,6 +124,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     artifacts: list[str] = field(default_factory=list)
+    captions: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -163,9 +167,12 @@ class Work:
         self.artifact(log)
         return code, output
 
-    def artifact(self, path: Path) -> None:
-        if path.exists() and path.stat().st_size and (name := self.relative(path)) not in self.outcome.artifacts:
+    def artifact(self, path: Path, caption: str = "") -> None:
+        name = self.relative(path)
+        if path.exists() and path.stat().st_size and name not in self.outcome.artifacts:
             self.outcome.artifacts.append(name)
+            if caption:
+                self.outcome.captions[name] = caption
 
     def relative(self, path: Path) -> str:
         return path.relative_to(self.plan.directory).as_posix()

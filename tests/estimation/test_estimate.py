@@ -11,6 +11,7 @@ import torch
 import nsa_compile
 from nsa_compile.cli import _run
 from nsa_compile.config import load_config
+from nsa_compile.estimation import estimate_cli
 from nsa_compile.estimation.estimate import (
     checkpoint_bytes,
     checkpoints_on_disk,
@@ -19,6 +20,8 @@ from nsa_compile.estimation.estimate import (
     measure_step,
     step_flops,
 )
+from nsa_compile.machine import matmul_rate
+from nsa_compile.machine.matmul_rate import MatmulRate
 from nsa_compile.models import NSATransformer
 from nsa_compile.profiles.measure import CPU, random_tokens
 from nsa_compile.train.checkpoints.checkpoint import save_checkpoint
@@ -174,6 +177,58 @@ def test_the_command_says_what_was_computed_and_what_was_measured(tiny_overrides
     assert _run(["estimate", *overrides, "--nproc", "2", *changes]) == 0
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
     assert "weights of two blocks" in rows["gathered by FSDP"]
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Sets what measurements of the machine find, one after the other."""
+
+    def find(*found):
+        left = iter(found)
+        monkeypatch.setattr(matmul_rate, "measure_matmul", lambda *arguments, **others: next(left))
+
+    return find
+
+
+def estimated(capsys, overrides, *options):
+    torch._dynamo.reset()
+    assert _run(["estimate", *overrides, *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_at_most_is_of_the_peak_and_names_its_condition(tiny_overrides, capsys, rates):
+    config = configured(tiny_overrides, **QUICK)
+    overrides = arguments(tiny_overrides(**SIZES, **QUICK))
+    rates(MatmulRate(4e11, 4e11, 1e9, 2))  # a busy machine, whose two threads usually wait for each other
+    out = estimated(capsys, overrides)
+    tokens = config.train.seq_len * config.train.batch_size
+    assert f"{tokens * 4e11 / step_flops(config):,.0f}  at most: from the step, on cpu, 2 threads a process" in out
+    assert "busy" not in out, "neighbours do not move the peak"
+
+
+def test_a_step_measured_on_a_busy_machine_says_so(tiny_overrides, capsys, rates):
+    rates(MatmulRate(4e11, 3e11, 3e11, 2), MatmulRate(4e11, 3e11, 1e9, 2))
+    facts = json.loads(estimated(capsys, arguments(tiny_overrides(**SIZES, **QUICK)), "--measure", "--json"))
+    assert "the machine was busy with something else" in facts["busy"]
+    assert facts["threads"] == 2
+
+
+def test_a_step_below_its_bound_is_doubted(tiny_overrides, capsys, rates):
+    rates(*[MatmulRate(1e3, 1e3, 1e3, 1)] * 2)
+    out = estimated(capsys, arguments(tiny_overrides(**SIZES, **QUICK)), "--measure")
+    assert "one of the two was mis-measured, and neither can be relied on" in out
+
+
+def test_processes_share_the_cores(tiny_overrides, capsys, monkeypatch):
+    """Each has the threads that the launcher gives it, in what is measured, too."""
+    threads = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(estimate_cli.os, "sched_getaffinity", lambda pid: set(range(6)))
+    try:
+        facts = json.loads(estimated(capsys, arguments(tiny_overrides(**SIZES, **QUICK)), "--nproc", "2", "--json"))
+    finally:
+        torch.set_num_threads(threads)
+    assert facts["threads"] == 3
 
 
 @pytest.mark.parametrize(

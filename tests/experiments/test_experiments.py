@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from nsa_compile.errors import UserError
-from nsa_compile.experiments.experiment import ab_plan, conclude, run_experiment, scaling_plan, sweep_plan
+from nsa_compile.experiments.experiment import (
+    ab_plan,
+    check_different,
+    conclude,
+    run_experiment,
+    scaling_plan,
+    sweep_plan,
+)
 from nsa_compile.experiments.runs import Failure, Results, RunResult, read_run, run_order
 from nsa_compile.experiments.views import render_page, render_text, write_views
 from nsa_compile.train.records.run_directory import lock_run_directory
@@ -97,6 +104,36 @@ def test_a_wrong_plan_is_refused(make, message, tiny_overrides):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda base: sweep_plan(None, "ddp.bucket_mb", ["25", "50"], base),
+            "ddp.bucket_mb = 25 and ddp.bucket_mb = 50 are the same run here: the gradients of this model are sent in "
+            "buckets of 1 MB with either",
+        ),
+        (
+            lambda base: ab_plan(None, ["ddp.bucket_mb=50"], [*base, "ddp.strategy=fsdp"], nproc=2),
+            "ddp.strategy = fsdp has no buckets",
+        ),
+        (lambda base: ab_plan(None, ["ddp.compress=none"], base), "of no effect on one process; use --nproc 2"),
+        (
+            lambda base: ab_plan(None, ["compile.nested=eager"], base),
+            "compile.nested is of no effect with compile.enabled = false",
+        ),
+        (
+            lambda base: sweep_plan(None, "optim.fused", ["true", "false"], [*base, "optim.name=adamw8bit"], nproc=1),
+            "optim.name = adamw8bit has no fused form",
+        ),
+        (lambda base: ab_plan(None, ["run.name=other"], base), "run.name changes nothing of what is trained"),
+    ],
+)
+def test_what_compares_a_setting_with_itself_is_refused(make, message, tiny_overrides):
+    with pytest.raises(UserError) as error:
+        check_different(make(tiny_overrides()).arms)
+    assert message in str(error.value)
+
+
 # ------------------------------------------------------------------------------------------------------- conclusions
 
 
@@ -122,6 +159,26 @@ def test_verdicts_of_each_kind(tiny_overrides, tmp_path):
     rates["nproc=2"] = [2.0 * rate * wobble for rate, wobble in zip(slow, (1.01, 0.99, 1, 0.98, 1.02), strict=True)]
     record = conclude(plan, results_of(plan, rates), tmp_path, 5, 50, 0)
     assert "no significant difference to linear scaling" in record["verdict"]
+
+
+def test_a_sweep_of_buckets_records_what_they_come_to(tiny_overrides, tmp_path):
+    plan = sweep_plan(None, "ddp.bucket_mb", ["1", "2", "100"], tiny_overrides(**{"model.dim": 512}))
+    record = conclude(plan, Results(), tmp_path, 5, 50, 0)
+    small, middle, large = (arm["sizes"]["bucket_mb"] for arm in record["arms"])
+    assert (small, middle) == (1, 2)
+    assert 2 < large < 100
+    assert record["notes"] == [f"ddp.bucket_mb=100: gradients are sent in buckets of {large:.3g} MB, a quarter of them"]
+    assert f"{large:.3g}" in render_text(record).splitlines()[4].split()
+    alone = conclude(ab_plan(None, ["train.dtype=bf16"], tiny_overrides()), Results(), tmp_path, 5, 50, 0)
+    assert alone["arms"][0]["sizes"]["bucket_mb"] is None
+
+
+def test_doubts_of_runs_are_told(tiny_overrides, tmp_path):
+    plan = ab_plan(None, ["train.dtype=bf16"], tiny_overrides())
+    results = results_of(plan, {"A": [1000.0] * 4, "B": [900.0] * 4})
+    results.runs[3] = dataclasses.replace(results.runs[3], summary={**results.runs[3].summary, "doubts": ["it rained"]})
+    record = conclude(plan, results, tmp_path, 4, 50, 0)
+    assert record["notes"] == ["1 of 8 runs are in doubt; the first: it rained"]
 
 
 def test_only_rounds_that_all_arms_have_are_compared(tiny_overrides, tmp_path):
@@ -302,6 +359,7 @@ def test_several_processes_and_their_threads(tiny_overrides, tmp_path):
             "train.batch_size = 4 must be a multiple of the 3",
         ),
         (["sweep", "bucket", "25", "50"], "unknown configuration key 'bucket'"),
+        (["sweep", "buckets", "25", "50", "100"], "ddp.bucket_mb = 25 and ddp.bucket_mb = 50 are the same run here"),
         (["scaling", "--nproc", "2"], "scaling needs two or more different numbers"),
         (["ab", "--set", "data.name=nowhere.txt"], "nowhere.txt"),
         (["ab", "--set", "optim.fused=false", "--repeats", "0"], "--repeats"),

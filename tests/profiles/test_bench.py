@@ -133,13 +133,25 @@ def test_step_tells_its_sizes_and_its_rate(tmp_path):
         timing = row[name]
         assert timing["tokens_per_s"] == pytest.approx(2 * 32 / timing["median_s"])
         assert timing["std_s"] > 0
-        assert timing["mfu"] > 0
+        assert 0 < timing["mfu"] < 1
     assert row["sparse"]["parameters"] > row["dense"]["parameters"]
     assert record["settings"]["batch"] == 2
     assert record["model"]["pattern"]["num_selected"] == 3
     table = VIEWS["step"].table([row])
     assert "tokens/s" in table
     assert f"{row['sparse']['parameters']:,}" in table
+    assert f"{row['sparse']['mfu']:.1%} of {row['peak_flops'] / 1e9:,.0f}" in table, "a share of what"
+
+
+def test_a_step_faster_than_the_machine_is_doubted():
+    timing = {"median_s": 1.0, "min_s": 1.0, "max_s": 1.0, "samples_s": [1.0], "std_s": None, "tokens_per_s": 64.0}
+    sides = {"sparse": timing | {"parameters": 1, "mfu": 1.07}, "dense": timing | {"parameters": 1, "mfu": 0.4}}
+    row = {"seq_len": 64, "ratio": 1.0, "peak_flops": 2e11, "busy": None, **sides, "batched": True, "operators": {}}
+    table = VIEWS["step"].table([row | {"implementations": {}}])
+    assert "107.0% impossible! of 200" in table
+    assert "S = 64: MFU 107.0% is impossible: the machine's peak was mis-measured" in table
+    busy = VIEWS["step"].table([row | {"implementations": {}, "busy": "the machine was busy"}])
+    assert "S = 64: the machine was busy" in busy
 
 
 def test_selection_compares_every_pattern(tmp_path):

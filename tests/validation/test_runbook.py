@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -193,6 +194,105 @@ def test_a_collapsed_gate_is_found(plan, work, gates, met, monkeypatch):
     (criterion,) = work.outcome.criteria
     assert criterion.met is met
     assert met or "selected of layer 3" in criterion.measured
+
+
+SUMMARY = {
+    "flops_per_token": 1e6, "peak_flops": 2e8, "parameters": 1000, "run_dir": "",
+    "matmul_rates": [{"peak": peak, "best": 1.6e8, "usual": 1.5e8, "threads": 2} for peak in (2e8, 1e8)],
+}  # fmt: skip
+
+
+def baseline_of(plan, monkeypatch, summary=SUMMARY, peaks=(1, 1)):
+    """The baseline, its run made up: 100 tokens/s, which is half of the peak."""
+    work = Work(plan, Outcome("baseline", "Baseline", "passed"))
+    record = record_of(plan, peaks, summary={"best_unigram_loss": None})
+    record.directory = work.folder / "runs" / "x"
+    record.directory.mkdir(parents=True)
+    (record.directory / "loss.png").write_bytes(b"a rising line")
+    monkeypatch.setattr(work, "command", lambda *arguments: summary)
+    monkeypatch.setattr(phases, "read_run", lambda directory: record)
+    phases.baseline(work)
+    return work.outcome
+
+
+def test_a_share_of_the_peak_is_that_of_the_best_measurement(plan, monkeypatch):
+    outcome = baseline_of(plan, monkeypatch)
+    assert {f.name: f.value for f in outcome.figures}["MFU"] == "50.0% of 0 GFLOP/s"
+    assert outcome.problems == []
+
+
+@pytest.mark.parametrize("asked", [None, 0.4])
+def test_nothing_is_concluded_from_an_impossible_share(plan, monkeypatch, asked):
+    accept = plan.config.accept.model_copy(update={"mfu": asked})
+    plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"accept": accept}))
+    outcome = baseline_of(plan, monkeypatch, {**SUMMARY, "peak_flops": 1e8 / 1.07})
+    (problem,) = outcome.problems
+    assert "MFU 107.0% is impossible" in problem
+    assert [criterion.met for criterion in outcome.criteria] == [] if asked is None else [False]
+    assert verdict([outcome])[0] == "NO-GO"
+    assert "which is impossible" in {f.name: f.value for f in outcome.figures}["MFU"]
+
+
+def test_a_busy_machine_is_noted(plan, monkeypatch):
+    quick, _ = SUMMARY["matmul_rates"]
+    outcome = baseline_of(plan, monkeypatch, {**SUMMARY, "matmul_rates": [quick, {**quick, "usual": 2e7}]})
+    assert any("busy with something else" in note for note in outcome.notes)
+
+
+def test_the_loss_on_random_bytes_is_shown_as_such(plan, monkeypatch):
+    outcome = baseline_of(plan, monkeypatch)
+    (note, *_) = outcome.notes
+    assert "random bytes (data.name = uniform), not on data.name = shakespeare" in note
+    assert "It is not judged here" in note
+    # Not the run's own picture, which cannot say it: one with a title.
+    (picture,) = [name for name in outcome.artifacts if name.endswith(".png")]
+    assert picture == "baseline/loss_on_random_bytes.png"
+    assert (plan.directory / picture).read_bytes() != b"a rising line"
+    for path in write_report(plan, [outcome], []):
+        assert path.read_text().count("the loss stays near ln 256 = 5.545 or rises") >= 2, path
+
+
+def test_the_loss_on_data_of_ones_own_is_judged(plan, work):
+    fell, rose = ({"val_loss_start": 5.0, "val_loss_end": end} for end in (4.0, 5.1))
+    phases.judge_loss(work, fell, "runs/x")
+    phases.judge_loss(work, rose, "runs/x")
+    assert [(c.rule, c.measured, c.met) for c in work.outcome.criteria] == [
+        ("the held-out loss on data.name = shakespeare falls", "5.000 → 4.000", True),
+        ("the held-out loss on data.name = shakespeare falls", "5.000 → 5.100", False),
+    ]
+
+
+def test_the_loss_on_noise_of_ones_own_is_not_judged(plan, work):
+    config = plan.config.model_copy(
+        update={
+            "data": plan.config.data.model_copy(update={"name": "uniform"}),
+            "accept": plan.config.accept.model_copy(update={"val_loss": 1.0}),
+        }
+    )
+    work.plan = dataclasses.replace(plan, config=config)
+    phases.judge_loss(work, {"val_loss_start": 5.55, "val_loss_end": 5.6}, "runs/x")
+    assert work.outcome.criteria == []
+    assert "accept.val_loss = 1.0 decides nothing" in work.outcome.notes[0]
+
+
+@pytest.mark.parametrize(("efficiency", "met"), [(0.8, False), (0.95, True), (1.05, True), (1.5, False), (None, False)])
+def test_more_than_all_of_the_throughput_alone_is_no_efficiency(plan, work, monkeypatch, efficiency, met):
+    accept = plan.config.accept.model_copy(update={"scaling": 0.9})
+    work.plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"accept": accept}))
+    monkeypatch.setattr(phases, "experiment", lambda *arguments: {"efficiency": {"nproc=2": efficiency}})
+    phases.isolation(work)
+    (criterion,) = work.outcome.criteria
+    assert criterion.met is met
+    assert ("which is impossible" in criterion.measured) == (efficiency == 1.5)
+
+
+def test_only_buckets_that_differ_are_compared(plan):
+    plan = dataclasses.replace(plan, processes=2, preset="full")
+    assert "come to the same" in phases.needs_buckets(plan)
+    model = dataclasses.replace(plan.config.model, dim=1024, n_layers=4)
+    middle = dataclasses.replace(plan, config=plan.config.model_copy(update={"model": model}))
+    assert phases.needs_buckets(middle) is None
+    assert phases.different_buckets(middle) == [25, 50]
 
 
 # ------------------------------------------------------------------------------------------------------ command line

@@ -93,7 +93,8 @@ def _summary_rows(record: RunRecord) -> list[tuple[str, str]]:
     shown = (
         "steps dtype seq_len batch_size accumulate layers parameters num_selected window tokens_per_s_mean "
         "tokens_per_s_std tokens_per_s_steps mfu peak_flops val_loss_start val_loss_end best_unigram_loss "
-        "processes strategy compress gradient_bytes first_all_reduce accuracy skipped_steps memory_bytes"
+        "processes strategy compress gradient_bytes first_all_reduce accuracy skipped_steps memory_bytes doubts "
+        "matmul_rates flops_per_token"
     )
     others = [(name, value) for name, value in record.summary.items() if name not in shown.split()]
     if memory := [row.memory_bytes for row in record.steps if row.memory_bytes is not None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -42,6 +43,7 @@ def size_and_result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("pattern", f"n = {summary['num_selected']} selected blocks, w = {summary['window']}"),
         ("throughput", throughput),
         ("MFU", mfu),
+        *(("doubt", doubt) for doubt in doubts_of(summary)),
         (
             "validation loss",
             f"{_number(summary['val_loss_start'], '.4f')} at the start, "
@@ -51,6 +53,12 @@ def size_and_result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("answers", "" if summary.get("accuracy") is None else f"{summary['accuracy']:.1%} right at the end"),
         ("skipped", f"{summary['skipped_steps']} steps that were not finite" if summary.get("skipped_steps") else ""),
     ]
+
+
+def doubts_of(summary: Mapping[str, Any]) -> list[str]:
+    """Why figures of a run say less than they seem to: a busy machine, an impossible MFU."""
+    doubts = summary.get("doubts")
+    return [str(doubt) for doubt in doubts] if isinstance(doubts, list) else []
 
 
 def _processes(summary: dict[str, Any]) -> str:
