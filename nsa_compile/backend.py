@@ -109,9 +109,7 @@ def nsa_compile_backend(
     return written.around(compile_nested(gm, written.copied(example_inputs), chosen.nested, ranges=chosen.ranges))
 
 
-def optimize(
-    gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]
-) -> tuple[Report, WriteBack]:
+def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> tuple[Report, WriteBack]:
     """Make a captured graph ready for a nested backend, in place: make it functional; run the passes, or fetch what
     they made of an equal one before; make what is still a scan a loop. What it wrote to its inputs is left to be done.
 

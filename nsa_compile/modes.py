@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 from torch import fx
@@ -38,7 +39,7 @@ def autocast_at(node: fx.Node) -> Autocast:
             entered.remove(earlier.args[0])
     state = {device: (dtype, on) for device, dtype, on in autocast_now()}
     for enter in entered:
-        device, dtype, on, *_ = enter.args
+        device, dtype, on = cast("tuple[str, torch.dtype | None, bool]", enter.args[:3])
         state[device] = (dtype or torch.get_autocast_dtype(device), bool(on))
     return tuple((device, *value) for device, value in state.items())
 

@@ -169,8 +169,8 @@ def _block_memory(config: RunConfig, device: torch.device, batch: int) -> BlockM
         return graphs[0], graphs[1]
 
     def backend(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-        specialize_shapes(gm)
-        report, _ = optimize(gm, parse_options({"disable": config.compile.disable}), inputs)
+        specialize_shapes(gm, inputs)
+        report, _written = optimize(gm, parse_options({"disable": config.compile.disable}), inputs)
         if not all(scan.batched for scan in report.scans):
             raise UserError(
                 "the compiler leaves the loop over tokens in place, and its memory cannot be estimated; "

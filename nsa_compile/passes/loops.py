@@ -29,9 +29,7 @@ def _keep(site: ScanSite) -> None:
     layouts = [Layout.standard(example(n)) for n in site.init]
     layouts += [Layout.standard(example(n)[0]) for n in site.xs]
     layouts += [Layout.of(example(n)) for n in site.additional]
-    program = Program(
-        site.body, layouts, len(site.init), len(site.xs), site.length, modes.autocast_at(site.node)
-    )
+    program = Program(site.body, layouts, len(site.init), len(site.xs), site.length, modes.autocast_at(site.node))
     program.graphs([])  # so that what cannot be traced is said now, and here
     with site.owner.graph.inserting_before(site.node):
         node = site.owner.graph.call_function(run_loop, (register(program), inputs))

@@ -94,12 +94,12 @@ def _watched(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
 
     Dynamo compiles nothing under a dispatch mode, so the mode is on within what is compiled.
     """
-    specialize_shapes(gm)
+    inputs = specialize_shapes(gm, inputs)
     # Not by way of the backend itself, whose latest report is to stay that of the training.
-    report = optimize(gm, parse_options(_OPTIONS), inputs)
+    report, written = optimize(gm, parse_options(_OPTIONS), inputs)
     if not all(scan.batched for scan in report.scans):
         raise _Unobserved("the compiler left the loop over the tokens in place; nsa-compile passes explain tells why")
-    run = compile_nested(gm, inputs, "eager")
+    run = written.around(compile_nested(gm, inputs, "eager"))
 
     def watched(*values: Tensor) -> Any:
         with _selections:

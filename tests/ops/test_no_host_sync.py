@@ -36,7 +36,7 @@ def test_on_cuda_the_presets_attend_with_the_operators_in_bf16(preset, monkeypat
     called: dict[str, set[torch.dtype]] = {}
 
     def backend(gm, inputs, **_):
-        specialize_shapes(gm)
+        specialize_shapes(gm, inputs)
         optimize(gm, parse_options({"cache": False}), inputs)
         for operator in OPERATORS:
             target = getattr(torch.ops.nsa_compile, f"{operator}_attention").default
@@ -62,7 +62,7 @@ def test_a_compiled_block_is_one_graph_that_reads_nothing_back():
         return graphs
 
     def backend(gm, inputs, **_):
-        specialize_shapes(gm)
+        specialize_shapes(gm, inputs)
         optimize(gm, parse_options({"attention": "sparse", "cache": False}), inputs)
 
         def compiler(graph, _):

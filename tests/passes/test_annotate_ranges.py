@@ -78,7 +78,7 @@ def captured(options, fn, *inputs):
     def keep(gm, example_inputs):
         from nsa_compile.backend import optimize, specialize_shapes
 
-        specialize_shapes(gm)
+        specialize_shapes(gm, example_inputs)
         optimize(gm, options, example_inputs)
         graphs.append(gm)
         return gm.forward

@@ -224,7 +224,7 @@ def _split(
     placeholders = joint.graph.find_nodes(op="placeholder")
     carries, rows = placeholders[:n_init], placeholders[n_init : n_init + n_xs]
     additional, gradients_in = placeholders[n_init + n_xs : n_inputs], placeholders[n_inputs:]
-    (outputs,) = joint.graph.output_node().args
+    outputs: Any = joint.graph.output_node().args[0]
     results, gradients_out = list(outputs[:n_results]), list(outputs[n_results:])
 
     fixed = _reading_only(joint, additional)
@@ -257,9 +257,7 @@ def _split(
         ys=tuple(Layout.of(n.meta["val"]) for n in results[n_init:]),
         kept=tuple(Layout.of(n.meta["val"]) for n in kept),
         before_backward=_extract(joint, additional, backward_fixed),
-        backward=_extract(
-            joint, [*kept, *(rows[i] for i in rows_read), *backward_fixed, *gradients_in], gradients_out
-        ),
+        backward=_extract(joint, [*kept, *(rows[i] for i in rows_read), *backward_fixed, *gradients_in], gradients_out),
         rows_read=rows_read,
         tangents=tangents,
         gradients=gradients,
