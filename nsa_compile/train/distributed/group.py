@@ -19,11 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa_compile.config import DDPSection, RunConfig
 from nsa_compile.models import NSATransformer
 from nsa_compile.train.distributed.all_reduce import COMPRESSED, AllReduceHook
+from nsa_compile.train.distributed.buckets import bucket_mb
 from nsa_compile.train.distributed.world import NCCL_PRESETS, World
 
 Value = TypeVar("Value")
-
-FEWEST_BUCKETS = 4
 
 # Groups that were left, kept until nothing else refers to them. Torch ends a group's threads without Python's lock if
 # the last reference is this one, and with it if it is that of DDP: then each waits for the other forever where a
@@ -86,12 +85,10 @@ def share_model(
         return model
     # A block is compiled while DDP's forward runs; by default the compiler would cut it where a bucket ends.
     torch._dynamo.config.optimize_ddp = False
-    # A small model has buckets small enough that the first is sent long before the last is there.
-    gradient_mb = sum(parameter.numel() * 4 for parameter in model.parameters()) / 2**20
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=max(1, min(config.bucket_mb, gradient_mb / FEWEST_BUCKETS)),
+        bucket_cap_mb=bucket_mb(config, model),
         gradient_as_bucket_view=True,
     )
     assert hook is not None
