@@ -60,9 +60,8 @@ def save_checkpoint(directory: Path, step: int, states: States, val_loss: float 
     target = directory / step_name(step)
     if target.exists():
         raise FileExistsError(f"checkpoint '{target}' exists already")
-    make_directory(
-        directory
-    )  # not those above it: a run that was deleted does not come back as a directory of one file
+    # Not those above it: a run that was deleted does not come back as half of one.
+    make_directory(directory)
     with tempfile.TemporaryDirectory(prefix=WRITING, dir=directory) as temporary:
         unfinished = Path(temporary) / target.name
         unfinished.mkdir()
