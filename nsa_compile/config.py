@@ -156,7 +156,8 @@ class TrainSection(Section):
 class OptimSection(Section):
     """AdamW: linear warm-up over ``warmup`` steps, then a cosine to ``min_lr_ratio`` times ``lr`` at the last step.
 
-    ``warmup`` is at most ``train.steps``; ``None`` takes a tenth of them, however long the run is.
+    Without ``warmup`` the warm-up follows the length of the run, a tenth of ``train.steps``. A ``warmup`` that is given
+    must not exceed them.
 
     ``name`` says how its two moments are kept: ``adamw`` in float32, ``adamw8bit`` and ``adamw4bit`` in so many bits
     and a scale for each block of values, for weights of at least 4096 values (they need the torchao extra). ``fused``
