@@ -469,7 +469,7 @@ def _read(path: str) -> str:
         raise UserError(f"configuration file '{name}' does not exist; check the path given to --config") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        if Path(path).is_dir():
+        if os.path.isdir(path):
             reason = os.strerror(errno.EISDIR)
         raise UserError(f"configuration file '{name}' cannot be read: {reason}; give --config a YAML file") from None
 

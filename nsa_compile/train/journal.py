@@ -188,8 +188,8 @@ class Journal:
         for path, became in parts.items():
             if became is not None:
                 return (
-                    f"'{path}' {became} while the run was at work: what it held is lost to the run, which has been "
-                    "saved; put it back and go on with --resume, or start anew"
+                    f"'{path}' {became} while the run was at work: what it held is lost to the run, which ends here; "
+                    "put it back and go on with --resume, or start anew"
                 )
         return None
 

@@ -185,6 +185,7 @@ class Trainer:
                 saved = self._step(journal, step)
                 stop = self._agree_to_stop(journal)
             if not saved and stop < Stop.SAVE_FAILED:
+                journal.save_error(wait=True)  # of the one before: this one is tried all the same
                 self._save(journal, step)
             # Nobody leaves before rank 0 has written everything, since the first to leave ends the others.
             self._leave_if_not_written(journal)
