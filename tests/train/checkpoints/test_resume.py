@@ -323,7 +323,11 @@ def test_absurd_values_with_a_valid_digest_are_one_line(tiny_overrides, spoil, e
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("rng", [torch.zeros(5056, dtype=torch.uint8).to("meta"), torch.zeros(8).to_sparse(), HUGE])
+@pytest.mark.parametrize(
+    "rng",
+    [torch.zeros(5056, dtype=torch.uint8).to("meta"), torch.zeros(8).to_sparse(), HUGE],
+    ids=["meta", "sparse", "number"],
+)
 def test_generators_that_are_none_are_one_line(tiny_overrides, rng):
     training = _training(tiny_overrides())
     states = copy.deepcopy(training.files(5))
