@@ -48,6 +48,6 @@ def _outliving(stream: TextIO, descriptor: int) -> TextIO:
         buffered,
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
+        # A stream that Python leaves unbuffered writes through, and has no line to wait for.
+        line_buffering=stream.line_buffering or stream.write_through,
     )

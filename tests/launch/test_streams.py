@@ -46,6 +46,20 @@ def test_a_process_goes_on_when_a_reader_is_gone(lost):
         assert rest[name].count("to nobody\n") == 10_000
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_readers_see_each_line_of_stderr_at_once(unbuffered):
+    code = (
+        "import sys\nfrom nsa_compile.launch.streams import outlive_readers\noutlive_readers()\n"
+        "sys.stderr.write('line\\n')\nsys.stdin.readline()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    ) as process:  # fmt: skip
+        assert process.stderr.readline() == "line\n"  # or both wait for ever
+        process.stdin.write("go on\n")
+
+
 def test_a_terminal_that_is_gone_is_a_reader_that_is_gone():
     leader, follower = os.openpty()
     process = subprocess.Popen(
