@@ -33,6 +33,7 @@ from nsa_compile.train.distributed.group import (
     mean_of_all,
     share_model,
     sum_of_all,
+    wait_for_all,
 )
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.evaluation import evaluate_answers
@@ -193,6 +194,7 @@ class Trainer:
             if self.world.main:
                 self._leave_files(journal, summary)
             self._leave_if_not_written(journal)
+            wait_for_all()
             if stop is Stop.HALT and summary["interrupted"]:
                 why = halt_reason(self.directory)
                 self._leave(Halted(f"run '{self.directory}' was halted after step {step}: {why}"))
