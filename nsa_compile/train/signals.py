@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class _LeaveAtOnce:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         self.came = signal.Signals(signum).name
-        print("stopped before the first step: there is nothing to save", file=sys.stderr)
+        _say("stopped before the first step: there is nothing to save")
         raise SystemExit(EXIT_CODES[self.came])
 
 
@@ -65,7 +66,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
             return
         if stop.signal is None:
             stop.signal = signal.Signals(signum).name
-            print("stopping after this step; Ctrl-C (again) to stop at once", file=sys.stderr)
+            _say("stopping after this step; Ctrl-C (again) to stop at once")
         elif signum == signal.SIGINT:
             raise KeyboardInterrupt
 
@@ -78,6 +79,15 @@ def stop_on_signals() -> Iterator[StopRequest]:
         finally:
             if stop.leaving:
                 previous.update(dict.fromkeys(previous.keys() - {"SIGINT"}, signal.SIG_IGN))
+
+
+def _say(line: str) -> None:
+    """Write a line to stderr from a handler, which may have interrupted a write of Python's own: that allows no second.
+
+    What nobody can read any longer is not said.
+    """
+    with contextlib.suppress(OSError):
+        os.write(_STDERR, f"{line}\n".encode())
 
 
 _Handler = Callable[[int, FrameType | None], object] | int | None

@@ -90,3 +90,28 @@ def test_sigusr1_to_the_launcher_writes_the_stacks_of_all_and_the_run_goes_on(ti
     assert json.loads((directory / "env.json").read_text())["ddp_bucket_mb"] == 1.0
     assert json.loads((directory / "summary.json").read_text())["bucket_mb"] == 1.0
     assert os.listdir(directory / "checkpoints")
+
+
+INTERRUPTED = """
+import io, os, signal, sys
+from nsa_compile.train.signals import stop_on_signals
+
+class Slow(io.RawIOBase):
+    def writable(self):
+        return True
+
+    def write(self, data):
+        os.kill(os.getpid(), signal.SIGTERM)  # while Python is within a write to the same stream
+        return os.write(2, data)
+
+with stop_on_signals() as stop:
+    sys.stderr = io.TextIOWrapper(io.BufferedWriter(Slow()), line_buffering=True)
+    print("a line", file=sys.stderr)
+    assert stop.signal == "SIGTERM"
+"""
+
+
+def test_a_signal_may_come_while_a_line_is_written():
+    result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines()[:2] == ["stopping after this step; Ctrl-C (again) to stop at once", "a line"]
