@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from nsa_compile.errors import USER_FACING, one_line, printable, shortened
-from nsa_compile.launch.streams import outlive_readers
+from nsa_compile.streams import outlive_readers
 
 # Where each command is, with the line that --help shows for it; imported only when it is called.
 LAZY_COMMANDS = {

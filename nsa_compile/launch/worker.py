@@ -19,7 +19,7 @@ import click
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import USER_FACING
-from nsa_compile.launch.streams import outlive_readers
+from nsa_compile.streams import outlive_readers
 from nsa_compile.train.distributed.world import World, check_port, check_world
 from nsa_compile.train.signals import EXIT_CODES, leave_on_signals
 

@@ -12,7 +12,7 @@ COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
 
 TALKER = """
 import subprocess, sys
-from nsa_compile.launch.streams import outlive_readers
+from nsa_compile.streams import outlive_readers
 outlive_readers()
 print("first", flush=True)
 print("first", file=sys.stderr, flush=True)
@@ -49,7 +49,7 @@ def test_a_process_goes_on_when_a_reader_is_gone(lost):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_readers_see_each_line_of_stderr_at_once(unbuffered):
     code = (
-        "import sys\nfrom nsa_compile.launch.streams import outlive_readers\noutlive_readers()\n"
+        "import sys\nfrom nsa_compile.streams import outlive_readers\noutlive_readers()\n"
         "sys.stderr.write('line\\n')\nsys.stdin.readline()"
     )
     with subprocess.Popen(
