@@ -65,14 +65,13 @@ def judged(seed: int, number: int) -> Verdict:
 
 
 def shrunk(source: str, verdict: Verdict) -> str:
-    """The smallest program found that gets the same verdict; a crash has to be the same one."""
+    """The smallest program found that gets the same verdict for the same cause."""
     end = time.monotonic() + SHRINK_SECONDS - SECONDS
 
     def fails(candidate: str) -> bool:
         if time.monotonic() > end:
             return False
-        found = judge_in_time(candidate, SECONDS)
-        return found == verdict if verdict.kind == "crash" else found.kind == verdict.kind
+        return judge_in_time(candidate, SECONDS) == verdict
 
     return shrink(source, fails)
 
@@ -156,9 +155,7 @@ class Group:
     programs: list[int] = field(default_factory=list)
 
     def explains(self, verdict: Verdict, pieces: frozenset[str]) -> bool:
-        if verdict.kind == "crash":
-            return verdict == self.verdict
-        return verdict.kind == self.verdict.kind and self.pieces <= pieces
+        return verdict == self.verdict and (verdict.kind == "crash" or self.pieces <= pieces)
 
 
 def pieces_of(source: str) -> frozenset[str]:
@@ -224,6 +221,8 @@ def main(count: int, seed: int, first: int, only: str, jobs: int, examples: int,
     tasks = ((n, ("judge", seed, n)) for n in numbers)
     for number, verdict in in_workers(tasks, jobs, SECONDS):
         verdicts[number] = verdict
+        if verdict.failed:
+            print(f"[{number}] {verdict.kind}: {verdict.cause}", flush=True)
         if len(verdicts) % 200 == 0:
             print(f"{len(verdicts)} programs, {time.monotonic() - began:.0f} s: {counts(verdicts)}", flush=True)
     seconds = time.monotonic() - began

@@ -1073,16 +1073,19 @@ def pointwise(s: Step) -> None:
         s.emit(template.format(y=y, t=t), piece)
 
 
-UNITS: list[tuple[Callable[[Step], None], int]] = [
-    (cache, 6),
-    (recurrence, 5),
-    (two_carries, 2),
-    (matrix_state, 1),
-    (counter, 3),
-    (int_carry, 3),
-    (embedding, 1),
-    (pointwise, 4),
-]
+Unit = Callable[[Step], None]
+UNITS: dict[Unit, int] = {
+    cache: 6,
+    recurrence: 5,
+    two_carries: 2,
+    matrix_state: 1,
+    counter: 3,
+    int_carry: 3,
+    embedding: 1,
+    pointwise: 4,
+}
+TAME_UNITS: dict[Unit, int] = {cache: 5, pointwise: 2, embedding: 1, counter: 1}
+WITHOUT_CARRY = (embedding, pointwise)
 
 
 # ------------------------------------------------------------------------------------------------------- whole programs
@@ -1100,9 +1103,11 @@ def scan_over(w: Writer) -> None:
     outside, w.lines = w.lines, []
     w.indent += 1
     # A recurrence keeps the loop, so most scans must do without one for any to be batched.
-    units = UNITS if w.chance(0.4) else [(cache, 5), (pointwise, 2), (embedding, 1), (counter, 1)]
-    n_units = w.pick(1, 1, 1, 2, 2, 3)
-    for unit in w.rng.choices([unit for unit, _ in units], [weight for _, weight in units], k=n_units):
+    units = UNITS if w.chance(0.4) else TAME_UNITS
+    chosen = w.rng.choices(list(units), list(units.values()), k=w.pick(1, 1, 1, 2, 2, 3))
+    if w.chance(0.95) and all(unit in WITHOUT_CARRY for unit in chosen):
+        chosen.append(cache)
+    for unit in chosen:
         unit(s)
     w.indent -= 1
     body, w.lines = w.lines, outside
@@ -1236,7 +1241,7 @@ def draw(seed: int, number: int) -> Program:
     D, G = w.pick(1, 2, 2, 2, 3), w.pick(1, 2)
     sizes = [2, 2, D, 1, 3] if w.chance(0.97) else [0]
     lengths = [1, 2, 3, 3, 4, 4, 5, 6] if w.chance(0.97) else [0, 9]
-    calls = [(w.pick(*lengths), w.pick(*sizes)) for _ in range(w.pick(1, 1, 1, 1, 1, 1, 2, 2, 3))]
+    calls = [(w.pick(*lengths), w.pick(*sizes)) for _ in range(w.pick(1, 1, 1, 1, 1, 1, 1, 2, 3))]
 
     def pause() -> None:
         if not fullgraph and w.chance(0.3):
@@ -1244,7 +1249,7 @@ def draw(seed: int, number: int) -> Program:
 
     first = w.argument(("S", *w.token))
     surroundings(w)
-    for n in range(w.pick(1, 1, 1, 1, 2, 2, 3)):
+    for n in range(w.pick(1, 1, 1, 1, 1, 2, 3)):
         for _ in range(w.pick(0, 0, 1, 2, 3) if n == 0 else w.pick(0, 0, 1, 2)):
             w.statement()
         pause()
