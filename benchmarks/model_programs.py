@@ -32,8 +32,9 @@ from nsa_compile.profiles.measure import make_record, write_record
 from tests.model_judge import VERDICTS, Verdict, judge_in_time, shrink
 from tests.model_programs import draw
 
-SECONDS = 30  # a program may take
-SHRINK_SECONDS = 180
+SECONDS = 30  # of processor time that a program may take
+PATIENCE = 10  # a busy machine takes so many times longer
+SHRINK_SECONDS = 600
 TASKS_A_WORKER = 300  # Dynamo keeps some of each program it has seen
 # Pieces that nearly every program has: they say nothing about a cause.
 COMMON = {"scan", "output", "argument", "first carry", "scanned input", "rows", "final carry", "run plain", "cache"}
@@ -66,7 +67,7 @@ def judged(seed: int, number: int) -> Verdict:
 
 def shrunk(source: str, verdict: Verdict) -> str:
     """The smallest program found that gets the same verdict for the same cause."""
-    end = time.monotonic() + SHRINK_SECONDS - SECONDS
+    end = time.monotonic() + SHRINK_SECONDS / 2
 
     def fails(candidate: str) -> bool:
         if time.monotonic() > end:
@@ -219,7 +220,7 @@ def main(count: int, seed: int, first: int, only: str, jobs: int, examples: int,
     began = time.monotonic()
     verdicts: dict[int, Verdict] = {}
     tasks = ((n, ("judge", seed, n)) for n in numbers)
-    for number, verdict in in_workers(tasks, jobs, SECONDS):
+    for number, verdict in in_workers(tasks, jobs, SECONDS * PATIENCE):
         verdicts[number] = verdict
         if verdict.failed:
             print(f"[{number}] {verdict.kind}: {verdict.cause}", flush=True)

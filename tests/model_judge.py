@@ -204,14 +204,14 @@ def compare(seen: Observation, wanted: Observation, least: str) -> Verdict | Non
         return found
     if found := difference("wrong_grad", seen.grads, wanted.grads, least):
         return found
-    for name, needed in wanted.needs_grad.items():
-        if seen.needs_grad[name] != needed:
-            return Verdict("wrong_grad", f"an output {'lost' if needed else 'got'} its requires_grad")
     if seen.shared != wanted.shared:
         lost, new = wanted.shared - seen.shared, seen.shared - wanted.shared
         a, b = sorted(lost or new)[0]
         words = [re.sub(r"\W.*", "", name) for name in (a, b)]
         return Verdict("wrong_alias", f"{'lost' if lost else 'new'}: {words[0]} with {words[1]}")
+    for name, needed in wanted.needs_grad.items():
+        if seen.needs_grad[name] != needed:
+            return Verdict("wrong_grad", f"an output {'lost' if needed else 'got'} its requires_grad")
     return None
 
 
@@ -326,16 +326,18 @@ class TimeLimit(BaseException):
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
+    """Of processor time: a busy machine is no reason."""
+
     def expired(*_: Any) -> None:
         raise TimeLimit
 
-    previous = signal.signal(signal.SIGALRM, expired)
-    signal.alarm(seconds)
+    previous = signal.signal(signal.SIGPROF, expired)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, previous)
 
 
 def judge_in_time(source: str, seconds: int = 30) -> Verdict:
@@ -343,7 +345,7 @@ def judge_in_time(source: str, seconds: int = 30) -> Verdict:
         with time_limit(seconds):
             return judge(source)
     except TimeLimit:
-        return Verdict("timeout", f"more than {seconds} s")
+        return Verdict("timeout", f"more than {seconds} s of processor time")
 
 
 def shrink(source: str, fails: Callable[[str], bool]) -> str:
