@@ -11,9 +11,12 @@ from torch import Tensor, fx, nn
 
 from nsa_compile import cache
 from nsa_compile.passes import markers
-from nsa_compile.passes.pipeline import Options, Uncacheable, run_pipeline
+from nsa_compile.passes.capture import specialize_shapes
+from nsa_compile.passes.functional import make_functional
+from nsa_compile.passes.loops import keep_loops
+from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline
 from nsa_compile.passes.report import Report
-from nsa_compile.passes.scans import find_scans
+from nsa_compile.passes.scans import Declined
 from nsa_compile.workarounds import capture_scans_by_shape
 
 capture_scans_by_shape()
@@ -99,16 +102,29 @@ def nsa_compile_backend(
     """The entry point Dynamo calls with a captured graph."""
     global _last_report
     chosen = parse_options(dict(options or {}))
-    specialize_shapes(gm)
+    example_inputs = specialize_shapes(gm, example_inputs)
     _last_report = optimize(gm, chosen, example_inputs)
     return compile_nested(gm, example_inputs, chosen.nested, ranges=chosen.ranges)
 
 
 def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> Report:
-    """Run the passes on a captured graph in place, or fetch what they made of an equal one before.
+    """Make a captured graph ready for a nested backend, in place: run the passes, or fetch what they made of an equal
+    one before; write back what it writes to its inputs; make what is still a scan a loop.
 
     `check` compares values on the inputs the program was first called with.
     """
+    try:
+        written = make_functional(gm, example_inputs)
+    except Declined as declined:
+        report = leave_alone(gm, options, declined)
+    else:
+        report = _run_passes(gm, options, example_inputs)
+        written.apply(gm)
+    keep_loops(gm)
+    return report
+
+
+def _run_passes(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> Report:
     key, notes = "", []
     if options.cache and options.dump_dir is None and not options.check:
         try:
@@ -126,20 +142,6 @@ def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tens
     return report
 
 
-def specialize_shapes(gm: fx.GraphModule) -> None:
-    """Fix symbolic sizes to those at hand. Reading a hint as an int adds the guard that makes another size recompile.
-
-    A cache's write times are evaluated at compile time, so a sequence of another length is another program.
-    """
-    for node in gm.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.SymInt):
-            log.info("size %s fixed to %d", value, int(value))
-        elif isinstance(value, Tensor):
-            for size in (*value.shape, *value.stride()):
-                int(size)
-
-
 def compile_nested(
     gm: fx.GraphModule, example_inputs: Sequence[Tensor], nested: str, *, ranges: bool = False
 ) -> Callable[..., Any]:
@@ -155,8 +157,5 @@ def compile_nested(
 
     if nested == "aot_eager":
         return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if ranges else {}))
-    from nsa_compile.workarounds import inductor_config
-
     patches = {"config_patches": markers.inductor_config(gm)} if ranges else {}
-    with inductor_config(has_scans=bool(find_scans(gm))):
-        return lookup_backend("inductor")(gm, list(example_inputs), **patches)
+    return lookup_backend("inductor")(gm, list(example_inputs), **patches)

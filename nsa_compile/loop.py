@@ -90,65 +90,25 @@ def _check_carry(init: Any, carry: Any) -> None:
 def _captured_scan(step, init, xs):
     """The same loop as one `scan` node.
 
-    The higher-order operator takes carries and inputs as plain lists and refuses outputs that alias its inputs, so
-    the structure is taken apart here and every output cloned; the passes drop the clones again. Its autograd also
-    miscounts integer carries and outputs ("outs_to_grad length != tangents length", torch 2.13), so these cross the
-    boundary bit for bit as floats.
+    The higher-order operator takes carries and inputs as plain lists, one carry at least, and refuses outputs that
+    alias its inputs, so the structure is taken apart here and every output cloned; the passes drop the clones again.
     """
     from torch._higher_order_ops.scan import scan as scan_op
 
-    first = _tensors(init)
-    dtypes = [leaf.dtype for leaf in first]
+    tensors = _tensors(xs)
+    first = _tensors(init) or [torch.zeros((), device=tensors[0].device)]
+    stateless = not _tensors(init)
     # The body must not touch the outer tensors, or it would take them as inputs: give it their structure alone.
     carry_like, x_like = (pytree.tree_map(lambda leaf: None if leaf is None else 0, tree) for tree in (init, xs))
 
     def flat_step(carry_flat, x_flat):
-        carry = [_from_bits(leaf, dtype) for leaf, dtype in zip(carry_flat, dtypes, strict=True)]
-        carry, y = step(_with_tensors(carry_like, carry), _with_tensors(x_like, x_flat))
-        new_leaves = [_own(_to_bits(leaf)) for leaf in _tensors(carry)]
-        return new_leaves, (pytree.tree_map(lambda leaf: _own(_to_bits(leaf)), y), pytree.tree_map(_dtype_tag, y))
+        carry, y = step(_with_tensors(carry_like, carry_flat), _with_tensors(x_like, x_flat))
+        return [_own(leaf) for leaf in (carry_flat if stateless else _tensors(carry))], pytree.tree_map(_own, y)
 
-    carry, (ys, tags) = scan_op(flat_step, [_own(_to_bits(leaf)) for leaf in first], _tensors(xs))
-    carry = [_from_bits(leaf, dtype) for leaf, dtype in zip(carry, dtypes, strict=True)]
-    ys = pytree.tree_map(lambda leaf, tag: _from_bits(leaf, _INTEGERS[tag.shape[1]][0]), ys, tags)
+    carry, ys = scan_op(flat_step, [_own(leaf) for leaf in first], tensors)
     return _with_tensors(carry_like, carry), ys
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
     """A copy in the standard layout: a carry must keep its strides from step to step."""
     return x.clone(memory_format=torch.contiguous_format)
-
-
-# What each integer dtype travels as: a float of the same width (its bits), or, below 32 bits, of the same value.
-# Entry 0 stands for every floating dtype, which travels as itself.
-_INTEGERS: list[tuple[torch.dtype | None, torch.dtype | None]] = [
-    (None, None),
-    (torch.int64, torch.float64),
-    (torch.int32, torch.float32),
-    (torch.int16, torch.float32),
-    (torch.int8, torch.float32),
-    (torch.uint8, torch.float32),
-    (torch.bool, torch.float32),
-]
-
-
-def _code(dtype: torch.dtype | None) -> int:
-    return next((i for i, (integer, _) in enumerate(_INTEGERS) if integer == dtype), 0)
-
-
-def _to_bits(x: torch.Tensor) -> torch.Tensor:
-    _, carrier = _INTEGERS[_code(x.dtype)]
-    if carrier is None:
-        return x
-    return x.view(carrier) if carrier.itemsize == x.dtype.itemsize else x.to(carrier)
-
-
-def _from_bits(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if _code(dtype) == 0 or dtype is None:
-        return x
-    return x.view(dtype) if x.dtype.itemsize == dtype.itemsize else x.to(dtype)
-
-
-def _dtype_tag(x: torch.Tensor) -> torch.Tensor:
-    """An empty tensor whose first dimension remembers the dtype: shapes survive the scan, Python values do not."""
-    return torch.empty(_code(x.dtype), 0, device=x.device)

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._higher_order_ops.scan import scan_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-
-@contextlib.contextmanager
-def inductor_config(*, has_scans: bool) -> Iterator[None]:
-    """Compile a graph that still holds a scan without donated buffers.
-
-    A scan whose body closes over parameters inherits the outer backward's donated buffers and overwrites them:
-    silently wrong gradients (relative errors above 1) under Inductor, torch 2.11 to 2.13, pytorch#153679. Graphs
-    without a scan keep the optimisation.
-    """
-    if not has_scans:
-        yield
-        return
-    with functorch_config.patch(donated_buffer=False):
-        yield
 
 
 def capture_scans_by_shape() -> None:

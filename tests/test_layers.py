@@ -27,7 +27,7 @@ LAYERS = [
     {"passes"},
     {"ops"},
     {"cli"},
-    {"files", "errors", "page", "loop", "ranges", "workarounds"},
+    {"files", "errors", "page", "loop", "modes", "ranges", "workarounds"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}
 

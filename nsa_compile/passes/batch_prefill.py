@@ -26,11 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from nsa_compile.passes.attention import attention, select_blocks
 from nsa_compile.passes.eliminate_guards import guarded_views
+from nsa_compile.passes.known import promotes_by_rank
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.resolve_carries import Invariant, Known, Latest, Rows
+from nsa_compile.passes.resolve_carries import Invariant, Known, Latest, Rows, declined_if_it_fails, first_line
 from nsa_compile.passes.rewriting import inline_graph
 from nsa_compile.passes.scans import (
     Declined,
@@ -44,6 +46,8 @@ from nsa_compile.passes.scans import (
 )
 
 Times = tuple[int, ...]
+
+_ATTENTION = (attention._opoverload, select_blocks._opoverload)
 
 
 @register("batch_prefill", requires=("carries",))
@@ -90,8 +94,38 @@ def trace_batched(site: ScanSite, record: ScanRecord, max_guard_bytes: int) -> f
         return evaluator.final_carries() + evaluator.ys()
 
     fakes = fake_inputs([*site.init, *site.xs, *site.additional])
-    # vmap's own decompositions hold in-place operators (squeeze_); the graph shall hold none.
-    return trace_to_aten(torch.func.functionalize(batched, remove="mutations"), fakes)
+    with declined_if_it_fails("the step cannot be batched", site.node):
+        # vmap's own decompositions hold in-place operators (squeeze_); the graph shall hold none.
+        graph = trace_to_aten(torch.func.functionalize(batched, remove="mutations"), fakes)
+        _keep_outputs_apart(graph)
+    return graph
+
+
+def _keep_outputs_apart(graph: fx.GraphModule) -> None:
+    """Copy the outputs that share memory with an input, a constant or another output: those of a loop share none."""
+    output = graph.graph.output_node()
+    taken = set(graph.graph.find_nodes(op="placeholder") + graph.graph.find_nodes(op="get_attr"))
+    outputs = []
+    for value in output.args[0]:
+        source = value
+        while source.op == "call_function" and _may_alias(source):
+            source = source.all_input_nodes[0]
+        if source in taken:
+            with graph.graph.inserting_before(output):
+                copied = graph.graph.call_function(aten.clone.default, (value,))
+            copied.meta = dict(value.meta)
+            value = copied
+        taken.add(source)
+        outputs.append(value)
+    output.args = (outputs,)
+    graph.recompile()
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether a node may be a view of its first operand."""
+    schema = getattr(node.target, "_schema", None)
+    is_view = schema is not None and any(a.alias_info is not None for a in schema.arguments)
+    return node.target is aten.reshape.default or node.target is operator.getitem or is_view
 
 
 class BatchedBody:
@@ -150,13 +184,30 @@ class BatchedBody:
     # -- values
 
     def value(self, node: Any, times: Times) -> tuple[Any, bool]:
-        """A node at `times`, computed at most once."""
+        """A node at `times`, computed at most once.
+
+        Its operands come first, by a stack of our own: a step may be deeper than Python's.
+        """
         if not isinstance(node, fx.Node):
             return node, False
-        key = (node, times)
-        if key not in self.done:
-            self.done[key] = self._compute(node, times)
-        return self.done[key]
+        waiting = [node]
+        while waiting:
+            key = (waiting[-1], times)
+            operands = [] if key in self.done else self._plain_operands(waiting[-1])
+            missing = [n for n in operands if (n, times) not in self.done]
+            if missing:
+                waiting += missing
+                continue
+            if key not in self.done:
+                self.done[key] = self._compute(waiting[-1], times)
+            waiting.pop()
+        return self.done[node, times]
+
+    def _plain_operands(self, node: fx.Node) -> list[fx.Node]:
+        """What a node needs at the same steps; carries, and attention, see to what they need themselves."""
+        if node.op != "call_function" or node in self.update_of or node.target in _ATTENTION:
+            return []
+        return node.all_input_nodes
 
     def _compute(self, node: fx.Node, times: Times) -> tuple[Any, bool]:
         if node in self.x_of:
@@ -169,8 +220,7 @@ class BatchedBody:
             return self._after(node, self.update_of[node], times)
         if node.op == "get_attr":
             return operator.attrgetter(node.target)(self.site.body), False
-        assert node.op == "call_function", node.format_node()
-        if node.target in (attention._opoverload, select_blocks._opoverload):
+        if node.target in _ATTENTION:
             with fx.traceback.set_current_meta(node):
                 return self._attention(node, times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
@@ -187,6 +237,8 @@ class BatchedBody:
             return self._call(node, {n: tensor for n, (tensor, _) in operands.items()}), False
         if node.target in (aten.bmm.default, aten.baddbmm.default):
             return _batched_bmm(node, operands), True
+        casts = _casts_of_numbers(node)
+        operands = {n: (x.to(casts[n]) if n in casts else x, has_steps) for n, (x, has_steps) in operands.items()}
         same = {n: tensor for n, (tensor, has_steps) in operands.items() if not has_steps}
 
         def one_step(*rows: Tensor) -> Any:
@@ -194,10 +246,11 @@ class BatchedBody:
 
         try:
             with _no_vmap_fallback():
-                return torch.vmap(one_step)(*(operands[n][0] for n in with_steps)), True
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise Declined(f"{node.target} cannot be batched over steps: {reason}", node) from error
+                result = torch.vmap(one_step)(*(operands[n][0] for n in with_steps))
+        except Exception as error:
+            raise Declined(f"{node.target} cannot be batched over steps: {first_line(error)}", node) from error
+        _check_batched(node, result)
+        return result, True
 
     def _attention(self, node: fx.Node, times: Times) -> Tensor:
         """An attention node, or the selection of its blocks: the steps become its queries.
@@ -237,7 +290,8 @@ class BatchedBody:
     @staticmethod
     def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        assert isinstance(node.target, OpOverload)
+        if not isinstance(node.target, OpOverload):
+            raise Declined(f"{node.target} is no operator on tensors, and has no batched form", node)
         return node.target(*args, **kwargs)
 
     def _spread(self, value: tuple[Tensor, bool], steps: int) -> Tensor:
@@ -293,13 +347,9 @@ class BatchedBody:
         kind = self.record.carries[i]
         with self._not_again(i, kind.written):
             rows = self._spread(self.value(kind.written, times), len(times))
-        shape = list(example(self.carries[i]).shape)
-        shape[kind.dim] = kind.count
-        missing = len(shape) + 1 - rows.dim()
-        if missing == 1 and kind.count == 1 and not _has_row_dim(kind, example(self.carries[i])):
-            rows = rows.unsqueeze(kind.dim + 1)
-        rows = rows.reshape(rows.shape[0], *([1] * (len(shape) + 1 - rows.dim())), *rows.shape[1:])
-        rows = rows.expand(rows.shape[0], *shape).to(self.init[i].dtype)
+        spread, in_rows = kind.layout(example(self.carries[i]).shape)
+        rows = rows.reshape(len(times), *([1] * (len(spread) + 1 - rows.dim())), *rows.shape[1:])
+        rows = rows.expand(len(times), *spread).reshape(len(times), *in_rows).to(self.init[i].dtype)
         return rows.movedim(kind.dim + 1, 1).flatten(0, 1)
 
     def _full(self, i: int) -> Tensor:
@@ -341,10 +391,12 @@ class BatchedBody:
         self._check_memory(node, table.shape[0])
         with fx.traceback.set_current_meta(node):
             if i not in self.stacks:
-                initial = self.init[i].movedim(kind.dim, 0)
+                initial = self.init[i].reshape(1) if not self.init[i].dim() else self.init[i].movedim(kind.dim, 0)
                 self.stacks[i] = torch.cat([initial, self._new_rows(i, self.all_times)])
             index = np.where(table < 0, -1 - table, table + kind.size)
             rows = self.stacks[i].index_select(0, self._constant(index).flatten())
+            if not self.init[i].dim():
+                return rows
             return rows.unflatten(0, tuple(table.shape)).movedim(1, kind.dim + 1)
 
     def _check_memory(self, node: fx.Node, copies: int) -> None:
@@ -363,14 +415,53 @@ class BatchedBody:
         """Rows `times` of `[S, ...]`: as a slice where they are evenly spaced."""
         return tensor if times == self.all_times else _take(tensor, list(times), self._constant)
 
-    def _constant(self, value: np.ndarray) -> Tensor:
+    def _constant(self, table: np.ndarray | Tensor) -> Tensor:
         """A table as a tensor on the device of the data: computed there if linear, else a constant of the graph."""
         device = self.xs[0].device
+        if isinstance(table, Tensor) and table.dtype != torch.int64:  # NumPy has not every dtype
+            return table.to(device)
+        value = table.numpy() if isinstance(table, Tensor) else table
         if value.dtype == np.int64 and value.ndim in (1, 2) and value.size and (slopes := _slopes(value)) is not None:
             axes = [torch.arange(size, device=device) * step for size, step in zip(value.shape, slopes, strict=True)]
             linear = axes[0] if value.ndim == 1 else axes[0][:, None] + axes[1]
             return linear + int(value.flat[0])
         return torch.from_numpy(np.ascontiguousarray(value)).to(device)
+
+
+def _casts_of_numbers(node: fx.Node) -> dict[fx.Node, torch.dtype]:
+    """The dtypes to which a pointwise operator, at one step, casts its operands without dimensions.
+
+    They weigh less in the common dtype than tensors with dimensions do, which they become when batched: vmap would
+    compute `where(mask, float64, float32[D])` in float64, and compare an int64 with int8s without wrapping around.
+    """
+    if torch.Tag.pointwise not in node.target.tags or not promotes_by_rank(node):
+        return {}
+    conditions = {node.args[i] for i, a in enumerate(node.target._schema.arguments) if a.name in ("condition", "mask")}
+    operands = [x for x in node.args if isinstance(x, fx.Node | int | float) and x not in conditions]
+    common = example(node).dtype
+    if common == torch.bool:
+        common = elementwise_dtypes(
+            *(example(x) if isinstance(x, fx.Node) else x for x in operands),
+            type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.NO_OPMATH,
+        )[1]
+    return {x: common for x in operands if isinstance(x, fx.Node) and example(x).dim() == 0}
+
+
+def _check_batched(node: fx.Node, result: Any) -> None:
+    """Whether a result at several steps has the shape and dtype of its node at each.
+
+    Raises:
+        Declined: it has not; the operator's batched form is not what it does to one step.
+    """
+    expected = node.meta["val"]
+    pairs = [(result, expected)] if isinstance(result, Tensor) else list(zip(result, expected, strict=True))
+    for batched, one in pairs:
+        if isinstance(one, Tensor) and (batched.shape[1:] != one.shape or batched.dtype != one.dtype):
+            raise Declined(
+                f"{node.target} is {one.dtype}{list(one.shape)} at one step and {batched.dtype}"
+                f"{list(batched.shape[1:])} batched",
+                node,
+            )
 
 
 @contextlib.contextmanager
@@ -394,11 +485,6 @@ def _slopes(value: np.ndarray) -> list[int] | None:
         for axis, (size, slope) in enumerate(zip(value.shape, slopes, strict=True))
     )
     return slopes if np.array_equal(value, grid + first) else None
-
-
-def _has_row_dim(kind: Rows, carry: Tensor) -> bool:
-    """Whether the written value keeps a dimension for the row, as where() and index_copy() do."""
-    return example(kind.written).dim() >= carry.dim()
 
 
 def _take(tensor: Tensor, rows: list[int], constant: Any) -> Tensor:
@@ -448,4 +534,9 @@ def _batched_bmm(node: fx.Node, operands: dict[fx.Node, tuple[Any, bool]]) -> Te
         return product
     extra, extra_steps = operands[added]
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    return beta * (extra if extra_steps else extra.unsqueeze(0)) + alpha * product
+    if beta == 0:  # then what is added is not read: it may be NaN
+        return alpha * product
+    # It may have fewer dimensions than the product, before which the steps come.
+    extra = extra if extra_steps else extra.unsqueeze(0)
+    extra = extra.reshape(extra.shape[0], *([1] * (product.dim() - extra.dim())), *extra.shape[1:])
+    return beta * extra + alpha * product

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from nsa_compile.passes.magnitudes import given_magnitudes
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.resolve_carries import Rows
 from nsa_compile.passes.scans import Declined, ScanRecord, ScanSite, aten, example, find_scans
-from nsa_compile.passes.staleness import Analysis, Facts, explain
+from nsa_compile.passes.staleness import Facts, analyse, explain
 
 
 @register("eliminate_guards", requires=("carries",))
@@ -75,27 +76,30 @@ def guarded_views(site: ScanSite, record: ScanRecord) -> dict[str, tuple[fx.Node
 
 def _only_feeds(node: fx.Node, update: fx.Node) -> bool:
     """Whether a use of the old buffer only serves to write the new one."""
-    return all(user is update or _only_feeds(user, update) for user in node.users) and bool(node.users)
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if n is update or n in seen:
+            continue
+        seen.add(n)
+        if not n.users:
+            return False
+        todo += n.users
+    return True
 
 
 def _leaks(site: ScanSite, record: ScanRecord, views: dict[str, tuple[fx.Node, Tensor, int]]) -> dict[str, Facts]:
     """The views whose stale rows reach an output of the body, or a row it writes."""
-    analysis = Analysis(record)
-    assumed: dict[fx.Node, Facts] = {}
+    stale: dict[fx.Node, Facts] = {}
     for name, (node, ready, dim) in views.items():
         shape = [1] * example(node).dim()
         shape[dim] = ready.shape[0]
         with unset_fake_temporarily():
-            assumed[node] = Facts(ready=ready.reshape(shape), sources=frozenset([name]))
+            stale[node] = Facts(ready=ready.reshape(shape), sources=frozenset([name]))
+    # Views that are not stale are guarded, or looked up in their tables: right at every step.
+    analysis = analyse(site.body, record, given_magnitudes(site), stale)
     updates, ys = site.outputs()
-    views_of_buffers = {u for u, kind in zip(updates, record.carries, strict=True) if isinstance(kind, Rows)}
-    for node in site.body.graph.nodes:
-        if node in assumed:
-            analysis.facts[node] = assumed[node]
-        elif node in views_of_buffers:
-            analysis.facts[node] = Facts()  # guarded, or looked up in its table: right at every step
-        else:
-            analysis.run(node)
     written = [kind.written for kind in record.carries if isinstance(kind, Rows)]
     latest = [u for u, kind in zip(updates, record.carries, strict=True) if not isinstance(kind, Rows)]
     leaks: dict[str, Facts] = {}

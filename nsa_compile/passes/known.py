@@ -8,15 +8,31 @@ form fits and the table is small.
 
 from __future__ import annotations
 
+import logging
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from nsa_compile.passes.scans import ScanRecord, ScanSite, aten, constant_value, example, on_cpu
-from nsa_compile.passes.step_values import Choice, Separable, StepMask, StepValue, Table, compare, separable, step_mask
+from nsa_compile.passes.step_values import (
+    INTEGERS,
+    MODERATE,
+    Choice,
+    Separable,
+    StepMask,
+    StepValue,
+    Table,
+    compare,
+    separable,
+    step_mask,
+)
+
+log = logging.getLogger("nsa_compile")
 
 # Elements that a known value may hold over all steps as a table.
 LIMIT = 2**26
@@ -33,6 +49,8 @@ def evaluate_known(site: ScanSite, record: ScanRecord) -> None:
         if (value := constant_value(source, cache)) is not None:
             record.known[placeholder] = Table(value)
     with unset_fake_temporarily(), torch.no_grad():
+        for node in site.body.graph.find_nodes(op="get_attr"):
+            _evaluate(node, record)
         _simulate_carries(site, record, [constant_value(source, cache) for source in site.init])
         for node in site.body.graph.nodes:
             _evaluate(node, record)
@@ -46,31 +64,66 @@ def evaluate_constants(step: fx.GraphModule, record: ScanRecord) -> None:
 
 
 def _evaluate(node: fx.Node, record: ScanRecord) -> None:
-    if node.op == "get_attr" and isinstance(value := getattr(node.graph.owning_module, node.target, None), Tensor):
-        record.constant[node] = value.cpu()
+    """Record the value of a node whose operands' values are recorded, if it can be computed."""
+    if node in record.known or node in record.constant:
         return
-    if node.op != "call_function" or node in record.known or node in record.constant:
+    if node.op == "get_attr":
+        _evaluate_attribute(node, record)
         return
-    if not isinstance(node.target, OpOverload) or not isinstance(node.meta.get("val"), Tensor):
+    if not is_function(node):
         return
-    operands = node.all_input_nodes
-    if node.target in _LIKE:
-        filled = _LIKE[node.target]
-        number = node.args[filled] if isinstance(filled, int) else filled
-        if not isinstance(number, fx.Node):
-            record.constant[node] = torch.full((), number, dtype=example(node).dtype).expand(example(node).shape)
-        return
-    if all(n in record.constant for n in operands):
-        record.constant[node] = _call(node, record.constant)
-        return
-    if not all(n in record.constant or n in record.known for n in operands):
-        return
+    try:
+        if node.target in _LIKE:
+            _evaluate_filled(node, record)
+        elif all(n in record.constant for n in node.all_input_nodes):
+            record.constant[node] = _call(node, record.constant)
+        elif (value := _at_every_step(node, record)) is not None:
+            record.known[node] = value
+    except Exception as error:  # what raises here raises in the loop as well, or wants a device that is not the CPU
+        log.debug("%s is not evaluated: %s", node.format_node(), error)
+
+
+def is_function(node: fx.Node) -> bool:
+    """Whether a node is the application of a function to tensors: equal operands, equal result, and nothing else.
+
+    Torch says so of its own operators. Those of others are not run at compile time: they may read anything.
+    """
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, OpOverload)
+        and node.target.namespace in ("aten", "prims")
+        and not node.target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+        and isinstance(node.meta.get("val"), Tensor)
+    )
+
+
+def _evaluate_attribute(node: fx.Node, record: ScanRecord) -> None:
+    """A constant that the body holds, such as `torch.tensor([1, 2])` in a step."""
+    assert isinstance(node.target, str)
+    value = operator.attrgetter(node.target)(node.graph.owning_module)
+    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        record.constant[node] = value.detach().cpu()
+
+
+def _evaluate_filled(node: fx.Node, record: ScanRecord) -> None:
+    filled = _LIKE[node.target]
+    number: Any = node.args[filled] if isinstance(filled, int) else filled
+    if not isinstance(number, fx.Node):
+        record.constant[node] = torch.full((), number, dtype=example(node).dtype).expand(example(node).shape)
+
+
+def _at_every_step(node: fx.Node, record: ScanRecord) -> StepValue | None:
+    """The value of a node at every step, or None if it is not known or has no form that fits."""
+    if not all(n in record.constant or n in record.known for n in node.all_input_nodes):
+        return None
     elements = example(node).numel()
-    value = None if elements == 1 else _in_closed_form(node, record)
-    if value is None and (elements * record.length <= LIMIT and _tables_fit(operands, record)):
-        value = Table(_call_each_step(node, record))
+    value = _in_closed_form(node, record) if elements > 1 else None
     if value is not None:
-        record.known[node] = value
+        return value if value.shape == example(node).shape else None
+    if elements * record.length > LIMIT or not _tables_fit(node.all_input_nodes, record):
+        return None
+    return Table(_call_each_step(node, record))
 
 
 # Operators that take nothing but the shape of their operand: what they fill it with, or which argument says that.
@@ -99,11 +152,28 @@ def _call_each_step(node: fx.Node, record: ScanRecord) -> Tensor:
     def one_step(*values: Tensor) -> Tensor:
         return _call(node, {**record.constant, **dict(zip(names, values, strict=True))})
 
-    rows = [record.known[n].table() for n in names]
-    try:
-        return torch.vmap(one_step)(*rows)
-    except RuntimeError:  # no batching rule: the loop is slower and says the same
-        return torch.stack([one_step(*(row[t] for row in rows)) for t in range(record.length)])
+    rows = [record.known[n].table().to(example(n).dtype) for n in names]
+    if not promotes_by_rank(node) and not _computes_one_float(node):
+        try:
+            values = torch.vmap(one_step)(*rows)
+            if values.dtype == example(node).dtype and values.shape[1:] == example(node).shape:
+                return values
+        except Exception as error:  # no batching rule: the loop is slower and says the same
+            log.debug("%s is evaluated step by step: %s", node.target, error)
+    return torch.stack([one_step(*(row[t] for row in rows)) for t in range(record.length)])
+
+
+def _computes_one_float(node: fx.Node) -> bool:
+    """Whether an operator computes with a single floating-point number, which torch may round otherwise than many."""
+    tensors = [example(n) for n in (node, *node.all_input_nodes)]
+    return any(x.is_floating_point() for x in tensors) and any(x.numel() == 1 for x in tensors)
+
+
+def promotes_by_rank(node: fx.Node) -> bool:
+    """Whether an operator meets tensors of several dtypes, some without dimensions. These weigh less in the common
+    dtype, and with a dimension of steps they would not."""
+    operands = [example(n) for n in node.all_input_nodes]
+    return len({x.dtype for x in operands}) > 1 and len({x.dim() == 0 for x in operands}) > 1
 
 
 # -- evaluation in closed form
@@ -138,17 +208,15 @@ def _in_closed_form(node: fx.Node, record: ScanRecord) -> StepValue | None:
     operands = [_operand(x, record) for x in node.args]
     if target in _MOVEMENT:
         return _moved(node, record)
-    if target in COMPARISONS:
-        a, b = (separable(x, length) if x is not None else None for x in operands[:2])
-        if a is not None and b is not None:
-            return compare(COMPARISONS[target], a, b)
-    if target in _ADD and node.kwargs.get("alpha", 1) == 1:
+    if target in COMPARISONS and (mask := _compared(node, operands, length)) is not None:
+        return mask
+    if target in _ADD and len(node.args) == 2 and node.kwargs.get("alpha", 1) == 1:
         a, b = (separable(x, length) if x is not None else None for x in operands[:2])
         if a is None or b is None:
             return None
         sign = _ADD[target]
         return _exact(Separable(a.steps + sign * b.steps, a.rows + sign * b.rows), node)
-    if target in _MUL and (product := _scaled(operands[0], operands[1])) is not None:
+    if target in _MUL and (product := _scaled(operands[0], operands[1], length)) is not None:
         return _exact(product, node)
     if example(node).dtype == torch.bool and target in _AND | _OR | _NOT:
         masks = [step_mask(x, length) if x is not None else None for x in operands]
@@ -160,6 +228,8 @@ def _in_closed_form(node: fx.Node, record: ScanRecord) -> StepValue | None:
     if target in _MASKED_FILL:
         return _choice(node, operands[1], operands[2], operands[0], length)
     if target is aten._to_copy.default and isinstance(operands[0], Separable):
+        if example(node).dtype == torch.bool:
+            return compare("ne", operands[0], _zero(length))
         return _exact(operands[0], node)
     if target is aten._to_copy.default and isinstance(operands[0], StepMask):
         return _choice(node, operands[0], torch.tensor(True), torch.tensor(False), length)
@@ -171,13 +241,33 @@ def _in_closed_form(node: fx.Node, record: ScanRecord) -> StepValue | None:
 def _operand(value: Any, record: ScanRecord) -> StepValue | Tensor | None:
     if isinstance(value, fx.Node):
         return record.known.get(value, record.constant.get(value))
-    return torch.tensor(value) if isinstance(value, bool | int | float) else None
+    if isinstance(value, bool | int):
+        return torch.tensor(value)
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else None
+
+
+def _zero(length: int) -> Separable:
+    return Separable(torch.zeros(length, dtype=torch.int64), torch.zeros((), dtype=torch.int64))
+
+
+def _compared(node: fx.Node, operands: list[Any], length: int) -> StepValue | None:
+    """A comparison of two separable values, if the dtype that torch compares them in holds both.
+
+    An `int64` without dimensions is compared with `int8` as an `int8`, and wraps around.
+    """
+    a, b = (separable(x, length) if x is not None else None for x in operands[:2])
+    if a is None or b is None:
+        return None
+    common = torch.result_type(*(example(x) if isinstance(x, fx.Node) else x for x in node.args[:2]))
+    if not (_fits(a, common) and _fits(b, common)):
+        return None
+    return compare(COMPARISONS[node.target], a, b)
 
 
 def _moved(node: fx.Node, record: ScanRecord) -> StepValue | None:
-    source = node.all_input_nodes[0]
+    source: Any = node.args[0]
     value = record.known.get(source)
-    if any(n in record.known for n in node.all_input_nodes if n is not source):
+    if any(n not in record.constant for n in _nodes_in(node.args[1:])):
         return None  # moved by an index that differs from step to step
 
     def movement(x: Tensor) -> Tensor:
@@ -197,23 +287,40 @@ def _moved(node: fx.Node, record: ScanRecord) -> StepValue | None:
     return None
 
 
-def _exact(value: Separable, node: fx.Node) -> Separable | None:
-    """The value, unless the integers of the node are too narrow for it."""
-    info = torch.iinfo(example(node).dtype) if not example(node).dtype.is_floating_point else None
-    if info is None or value.rows.numel() == 0:
+def _nodes_in(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(arguments, found.append)
+    return found
+
+
+def _fits(value: Separable, dtype: torch.dtype) -> bool:
+    """Whether integers of a dtype hold the value at every step."""
+    if dtype not in INTEGERS:
+        return False
+    low, high = value.range()
+    return torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max
+
+
+def _exact(value: Separable | None, node: fx.Node) -> Separable | None:
+    """The value in the shape of its node, unless the integers of the node are too narrow for it."""
+    if value is None or not _fits(value, example(node).dtype) or not value.is_moderate():
         return None
-    low = int(value.steps.min()) + int(value.rows.min())
-    high = int(value.steps.max()) + int(value.rows.max())
-    return value if info.min <= low and high <= info.max else None
+    return Separable(value.steps, value.rows.expand(example(node).shape))
 
 
-def _scaled(a: StepValue | Tensor | None, b: StepValue | Tensor | None) -> Separable | None:
+def _scaled(a: StepValue | Tensor | None, b: StepValue | Tensor | None, length: int) -> Separable | None:
     """A separable value times one constant integer."""
     if isinstance(a, Tensor):
         a, b = b, a
-    if not isinstance(a, Separable) or not isinstance(b, Tensor) or b.numel() != 1 or b.dtype.is_floating_point:
+    if not isinstance(a, Separable) or not isinstance(b, Tensor) or b.numel() != 1:
         return None
-    return Separable(a.steps * int(b), a.rows * int(b))
+    factor = separable(b, length)
+    if factor is None:
+        return None
+    number = int(b)
+    low, high = a.range()
+    scaled = Separable(a.steps * number, a.rows * number)
+    return scaled if max(abs(low), abs(high), a.magnitude()) * abs(number) <= MODERATE else None
 
 
 def _choice(node: fx.Node, mask: Any, if_true: Any, if_false: Any, length: int) -> Choice | StepMask | None:
@@ -229,8 +336,14 @@ def _on_both_sides(node: fx.Node, record: ScanRecord) -> Choice | StepMask | Non
     value = record.known[choices[0]]
     if len(choices) != 1 or not isinstance(value, Choice):
         return None
-    sides = [_call(node, {**record.constant, choices[0]: side}) for side in (value.if_true, value.if_false)]
-    return _as_mask_if_boolean(Choice(value.mask, *sides))
+    # With the rank of the whole: a tensor without dimensions would weigh less in the common dtype.
+    rank = example(choices[0]).dim()
+    sides = [x.reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (value.if_true, value.if_false)]
+    sides = [_call(node, {**record.constant, choices[0]: side}) for side in sides]
+    if any(side.dtype != example(node).dtype for side in sides):
+        return None
+    mask = value.mask.map(lambda x: x.reshape([1] * (rank - x.dim()) + list(x.shape)))
+    return _as_mask_if_boolean(Choice(mask, *sides))
 
 
 def _as_mask_if_boolean(value: Choice) -> Choice | StepMask:
@@ -252,37 +365,50 @@ def _simulate_carries(site: ScanSite, record: ScanRecord, init: list[Tensor | No
     }
     while True:
         roots = {carries[i] for i in candidates} | record.known.keys() | record.constant.keys()
-        failing = {i for i in candidates if not _depends_only_on(updates[i], roots)}
+        computable = _computable(site.body, roots)
+        failing = {i for i in candidates if updates[i] not in computable}
         if not failing:
             break
         candidates -= failing
     if not candidates:
         return
-    needed: list[fx.Node] = []
-    for node in site.body.graph.nodes:  # graph order is a valid evaluation order
-        if node.op == "call_function" and any(_reaches(node, updates[i]) for i in candidates):
-            needed.append(node)
-    state = {carries[i]: init[i] for i in candidates}
+    feeding = _ancestors([updates[i] for i in candidates])
+    # Graph order is a valid evaluation order.
+    needed = [n for n in site.body.graph.nodes if n in feeding and n.op == "call_function" and n not in roots]
+    state: dict[fx.Node, Any] = {carries[i]: init[i] for i in candidates}
     history: dict[fx.Node, list[Any]] = {carries[i]: [] for i in candidates}
     inputs = {n: value.table() for n, value in record.known.items()}  # the xs, so far
-    for t in range(record.length):
-        env = dict(record.constant) | state | {n: rows[t] for n, rows in inputs.items()}
-        for i in candidates:
-            history[carries[i]].append(env[carries[i]])
-        for node in needed:
-            env[node] = _call(node, env)
-        state = {carries[i]: env[updates[i]] for i in candidates}
+    try:
+        for t in range(record.length):
+            env = dict(record.constant) | state | {n: rows[t] for n, rows in inputs.items()}
+            for i in candidates:
+                history[carries[i]].append(env[carries[i]])
+            for node in needed:
+                env[node] = _call(node, env)
+            state = {carries[i]: env[updates[i]] for i in candidates}
+    except Exception as error:  # as in _evaluate
+        log.debug("carries of %s are not evaluated: %s", record.name, error)
+        return
     for i in candidates:
         record.known[carries[i]] = Table(torch.stack(history[carries[i]]))
 
 
-def _depends_only_on(node: fx.Node, roots: set[fx.Node]) -> bool:
-    if node in roots:
-        return True
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    return all(_depends_only_on(n, roots) for n in node.all_input_nodes)
+def _computable(body: fx.GraphModule, roots: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that need nothing but `roots`."""
+    found = set(roots)
+    for node in body.graph.nodes:
+        if is_function(node) and all(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
-def _reaches(node: fx.Node, target: fx.Node) -> bool:
-    return node is target or any(_reaches(user, target) for user in node.users if user.op != "output")
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found

@@ -34,7 +34,7 @@ from nsa_compile.passes import attention as nodes
 from nsa_compile.passes.markers import BRANCHES, label_of, set_label
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.report import AttentionChoice
-from nsa_compile.passes.rewriting import inline_tensors
+from nsa_compile.passes.rewriting import eliminate_dead_code, inline_tensors
 from nsa_compile.passes.scans import aten, example, fake_inputs, find_scans, location, subgraphs, trace_to_aten
 
 ATTENTION = nodes.attention._opoverload
@@ -87,7 +87,7 @@ def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
                 node.update_arg(4, None)
                 dropped = True
         if dropped:
-            graph.graph.eliminate_dead_code()  # the ranking, if nobody else reads it
+            eliminate_dead_code(graph)  # the ranking, if nobody else reads it
         changed |= dropped
     return changed
 

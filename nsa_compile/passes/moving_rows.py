@@ -128,7 +128,7 @@ def _followed(node: fx.Node, source: fx.Node, numbers: Tensor, record: ScanRecor
 def _bound(factor: Factor, keys: int, record: ScanRecord) -> tuple[fx.Node, bool, int] | None:
     """`(base, True, c)` if a factor keeps the keys `p <= base + c`, `(base, False, c)` for `p >= base + c`."""
     op = COMPARISONS.get(factor.node.target)
-    if factor.additive or op not in _OPPOSITE:
+    if factor.additive or op not in _OPPOSITE or not keys:
         return None
     a, b = (_affine(x, record) for x in factor.node.args[:2])
     if a is None or b is None:

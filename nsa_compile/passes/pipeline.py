@@ -253,6 +253,23 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
     return report
 
 
+def leave_alone(gm: fx.GraphModule, options: Options, declined: Declined) -> Report:
+    """The report on a graph that no pass may look at. Its scans stay loops.
+
+    Raises:
+        ScanNotBatched: with `on_decline="error"`.
+    """
+    name_scans_apart(gm)
+    decline = Decline("capture", declined.op, declined.location, declined.reason)
+    nodes = count_nodes(gm)
+    report = Report(nested=options.nested, left_alone=decline, nodes_captured=nodes, nodes_final=nodes)
+    report.scans = [ScanReport(site.node.name, site.length, declines=[decline]) for site in find_scans(gm)]
+    report.passes = [PassReport(p.name, skipped="the graph was left alone") for p in pipeline()]
+    log.warning("the graph was left as it is: %s (%s at %s)", decline.reason, decline.op, decline.location)
+    _finish(report, options)
+    return report
+
+
 def _estimate(gm: fx.GraphModule, report: Report) -> Estimate | None:
     try:
         return estimate(gm)
@@ -318,11 +335,12 @@ def pipeline_key(options: Options) -> str:
 
 
 def _own_sources() -> list[Path]:
-    """The passes, the operators they put into graphs, and what keeps the results."""
+    """The passes, the operators they put into graphs, what captures graphs, and what keeps the results."""
     package = Path(__file__).parent.parent
     operators = [p for p in (package / "ops").rglob("*") if p.suffix in (".py", ".cpp", ".h", ".cu")]
     passes = [p for p in Path(__file__).parent.iterdir() if p.suffix in (".py", ".json")]
-    return sorted([*passes, *operators, package / "cache.py"])
+    modules = [package / f"{name}.py" for name in ("backend", "cache", "loop", "modes", "workarounds")]
+    return sorted([*passes, *operators, *modules])
 
 
 def _source_of(entry: Pass) -> str:

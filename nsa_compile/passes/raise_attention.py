@@ -44,8 +44,10 @@ from nsa_compile.passes.attention_masks import (
     same_mask,
     side_of_where,
 )
+from nsa_compile.passes.magnitudes import given_magnitudes
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_steps, location
+from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_scans, find_steps, location
+from nsa_compile.passes.staleness import Analysis, analyse
 from nsa_compile.passes.step_values import StepMask
 
 SOFTMAX = {aten._softmax.default: False, aten._safe_softmax.default: True}
@@ -100,6 +102,7 @@ class Scores:
     scale: float = 1.0
     factors: list[Factor] = field(default_factory=list)
     infinite: bool = True  # everything removed was set to -inf, not to the lowest number
+    never_nan: bool = True  # for all that is known, no query is left with nothing but -inf
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,15 @@ ATTENTION = "nsa_attention"
 def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     """Find attention in step bodies and make each one node that knows its mask."""
     changed = False
+    given = {site.body: given_magnitudes(site) for site in find_scans(gm)}
     for step in find_steps(gm):
         record = step.record
+        analysis = analyse(step.body, record, given.get(step.body, {}), {})
         for softmax in [n for n in step.body.graph.nodes if n.target in SOFTMAX]:
             try:
                 with unset_fake_temporarily(), torch.no_grad():
                     scores = walk_up(softmax, record)
+                    _check_scores(softmax, scores, analysis)
                     outputs = walk_down(softmax, scores, record)
                     if step.body is gm:  # no batching will bring its scores and their ranking together
                         _check_read_by(outputs, softmax, record)
@@ -215,6 +221,16 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
         for scores, condition, negated, additive in masked
     ]
     return result
+
+
+def _check_scores(softmax: fx.Node, scores: Scores, analysis: Analysis) -> None:
+    """That the scores that masks keep stand out from what masks put in the place of others."""
+    size = analysis.magnitudes.of(softmax.args[0])
+    if not scores.factors:
+        return
+    if size is None or not size.stands_out:
+        raise Unrecognised("its scores may be infinite, or as low as masked ones", softmax)
+    scores.never_nan = SOFTMAX[softmax.target] or size.finite or analysis.one_is_kept(softmax)
 
 
 def _number(numbers: dict[fx.Node, Tensor], node: fx.Node, record: ScanRecord) -> Tensor:
@@ -398,6 +414,8 @@ def _check_final(softmax: fx.Node, scores: Scores, masked: list[Factor], record:
     if masked:
         if not same_mask(conjunction(masked, record), keep, record):
             raise Unrecognised("its weights are masked differently from its scores", softmax)
+        if not scores.never_nan and (keep.data or not _keeps_one(keep.known, record)):
+            raise Unrecognised("at some step no key may be left, and NaN stays NaN however it is masked", softmax)
         return
     if scores.infinite and SOFTMAX[softmax.target]:
         return

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from nsa_compile.passes.estimate import Estimate
 from nsa_compile.passes.scans import Decline
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Report:
     nested: str
     passes: list[PassReport] = field(default_factory=list)
     scans: list[ScanReport] = field(default_factory=list)
+    left_alone: Decline | None = None  # why no pass looked at the graph, if so
     cache_hit: bool = False
     cache_key: str = ""
     notes: list[str] = field(default_factory=list)
@@ -101,7 +102,11 @@ class Report:
         ]
         captured = _estimate(data.pop("estimate_captured"))
         attention = [AttentionChoice(**choice) for choice in data.pop("attention")]
-        return cls(**data, passes=passes, scans=scans, estimate_captured=captured, attention=attention)
+        left = data.pop("left_alone")
+        return cls(
+            **data, passes=passes, scans=scans, estimate_captured=captured, attention=attention,
+            left_alone=None if left is None else Decline(**left),
+        )  # fmt: skip
 
 
 def _declines(data: dict[str, Any]) -> list[Decline]:

@@ -14,7 +14,10 @@ scan: it stays the loop it was.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +30,7 @@ from nsa_compile.passes.attention_masks import NodeBuilder
 from nsa_compile.passes.known import evaluate_constants, evaluate_known
 from nsa_compile.passes.moving_rows import find_write, write_row
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.rewriting import replace_graph
+from nsa_compile.passes.rewriting import eliminate_dead_code, replace_graph
 from nsa_compile.passes.scans import (
     RECORD,
     Declined,
@@ -43,6 +46,8 @@ from nsa_compile.passes.scans import (
 )
 from nsa_compile.passes.step_values import StepMask, Table, step_mask
 
+log = logging.getLogger("nsa_compile")
+
 # Entries of the table "step, row -> writer" that a buffer with rewritten rows may need.
 TABLE_LIMIT = 2**26
 
@@ -56,7 +61,7 @@ class Invariant:
 class Known:
     """The carry's value as each step finds it is known."""
 
-    values: np.ndarray = field(repr=False)  # [S, ...]
+    values: Tensor = field(repr=False)  # [S, ...]
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,13 @@ class Latest:
 class Rows:
     """A buffer whose rows along `dim` are written or moved, one event a step at most.
 
-    `written` is the body node that holds the new rows (size `count` along `dim`, or 1 to be broadcast).
+    `written` is the body node that holds the new rows. It meets the buffer in one way, whatever operator writes it: its
+    dimensions, aligned with the last ones, broadcast to the buffer's shape with `index_shape` in the place of
+    dimension `dim`. That is `(count,)` for rows along a dimension, `()` where the row has none (`buffer[:, t] = k`),
+    and several sizes where the row numbers are a tensor of that shape.
     `slots[t]` are the rows that step t writes, `-1` for none. `base[r]` is the row of the old buffer that row r keeps
     when it is not written, for buffers that shift; None when rows stay where they are.
+    A buffer without dimensions counts as one row of them.
 
     The tables are NumPy arrays, which no tracer sees.
     """
@@ -78,8 +87,14 @@ class Rows:
     dim: int
     size: int
     written: fx.Node
+    index_shape: tuple[int, ...]
     slots: np.ndarray = field(repr=False)  # [S, count]
     base: np.ndarray | None = field(repr=False, default=None)  # [size]
+
+    def layout(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What `written` broadcasts to in a buffer of a shape, and the same with its rows along one dimension."""
+        before, after = tuple(shape[: self.dim]), tuple(shape[self.dim + 1 :])
+        return (*before, *self.index_shape, *after), (*before, self.count, *after)
 
     @property
     def steps(self) -> int:
@@ -152,7 +167,7 @@ def resolve_carries(gm: fx.GraphModule, context: PassContext) -> bool:
         body.meta = dict(site.node.args[0].meta)
         site.node.update_arg(0, body)
         site.node.meta[RECORD] = record
-        site.owner.graph.eliminate_dead_code()
+        eliminate_dead_code(site.owner)
         context.match(site.node.name, ", ".join(type(c).__name__ for c in record.carries) or "no carries")
         changed = True
     return changed
@@ -168,7 +183,7 @@ def _lower_single_step(gm: fx.GraphModule, context: PassContext) -> bool:
         return False
     context.match("step", "a step by itself")
     _write_rows(lowered, context)
-    replace_graph(gm, lowered)
+    replace_graph(gm, lowered, gm.graph.find_nodes(op="placeholder"))
     record = ScanRecord("step", 1)
     evaluate_constants(gm, record)
     gm.graph.output_node().meta[RECORD] = record
@@ -199,15 +214,31 @@ def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
     Raises:
         Declined: a carry is of no kind that can be batched.
     """
+    if not site.length:
+        raise Declined("the loop has no steps", site.node)
     lowered = lower_body(site)
-    view = _LoweredSite(site.owner, site.node, lowered)
     record = ScanRecord(site.node.name, site.length)
-    evaluate_known(view, record)
-    carries, _, _ = view.placeholders()
-    updates, _ = view.outputs()
-    with unset_fake_temporarily():
-        record.carries = [_classify(c, u, record) for c, u in zip(carries, updates, strict=True)]
+    with declined_if_it_fails("its carries cannot be resolved", site.node):
+        _write_as_scatters(lowered)
+        view = _LoweredSite(site.owner, site.node, lowered)
+        evaluate_known(view, record)
+        carries, _, _ = view.placeholders()
+        updates, _ = view.outputs()
+        with unset_fake_temporarily():
+            record.carries = [_classify(c, u, record) for c, u in zip(carries, updates, strict=True)]
     return lowered, record
+
+
+@contextlib.contextmanager
+def declined_if_it_fails(what: str, node: fx.Node) -> Iterator[None]:
+    """Leave a scan alone whose step torch, or this compiler, cannot cope with in an unforeseen way."""
+    try:
+        yield
+    except Declined:
+        raise
+    except Exception as error:
+        log.debug("%s: %s", node.name, what, exc_info=True)
+        raise Declined(f"{what}: {first_line(error)}", node) from error
 
 
 @dataclass
@@ -220,16 +251,50 @@ class _LoweredSite(ScanSite):
 
 
 def _classify(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Carry:
-    if update is carry:
+    if update is carry or not example(carry).numel():
         return Invariant()
     if carry in record.known:
-        return Known(record.known[carry].table().numpy())
+        return Known(record.known[carry].table())
     if not _depends_on(update, carry):
         return Latest()
     rows = _match_rows(carry, update, record)
     if not rows.write_once and rows.steps * rows.size > TABLE_LIMIT:
         raise Declined(f"{rows.size} rows rewritten over {rows.steps} steps need a table above {TABLE_LIMIT}", update)
     return rows
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _write_as_scatters(body: fx.GraphModule) -> None:
+    """Put writes into views, as in `buffer[:, 2:4] = x`, into the form of one scatter of the new rows.
+
+    A copy is the copied value in the shape and dtype of its destination, whose old value it does not read; slices of
+    everything are what they are taken from.
+    """
+    for node in body.graph.nodes:
+        if node.target is aten.fill.Scalar:
+            old, number = node.args
+            kind = {"dtype": example(old).dtype, "device": example(old).device}
+            node.replace_all_uses_with(
+                NodeBuilder(body, node)(aten.full.default, list(example(old).shape), number, **kind)
+            )
+        elif node.target in (aten.copy.default, aten.fill.Tensor):
+            old, new = node.args[:2]
+            build = NodeBuilder(body, node)
+            if (example(new).dtype, example(new).device) != (example(old).dtype, example(old).device):
+                new = build(aten._to_copy.default, new, dtype=example(old).dtype, device=example(old).device)
+            if example(new).shape != example(old).shape:
+                new = build(aten.expand.default, new, list(example(old).shape))
+            node.replace_all_uses_with(new)
+        elif node.target is aten.slice.Tensor and example(node).shape == example(node.args[0]).shape:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.slice_scatter.default and example(node).shape == example(node.args[1]).shape:
+            node.replace_all_uses_with(node.args[1])
+    body.graph.eliminate_dead_code()
+    body.recompile()
 
 
 def _depends_on(node: fx.Node, source: fx.Node) -> bool:
@@ -247,19 +312,23 @@ def _depends_on(node: fx.Node, source: fx.Node) -> bool:
 
 def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
     """Recognise one write of rows over the old buffer, or over the old buffer shifted."""
-    steps = record.length
     shape = example(carry).shape
+    if example(update).shape != shape:
+        raise Declined("rows are written to a part of the carry, which is then spread over all of it", update)
 
     if update.target is aten.where.self:
         return _match_where(carry, update, record)
 
-    if update.target in (aten.cat.default, aten.roll.default):
+    if not shape:
+        raise Declined("a carry without dimensions is computed from its own last value (a recurrence)", update)
+
+    if update.target is aten.cat.default:
         return _match_shift(carry, update, record)
 
     if update.target is aten.index_copy.default:
         base, dim, index, source = update.args
-        dim = dim % len(shape)
-        return _rows(carry, base, dim, _slots(index, shape[dim], record, update), source, record)
+        slots = _slots(index, shape[dim], record, update)
+        return _rows(carry, base, dim, slots, (slots.shape[1],), source, update)
 
     if update.target in (aten.index_put.default, aten._unsafe_index_put.default):
         base, indices, source = update.args[:3]
@@ -269,19 +338,23 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
         if len(given) != 1:
             raise Declined("index_put writes at several index tensors, not at whole rows", update)
         ((dim, index),) = given
-        if example(index).dim() == 0 and dim != 0:
-            raise Declined("index_put writes a scalar index behind the first dimension", update)
-        return _rows(carry, base, dim, _slots(index, shape[dim], record, update), source, record)
+        slots = _slots(index, shape[dim], record, update, may_count_from_the_end=True)
+        return _rows(carry, base, dim, slots, tuple(example(index).shape), source, update)
 
     if update.target is aten.scatter.src:
         base, dim, index, source = update.args
-        dim = dim % len(shape)
-        return _rows(carry, base, dim, _scatter_slots(index, dim, shape, record, update), source, record)
+        slots = _scatter_slots(index, dim % len(shape), shape, record, update)
+        return _rows(carry, base, dim, slots, (slots.shape[1],), source, update)
 
     if update.target is aten.slice_scatter.default:
         base, source, dim, start, end, step = (*update.args, *(0, None, None, 1)[len(update.args) - 2 :])
-        overwritten = torch.arange(shape[dim])[slice(start, end, step)]
-        return _rows(carry, base, dim % len(shape), overwritten.expand(steps, -1), source, record)
+        overwritten = torch.arange(shape[dim])[slice(start, end, step)].expand(record.length, -1)
+        return _rows(carry, base, dim, overwritten, (overwritten.shape[1],), source, update)
+
+    if update.target is aten.select_scatter.default:
+        base, source, dim, row = update.args
+        overwritten = torch.full((record.length, 1), row % shape[dim])
+        return _rows(carry, base, dim, overwritten, (), source, update)
 
     raise Declined(
         "the carry is computed from its own last value (a recurrence), neither a counter nor a write of known rows",
@@ -304,33 +377,30 @@ def _match_where(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
         if inner.base is not None:
             raise Declined("a shift that happens at some steps only", update)
         happens = mask.table().reshape(record.length, 1)
-        return Rows(inner.dim, inner.size, inner.written, np.where(happens.numpy(), inner.slots, -1))
+        return replace(inner, slots=np.where(happens.numpy(), inner.slots, -1))
 
     if _depends_on(if_true, carry):
         raise Declined("the rows written are computed from the buffer they are written to, in the same place", update)
 
-    mask_shape = [1] * (len(shape) - len(mask.shape)) + list(mask.shape)
-    wide = [i for i, size in enumerate(mask_shape) if size != 1]
+    wide = [i - len(mask.shape) for i, size in enumerate(mask.shape) if size != 1]
     if len(wide) > 1:
         raise Declined("the condition of this write selects elements, not whole rows", condition)
-    dim = wide[0] if wide else 0
-    if not wide and shape[dim] != 1:
-        # A scalar predicate that replaces the whole buffer by a value: every row, or none.
-        return _whole_buffer(carry, if_true, if_false, mask.table().reshape(record.length), record)
-    source_shape = example(if_true).shape if isinstance(if_true, fx.Node) else ()
-    source_rows = source_shape[dim - len(shape)] if len(source_shape) >= len(shape) - dim else 1
-    if source_rows != 1 and shape[dim] != 1:
+    if not wide:
+        # One predicate that replaces the whole buffer by a value: every row, or none.
+        rows = torch.arange(shape[0] if shape else 1)
+        slots = torch.where(mask.table().reshape(record.length, 1), rows, -1)
+        return _rows(carry, if_false, 0, slots, tuple(shape[:1]), if_true, update)
+    source = example(if_true)
+    if source.dim() >= -wide[0] and source.shape[wide[0]] != 1:
         raise Declined("where() takes each row from a different place of its source", update)
-    if not isinstance(if_true, fx.Node):
-        raise Declined("where() writes a Python number", update)
-    return _rows(carry, if_false, dim, _single_slots(mask, condition, record), if_true, record)
+    return _rows(carry, if_false, wide[0], _single_slots(mask, condition, record), (1,), if_true, update)
 
 
 def _condition(condition: fx.Node, record: ScanRecord) -> Table | StepMask:
     """The condition of a write at every step."""
     value: Any = record.known.get(condition, record.constant.get(condition))
     mask = None if value is None else step_mask(value, record.length)
-    if mask is None and isinstance(value, Table):
+    if mask is None and isinstance(value, Table) and value.values.dtype == torch.bool:
         return value
     if mask is None:
         raise Declined("the condition of this write depends on data, not on the step index alone", condition)
@@ -349,22 +419,14 @@ def _single_slots(mask: Table | StepMask, condition: fx.Node, record: ScanRecord
     return slots
 
 
-def _whole_buffer(carry, source, base, happens, record) -> Rows:
-    shape = example(carry).shape
-    if base is not carry or not shape or example(source).shape != shape:
-        raise Declined("a predicate chooses between two values of the whole carry", carry)
-    slots = torch.where(happens[:, None], torch.arange(shape[0]), -1)
-    return Rows(0, shape[0], source, slots.numpy())
-
-
 def _match_shift(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
     """`cat([buffer[k:], new])` and `cat([new, buffer[:-k]])`: a window of the last rows."""
     shape = example(carry).shape
-    if update.target is aten.roll.default:
-        raise Declined("roll alone turns the rows round without writing any", update)
     parts, dim = update.args[0], (update.args[1] if len(update.args) > 1 else 0) % len(shape)
     base, slots, sources = [], [], []
     for part in parts:
+        if example(part).dim() != len(shape):  # cat() skips what is empty, `[0]`
+            continue
         rows = example(part).shape[dim]
         kept = _kept_rows(carry, part, dim)
         if kept is not None:
@@ -377,11 +439,9 @@ def _match_shift(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
             slots.append(torch.arange(at, at + rows))
             sources.append(part)
     if len(sources) != 1:
-        raise Declined("cat() brings new rows from several places", update)
-    moved = torch.cat(base)
-    if len(moved) != shape[dim]:
-        raise Declined("cat() changes the number of rows", update)
-    return Rows(dim, shape[dim], sources[0], slots[0].expand(record.length, -1).numpy(), moved.numpy())
+        raise Declined("cat() brings new rows from several places, or none", update)
+    written = slots[0].expand(record.length, -1)
+    return Rows(dim, shape[dim], sources[0], (written.shape[1],), written.numpy(), torch.cat(base).numpy())
 
 
 def _kept_rows(carry: fx.Node, node: fx.Node, dim: int) -> Tensor | None:
@@ -396,52 +456,70 @@ def _kept_rows(carry: fx.Node, node: fx.Node, dim: int) -> Tensor | None:
     if node.target is aten.roll.default:
         inner = _kept_rows(carry, node.args[0], dim)
         dims = node.args[2] if len(node.args) > 2 else []
-        if inner is not None and list(dims) == [dim]:
+        if inner is not None and [d % example(node).dim() for d in dims] == [dim]:
             return inner.roll(node.args[1][0])
     return None
 
 
-def _rows(carry: fx.Node, base: fx.Node, dim: int, slots: Tensor, source: fx.Node, record: ScanRecord) -> Rows:
+def _rows(
+    carry: fx.Node,
+    base: fx.Node,
+    dim: int,
+    slots: Tensor,
+    index_shape: tuple[int, ...],
+    source: fx.Node,
+    update: fx.Node,
+) -> Rows:
+    """The record of one write to rows `slots` `[S, count]`, laid out as `Rows` says."""
+    shape = example(carry).shape
     if source is carry:
-        raise Declined("the carry is written to itself", carry)
-    moved = None
+        raise Declined("the carry is written to itself", update)
+    if not shape:
+        if base is not carry:
+            raise Declined("a value is written over something else than the old one", base)
+        # Looked up in its table like a buffer that shifts: there are no rows for a guard to tell apart.
+        return Rows(0, 1, source, index_shape, slots.numpy(), np.arange(1))
+    dim, moved = dim % len(shape), None
     if base is not carry:
-        moved = _kept_rows(carry, base, dim)
-        if moved is None:
+        kept = _kept_rows(carry, base, dim)
+        if kept is None or example(base).shape != shape:
             raise Declined("rows are written over something else than the old buffer", base)
-    return Rows(dim, example(carry).shape[dim], source, slots.numpy(), None if moved is None else moved.numpy())
+        moved = kept.numpy()
+    return Rows(dim, shape[dim], source, index_shape, slots.numpy(), moved)
 
 
-def _slots(index: fx.Node, size: int, record: ScanRecord, update: fx.Node) -> Tensor:
+def _slots(
+    index: fx.Node, size: int, record: ScanRecord, update: fx.Node, *, may_count_from_the_end: bool = False
+) -> Tensor:
     """The rows an index names at each step, `[S, count]`."""
-    if index in record.known:
-        value = _table(index, record, update)
-    elif index in record.constant:
-        value = record.constant[index].expand(record.length, *record.constant[index].shape)
-    else:
-        raise Declined("the row written depends on data, not on the step index alone", update)
-    if value.dtype == torch.bool or value.dim() > 2:
-        raise Declined("the index of this write is not a row number or a list of them", update)
-    value = value.reshape(record.length, -1)
+    if example(index).dtype in (torch.bool, torch.uint8):
+        raise Declined("the index of this write is a mask, not a row number or a list of them", update)
+    value = _table(index, record, update).reshape(record.length, example(index).numel())
+    if may_count_from_the_end:
+        value = torch.where((value < 0) & (value >= -size), value + size, value)
     return _checked_slots(value, size, update)
 
 
 def _table(index: fx.Node, record: ScanRecord, update: fx.Node) -> Tensor:
-    if example(index).numel() * record.length > TABLE_LIMIT:
+    """An index at every step, `[S, ...]`."""
+    shape = example(index).shape
+    if index in record.constant:
+        return record.constant[index].expand(record.length, *shape)
+    if index not in record.known:
+        raise Declined("the row written depends on data, not on the step index alone", update)
+    if shape.numel() * record.length > TABLE_LIMIT:
         raise Declined(f"the rows it writes need a table above {TABLE_LIMIT} numbers", update)
     return record.known[index].table()
 
 
-def _scatter_slots(index, dim, shape, record, update) -> Tensor:
-    if index not in record.known:
-        raise Declined("the row written depends on data, not on the step index alone", update)
-    value = _table(index, record, update)
-    if example(update.args[3]).shape != example(index).shape:
+def _scatter_slots(index: fx.Node, dim: int, shape: Sequence[int], record: ScanRecord, update: fx.Node) -> Tensor:
+    given = example(index).shape
+    if example(update.args[3]).shape != given:
         raise Declined("scatter takes a part of its source only", update)
-    value = value.movedim(dim + 1, 1).flatten(2)
-    full = [size for i, size in enumerate(shape) if i != dim]
-    given = [size for i, size in enumerate(example(index).shape) if i != dim]
-    if full != given or not (value == value[..., :1]).all():
+    if [*given[:dim], *given[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
+        raise Declined("scatter writes single elements, not whole rows", update)
+    value = _table(index, record, update).movedim(dim + 1, 1).flatten(2)
+    if not (value == value[..., :1]).all():
         raise Declined("scatter writes single elements, not whole rows", update)
     return _checked_slots(value[..., 0], shape[dim], update)
 
@@ -451,4 +529,7 @@ def _checked_slots(slots: Tensor, size: int, update: fx.Node) -> Tensor:
         raise Declined(
             f"row {int(slots.min() if slots.min() < 0 else slots.max())} is written to a buffer of {size}", update
         )
+    in_order = slots.sort(1).values
+    if bool((in_order[:, 1:] == in_order[:, :-1]).any()):
+        raise Declined("one step writes the same row twice: which value stays is not defined", update)
     return slots

@@ -9,8 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
+# In the meta of a node that stays even if nobody reads it: it draws random numbers, say.
+KEPT = "nsa_kept"
+
 # What a node inherits from the node it replaces, where it brings none of its own.
 INHERITED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "custom")
+
+
+def eliminate_dead_code(gm: fx.GraphModule) -> None:
+    """Remove what nobody reads, but for what was there for what it does."""
+    gm.graph.eliminate_dead_code(lambda node: node.is_impure() or KEPT in node.meta)
 
 
 def inherit_meta(new: fx.Node, old: fx.Node) -> None:
@@ -34,15 +42,16 @@ def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, in
     _erase(owner, [node])
 
 
-def replace_graph(owner: fx.GraphModule, graph: fx.GraphModule) -> None:
-    """Give a graph the nodes of another one, which takes the same inputs and yields the same outputs."""
+def replace_graph(owner: fx.GraphModule, graph: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
+    """Give a graph the nodes of another one, which takes `inputs` of it and yields the same outputs, then others."""
     output = owner.graph.output_node()
     before = [n for n in owner.graph.nodes if n.op not in ("placeholder", "output")]
-    inputs = owner.graph.find_nodes(op="placeholder")
     outputs = _copy_nodes(owner, output, graph, inputs)
-    for old, new in zip(output.args[0], outputs, strict=True):
+    old_outputs = output.args[0]
+    for old, new in zip(old_outputs, outputs, strict=False):
         if old.op != "placeholder":
             _take_place(new, old)
+    output.args = ((*output.args[0], *outputs[len(old_outputs) :]),)
     for node in reversed(before):
         owner.graph.erase_node(node)
     owner.delete_all_unused_submodules()
@@ -109,7 +118,7 @@ def _copy_nodes(
 def _erase(owner: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
         owner.graph.erase_node(node)
-    owner.graph.eliminate_dead_code()
+    eliminate_dead_code(owner)
     owner.delete_all_unused_submodules()
     owner.recompile()
 

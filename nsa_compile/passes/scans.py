@@ -18,7 +18,9 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa_compile import modes
 from nsa_compile.passes.step_values import StepValue
 
 aten = torch.ops.aten
@@ -115,6 +117,12 @@ def example(node: fx.Node) -> Tensor:
     return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
 
 
+def scan_results(node: fx.Node) -> list[Tensor]:
+    """Stand-ins for what a scan yields."""
+    value = node.meta.get("example_value")
+    return list(value if value is not None else node.meta["val"])
+
+
 def subgraphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """The graph and the bodies it calls, each once: a checkpointed region hides its scans in one, equal regions share
     one."""
@@ -199,13 +207,19 @@ def on_fake_inputs(gm: fx.GraphModule) -> Iterator[list[Any]]:
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
-        with mode, torch.no_grad():  # which also undoes what the graph does to the grad mode
+        with mode, modes.restored(), torch.no_grad():
             yield inputs
     finally:
         mode.allow_non_fake_inputs = allowed
 
 
-def trace_to_aten(fn: Callable[..., Any], inputs: list[Tensor], *, decompose_sdpa: bool = True) -> fx.GraphModule:
+def trace_to_aten(
+    fn: Callable[..., Any],
+    inputs: list[Tensor],
+    *,
+    decompose_sdpa: bool = True,
+    decompositions: dict[OpOverload, Callable[..., Any]] | None = None,
+) -> fx.GraphModule:
     """Trace `fn` to ATen below autograd, keeping each node's source line. Autograd comes later, on the result.
 
     SDPA becomes plain operators, if `decompose_sdpa`: the passes see its mask, and every device computes the same.
@@ -213,8 +227,8 @@ def trace_to_aten(fn: Callable[..., Any], inputs: list[Tensor], *, decompose_sdp
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     sdpa = sdpa_kernel(SDPBackend.MATH) if decompose_sdpa else contextlib.nullcontext()
-    with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa, torch.no_grad():
-        gm = make_fx(fn, tracing_mode="real", pre_dispatch=False, _allow_non_fake_inputs=True)(*inputs)
+    with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa, modes.restored(), torch.no_grad():
+        gm = make_fx(fn, decompositions, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     gm.graph.eliminate_dead_code()
     return gm
 
@@ -226,7 +240,11 @@ def lower_body(site: ScanSite) -> fx.GraphModule:
         Declined: for operators whose meaning is lost on the way down.
     """
     fakes = fake_inputs(site.init) + [x[0] for x in fake_inputs(site.xs)] + fake_inputs(site.additional)
-    lowered = _lower(site.body, fakes)
+    state = modes.autocast_at(site.node)
+    if modes.sets_autocast(site.body.graph.nodes) and any(on for _, _, on in state):
+        raise Declined("the step sets autocast, within a region that has autocast already", site.node)
+    with modes.under(state):
+        lowered = _lower(site.body, fakes)
     _strip_copies(lowered)
     _copy_outputs(lowered)
     return lowered
@@ -253,7 +271,7 @@ def _lower(body: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
             raise Declined(f"the step calls the higher-order operator {node.target}, which has no batched form", node)
 
     def run(*args: Tensor) -> list[Tensor]:
-        return list(_BodyInterpreter(body).run(*args))
+        return list(BodyInterpreter(body).run(*args))
 
     try:
         lowered = trace_to_aten(torch.func.functionalize(run, remove="mutations"), inputs)
@@ -266,10 +284,11 @@ def _lower(body: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
     return lowered
 
 
-class _BodyInterpreter(fx.Interpreter):
-    """Runs a body under tracing. What was computed under no_grad is detached where it is made.
+class BodyInterpreter(fx.Interpreter):
+    """Runs a graph under tracing. What is computed under no_grad reads detached operands.
 
-    Tracing happens below autograd, where grad mode means nothing, so the mode has to become an operator.
+    Tracing happens below autograd, where grad mode means nothing, so the mode has to become an operator. It stands
+    before the computation, and not behind it: what is written in place has no gradient then, either.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -280,13 +299,17 @@ class _BodyInterpreter(fx.Interpreter):
         if n.target is torch._C._set_grad_enabled:
             self.grad_enabled = bool(n.args[0])
             return None
-        result = super().run_node(n)
-        if not self.grad_enabled and n.op in ("call_function", "call_method", "call_module"):
-            result = torch.utils._pytree.tree_map_only(Tensor, torch.detach, result)
-        return result
+        return super().run_node(n)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        found = super().fetch_args_kwargs_from_env(n)
+        if self.grad_enabled or n.op not in ("call_function", "call_method", "call_module"):
+            return found
+        return torch.utils._pytree.tree_map_only(Tensor, torch.detach, found)
 
 
-_COPIES = {aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default}
+# Not `lift_fresh_copy`: it makes a literal a tensor of whoever traces the graph next.
+_COPIES = {aten.clone.default, aten.alias.default}
 # A view holds for the strides it was traced with; once copies are gone, only a reshape is sure to run.
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
@@ -343,6 +366,18 @@ def on_cpu(kwargs: Any) -> dict[str, Any]:
     return {k: "cpu" if k == "device" else v for k, v in kwargs.items()}
 
 
+class _Determined(TorchDispatchMode):
+    """Refuses operators whose result is another one each time: random ones, and memory that nothing was put into."""
+
+    EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if torch.Tag.nondeterministic_seeded in func.tags or name in self.EMPTY:
+            raise ValueError(f"{func} has another result each time")
+        return func(*args, **(kwargs or {}))
+
+
 def constant_value(node: fx.Node, cache: dict[fx.Node, Tensor | None], limit: int = 2**26) -> Tensor | None:
     """The value of a node of the captured graph that depends on no input (such as `torch.arange(S)`), on the CPU."""
     if node in cache:
@@ -355,8 +390,6 @@ def constant_value(node: fx.Node, cache: dict[fx.Node, Tensor | None], limit: in
         return None
     if isinstance(fake := node.meta.get("example_value"), Tensor) and fake.numel() > limit:
         return None
-    if "rand" in str(target) or "empty" in str(target):
-        return None
     operands: dict[fx.Node, Any] = {}
     for operand in node.all_input_nodes:
         value = constant_value(operand, cache, limit)
@@ -365,7 +398,7 @@ def constant_value(node: fx.Node, cache: dict[fx.Node, Tensor | None], limit: in
         operands[operand] = value
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operands.__getitem__)
     kwargs = on_cpu(kwargs)
-    with unset_fake_temporarily(), torch.no_grad():
+    with unset_fake_temporarily(), modes.restored(), torch.no_grad(), _Determined():
         try:
             value = (
                 getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)

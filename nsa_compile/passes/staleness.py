@@ -1,19 +1,37 @@
 """Following unwritten rows through a step: the proof behind eliminate_guards.
 
 Replace a buffer by its final contents, and at step t the rows written after t hold values of the future: they are
-*stale*. This module follows them through the body, operator by operator. For each element of each value it keeps
+*stale*. This module follows them through the body, operator by operator. The *loop* is the program as written, the
+*compiled* program the one that finds stale rows; an element e of a value is claimed by `Facts` as follows:
 
-- `ready`: from this step on the element is what the loop computes (0: always);
-- `zero`: before this step it is exactly zero, in the loop too;
-- `fill`: before this step it is a score so low that softmax makes it zero, in the loop too;
+- `ready[e] <= t`: at step t, e is the same in both. Of an element that is not ready nothing is the same, but its
+  magnitude holds in both (`magnitudes`), and so does every other claim;
+- `zero[e] > t`: at step t, e is exactly 0 in both;
+- `fill[e] > t`: at step t, e is at a floor, -inf or about the lowest number, and the same in both;
+- `can_be_true[e] > t`: at step t, e is false in both; `can_be_false` likewise;
+- `surely_true[e]`, an interval of steps: at those, e is true in both; `surely_false` likewise;
+- `surely_kept[e]`, an interval of steps: at those, e is at no floor, so that its magnitude says how large it is.
 
-each a tensor of steps in the element's own layout, with size-1 dimensions where all agree, so that a slice, an
+Each holds a tensor of steps in the element's own layout, with size-1 dimensions where all agree, so that a slice, an
 unfold or a transpose is followed by applying it to the steps themselves. Masks are known at compile time or
 conjunctions with what is, so for each element the first step at which it can be true, or false, is known.
 
-Claims hold for finite values: 0 · inf is NaN. Operators that make infinities of finite values, such as exp, therefore
-do not let a stale row pass; a sum or product that overflows is outside the claim. Whatever is not understood makes its
-result stale for good.
+Two programs with the same values must have the same gradients. A stale element that is ready has a gradient of exactly
+zero as long as it is stale: `where` sets it to zero, and an exact zero that it is multiplied with makes it zero if what
+it meets is finite. So a value in which stale elements met zeros is *hollow*, and reads nothing but operators whose
+derivatives are finite (`Magnitudes.is_smooth`).
+
+Softmax makes an exact zero of a floor if another score stands out. That a mask keeps a score does not say that: it may
+have been at a floor before, by a padding mask that is data, or a column that was put beside. So scores must be shown
+to stand out, and weights that are multiplied with stale rows to be no NaN. Neither follows from the program alone.
+
+**What is assumed of data.** What comes into the loop at run time (xs, first values of carries, what the step closes
+over, gradients of the outputs) holds no NaN and no +inf; it holds -inf, or numbers near a floor, only where it is added
+to scores, not where it is multiplied or kept in a cache. Arithmetic of such numbers does not overflow: an element of a
+product of two matrices that are both given at run time is at most `product_bound` (10^28; 4,000 in float16), and what
+has no bound of its own is finite. Nothing is assumed of numbers that the program names itself: those are measured.
+
+Whatever is not understood makes its result stale for good.
 """
 
 from __future__ import annotations
@@ -30,30 +48,32 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from nsa_compile.passes.known import LIMIT
+from nsa_compile.passes.magnitudes import Magnitude, Magnitudes, floor_level, unmeasured
+from nsa_compile.passes.resolve_carries import Latest, Rows
 from nsa_compile.passes.scans import ScanRecord, aten, example, location
-from nsa_compile.passes.step_values import Choice, Separable, StepMask, StepValue, Table
+from nsa_compile.passes.step_values import Separable, StepMask, StepValue, Table
 
 Steps = Tensor  # int64, broadcastable to the value's shape
+Interval = tuple[Steps, Steps]  # first and last step; empty where the last is before the first
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one value. None for a step tensor means 0 everywhere."""
+    """What is known of one value; the module says what each field claims. None claims nothing, and 0 for `ready`."""
 
     ready: Steps | None = None
     zero: Steps | None = None
     fill: Steps | None = None
-    # For booleans: the first step at which an element can be true, and false; and an interval of steps, both ends
-    # included, at which it surely is.
     can_be_true: Steps | None = None
     can_be_false: Steps | None = None
-    surely_true: tuple[Steps, Steps] | None = None
-    surely_false: tuple[Steps, Steps] | None = None
-    # After a fill: the steps at which an element surely was not filled.
-    surely_kept: tuple[Steps, Steps] | None = None
+    surely_true: Interval | None = None
+    surely_false: Interval | None = None
+    surely_kept: Interval | None = None
     # Which guards the stale elements come from, and the last place that might have stopped them.
     sources: frozenset[str] = frozenset()
     trail: tuple[str, fx.Node] | None = None
+    # Which guards the stale elements came from that met exact zeros on the way here.
+    hollow: frozenset[str] = frozenset()
 
     @property
     def stale(self) -> bool:
@@ -61,10 +81,11 @@ class Facts:
 
     @property
     def says_anything(self) -> bool:
-        steps = (self.ready, self.zero, self.fill, self.can_be_true, self.can_be_false)
-        return any(x is not None for x in (*steps, self.surely_true, self.surely_false, self.surely_kept))
+        return any(getattr(self, name) is not None for name in (*FIRST_STEPS, *INTERVALS))
 
 
+FIRST_STEPS = ("ready", "zero", "fill", "can_be_true", "can_be_false")
+INTERVALS = ("surely_true", "surely_false", "surely_kept")
 CLEAN = Facts()
 
 
@@ -75,25 +96,26 @@ class Analysis:
         self.record = record
         self.never = record.length
         self.facts: dict[fx.Node, Facts] = {}
+        self.magnitudes = Magnitudes(record)
+
+    def given(self, node: fx.Node, magnitude: Magnitude | None, facts: Facts = CLEAN) -> None:
+        """Take what a node is like from outside."""
+        self.magnitudes.found[node] = magnitude
+        self.facts[node] = facts
 
     def run(self, node: fx.Node) -> None:
-        """Derive the facts of one node from those of its inputs."""
+        """Derive the facts and the magnitude of one node from those of its inputs."""
         with unset_fake_temporarily(), torch.no_grad():
-            facts = self._derive(node)
-            if facts.surely_kept is None and node.target not in SOFTMAX and self._reads_filled(node):
-                # A floor that went through an operator without a rule for it is still no kept score. Indices and
-                # masks made from floors are no scores.
-                facts = replace(facts, surely_kept=_NEVER_SURE)
-            self.facts[node] = self._tidy(facts)
-
-    def _reads_filled(self, node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
-            return False
-        return any(f.fill is not None or f.surely_kept is not None for f in map(self.of, node.all_input_nodes))
+            self.magnitudes.found[node] = (
+                self._softmax_magnitude(node) if node.target in SOFTMAX else self.magnitudes.derive(node)
+            )
+            self.facts[node] = self._tidy(self._follow_hollow(node, self._derive(node)))
 
     def of(self, value: Any) -> Facts:
         return self.facts.get(value, CLEAN) if isinstance(value, fx.Node) else CLEAN
+
+    def is_finite(self, value: Any, like: fx.Node | None = None) -> bool:
+        return _is_finite(self.magnitudes.of(value, like))
 
     # -- the rules, in the order they are tried
 
@@ -102,7 +124,7 @@ class Analysis:
         if node in self.record.known:
             return self._known_value(self.record.known[node])
         if node in self.record.constant:
-            return CLEAN
+            return self._constant(self.record.constant[node])
         if node.op != "call_function":
             return CLEAN
         rule = RULES.get(node.target)
@@ -111,10 +133,44 @@ class Analysis:
         if not any(f.stale for f in inputs):
             return CLEAN
         if node.target in FINITE:
-            return self.pointwise(node)
+            return self.arithmetic(node)
         if isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
             return self.lost(node, f"{node.target} may overflow on a row that is not written yet, and inf * 0 is NaN")
         return self.lost(node, f"{node.target} mixes written and unwritten rows in a way the analysis does not follow")
+
+    def _follow_hollow(self, node: fx.Node, facts: Facts) -> Facts:
+        """Stale elements that met zeros pass on through whatever has finite derivatives."""
+        value = node.meta.get("val")
+        if node.target is aten.detach.default or (isinstance(value, Tensor) and not value.dtype.is_floating_point):
+            return facts  # no gradient comes back
+        hollow = frozenset[str]().union(*(self.of(n).hollow for n in node.all_input_nodes))
+        if not hollow:
+            return facts
+        if self.magnitudes.is_smooth(node):
+            return replace(facts, hollow=facts.hollow | hollow)
+        why = f"the derivative of {node.target} may be infinite, and inf times the zero of an unwritten row is NaN"
+        return Facts(ready=torch.tensor(self.never), sources=facts.sources | hollow, trail=facts.trail or (why, node))
+
+    def _constant(self, value: Tensor) -> Facts:
+        """What a value that is the same at every step says as a mask, as a factor and as an additive mask."""
+
+        def first(holds: Tensor) -> Steps:
+            return torch.where(holds, 0, self.never)
+
+        def run(holds: Tensor) -> Interval:
+            return torch.where(holds, 0, 1), torch.where(holds, self.never - 1, 0)
+
+        if value.dtype == torch.bool:
+            return Facts(
+                can_be_true=first(value),
+                can_be_false=first(~value),
+                surely_true=run(value),
+                surely_false=run(~value),
+            )
+        if not value.dtype.is_floating_point:
+            return CLEAN
+        low = value <= floor_level(value.dtype)
+        return Facts(fill=first(~low), surely_kept=run(~low)) if bool(low.any()) else CLEAN
 
     def _known_value(self, value: StepValue) -> Facts:
         """What a value known at every step says as a mask, as a factor and as an additive mask."""
@@ -128,10 +184,8 @@ class Analysis:
         dtype = value.values.dtype if isinstance(value, Table) else value.if_true.dtype
         if not dtype.is_floating_point:
             return Facts(zero=zero)
-        if _ever(value.where(torch.isnan)):
-            return CLEAN
-        kept = value.where(lambda x: x > torch.finfo(dtype).min)
-        if not _ever(value.where(lambda x: x <= torch.finfo(dtype).min)):
+        kept = value.where(lambda x: ~(x <= floor_level(dtype)))
+        if not _ever(~kept):
             return Facts(zero=zero)
         first_kept, kept_run = kept.run_of(True)
         return Facts(zero=zero, fill=first_kept, surely_kept=kept_run)
@@ -145,6 +199,12 @@ class Analysis:
 
     def pointwise(self, node: fx.Node) -> Facts:
         return self._join([self.of(n) for n in node.all_input_nodes])
+
+    def arithmetic(self, node: fx.Node) -> Facts:
+        """Of a function of single elements that is finite, in its derivatives too, where its operands are."""
+        if any(self.of(n).stale and not self.is_finite(n) for n in node.all_input_nodes):
+            return self.lost(node, MAY_BE_INFINITE)
+        return self.pointwise(node)
 
     def _join(self, inputs: list[Facts]) -> Facts:
         stale = [f for f in inputs if f.stale]
@@ -160,19 +220,28 @@ class Analysis:
         """Apply the operator to the steps instead of to the values."""
         inputs = {n: self.of(n) for n in node.all_input_nodes}
         moved: dict[str, Any] = {}
-        for name in ("ready", "zero", "fill", "can_be_true", "can_be_false"):
+        for name in FIRST_STEPS:
             if any(getattr(f, name) is not None for f in inputs.values()):
                 moved[name] = self._move(node, {n: getattr(f, name) for n, f in inputs.items()})
-        for name in ("surely_true", "surely_false", "surely_kept"):
-            # Padding is sure of nothing.
-            if node.target is aten.constant_pad_nd.default:
-                continue
-            if all(getattr(f, name) is not None for f in inputs.values()) and inputs:
+        for name in INTERVALS:
+            runs = {n: self._run(n, name) for n in inputs}
+            # Of padding nothing is sure.
+            if any(run is not None for run in runs.values()) and node.target is not aten.constant_pad_nd.default:
                 moved[name] = tuple(
-                    self._move(node, {n: getattr(f, name)[end] for n, f in inputs.items()}) for end in (0, 1)
+                    self._move(node, {n: (run or EMPTY)[end] for n, run in runs.items()}) for end in (0, 1)
                 )
         joined = self._join(list(inputs.values()))
         return Facts(**moved, sources=joined.sources, trail=joined.trail)
+
+    def _run(self, node: fx.Node, name: str) -> Interval | None:
+        return self.kept(node) if name == "surely_kept" else getattr(self.of(node), name)
+
+    def kept(self, value: Any, like: fx.Node | None = None) -> Interval | None:
+        """When a value surely is at no floor: always, if it has none."""
+        magnitude = self.magnitudes.of(value, like)
+        if magnitude is not None and magnitude.floors is None:
+            return torch.tensor(0), torch.tensor(self.never - 1)
+        return self.of(value).surely_kept
 
     def _move(self, node: fx.Node, steps: dict[fx.Node, Steps | None]) -> Steps:
         def operand(n: fx.Node) -> Tensor:
@@ -201,21 +270,32 @@ class Analysis:
         ready = f.ready.expand(shape).amax(dims, keepdim=keepdim) if shape else f.ready
         return Facts(ready=ready, sources=f.sources, trail=f.trail)
 
-    def select(self, mask: Any, if_true: Any, if_false: Any) -> Facts:
+    def select(self, node: fx.Node, mask: Any, if_true: Any, if_false: Any) -> Facts:
         """`where(mask, if_true, if_false)`: what a side holds matters only while the mask can take it."""
         m, a, b = self.of(mask), self.of(if_true), self.of(if_false)
         from_true, from_false = _or_zero(m.can_be_true), _or_zero(m.can_be_false)
         facts = self._join([m, self._hidden_before(a, from_true), self._hidden_before(b, from_false)])
+        a_kept, b_kept = self.kept(if_true, node), self.kept(if_false, node)
+        facts = replace(
+            facts,
+            surely_kept=_either(
+                _intersect(a_kept, b_kept),
+                _either(_intersect(a_kept, m.surely_true), _intersect(b_kept, m.surely_false)),
+            ),
+        )
         if not m.stale:
             # Where one side is a constant zero, or a constant floor, the result is it as long as the mask forces it.
-            zero = _union(self._zero_until(if_false, from_true, a.zero), self._zero_until(if_true, from_false, b.zero))
-            fill = _union(
-                from_true if self._is_floor(if_false) else None, from_false if self._is_floor(if_true) else None
+            facts = replace(
+                facts,
+                zero=_union(
+                    self._forced(if_false, from_true, a.zero, lambda v: v == 0),
+                    self._forced(if_true, from_false, b.zero, lambda v: v == 0),
+                ),
+                fill=_union(
+                    self._forced(if_false, from_true, a.fill, self._is_floor_of(node)),
+                    self._forced(if_true, from_false, b.fill, self._is_floor_of(node)),
+                ),
             )
-            masked, kept = (a, m.surely_true) if self._is_floor(if_false) else (b, m.surely_false)
-            facts = replace(facts, zero=zero)
-            if fill is not None:
-                facts = _with_fill(replace(facts, fill=masked.fill, surely_kept=masked.surely_kept), fill, kept)
         if facts.stale and facts.trail is None and isinstance(mask, fx.Node):
             facts = replace(
                 facts, trail=(self._explain_mask(a if a.stale else b, from_true if a.stale else from_false), mask)
@@ -235,18 +315,18 @@ class Analysis:
         ready = torch.where(start >= f.ready, 0, f.ready)
         return replace(f, ready=ready) if bool((ready > 0).any()) else CLEAN
 
-    def _zero_until(self, constant_side: Any, other_from: Steps, other_zero: Steps | None) -> Steps | None:
-        if not self._is_constant(constant_side, lambda v: v == 0):
+    def _forced(
+        self, side: Any, other_from: Steps, other_until: Steps | None, test: Callable[[float], bool]
+    ) -> Steps | None:
+        """Until when a choice is a constant that passes a test: until the other side can be taken, and is not such."""
+        if not self._is_constant(side, test):
             return None
-        return other_from if other_zero is None else torch.maximum(other_from, other_zero)
+        return other_from if other_until is None else torch.maximum(other_from, other_until)
 
-    def _is_floor(self, value: Any) -> bool:
-        """-inf, or the lowest finite number: what softmax turns into an exact zero beside any kept score."""
-        if isinstance(value, fx.Node) and example(value).dtype.is_floating_point:
-            lowest = torch.finfo(example(value).dtype).min
-        else:
-            lowest = torch.finfo(torch.float32).min
-        return self._is_constant(value, lambda v: v <= lowest)
+    @staticmethod
+    def _is_floor_of(node: fx.Node) -> Callable[[float], bool]:
+        dtype = example(node).dtype
+        return lambda v: dtype.is_floating_point and v <= floor_level(dtype)
 
     def _is_constant(self, value: Any, test: Callable[[float], bool]) -> bool:
         if isinstance(value, bool | int | float):
@@ -254,28 +334,27 @@ class Analysis:
         if isinstance(value, fx.Node) and value in self.record.constant:
             values = self.record.constant[value]
             return (
-                values.numel() > 0 and all(test(float(v)) for v in values.unique()[:2]) and values.unique().numel() == 1
+                values.numel() > 0 and bool((values == values.flatten()[0]).all()) and test(float(values.flatten()[0]))
             )
         return False
 
-    def _silence(self, f: Facts) -> Facts:
-        """An element that is exactly zero, or a constant floor, until it is ready is never stale."""
-        if not f.stale:
-            return f
+    def _silence(self, f: Facts, *, by_arithmetic: bool = False) -> Facts:
+        """An element that is exactly zero, or at a floor, until it is ready is never stale."""
         until = _union(f.zero, f.fill)
-        return f if until is None else self._hidden_before_keeping(f, until)
-
-    def _hidden_before_keeping(self, f: Facts, start: Steps) -> Facts:
-        ready = torch.where(start >= f.ready, 0, f.ready)
-        if bool((ready > 0).any()):
-            return replace(f, ready=ready)
-        return replace(f, ready=None, sources=frozenset(), trail=None)
+        if not f.stale or until is None:
+            return f
+        ready = torch.where(until >= f.ready, 0, f.ready)
+        met = f.sources if by_arithmetic and bool((ready < f.ready).any()) else frozenset[str]()
+        f = replace(f, ready=ready, hollow=f.hollow | met)
+        return f if bool((ready > 0).any()) else replace(f, ready=None, sources=frozenset(), trail=None)
 
     def contraction(self, node: fx.Node, a: Any, b: Any) -> Facts:
-        """`a [..., m, k] @ b [..., k, n]`: a term is harmless while one factor is exactly zero."""
+        """`a [..., m, k] @ b [..., k, n]`: a term is harmless while one factor is zero and the other is finite."""
         fa, fb = self.of(a), self.of(b)
         if not fa.stale and not fb.stale:
             return CLEAN
+        if not self.is_finite(a) or not self.is_finite(b):
+            return self.lost(node, MAY_BE_INFINITE)
         shape_a, shape_b = example(a).shape, example(b).shape
         vector_a, vector_b = len(shape_a) == 1, len(shape_b) == 1
 
@@ -289,7 +368,10 @@ class Analysis:
 
         ready = torch.maximum(left(fa.ready), right(fb.ready))
         silent = torch.maximum(left(fa.zero), right(fb.zero))
-        ready = torch.where(silent >= ready, 0, ready)
+        silenced = (silent >= ready) & (ready > 0)
+        ready = torch.where(silenced, 0, ready)
+        joined = self._join([fa, fb])
+        hollow = joined.sources if bool(silenced.any()) else frozenset[str]()
         inner = shape_a[-1]
         ready = ready.amax(-2) if inner else ready.new_zeros(())
         if vector_b:
@@ -297,10 +379,9 @@ class Analysis:
         if vector_a and ready.dim():
             ready = ready[..., 0, :] if not vector_b else ready[..., 0]
         if not bool((ready > 0).any()):
-            return CLEAN
-        joined = self._join([fa, fb])
+            return Facts(hollow=hollow)
         trail = joined.trail or (self._explain_contraction(silent), node)
-        return Facts(ready=ready, sources=joined.sources, trail=trail)
+        return Facts(ready=ready, sources=joined.sources, trail=trail, hollow=hollow)
 
     @staticmethod
     def _explain_contraction(silent: Steps) -> str:
@@ -308,31 +389,43 @@ class Analysis:
             return "its weights are not exactly zero until every row they meet is written"
         return "it reads every row, and no mask makes the unwritten ones exactly zero"
 
-    def softmax(self, node: fx.Node, *, needs_a_kept_score: bool) -> Facts:
-        """Filled scores become exact zeros, provided some score is surely kept at each step."""
+    def softmax(self, node: fx.Node) -> Facts:
+        """Floors become exact zeros beside a score that stands out; safe softmax makes zeros of -inf alone, too."""
         value, dim = node.args[0], node.args[1]
         f = self.of(value)
         shape = example(value).shape
-        if not shape:
-            return f
-        dim = dim % len(shape)
         if f.stale:
-            ready = f.ready.expand(shape).amax(dim, keepdim=True)
+            if self.magnitudes.found[node] is None:
+                return self.lost(node, MAY_BE_INFINITE)
+            ready = f.ready.expand(shape).amax(dim, keepdim=True) if shape else f.ready
             trail = f.trail or ("softmax reads scores of rows that are not written yet", node)
             return Facts(ready=ready, sources=f.sources, trail=trail)
-        if f.fill is None:
-            return CLEAN
-        if needs_a_kept_score and not self._always_one_kept(f, shape, dim):
-            return CLEAN
-        return Facts(zero=f.fill)
+        return Facts(zero=f.fill) if f.fill is not None and self._floors_vanish(node) else CLEAN
 
-    def _always_one_kept(self, f: Facts, shape: torch.Size, dim: int) -> bool:
-        if f.surely_kept is None:
+    def _floors_vanish(self, node: fx.Node) -> bool:
+        magnitude = self.magnitudes.of(node.args[0])
+        if magnitude is None:
             return False
-        low, high = (_full_rank(end, len(shape)) for end in f.surely_kept)
-        low, high = torch.broadcast_tensors(low, high)
-        low, high = (x.movedim(dim, -1).flatten(0, -2) if x.dim() > 1 else x[None] for x in (low, high))
-        return all(_covers(lo, hi, self.record.length) for lo, hi in zip(low, high, strict=True))
+        is_safe = node.target is aten._safe_softmax.default and magnitude.only_infinite_floors
+        return is_safe or (magnitude.stands_out and self.one_is_kept(node))
+
+    def _softmax_magnitude(self, node: fx.Node) -> Magnitude | None:
+        """Weights, unless all scores of a row may be -inf, which makes NaN."""
+        scores = self.magnitudes.of(node.args[0])
+        if scores is None:
+            return None
+        some = scores.finite or node.target is aten._safe_softmax.default or self.one_is_kept(node)
+        return Magnitude(1.0, 0.0) if some else None
+
+    def one_is_kept(self, softmax: fx.Node) -> bool:
+        """Whether at each step, in each row, some score is surely at no floor."""
+        value, dim = cast("tuple[fx.Node, int]", softmax.args[:2])
+        kept, rank = self.kept(value), example(value).dim()
+        if kept is None or not rank:
+            return kept is not None and _covers(kept[0][None], kept[1][None], self.never)
+        low, high = torch.broadcast_tensors(*(_full_rank(end, rank) for end in kept))
+        low, high = (x.movedim(dim, -1).flatten(0, -2) if rank > 1 else x[None] for x in (low, high))
+        return all(_covers(lo, hi, self.never) for lo, hi in zip(low, high, strict=True))
 
     def known_gather(self, node: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Facts:
         """Rows picked by numbers known at each step: clean if each is written by the time it is read."""
@@ -344,7 +437,10 @@ class Analysis:
             return self.lost(node, f"{node.target} picks rows by numbers that depend on data, or by too many")
         shape = example(value).shape
         per_row = f.ready.expand(shape).movedim(dim, 0).flatten(1).amax(1) if len(shape) > 1 else f.ready.expand(shape)
-        needed = per_row[index_steps.table().reshape(self.record.length, -1)]
+        rows = index_steps.table().reshape(self.record.length, -1)
+        if bool((rows < -len(per_row)).any() or (rows >= len(per_row)).any()):
+            return self.lost(node, f"{node.target} picks a row that is not there")
+        needed = per_row[rows]
         now = torch.arange(self.record.length)[:, None]
         late = needed > now
         if not bool(late.any()):
@@ -358,10 +454,10 @@ class Analysis:
         if f.ready is not None and not bool((f.ready > 0).any()):
             f = replace(f, ready=None, sources=frozenset(), trail=None)
         changes: dict[str, Any] = {}
-        for name in ("ready", "zero", "fill", "can_be_true", "can_be_false"):
+        for name in FIRST_STEPS:
             if (steps := getattr(f, name)) is not None:
                 changes[name] = _shrink(steps)
-        for name in ("surely_true", "surely_false", "surely_kept"):
+        for name in INTERVALS:
             if (interval := getattr(f, name)) is not None:
                 changes[name] = (_shrink(interval[0]), _shrink(interval[1]))
         return replace(f, **changes)
@@ -418,6 +514,8 @@ def _shrink(steps: Steps) -> Steps:
 def _and(analysis: Analysis, node: fx.Node) -> Facts:
     a, b = (analysis.of(x) for x in node.args[:2])
     facts = analysis._join([a, b])
+    if example(node).dtype != torch.bool:
+        return facts
     return replace(
         facts,
         can_be_true=_union(a.can_be_true, b.can_be_true),
@@ -430,6 +528,8 @@ def _and(analysis: Analysis, node: fx.Node) -> Facts:
 def _or(analysis: Analysis, node: fx.Node) -> Facts:
     a, b = (analysis.of(x) for x in node.args[:2])
     facts = analysis._join([a, b])
+    if example(node).dtype != torch.bool:
+        return facts
     return replace(
         facts,
         can_be_true=_both(a.can_be_true, b.can_be_true),
@@ -443,11 +543,11 @@ def _both(a: Steps | None, b: Steps | None) -> Steps | None:
     return None if a is None or b is None else torch.minimum(a, b)
 
 
-def _intersect(a, b):
+def _intersect(a: Interval | None, b: Interval | None) -> Interval | None:
     return None if a is None or b is None else (torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1]))
 
 
-def _either(a, b):
+def _either(a: Interval | None, b: Interval | None) -> Interval | None:
     """An interval at which one of two conditions surely holds: the longer one, element by element."""
     if a is None or b is None:
         return b if a is None else a
@@ -458,7 +558,7 @@ def _either(a, b):
 def _not(analysis: Analysis, node: fx.Node) -> Facts:
     f = analysis.of(node.args[0])
     return replace(
-        f,
+        analysis._join([f]),
         can_be_true=f.can_be_false,
         can_be_false=f.can_be_true,
         surely_true=f.surely_false,
@@ -467,9 +567,23 @@ def _not(analysis: Analysis, node: fx.Node) -> Facts:
 
 
 def _mul(analysis: Analysis, node: fx.Node) -> Facts:
-    a, b = (analysis.of(x) for x in node.args[:2])
-    zeros = [_zero_as_factor(analysis, x) for x in node.args[:2]]
-    return analysis._silence(replace(analysis._join([a, b]), zero=_union(*zeros)))
+    """Zero times a finite number is zero; -inf times a number above zero is -inf."""
+    a, b = node.args[:2]
+    of_a, of_b = analysis.of(a), analysis.of(b)
+    a_finite, b_finite = analysis.is_finite(a, node), analysis.is_finite(b, node)
+    if (of_a.stale or of_b.stale) and not (a_finite and b_finite):
+        return analysis.lost(node, MAY_BE_INFINITE)
+    zero = _union(
+        _zero_as_factor(analysis, a) if b_finite else None, _zero_as_factor(analysis, b) if a_finite else None
+    )
+    facts = replace(analysis._join([of_a, of_b]), zero=zero)
+    if analysis.magnitudes.found[node] is not None:  # then there are no floors but -inf, on one side alone
+        facts = replace(
+            facts,
+            fill=_union(of_a.fill, of_b.fill),
+            surely_kept=_intersect(analysis.kept(a, node), analysis.kept(b, node)),
+        )
+    return analysis._silence(facts, by_arithmetic=True)
 
 
 def _zero_as_factor(analysis: Analysis, value: Any) -> Steps | None:
@@ -479,86 +593,64 @@ def _zero_as_factor(analysis: Analysis, value: Any) -> Steps | None:
 
 
 def _add(analysis: Analysis, node: fx.Node) -> Facts:
-    """An additive mask: whatever the score, −inf below it is −inf."""
-    a, b = (analysis.of(x) for x in node.args[:2])
-    facts = analysis._join([a, b])
-    for mask, value in ((a, node.args[0]), (b, node.args[1])):
-        infinite = isinstance(value, fx.Node) and _fills_with_infinity(analysis, value)
-        if mask.fill is not None and infinite and node.kwargs.get("alpha", 1) == 1:
-            facts = _with_fill(facts, mask.fill, mask.surely_kept)
-        elif mask.fill is not None or mask.surely_kept is not None:
-            facts = replace(facts, surely_kept=_NEVER_SURE)  # its floor may be lost: no kept score
-    facts = analysis._silence(facts)
-    return replace(facts, zero=_both(a.zero, b.zero))
+    """An additive mask: whatever the score, -inf below it is -inf. Zero and zero are zero."""
+    a, b = node.args[:2]
+    of_a, of_b = analysis.of(a), analysis.of(b)
+    facts = analysis._join([of_a, of_b])
+    if analysis.magnitudes.found[node] is not None:  # then there are no floors but -inf, and no NaN
+        facts = replace(
+            facts,
+            fill=_union(of_a.fill, of_b.fill),
+            surely_kept=_intersect(analysis.kept(a, node), analysis.kept(b, node)),
+        )
+        facts = analysis._silence(facts, by_arithmetic=True)
+    finite = math.isfinite(node.kwargs.get("alpha", 1))
+    return replace(facts, zero=_both(of_a.zero, of_b.zero)) if finite else facts
 
 
 # An interval that holds no step.
-_NEVER_SURE = (torch.tensor(1), torch.tensor(0))
+EMPTY = (torch.tensor(1), torch.tensor(0))
+MAY_BE_INFINITE = "a row that is not written yet, or what it meets, may be infinite or NaN, and inf * 0 is NaN"
 
 
-def _with_fill(facts: Facts, fill: Steps | None, kept: tuple[Steps, Steps] | None) -> Facts:
-    """A further mask over scores that may be masked already: filled by either, kept by both."""
-    if facts.fill is not None or facts.surely_kept is not None:
-        return replace(facts, fill=_union(facts.fill, fill), surely_kept=_intersect(facts.surely_kept, kept))
-    return replace(facts, fill=fill, surely_kept=kept)
-
-
-def _fills_with_infinity(analysis: Analysis, node: fx.Node) -> bool:
-    while node.target in MOVEMENT and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
-        sides = node.args[1:3]
-    elif node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        sides = (node.args[0], node.args[2])
-    else:
-        values = analysis.record.known.get(node)
-        if not isinstance(values, Table | Choice) or not example(node).dtype.is_floating_point:
-            return False
-        return not _ever(values.where(lambda x: x == torch.finfo(x.dtype).min))
-    floors = [x for x in sides if analysis._is_floor(x)]
-    # What was masked before must have been filled with -inf as well.
-    inner = [x for x in sides if isinstance(x, fx.Node) and x not in floors and analysis.of(x).fill is not None]
-    infinite = all(analysis._is_constant(x, lambda v: v == -math.inf) for x in floors)
-    return bool(floors) and infinite and all(_fills_with_infinity(analysis, x) for x in inner)
+def _neg(analysis: Analysis, node: fx.Node) -> Facts:
+    return replace(analysis.arithmetic(node), zero=analysis.of(node.args[0]).zero)
 
 
 def _div(analysis: Analysis, node: fx.Node) -> Facts:
-    """Zero over a number stays zero. What is divided by a stale value may be infinite."""
-    if analysis.of(node.args[1]).stale:
+    """By a number that is not zero, it is a product. What is divided by something else may be infinite."""
+    value, divisor = node.args[:2]
+    of_value, size = analysis.of(value), analysis.magnitudes.of(divisor, node)
+    if analysis.of(divisor).stale:
         return analysis.lost(node, "it divides by a row that is not written yet, and inf * 0 is NaN")
-    facts = analysis.pointwise(node)
-    if not isinstance(node.args[1], fx.Node) and node.args[1] != 0:
-        facts = analysis._silence(replace(facts, zero=analysis.of(node.args[0]).zero))
-    return facts
-
-
-def _scaled_fill(analysis: Analysis, node: fx.Node) -> Facts:
-    """A product; −inf times a positive number is still −inf."""
-    facts = _mul(analysis, node)
-    value, factor = node.args[:2]
-    f = analysis.of(value)
-    positive = isinstance(factor, int | float) and 0 < factor < math.inf
-    if f.fill is not None and positive and isinstance(value, fx.Node) and _fills_with_infinity(analysis, value):
-        facts = analysis._silence(replace(facts, fill=f.fill, surely_kept=f.surely_kept))
-    return facts
+    keeps_off_zero = divisor != 0 if isinstance(divisor, int | float) else size is not None and size.least > 0
+    if size is None or size.floors is not None or not keeps_off_zero:
+        return analysis.lost(node, "it divides by what may be zero, and inf * 0 is NaN") if of_value.stale else CLEAN
+    return replace(analysis.arithmetic(node), zero=of_value.zero)
 
 
 def _where(analysis: Analysis, node: fx.Node) -> Facts:
-    return analysis.select(*node.args[:3])
+    return analysis.select(node, *node.args[:3])
 
 
 def _masked_fill(analysis: Analysis, node: fx.Node) -> Facts:
     value, mask, fill = node.args
-    return analysis.select(mask, fill, value)
+    return analysis.select(node, mask, fill, value)
 
 
 def _to_copy(analysis: Analysis, node: fx.Node) -> Facts:
     """A cast keeps zeros and floors; a boolean turned into a number is zero while it is false."""
     f = analysis.of(node.args[0])
-    if example(node.args[0]).dtype == torch.bool and example(node).dtype != torch.bool:
-        return Facts(ready=f.ready, zero=f.can_be_true, sources=f.sources, trail=f.trail)
-    fill = f.fill if example(node).dtype.is_floating_point else None
-    return replace(f, fill=fill)
+    to, source = example(node).dtype, example(node.args[0]).dtype
+    if source == torch.bool:
+        number = Facts(ready=f.ready, zero=f.can_be_true, sources=f.sources, trail=f.trail)
+        return f if to == torch.bool else analysis._silence(number)
+    plain = Facts(ready=f.ready, zero=f.zero, sources=f.sources, trail=f.trail)
+    if not source.is_floating_point:
+        return plain if to != torch.bool else replace(plain, zero=None)
+    if not to.is_floating_point:
+        return replace(plain, zero=None)
+    return replace(plain, fill=f.fill, surely_kept=analysis.kept(node.args[0]))
 
 
 def _reduction(analysis: Analysis, node: fx.Node) -> Facts:
@@ -581,18 +673,7 @@ def _addmm(analysis: Analysis, node: fx.Node) -> Facts:
 
 
 def _softmax(analysis: Analysis, node: fx.Node) -> Facts:
-    return analysis.softmax(node, needs_a_kept_score=True)
-
-
-def _safe_softmax(analysis: Analysis, node: fx.Node) -> Facts:
-    infinite = isinstance(node.args[0], fx.Node) and _keeps_infinity(analysis, node.args[0])
-    return analysis.softmax(node, needs_a_kept_score=not infinite)
-
-
-def _keeps_infinity(analysis: Analysis, node: fx.Node) -> bool:
-    if node.target in (aten.add.Tensor, aten.mul.Tensor, aten.mul.Scalar):
-        return any(isinstance(x, fx.Node) and _keeps_infinity(analysis, x) for x in node.args[:2])
-    return _fills_with_infinity(analysis, node)
+    return analysis.softmax(node)
 
 
 def _index_select(analysis: Analysis, node: fx.Node) -> Facts:
@@ -656,11 +737,11 @@ RULES: dict[Any, Callable[[Analysis, fx.Node], Facts]] = {
     aten.logical_or.default: _or,
     aten.bitwise_not.default: _not,
     aten.logical_not.default: _not,
-    aten.mul.Tensor: _scaled_fill,
-    aten.mul.Scalar: _scaled_fill,
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
     aten.add.Tensor: _add,
     aten.div.Tensor: _div,
-    aten.neg.default: lambda a, n: a._silence(replace(a.pointwise(n), zero=a.of(n.args[0]).zero)),
+    aten.neg.default: _neg,
     aten.where.self: _where,
     aten.where.ScalarOther: _where,
     aten.where.ScalarSelf: _where,
@@ -683,11 +764,59 @@ RULES: dict[Any, Callable[[Analysis, fx.Node], Facts]] = {
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _addmm,
     aten._softmax.default: _softmax,
-    aten._safe_softmax.default: _safe_softmax,
+    aten._safe_softmax.default: _softmax,
     aten.index_select.default: _index_select,
     aten.gather.default: _index_select,
     aten.index.Tensor: _index,
 } | dict.fromkeys(MOVEMENT - INDEXED - {aten._to_copy.default}, _move)
+
+
+def analyse(
+    body: fx.GraphModule,
+    record: ScanRecord,
+    given: dict[fx.Node, Magnitude | None],
+    stale: dict[fx.Node, Facts],
+) -> Analysis:
+    """Go through a lowered body, given the magnitudes of its inputs and the views of caches that are stale.
+
+    A carry holds what comes from outside and what the steps put there. Step by step, that is finite, and hollow only as
+    far as said, as long as each step makes it so of what is: supposed at first, and taken back where it proves wrong.
+    """
+    carries = body.graph.find_nodes(op="placeholder")[: len(record.carries)]
+    updates = body.graph.output_node().args[0][: len(record.carries)]
+    updates = [u.args[0] if u.target is aten.clone.default else u for u in updates]
+    infinite = {carry for carry in carries if not _is_finite(given.get(carry, unmeasured(carry)))}
+    hollow = dict.fromkeys(carries, frozenset[str]())
+    while True:
+        analysis = Analysis(record)
+        held: dict[fx.Node, fx.Node] = {}  # the nodes that are a carry before or after the step
+        for carry, update, kind in zip(carries, updates, record.carries, strict=True):
+            if isinstance(kind, Latest | Rows):
+                held[carry] = carry
+            if isinstance(kind, Rows):
+                held[update] = carry
+        for node in body.graph.nodes:
+            if node in held:
+                magnitude = None if held[node] in infinite else unmeasured(node)
+                analysis.given(node, magnitude, replace(stale.get(node, CLEAN), hollow=hollow[held[node]]))
+            elif node.op == "placeholder" and node not in record.known and node not in record.constant:
+                analysis.given(node, given.get(node, unmeasured(node)))
+            else:
+                analysis.run(node)
+        settled = True
+        for carry, update, kind in zip(carries, updates, record.carries, strict=True):
+            if isinstance(kind, Latest | Rows):
+                put = kind.written if isinstance(kind, Rows) else update
+                found = hollow[carry] | analysis.of(put).hollow
+                settled &= found == hollow[carry] and (carry in infinite or analysis.is_finite(put))
+                hollow[carry] = found
+                infinite |= set() if analysis.is_finite(put) else {carry}
+        if settled:
+            return analysis
+
+
+def _is_finite(magnitude: Magnitude | None) -> bool:
+    return magnitude is not None and magnitude.finite
 
 
 def explain(facts: Facts) -> tuple[str, str, str]:

@@ -19,6 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# The integer dtypes that are computed with; sums of numbers up to MODERATE do not overflow the widest of them.
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+MODERATE = 2**60
+
 Interval = tuple[Tensor, Tensor]  # first and last step, both included; empty if the last is before the first
 
 
@@ -54,7 +58,7 @@ class Table:
 
     def true_entries(self) -> tuple[Tensor, Tensor]:
         """Of booleans: step and flat element number of each true entry, by step."""
-        t, element = self.values.flatten(1).nonzero(as_tuple=True)
+        t, element = self.values.reshape(self.values.shape[0], self.shape.numel()).nonzero(as_tuple=True)
         return t, element
 
 
@@ -71,6 +75,22 @@ class Separable:
 
     def table(self) -> Tensor:
         return self.steps.reshape(-1, *([1] * self.rows.dim())) + self.rows
+
+    def range(self) -> tuple[int, int]:
+        """The least and the greatest of the integers."""
+        if not self.steps.numel() or not self.rows.numel():
+            return 0, 0
+        ends = (self.steps.min(), self.steps.max(), self.rows.min(), self.rows.max())
+        first, last, low, high = map(int, ends)
+        return first + low, last + high
+
+    def magnitude(self) -> int:
+        """The greatest number that the two parts hold, regardless of sign."""
+        return max((abs(int(end)) for x in (self.steps, self.rows) if x.numel() for end in x.aminmax()), default=0)
+
+    def is_moderate(self) -> bool:
+        """Whether two such values can be added and compared without an overflow."""
+        return self.magnitude() <= MODERATE
 
 
 @dataclass(frozen=True)
@@ -208,18 +228,15 @@ StepValue = Table | Separable | StepMask | Choice
 
 
 def separable(value: StepValue | Tensor, length: int) -> Separable | None:
-    """A constant, or one integer a step, as `steps[t] + rows[j]`."""
+    """A constant, or one integer a step, as `steps[t] + rows[j]`; None for numbers that sums could overflow."""
+    found = None
     if isinstance(value, Separable):
-        return value
-    if isinstance(value, Tensor):
-        return Separable(torch.zeros(length, dtype=torch.int64), value.long()) if _is_int(value) else None
-    if isinstance(value, Table) and _is_int(value.values) and value.shape.numel() == 1:
-        return Separable(value.values.flatten().long(), torch.zeros(value.shape, dtype=torch.int64))
-    return None
-
-
-def _is_int(value: Tensor) -> bool:
-    return not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
+        found = value
+    elif isinstance(value, Tensor) and value.dtype in INTEGERS:
+        found = Separable(torch.zeros(length, dtype=torch.int64), value.long())
+    elif isinstance(value, Table) and value.values.dtype in INTEGERS and value.shape.numel() == 1:
+        found = Separable(value.values.flatten().long(), torch.zeros(value.shape, dtype=torch.int64))
+    return found if found is not None and found.is_moderate() else None
 
 
 def step_mask(value: StepValue | Tensor, length: int) -> StepMask | None:

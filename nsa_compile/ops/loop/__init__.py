@@ -1,0 +1,259 @@
+"""`nsa_compile::loop`: a scan that stays a loop, with a backward pass of its own.
+
+torch's scan operator is a prototype whose gradients are wrong in several ways, so no graph is handed on with one. The
+loop runs the step as two functional graphs (`step.py`), one operator after the other as eager mode does: the forward
+loop keeps what the backward loop needs, once for each step; parameters, and whatever is made of them alone, once.
+
+A program is known by a digest of all that it does, so that code which a compiler has kept from an earlier process finds
+it: the process that uses such code has registered the program before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+
+from nsa_compile import modes
+from nsa_compile.ops.loop.step import Layout, LoopNotTraced, StepGraphs, trace_step
+
+__all__ = ["LoopNotTraced", "Program", "program", "register", "run_loop"]
+
+
+class Program:
+    """A loop: its step, the layouts of what the step reads, and its length."""
+
+    def __init__(
+        self,
+        body: fx.GraphModule,
+        inputs: Sequence[Layout],
+        n_init: int,
+        n_xs: int,
+        length: int,
+        autocast: modes.Autocast,
+    ) -> None:
+        self.body, self.inputs, self.autocast = body, tuple(inputs), autocast
+        self.n_init, self.n_xs, self.length = n_init, n_xs, length
+        self._graphs: dict[tuple[bool, ...], StepGraphs] = {}
+
+    def graphs(self, differentiable: Sequence[bool]) -> StepGraphs:
+        """The two directions of the step, where these inputs have gradients (none of them, if empty).
+
+        Raises:
+            LoopNotTraced: the step holds something that has no functional form.
+        """
+        key = tuple(differentiable)
+        if key not in self._graphs:
+            self._graphs[key] = trace_step(self.body, self.inputs, self.n_init, self.n_xs, key, self.autocast)
+        return self._graphs[key]
+
+    def digest(self) -> str:
+        shape = f"{self.inputs}|{self.n_init}|{self.n_xs}|{self.length}|{self.autocast}"
+        text = f"{shape}|{torch.__version__}\n{_text(self.body)}"
+        if " at 0x" in text:  # an object without a name: nothing but this process knows what it does
+            text = uuid.uuid4().hex
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Inputs of the loop as carries, xs and additional inputs."""
+        a, b = self.n_init, self.n_init + self.n_xs
+        return list(tensors[:a]), list(tensors[a:b]), list(tensors[b:])
+
+
+_programs: dict[str, Program] = {}
+
+
+def register(loop: Program) -> str:
+    """Make a program known, and return the name by which the operator finds it."""
+    key = loop.digest()
+    _programs.setdefault(key, loop)
+    return key
+
+
+def program(key: str) -> Program:
+    return _programs[key]
+
+
+def _text(gm: fx.GraphModule) -> str:
+    lines = []
+    for node in gm.graph.nodes:
+        lines.append(f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs}")
+        if node.op == "get_attr":
+            held = getattr(gm, node.target)
+            if isinstance(held, fx.GraphModule):
+                lines.append(_text(held))
+            elif isinstance(held, Tensor):
+                lines.append(f"{Layout.of(held)} {held.detach().cpu().tolist()}")
+    return "\n".join(lines)
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}:{type(target).__name__}"
+
+
+def run_loop(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The final carries, and the outputs of all steps, `[S, ...]` each.
+
+    Args:
+        key: of a registered program.
+        tensors: carries, xs `[S, ...]`, and additional inputs.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return list(_Differentiable.apply(key, *tensors))
+    return _operator(key, [])(list(tensors), key, [])
+
+
+class _Differentiable(torch.autograd.Function):
+    """The loop and its backward loop."""
+
+    @staticmethod
+    def forward(ctx: Any, key: str, *tensors: Tensor) -> Any:
+        ctx.key, ctx.differentiable = key, list(ctx.needs_input_grad[1:])
+        step = program(key).graphs(ctx.differentiable)
+        outputs = _operator(key, ctx.differentiable)(list(tensors), key, ctx.differentiable)
+        results = outputs[: program(key).n_init + len(step.ys)]
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(results) if i not in step.tangents))
+        ctx.save_for_backward(*tensors, *outputs[len(results) :])
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        step = program(ctx.key).graphs(ctx.differentiable)
+        saved, n = ctx.saved_tensors, len(ctx.differentiable)  # read once: it may be computed then
+        wanted = [gradients[i] for i in step.tangents]
+        found = loop_backward(wanted, list(saved[n:]), list(saved[:n]), ctx.key, ctx.differentiable)
+        by_input = dict(zip(step.gradients, found, strict=True))
+        return None, *(by_input.get(i) if flag else None for i, flag in enumerate(ctx.differentiable))
+
+
+def _run(tensors: Sequence[Tensor], program: str, differentiable: Sequence[bool]) -> list[Tensor]:
+    known = _programs[program]
+    step = known.graphs(differentiable)
+    init, xs, additional = known.split(tensors)
+    with torch._C._DisableAutocast():  # its casts are in the graphs
+        fixed = step.before(*additional)
+        carries: Sequence[Tensor] = [_standard(x) for x in init]
+        n = len(carries)
+        columns: list[list[Tensor]] = [[] for _ in range(len(step.ys) + len(step.kept))]
+        for row in zip(*(_standard(x).unbind(0) for x in xs), strict=True):
+            results = step.forward(*carries, *row, *fixed)
+            carries = results[:n]
+            for column, value in zip(columns, results[n:], strict=True):
+                column.append(value)
+        # A step may hand an input on as it is; nobody may write to it through the result.
+        final = [x.clone(memory_format=torch.contiguous_format) for x in carries]
+        return [*final, *(_stacked(columns, i) for i in range(len(columns)))]
+
+
+def _stacked(columns: Any, i: int) -> Tensor:
+    """Column i as one tensor; the rows are let go."""
+    rows, columns[i] = columns[i], []
+    return torch.stack(rows, out=rows[0].new_empty(len(rows), *rows[0].shape))  # and no view of a concatenation
+
+
+def _standard(x: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+def _fake(tensors: Sequence[Tensor], program: str, differentiable: Sequence[bool]) -> list[Tensor]:
+    known = _programs[program]
+    step = known.graphs(differentiable)
+    carries = [x.new_empty(x.shape) for x in tensors[: known.n_init]]
+    return [*carries, *(layout.rows(known.length) for layout in (*step.ys, *step.kept))]
+
+
+@torch.library.custom_op(
+    "nsa_compile::loop_backward",
+    mutates_args=(),
+    schema="(Tensor[] gradients, Tensor[] kept, Tensor[] tensors, str program, bool[] differentiable) -> Tensor[]",
+)
+def loop_backward(
+    gradients: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    program: str,
+    differentiable: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of the inputs that have one (`StepGraphs.gradients`).
+
+    `gradients` are those of the results that have one (`StepGraphs.tangents`), `tensors` the inputs of the loop.
+    """
+    known = _programs[program]
+    step = known.graphs(differentiable)
+    _, xs, additional = known.split(tensors)
+    n, n_rows = known.n_init, known.n_init + known.n_xs
+    with torch._C._DisableAutocast():
+        fixed = step.before_backward(*additional)
+        of_carry = {place: i for i, place in enumerate(step.gradients) if place < n}
+        carried = [i for i in step.tangents if i < n]
+        running = [g.contiguous() for g in gradients[: len(carried)]]
+        rows_of_ys = [g.unbind(0) for g in gradients[len(carried) :]]
+        rows_kept = [x.unbind(0) for x in kept]
+        rows_of_xs = [_standard(xs[i]).unbind(0) for i in step.rows_read]
+        columns: dict[int, list[Tensor]] = {i: [] for i, place in enumerate(step.gradients) if n <= place < n_rows}
+        sums: dict[int, Tensor] = {}
+        found: Sequence[Tensor] = []
+        for t in reversed(range(known.length)):
+            found = step.backward(
+                *(x[t] for x in rows_kept), *(x[t] for x in rows_of_xs), *fixed, *running, *(x[t] for x in rows_of_ys)
+            )
+            running = [
+                found[of_carry[place]] if place in of_carry else torch.zeros_like(old)
+                for place, old in zip(carried, running, strict=True)
+            ]
+            for i, column in columns.items():
+                column.append(found[i])
+            for i, place in enumerate(step.gradients):
+                if place >= n_rows:
+                    sums[i] = sums[i].add_(found[i]) if i in sums else found[i].clone()
+        result = []
+        for i, place in enumerate(step.gradients):
+            if place < n:
+                result.append(found[i].clone(memory_format=torch.contiguous_format))
+            elif place < n_rows:
+                columns[i].reverse()
+                result.append(_stacked(columns, i))
+            else:
+                result.append(sums[i].contiguous())
+        return result
+
+
+@loop_backward.register_fake
+def _fake_backward(
+    gradients: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    program: str,
+    differentiable: Sequence[bool],
+) -> list[Tensor]:
+    step = _programs[program].graphs(differentiable)
+    return [tensors[i].new_empty(tensors[i].shape) for i in step.gradients]
+
+
+def _define(name: str, *tags: torch.Tag) -> Any:
+    operator = torch.library.custom_op(
+        f"nsa_compile::{name}",
+        _run,
+        mutates_args=(),
+        schema="(Tensor[] tensors, str program, bool[] differentiable) -> Tensor[]",
+        tags=tags,
+    )
+    operator.register_fake(_fake)
+    return operator
+
+
+loop = _define("loop")
+# Of two equal loops that draw random numbers none stands for the other, and neither may run twice.
+random_loop = _define("random_loop", torch.Tag.nondeterministic_seeded)
+
+
+def _operator(key: str, differentiable: Sequence[bool]) -> Any:
+    return random_loop if program(key).graphs(differentiable).random else loop

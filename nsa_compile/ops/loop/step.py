@@ -1,0 +1,331 @@
+"""One step of a loop as two functional ATen graphs, forward and backward.
+
+The body and its vector-Jacobian product are traced together, as AOTAutograd traces a whole program, and taken apart:
+
+- what reads nothing but the additional inputs is the same at every step: it is computed once, before the loop;
+- the forward step yields the carries, the outputs, and what the backward step needs and cannot have more cheaply;
+- the backward step reads that, the row of each `xs` it needs, and the gradients of its results. Views are taken again
+  instead of kept. Nothing else is, so a random number is drawn once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch._aot_autograd.functional_utils import has_data_mutation
+from torch._guards import tracing
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import _disable_current_modes
+
+from nsa_compile import modes
+
+__all__ = ["Layout", "LoopNotTraced", "StepGraphs", "trace_step"]
+
+aten = torch.ops.aten
+
+
+class LoopNotTraced(RuntimeError):
+    """The step of a loop holds something that cannot be traced to functional operators; says what."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shape, strides, dtype and device of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Layout:
+        return cls(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype, x.device)
+
+    @classmethod
+    def standard(cls, x: Tensor) -> Layout:
+        """As a loop makes it before it starts: contiguous."""
+        shape = tuple(map(int, x.shape))
+        return cls(shape, torch._prims_common.make_contiguous_strides_for(shape), x.dtype, x.device)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def rows(self, count: int) -> Tensor:
+        """`count` of them, stacked in the standard layout."""
+        return torch.empty((count, *self.shape), dtype=self.dtype, device=self.device)
+
+    @property
+    def differentiable(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@dataclass(frozen=True)
+class StepGraphs:
+    """The two directions of a step.
+
+    Attributes:
+        before: `additional -> what the forward step reads that is the same at every step`.
+        forward: `(carries, rows of xs, those) -> (carries, ys, kept)`.
+        ys, kept: layouts of a step's outputs, and of what it keeps for the backward step.
+        before_backward: as `before`, for the backward step.
+        backward: `(kept, rows of xs, those, gradients of carries and ys) -> gradients of the differentiable inputs`.
+        rows_read: which `xs` the backward step reads.
+        tangents: which carries and ys have gradients, by their place among both.
+        gradients: of which inputs (carries, xs, additional in turn) the backward step yields gradients.
+        random: whether the step draws random numbers.
+    """
+
+    before: Callable[..., Sequence[Tensor]]
+    forward: Callable[..., Sequence[Tensor]]
+    ys: tuple[Layout, ...]
+    kept: tuple[Layout, ...]
+    before_backward: Callable[..., Sequence[Tensor]]
+    backward: Callable[..., Sequence[Tensor]]
+    rows_read: tuple[int, ...]
+    tangents: tuple[int, ...]
+    gradients: tuple[int, ...]
+    random: bool
+
+
+def trace_step(
+    body: fx.GraphModule,
+    inputs: Sequence[Layout],
+    n_init: int,
+    n_xs: int,
+    differentiable: Sequence[bool],
+    autocast: modes.Autocast,
+) -> StepGraphs:
+    """The graphs of a step `body(*carries, *rows, *additional) -> [*carries, *ys]`.
+
+    Args:
+        body: of the step; it may mutate what it made itself, set the grad mode and call higher-order operators.
+        inputs: layouts of carries, rows of xs, and additional inputs.
+        n_init: number of carries; n_xs: of xs.
+        differentiable: which inputs have gradients; empty if none.
+        autocast: the state that the step runs under.
+
+    Raises:
+        LoopNotTraced: the step writes to its inputs, or torch cannot trace it.
+    """
+    wanted = [bool(flag) and x.differentiable for flag, x in zip(differentiable, inputs, strict=False)]
+    wanted += [False] * (len(inputs) - len(wanted))
+    # Torch's own modes may be under way: the operator that asks is itself traced.
+    with _disable_current_modes(), tracing(None), preserve_node_meta(), modes.restored(), modes.under(autocast):
+        try:
+            results = _propagate_gradients(body, inputs, n_init, wanted)
+            tangents = tuple(i for i, (_, has_gradient) in enumerate(results) if has_gradient)
+            joint = _trace_joint(body, inputs, wanted, [results[i][0] for i in tangents], tangents)
+        except LoopNotTraced:
+            raise
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise LoopNotTraced(f"the step of a loop cannot be traced to operators: {line}") from error
+        return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, wanted)
+
+
+def _propagate_gradients(
+    body: fx.GraphModule, inputs: Sequence[Layout], n_init: int, wanted: list[bool]
+) -> list[tuple[Layout, bool]]:
+    """The layout of each result and whether it has a gradient. A carry has one once any step gives it one: `wanted`
+    is completed in place."""
+    while True:
+        leaves = [x.requires_grad_(flag) for x, flag in zip(_fakes(inputs), wanted, strict=True)]
+        results = [(Layout.of(x), x.requires_grad) for x in _run(body, leaves)]
+        missing = [i for i in range(n_init) if results[i][1] and not wanted[i]]
+        if not missing:
+            return results
+        for i in missing:
+            wanted[i] = True
+
+
+def _fakes(layouts: Sequence[Layout]) -> list[Tensor]:
+    """Stand-ins that are not allocated. Their mode is left again: a constant that a step makes stays real."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [x.empty() for x in layouts]
+
+
+def _run(body: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Tensor]:
+    with torch.enable_grad():
+        return list(_Body(body).run(*inputs))
+
+
+class _Body(fx.Interpreter):
+    """Runs a body. A checkpointed region keeps nothing that would have to be computed again, so it is just run."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
+            return _Body(args[0]).run(*args[1:])
+        return super().call_function(target, args, kwargs)
+
+
+def _trace_joint(
+    body: fx.GraphModule,
+    inputs: Sequence[Layout],
+    wanted: Sequence[bool],
+    results: Sequence[Layout],
+    tangents: Sequence[int],
+) -> fx.GraphModule:
+    """`(inputs, gradients of results) -> (results, gradients of inputs)`, a gradient of None where there is none."""
+
+    def joint(*tensors: Tensor) -> list[Tensor | None]:
+        primals = [x.detach().requires_grad_(flag) for x, flag in zip(tensors[: len(inputs)], wanted, strict=True)]
+        outputs = _run(body, primals)
+        leaves = [x for x, flag in zip(primals, wanted, strict=True) if flag]
+        gradients: Iterable[Tensor | None] = [None] * len(leaves)
+        if tangents:
+            gradients = torch.autograd.grad(
+                [outputs[i] for i in tangents], leaves, list(tensors[len(inputs) :]), allow_unused=True
+            )
+        if any(has_data_mutation(x) for x in tensors):
+            raise LoopNotTraced("the step of a loop writes to one of its inputs; write to a copy, x.clone()")
+        return [*(x.detach() for x in outputs), *gradients]
+
+    functional = dispatch_functionalize(joint, FunctionalTensorMode())
+    traced = make_fx(functional, tracing_mode="real", _allow_non_fake_inputs=True)(*_fakes([*inputs, *results]))
+    for node in traced.graph.nodes:
+        assert not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable, node.format_node()
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # an additional input may come with other strides
+    for node in traced.graph.nodes:
+        if _is_copy(node):
+            node.replace_all_uses_with(node.args[0])
+    return traced
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """A copy with the layout of its source does nothing in a functional graph."""
+    copies = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+    if node.target not in copies or not isinstance(node.args[0], fx.Node):
+        return False
+    old, new = node.args[0].meta.get("val"), node.meta.get("val")
+    return isinstance(old, Tensor) and isinstance(new, Tensor) and old.stride() == new.stride()
+
+
+# -- taking the joint graph apart
+
+
+def _split(
+    joint: fx.GraphModule,
+    n_inputs: int,
+    n_init: int,
+    n_xs: int,
+    n_results: int,
+    tangents: tuple[int, ...],
+    wanted: Sequence[bool],
+) -> StepGraphs:
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    carries, rows = placeholders[:n_init], placeholders[n_init : n_init + n_xs]
+    additional, gradients_in = placeholders[n_init + n_xs : n_inputs], placeholders[n_inputs:]
+    (outputs,) = joint.graph.output_node().args
+    results, gradients_out = list(outputs[:n_results]), list(outputs[n_results:])
+
+    fixed = _reading_only(joint, additional)
+    backward_nodes = _reading(joint, gradients_in)
+    found = [i for i, flag in enumerate(wanted) if flag]
+    gradients = tuple(i for i, g in zip(found, gradients_out, strict=True) if g is not None)
+    gradients_out = [g for g in gradients_out if g is not None]
+
+    kept: list[fx.Node] = []
+    todo = [x for n in backward_nodes for x in n.all_input_nodes] + gradients_out
+    seen: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen or node in backward_nodes or node in fixed or node in rows or node in gradients_in:
+            continue
+        seen.add(node)
+        if _is_view(node):
+            todo += node.all_input_nodes
+        else:
+            kept.append(node)
+    kept.sort(key={n: i for i, n in enumerate(joint.graph.nodes)}.__getitem__)
+
+    drawn = [n for n in joint.graph.nodes if _is_random(n) and n not in backward_nodes]
+    forward_fixed = _border(joint, [*results, *kept, *drawn], fixed, stop=())
+    backward_fixed = _border(joint, gradients_out, fixed, stop=kept)
+    rows_read = tuple(i for i, row in enumerate(rows) if row in _reached(gradients_out, stop={*kept, *fixed}))
+    return StepGraphs(
+        before=_extract(joint, additional, forward_fixed),
+        forward=_extract(joint, [*carries, *rows, *forward_fixed], [*results, *kept], also=drawn),
+        ys=tuple(Layout.of(n.meta["val"]) for n in results[n_init:]),
+        kept=tuple(Layout.of(n.meta["val"]) for n in kept),
+        before_backward=_extract(joint, additional, backward_fixed),
+        backward=_extract(
+            joint, [*kept, *(rows[i] for i in rows_read), *backward_fixed, *gradients_in], gradients_out
+        ),
+        rows_read=rows_read,
+        tangents=tangents,
+        gradients=gradients,
+        random=any(_is_random(n) for n in joint.graph.nodes),
+    )
+
+
+def _reading_only(joint: fx.GraphModule, sources: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes that are the same at every step: they read `sources` and constants, and draw no random numbers."""
+    same = set(sources)
+    for node in joint.graph.nodes:
+        if node.op == "get_attr" or (
+            node.op == "call_function" and not _is_random(node) and all(n in same for n in node.all_input_nodes)
+        ):
+            same.add(node)
+    return same
+
+
+def _reading(joint: fx.GraphModule, sources: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes that depend on `sources`."""
+    found = set(sources)
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found - set(sources)
+
+
+def _reached(outputs: Sequence[fx.Node], stop: Iterable[fx.Node]) -> set[fx.Node]:
+    """What `outputs` are computed from, without going behind `stop`."""
+    ends, reached, todo = set(stop), set(), list(outputs)
+    while todo:
+        node = todo.pop()
+        if node not in reached:
+            reached.add(node)
+            todo += [] if node in ends else node.all_input_nodes
+    return reached
+
+
+def _border(
+    joint: fx.GraphModule, outputs: Sequence[fx.Node], fixed: set[fx.Node], stop: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """The fixed nodes that a step reads directly, in the order of the graph."""
+    reached = _reached(outputs, stop={*fixed, *stop})
+    return [n for n in joint.graph.nodes if n in reached and n in fixed and n not in stop]
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload) or node.target is aten.reshape.default:
+        return node.target is aten.reshape.default
+    return any(a.alias_info is not None for a in node.target._schema.arguments)
+
+
+def _extract(
+    joint: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], also: Sequence[fx.Node] = ()
+) -> Callable[..., Sequence[Tensor]]:
+    """The part of a graph between `inputs` and `outputs`, as a function. It computes `also`, too: a random number that
+    nobody reads moves the generator on."""
+    graph = fx.Graph(joint)
+    env = {node: graph.placeholder(node.name) for node in inputs}
+    needed = _reached([*outputs, *also], stop=inputs)
+    for node in joint.graph.nodes:
+        if node in needed and node not in env:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output([env[node] for node in outputs])
+    return fx.GraphModule(joint, graph).forward

@@ -1,0 +1,394 @@
+"""One functional graph before any pass looks.
+
+What Dynamo captures may write to tensors, alias them, draw random numbers and update buffers. The passes know nothing
+of that. `make_functional` watches a captured graph run on fake tensors, where torch's own schemas and tags say which
+operators write and which draw. A graph that writes is traced anew by torch's functionalization: later readers see the
+value after the write, and the last value of an input that is written to becomes one more output, which `WriteBack`
+copies into the input when the passes are done. From here on dead code is dead, and what depends on no input is a
+constant.
+
+A write that cannot be taken out of a graph without changing gradients or aliases declines the graph as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._higher_order_ops.scan import scan_op
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa_compile import modes
+from nsa_compile.passes.rewriting import KEPT, replace_graph
+from nsa_compile.passes.scans import (
+    BodyInterpreter,
+    Declined,
+    aten,
+    example,
+    fake_inputs,
+    find_scans,
+    is_single_step,
+    scan_results,
+    subgraphs,
+    trace_to_aten,
+)
+
+__all__ = ["WriteBack", "make_functional"]
+
+
+@dataclass
+class WriteBack:
+    """What a functional graph leaves to be done.
+
+    Attributes:
+        inputs: names of the inputs that are set to the graph's further outputs.
+        views: for outputs that are views of such an input: its name, and the view as a graph.
+    """
+
+    inputs: list[str] = field(default_factory=list)
+    views: dict[int, tuple[str, fx.Graph]] = field(default_factory=dict)
+
+    def apply(self, gm: fx.GraphModule) -> None:
+        """Write to the inputs at the end of the graph, and give it the outputs it had."""
+        if not self.inputs:
+            return
+        output = gm.graph.output_node()
+        values = list(output.args[0])
+        outputs, new = values[: -len(self.inputs)], values[-len(self.inputs) :]
+        named = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+        with gm.graph.inserting_before(output):
+            for name, value in zip(self.inputs, new, strict=True):
+                node = gm.graph.call_function(aten.copy_.default, (named[name], value))
+                node.meta["example_value"] = example(named[name])
+            for i, (name, view) in self.views.items():
+                env = {view.find_nodes(op="placeholder")[0]: named[name]}
+                outputs[i] = gm.graph.graph_copy(view, env)
+        output.args = (tuple(outputs),)
+        gm.graph.lint()
+        gm.recompile()
+
+
+def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteBack:
+    """Make a captured graph functional, in place, and mark what no pass may remove.
+
+    A graph that is one step by itself is functionalized when it is lowered; it is only looked at here.
+
+    Raises:
+        Declined: the graph writes in a way that cannot be taken out of it, or cannot be run on fake tensors; it is as
+            it was.
+    """
+    if not find_scans(gm) and not is_single_step(gm):
+        return WriteBack()
+    regions = [g for g in subgraphs(gm) if g is not gm]
+    effects = {g: _observe(g, [example(n) for n in g.graph.find_nodes(op="placeholder")]) for g in regions}
+    effects[gm] = _observe(gm, example_inputs)
+    for graph, seen in effects.items():
+        if seen.writes and (graph is not gm or regions):
+            raise Declined("it writes to a tensor, in a graph with a checkpointed or shared region", seen.writes[0])
+        for node in graph.graph.nodes:
+            # What nobody reads was left in for what it does.
+            if node in seen.random or (not node.users and node.op != "output"):
+                node.meta[KEPT] = True
+    seen = effects[gm]
+    if not seen.writes:
+        return WriteBack()
+    if seen.hazard is not None:
+        raise seen.hazard
+    if is_single_step(gm):
+        if seen.views:
+            raise Declined("the step returns a view of an input that it writes to", seen.writes[0])
+        return WriteBack()
+    return _functionalize(gm, seen)
+
+
+@dataclass
+class Effects:
+    """What the nodes of a graph do, as seen on fake tensors.
+
+    Attributes:
+        writes: nodes that write to a tensor that was there before.
+        random: nodes that draw random numbers.
+        hazard: why the writes cannot be taken out, if so.
+        views: for outputs that are views of an input that is written to: as in `WriteBack`.
+    """
+
+    writes: list[fx.Node] = field(default_factory=list)
+    random: set[fx.Node] = field(default_factory=set)
+    hazard: Declined | None = None
+    views: dict[int, tuple[str, fx.Graph]] = field(default_factory=dict)
+
+
+def memory(x: Tensor) -> int:
+    """What two tensors have in common if one is a view of the other."""
+    return x.untyped_storage()._cdata
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which tensors operators write to, and whether they draw random numbers."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, with_gradient: set[int]) -> None:
+        super().__init__()
+        self.with_gradient = with_gradient  # memory in which some tensor with a gradient lies
+        self.written: list[Tensor] = []
+        self.draws = False
+        self.untracked = False  # a write that autograd does not see, to what it follows
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload):
+            self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+            self.with_gradient |= {memory(x) for x in _tensors((args, kwargs)) if x.requires_grad}
+            for x in self._targets(func, args, kwargs):
+                self.written.append(x)
+                unseen = not torch.is_grad_enabled() or not x.requires_grad
+                self.untracked |= unseen and memory(x) in self.with_gradient
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _targets(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors an operator writes to, by its schema."""
+        found = []
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                found += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+        return found
+
+
+class _Observer(fx.Interpreter):
+    """Runs a captured graph under `_Watch`. Scans are not run: they write to nothing."""
+
+    def __init__(self, gm: fx.GraphModule, effects: Effects) -> None:
+        super().__init__(gm, garbage_collect_values=False)  # so that no memory is used twice
+        self.effects = effects
+        self.known: set[int] = set()
+        self.with_gradient: set[int] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is scan_op:
+            fakes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in scan_results(n)]
+            return [_fresh(x, o.requires_grad) for x, o in zip(fakes, scan_results(n), strict=True)]
+        with _Watch(self.with_gradient) as watch:
+            result = super().run_node(n)
+        if any(memory(x) in self.known for x in watch.written):
+            self.effects.writes.append(n)
+            if watch.untracked and self.effects.hazard is None:
+                self.effects.hazard = Declined("it writes to a tensor that has a gradient, where autograd is off", n)
+        if watch.draws:
+            self.effects.random.add(n)
+        self.known |= {memory(x) for x in _tensors(result)}
+        self.with_gradient |= {memory(x) for x in _tensors(result) if x.requires_grad}
+        return result
+
+
+def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
+    """Run a graph on fake tensors like its inputs.
+
+    Raises:
+        Declined: it cannot be run so.
+    """
+    effects = Effects()
+    for node in gm.graph.nodes:
+        if "_functorch" in (getattr(node.target, "__module__", None) or ""):
+            raise Declined("it applies a transform of torch.func around a scan", node)
+    observer = _Observer(gm, effects)
+    with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored():
+        fakes = [_like(x) for x in inputs]
+        before = [(x.shape, x.stride(), memory(x)) if isinstance(x, Tensor) else None for x in fakes]
+        try:
+            outputs = observer.run(*fakes)
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise Declined(f"it cannot be run on fake tensors: {line}") from error
+        after = [(x.shape, x.stride(), memory(x)) if isinstance(x, Tensor) else None for x in fakes]
+    if not effects.writes or effects.hazard is not None:
+        return effects
+    if before != after:
+        effects.hazard = Declined("it changes the shape or the memory of an input", effects.writes[0])
+    _note_views(gm, effects, observer, inputs, fakes, outputs)
+    return effects
+
+
+def _like(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return fake.requires_grad_(x.requires_grad) if x.is_leaf else _fresh(fake, x.requires_grad)
+
+
+def _fresh(fake: Tensor, with_gradient: bool) -> Tensor:
+    """A fake tensor that is no leaf if it has a gradient: a leaf may not be written to while autograd is on."""
+    with torch.enable_grad():
+        return fake.requires_grad_().clone() if with_gradient else fake
+
+
+def _note_views(
+    gm: fx.GraphModule, effects: Effects, observer: _Observer, inputs: Sequence[Any], fakes: Sequence[Any], outputs: Any
+) -> None:
+    """Find the outputs that are views of an input that is written to, and how they are made."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    written = {memory(x) for n in effects.writes for x in _tensors(observer.env.get(n))}
+    written |= {memory(x) for n in effects.writes for m in n.all_input_nodes for x in _tensors(observer.env.get(m))}
+    real: dict[int, int] = {}
+    for x in inputs:
+        if isinstance(x, Tensor):
+            real[memory(x)] = real.get(memory(x), 0) + 1
+    for node, x, fake in zip(placeholders, inputs, fakes, strict=True):
+        if isinstance(fake, Tensor) and memory(fake) in written and real[memory(x)] > 1:
+            effects.hazard = Declined("it writes to an input that shares its memory with another input", node)
+    by_memory = {memory(x): n for n, x in zip(placeholders, fakes, strict=True) if isinstance(x, Tensor)}
+    (nodes,) = gm.graph.output_node().args
+    for i, (node, value) in enumerate(zip(nodes, outputs, strict=True)):
+        base = by_memory.get(memory(value)) if isinstance(value, Tensor) else None
+        if base is None or memory(value) not in written or node is base:
+            continue
+        view = _view_of(base, node, observer)
+        if view is None:
+            effects.hazard = Declined("it returns a view of an input that it writes to", node)
+            return
+        effects.views[i] = (base.name, view)
+
+
+def _view_of(base: fx.Node, node: fx.Node, observer: _Observer) -> fx.Graph | None:
+    """The way from an input to a view of it, or None if it is more than one view after the other."""
+    steps: list[fx.Node] = []
+    while node is not base:
+        sources = node.all_input_nodes
+        shared = [n for n in sources if _same_memory(observer.env[n], observer.env[node])]
+        if node in observer.effects.writes:
+            shared = [n for n in shared if observer.env[n] is observer.env[node]]  # x.add_() is x
+        elif len(sources) != 1:
+            return None
+        else:
+            steps.append(node)
+        if len(shared) != 1:
+            return None
+        node = shared[0]
+    graph = fx.Graph()
+    value = graph.placeholder("base")
+    for step in reversed(steps):
+        (source,) = step.all_input_nodes
+        value = graph.node_copy(step, {source: value}.__getitem__)
+    graph.output(value)
+    return graph
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and memory(a) == memory(b)
+
+
+# -- functionalization
+
+
+_layouts: dict[str, list[tuple[tuple[int, ...], torch.dtype, torch.device]]] = {}
+
+
+@torch.library.custom_op(
+    "nsa_compile::captured_scan", mutates_args=(), schema="(Tensor[] tensors, str name) -> Tensor[]"
+)
+def captured_scan(tensors: Sequence[Tensor], name: str) -> list[Tensor]:
+    """Stands for a scan while the graph around it is traced."""
+    raise NotImplementedError("a stand-in for a scan was run; this is a defect of nsa-compile")
+
+
+@captured_scan.register_fake
+def _(tensors: Sequence[Tensor], name: str) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in _layouts[name]]
+
+
+class _WithoutScans(BodyInterpreter):
+    """Runs a captured graph with stand-ins for its scans."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not scan_op:
+            return super().call_function(target, args, kwargs)
+        _, init, xs, additional = args
+        return captured_scan([*init, *xs, *additional], self.scan_name)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.scan_name = n.name
+        return super().run_node(n)
+
+
+def _functionalize(gm: fx.GraphModule, effects: Effects) -> WriteBack:
+    for node in gm.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and node.target is not scan_op:
+            raise Declined(f"it writes to a tensor and calls {node.target}", effects.writes[0])
+    scans = {site.node.name: (site.node, site.body) for site in find_scans(gm)}
+    for name, (node, _) in scans.items():
+        _layouts[name] = [(tuple(x.shape), x.dtype, x.device) for x in scan_results(node)]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    tensors = [n for n in inputs if isinstance(example(n), Tensor)]
+    tensor_at = {n.name: i for i, n in enumerate(tensors)}
+
+    def run(*values: Tensor) -> list[Tensor]:
+        everything = [values[tensor_at[n.name]] if n.name in tensor_at else example(n) for n in inputs]
+        return list(_WithoutScans(gm).run(*everything))
+
+    try:
+        functional = torch.func.functionalize(run, remove="mutations")
+        lowered = trace_to_aten(functional, fake_inputs(tensors), decompositions={aten.copy.default: _copy})
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Declined(f"it writes to a tensor and cannot be made functional: {line}", effects.writes[0]) from error
+    finally:
+        for name in scans:
+            del _layouts[name]
+    written = _take_out_copies(lowered, tensors, effects)
+    replace_graph(gm, lowered, tensors)
+    _put_scans_back(gm, scans)
+    return WriteBack(written, effects.views)
+
+
+def _copy(old: Tensor, new: Tensor, non_blocking: bool = False) -> Tensor:
+    """What `old.copy_(new)` makes of `old`, in operators that have derivatives."""
+    return new.to(old.device, old.dtype).expand(old.shape).clone()
+
+
+def _take_out_copies(lowered: fx.GraphModule, inputs: Sequence[fx.Node], effects: Effects) -> list[str]:
+    """Functionalization writes to the inputs at the end; make what it writes further outputs. Names of the inputs."""
+    names = {own: n.name for own, n in zip(lowered.graph.find_nodes(op="placeholder"), inputs, strict=True)}
+    written, values = [], []
+    for node in list(lowered.graph.nodes):
+        if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+            continue
+        if node.target is aten.squeeze_.dim and len(node.args[0].users) == 1:
+            node.target = aten.squeeze.dim  # matmul squeezes its own product in place
+        elif node.target is aten.copy_.default and node.args[0] in names and not node.users:
+            written.append(names[node.args[0]])
+            values.append(node.args[1])
+            lowered.graph.erase_node(node)
+        else:
+            raise Declined(f"functionalization leaves {node.target} in it", effects.writes[0])
+    output = lowered.graph.output_node()
+    output.args = ([*output.args[0], *values],)
+    return written
+
+
+def _put_scans_back(gm: fx.GraphModule, scans: dict[str, tuple[fx.Node, fx.GraphModule]]) -> None:
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.nsa_compile.captured_scan.default):
+        tensors, name = node.args
+        old, body = scans[name]
+        a, b = len(old.args[1]), len(old.args[1]) + len(old.args[2])
+        held = f"{name}_body"
+        gm.add_submodule(held, body)
+        with gm.graph.inserting_before(node):
+            got = gm.graph.get_attr(held)
+            new = gm.graph.call_function(scan_op, (got, list(tensors[:a]), list(tensors[a:b]), tuple(tensors[b:])))
+        new.meta = dict(old.meta)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        new._rename(name)
+    gm.graph.lint()
+    gm.recompile()

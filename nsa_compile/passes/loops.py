@@ -1,0 +1,42 @@
+"""What no pass has batched becomes the project's own loop: no nested backend ever gets torch's `scan`."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from nsa_compile import modes
+from nsa_compile.ops.loop import Program, register, run_loop
+from nsa_compile.ops.loop.step import Layout
+from nsa_compile.passes.scans import ScanSite, example, find_scans, scan_results
+
+__all__ = ["keep_loops"]
+
+
+def keep_loops(gm: fx.GraphModule) -> None:
+    """Replace every scan of a graph, and those within their steps, by `nsa_compile::loop`, in place.
+
+    Raises:
+        LoopNotTraced: a step holds something that has no functional form.
+    """
+    for site in find_scans(gm):
+        keep_loops(site.body)
+        _keep(site)
+    gm.recompile()
+
+
+def _keep(site: ScanSite) -> None:
+    inputs = [*site.init, *site.xs, *site.additional]
+    layouts = [Layout.standard(example(n)) for n in site.init]
+    layouts += [Layout.standard(example(n)[0]) for n in site.xs]
+    layouts += [Layout.of(example(n)) for n in site.additional]
+    program = Program(
+        site.body, layouts, len(site.init), len(site.xs), site.length, modes.autocast_at(site.node)
+    )
+    program.graphs([])  # so that what cannot be traced is said now, and here
+    with site.owner.graph.inserting_before(site.node):
+        node = site.owner.graph.call_function(run_loop, (register(program), inputs))
+    node.meta = {k: v for k, v in site.node.meta.items() if k != "val"}
+    node.meta["example_value"] = scan_results(site.node)
+    site.node.replace_all_uses_with(node)
+    site.owner.graph.erase_node(site.node)
+    site.owner.recompile()
