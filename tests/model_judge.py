@@ -241,7 +241,7 @@ def nsa_compiler(reports: list[Any]) -> Callable[[Callable, dict], Callable]:
 def what_happened(reports: list[Any]) -> Verdict:
     """The verdict on a program that came out right."""
     scans = [scan for report in reports for scan in report.scans]
-    if any(getattr(report, "declined", None) for report in reports):
+    if any(report.left_alone for report in reports):
         return Verdict("declined_whole")
     if not scans:
         return Verdict("no_scan_seen")
