@@ -29,6 +29,7 @@ from nsa_compile.passes.rewriting import KEPT, replace_graph
 from nsa_compile.passes.scans import (
     BodyInterpreter,
     Declined,
+    applies_functorch,
     aten,
     example,
     fake_inputs,
@@ -167,7 +168,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _Observer(fx.Interpreter):
-    """Runs a captured graph under `_Watch`. Scans are not run: they write to nothing."""
+    """Runs a captured graph under `_Watch`. Scans write to nothing, and other regions are looked at by themselves."""
 
     def __init__(self, gm: fx.GraphModule, effects: Effects) -> None:
         super().__init__(gm, garbage_collect_values=False)  # so that no memory is used twice
@@ -176,9 +177,8 @@ class _Observer(fx.Interpreter):
         self.with_gradient: set[int] = set()
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.target is scan_op:
-            fakes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in scan_results(n)]
-            return [_fresh(x, o.requires_grad) for x, o in zip(fakes, scan_results(n), strict=True)]
+        if isinstance(n.target, HigherOrderOperator):
+            return pytree.tree_map_only(Tensor, _fresh_like, n.meta["example_value"])
         with _Watch(self.with_gradient) as watch:
             result = super().run_node(n)
         if any(memory(x) in self.known for x in watch.written):
@@ -200,7 +200,7 @@ def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
     """
     effects = Effects()
     for node in gm.graph.nodes:
-        if "_functorch" in (getattr(node.target, "__module__", None) or ""):
+        if applies_functorch(node):
             raise Declined("it applies a transform of torch.func around a scan", node)
     observer = _Observer(gm, effects)
     with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored():
@@ -223,14 +223,16 @@ def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
 def _like(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
-    fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return fake.requires_grad_(x.requires_grad) if x.is_leaf else _fresh(fake, x.requires_grad)
+    if not x.is_leaf:
+        return _fresh_like(x)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
 
-def _fresh(fake: Tensor, with_gradient: bool) -> Tensor:
+def _fresh_like(x: Tensor) -> Tensor:
     """A fake tensor that is no leaf if it has a gradient: a leaf may not be written to while autograd is on."""
+    fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     with torch.enable_grad():
-        return fake.requires_grad_().clone() if with_gradient else fake
+        return fake.requires_grad_().clone() if x.requires_grad else fake
 
 
 def _note_views(

@@ -265,10 +265,17 @@ def lower_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return lowered
 
 
+def applies_functorch(node: fx.Node) -> bool:
+    """Whether a captured node enters or leaves a transform of torch.func."""
+    return "_functorch" in (getattr(node.target, "__module__", None) or "")
+
+
 def _lower(body: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
     for node in body.graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
             raise Declined(f"the step calls the higher-order operator {node.target}, which has no batched form", node)
+        if applies_functorch(node):
+            raise Declined("the step applies a transform of torch.func, such as vmap", node)
 
     def run(*args: Tensor) -> list[Tensor]:
         return list(BodyInterpreter(body).run(*args))

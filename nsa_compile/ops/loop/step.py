@@ -26,6 +26,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nsa_compile import modes
+from nsa_compile.workarounds import why_not_traced
 
 __all__ = ["Layout", "LoopNotTraced", "StepGraphs", "trace_step"]
 
@@ -126,8 +127,7 @@ def trace_step(
         except LoopNotTraced:
             raise
         except Exception as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise LoopNotTraced(f"the step of a loop cannot be traced to operators: {line}") from error
+            raise LoopNotTraced(f"the step of a scan cannot be traced: {why_not_traced(error)}") from error
         return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, wanted)
 
 
