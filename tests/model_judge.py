@@ -22,17 +22,24 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils import _pytree as pytree
 
 import nsa_compile
 from nsa_compile.backend import nsa_compile_backend
 
 FAILURES = ("wrong_value", "wrong_grad", "wrong_state", "wrong_alias", "wrong_random", "crash", "timeout")
-VERDICTS = ("batched", "looped", "declined_whole", "no_scan_seen", "one_line_error", "eager_fails", *FAILURES)
+RIGHT = ("batched", "looped", "declined_whole", "no_scan_seen", "one_line_error")
+# `torch_differs`: torch.compile alone, with the loop written out in Python, fails in the same way.
+VERDICTS = (*RIGHT, "torch_differs", "eager_fails", *FAILURES)
+
+
+Compiler = Callable[[Callable, dict], Callable]  # of `run`, and the program's names, to what is called instead
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Observation:
 class Subject:
     """A program, loaded afresh, called with the arguments of its n-th call."""
 
-    def __init__(self, source: str, scan: Callable, compiler: Callable[[Callable, dict], Callable] | None = None):
+    def __init__(self, source: str, scan: Callable, compiler: Compiler | None = None):
         # The source is registered so that stack traces can quote it.
         filename = f"<model program {zlib.crc32(source.encode()):08x}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -218,7 +225,7 @@ def compare(seen: Observation, wanted: Observation, least: str) -> Verdict | Non
 # -------------------------------------------------------------------------------------------------------------- verdict
 
 
-def nsa_compiler(reports: list[Any]) -> Callable[[Callable, dict], Callable]:
+def nsa_compiler(reports: list[Any]) -> Compiler:
     """Compile as the program says, and collect the reports of all its graphs."""
 
     def backend(gm: Any, inputs: Any, **options: Any) -> Callable:
@@ -248,12 +255,12 @@ def what_happened(reports: list[Any]) -> Verdict:
     return Verdict("batched" if all(scan.batched for scan in scans) else "looped")
 
 
-def judge(source: str, compiler: Callable[[Callable, dict], Callable] | None = None) -> Verdict:
+def judge(source: str, compiler: Compiler | None = None) -> Verdict:
     """Run a program as written and compiled, on the same arguments and random state.
 
     Args:
         source: a program of `model_programs`.
-        compiler: `compiler(run, namespace)` in place of the project's own; the judge's tests plant faults with it.
+        compiler: in place of the project's own; the judge's tests plant faults with it.
     """
     torch._dynamo.reset()
     reports: list[Any] = []
@@ -263,19 +270,42 @@ def judge(source: str, compiler: Callable[[Callable, dict], Callable] | None = N
             wanted = [eager.call(n) for n in range(len(eager.calls) + 1)]
     except Exception as e:
         return Verdict("eager_fails", f"{type(e).__name__}: {first_line(e)}")
+    verdict = against(wanted, source, nsa_compile.scan, compiler or nsa_compiler(reports))
+    if verdict is None:
+        return what_happened(reports)
+    if verdict.failed and compiler is None and same_failure(against(wanted, source, python_loop, torch_alone), verdict):
+        return Verdict("torch_differs", f"{verdict.kind}: {verdict.cause}")
+    return verdict
+
+
+def against(wanted: list[Observation], source: str, scan: Callable, compiler: Compiler) -> Verdict | None:
+    """What is wrong with a compiled program, if anything."""
     least = precision(source)
     try:
         with quiet():
-            subject = Subject(source, nsa_compile.scan, compiler or nsa_compiler(reports))
-            for n, expected in enumerate(wanted):
-                found = compare(subject.call(n), expected, least)
-                if found is not None:
-                    return found
-    except TimeLimit:
-        raise
+            subject = Subject(source, scan, compiler)
+            differences = (compare(subject.call(n), expected, least) for n, expected in enumerate(wanted))
+            return next((found for found in differences if found is not None), None)
     except Exception as e:
         return judged_error(e)
-    return what_happened(reports)
+
+
+def torch_alone(run: Callable, namespace: dict) -> Callable:
+    return torch.compile(run, backend=namespace["NESTED"], fullgraph=namespace["FULLGRAPH"], dynamic=False)
+
+
+def python_loop(step: Callable, init: Any, xs: Any) -> tuple[Any, Any]:
+    """The meaning of a scan over dicts, written out."""
+    carry, ys = init, []
+    for t in range(next(iter(xs.values())).shape[0]):
+        carry, y = step(carry, {key: x[t] for key, x in xs.items()})
+        ys.append(y)
+    return carry, {key: torch.stack([y[key] for y in ys]) for key in ys[0]}
+
+
+def same_failure(one: Verdict | None, other: Verdict) -> bool:
+    """Whether two failures are of a kind; errors also have to say the same."""
+    return one is not None and one.kind == other.kind and (one.kind != "crash" or one.cause == other.cause)
 
 
 @contextmanager
@@ -296,7 +326,13 @@ def general(message: str) -> str:
     message = re.sub(r"\b([a-z]+_?)\d+\b", r"\1N", message)
     message = re.sub(r"0x[0-9a-f]+", "0xN", message)
     message = re.sub(r"\d+(\.\d+)?", "N", message)
-    return re.sub(r"\[(N(, )?)*\]", "[sizes]", message)[:200]
+    return re.sub(r"\[(N(, )?)*\]", "[sizes]", message)[:300]
+
+
+# What a user cannot know: words of torch's insides.
+INSIDES = re.compile(
+    r"FakeTensor|functorch|storage|unhinted|<class|proxy|0x|dispatch|HigherOrderOperator", re.IGNORECASE
+)
 
 
 def judged_error(e: BaseException) -> Verdict:
@@ -304,17 +340,19 @@ def judged_error(e: BaseException) -> Verdict:
     chain = [e]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)
-    for error in chain:
-        ours = type(error).__module__.startswith("nsa_compile") or str(error).startswith(("scan:", "nsa_compile:"))
-        if ours and len(str(error).strip().splitlines()) == 1:
-            return Verdict("one_line_error", general(str(error)))
+    said = getattr(e, "inner_exception", e)  # Dynamo wraps what a backend raises
+    message = first_line(said)
+    known = type(said).__module__.startswith("nsa_compile") or message.startswith(("scan:", "the step of the scan at"))
+    # Dynamo adds the place in the user's code to its own errors, in further lines.
+    alone = isinstance(said, TorchDynamoException) or len(str(said).strip().splitlines()) == 1
+    if known and alone and not INSIDES.search(message):
+        return Verdict("one_line_error", general(message))
     root = chain[-1]
-    frames = [f for f in traceback.extract_tb(root.__traceback__) if "/torch/" not in f.filename]
-    ours = [f"{f.filename.rsplit('/', 1)[-1]}:{f.name}" for f in frames if "/nsa_compile/" in f.filename]
-    message = f"{type(e).__name__}: {general(first_line(e))}"
+    frames = [f for f in traceback.extract_tb(root.__traceback__) if "/nsa_compile/" in f.filename]
+    words = f"{type(e).__name__}: {general(first_line(e))}"
     if root is not e:
-        message += f" | from {type(root).__name__}: {general(first_line(root))}"
-    return Verdict("crash", message + (f" | in {ours[-1]}" if ours else ""))
+        words += f" | from {type(root).__name__}: {general(first_line(root))}"
+    return Verdict("crash", words + (f" | in {Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""))
 
 
 # ------------------------------------------------------------------------------------------------------------ shrinking

@@ -23,6 +23,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 Shape = tuple[str, ...]  # sizes as source: "S", "B", "G", "D", or a number
 
@@ -269,6 +270,26 @@ STATE = {
     "parameter data": "self.w.data.add_(0.1)",
 }
 
+# What a step may not hold: it reads a number out of a tensor, or writes to what it was given. Drawn rarely, since such
+# a program shows nothing else.
+REFUSED = {
+    "write set item",
+    "write through index",
+    "read indexed",
+    "read to t",
+    "read item",
+    "mask index",
+    "mask closed over",
+    "table row",
+    "rotary row",
+    "item",
+    "in place on carry",
+    "written row",
+    "count in step",
+    "batch norm inside",
+    "batch norm in step",
+}
+
 
 # ----------------------------------------------------------------------------------------------------------- the writer
 
@@ -296,9 +317,14 @@ class Writer:
     def pick(self, *choices):
         return self.rng.choice(choices)
 
-    def likely(self, usual: str, table: dict[str, str]) -> str:
+    def any_of(self, table: dict[str, Any]) -> str:
+        """An entry of a table."""
+        piece = self.pick(*table)
+        return piece if piece not in REFUSED or self.chance(0.1) else self.any_of(table)
+
+    def likely(self, usual: str, table: dict[str, Any]) -> str:
         """The usual entry of a table, or any."""
-        return usual if self.chance(self.usual) else self.pick(*table)
+        return usual if self.chance(self.usual) else self.any_of(table)
 
     def fresh(self, prefix: str) -> str:
         self.count += 1
@@ -412,19 +438,19 @@ class Writer:
                 return
             if target.kind == "float" and self.chance(0.2) and not target.fixed:  # read before the write
                 self.define("before", f"{target.name} * 1.5", "read before", target.shape)
-            piece = self.pick(*WRITES[target.kind])
+            piece = self.any_of(WRITES[target.kind])
             self.say(self.fill(WRITES[target.kind][piece], target), piece)
         elif form == "view":
-            piece = self.pick(*VIEWS)
+            piece = self.any_of(VIEWS)
             self.define("h", self.fill(VIEWS[piece], value), piece, value.shape, value.kind, fixed=value.fixed)
         elif form == "state" and value.kind == "float" and value.shape[-1:] == ("D",):
-            piece = self.pick(*STATE)
+            piece = self.any_of(STATE)
             self.say(self.fill(STATE[piece], value), piece)
         elif form == "random" and value.kind == "float":
-            piece = self.pick(*RANDOM)
+            piece = self.any_of(RANDOM)
             self.define("h", self.fill(RANDOM[piece], value), piece, value.shape)
         elif value.shape[-1:] == ("D",) or value.kind != "float":
-            piece = self.pick(*NEW[value.kind])
+            piece = self.any_of(NEW[value.kind])
             self.define("h", self.fill(NEW[value.kind][piece], value), piece, value.shape, value.kind)
 
     def floats(self, shape: Shape) -> Value:
@@ -602,15 +628,15 @@ def write_rows(s: Step, k: str, y: str, t: str, p: int, rows: str) -> str:
     hot = f"(torch.arange({rows}) == {i}).view({ones})"
     holes = {"k": k, "row": row, "y": y, "i": i, "p": p, "hot": hot, "colons": ":, " * p}
     if w.chance(0.3):
-        piece = w.pick(*CACHE_STATEMENTS)
+        piece = w.any_of(CACHE_STATEMENTS)
         # A step that writes to its own carry writes to the caller's tensor in eager mode.
-        new = s.let("k", k if w.chance(0.15) else f"{k}.clone()", "cache copied")
+        new = s.let("k", k if w.chance(0.02) else f"{k}.clone()", "cache copied")
         w.say(CACHE_STATEMENTS[piece].format(n=new, **holes), piece)
     else:
         piece = w.likely(w.pick("write where", "write index_copy", "write scatter", "write where not"), CACHE_WRITES)
         new = s.let("k", CACHE_WRITES[piece].format(**holes), piece)
     if w.chance(0.25):
-        piece = w.pick(*PREDICATES)
+        piece = w.any_of(PREDICATES)
         when = PREDICATES[piece].format(t=t, y=y)
         if piece == "when flag":
             when = s.other_xs("flag", ("S",), "bool", "torch.arange(S) % 3 != 1")
@@ -696,7 +722,7 @@ def read_rows(s: Step, k: str, v: str, t: str, p: int, rows: str) -> None:
     r = f"torch.arange({rows})"
     ones = ", ".join(["-1"] + ["1"] * (len(s.token) - p))
     if not w.chance(w.usual):
-        piece = w.pick(*READS)
+        piece = w.any_of(READS)
         s.emit(READS[piece].format(k=k, p=p, t=t, r=r, R=rows, y=y, ones=ones), piece)
         return
     if w.chance(0.15):
@@ -721,7 +747,7 @@ def read_rows(s: Step, k: str, v: str, t: str, p: int, rows: str) -> None:
     )
     score = s.let("s", form.format(k=keys, q=y), "scores")
     if w.chance(0.3):
-        piece = w.pick(*BEFORE_MASK)
+        piece = w.any_of(BEFORE_MASK)
         template = BEFORE_MASK[piece]
         pad = w.floats((rows,)).name if "{pad}" in template else ""
         score = s.let("s", template.format(s=score, t=t, r=r, R=rows, pad=pad, f=fill.format(s=score)), piece)
@@ -818,7 +844,7 @@ RANDOM_RECURRENCES = {"dropout in step", "noise in step", "bernoulli in step", "
 def recurrence(s: Step) -> None:
     w, y, t = s.w, s.value(), s.time()
     c = s.new_carry(s.token)
-    piece = w.pick(*RECURRENCES)
+    piece = w.any_of(RECURRENCES)
     if piece in RANDOM_RECURRENCES and not w.random_allowed:
         piece = "exponential average"
     for name in ("gru", "lin", "norm", "bn"):
@@ -958,11 +984,11 @@ def int_carry(s: Step) -> None:
         else "torch.arange(S) % 3",
     )
     if w.chance(0.7):
-        piece = w.pick(*INT_CARRIES)
+        piece = w.any_of(INT_CARRIES)
         first, update = INT_CARRIES[piece]
         dtype = w.pick("torch.int64", "torch.int64", "torch.int32", "torch.int16", "torch.int8")
     else:
-        piece = w.pick(*BOOL_CARRIES)
+        piece = w.any_of(BOOL_CARRIES)
         (first, update), dtype = BOOL_CARRIES[piece], "torch.bool"
     c = s.new_carry(lead, f"torch.full({size}, {first}, dtype={dtype})", "int")
     new = s.let("z", update.format(c=c, f=f"{y}.sum(-1)", t=t, tok=token), piece)
@@ -1038,7 +1064,7 @@ RANDOM_POINTWISE = {"dropout inside", "bernoulli inside", "randperm inside"}
 def pointwise(s: Step) -> None:
     """A statement of the step that needs no carry."""
     w, y, t = s.w, s.value(), s.time()
-    piece = w.pick(*POINTWISE)
+    piece = w.any_of(POINTWISE)
     if piece in RANDOM_POINTWISE and not w.random_allowed:
         piece = "layer"
     template = POINTWISE[piece]
