@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import math
 import sys
@@ -11,7 +12,8 @@ from typing import Any
 
 import click
 
-from nsa_compile.errors import user_facing
+from nsa_compile.errors import one_line, printable, shortened, user_facing
+from nsa_compile.streams import outlive_readers
 
 # Where each command is, with the line that --help shows for it; imported only when it is called.
 LAZY_COMMANDS = {
@@ -113,6 +115,7 @@ def cli() -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and leave with its exit code; the README lists them."""
+    outlive_readers()
     sys.exit(_run(args))
 
 
@@ -134,6 +137,14 @@ def _run(args: list[str] | None) -> int:
         return _fail(message if ";" in message else f"{message}; see {path} --help", error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            known = user_facing(error)
+            if known is None:
+                raise
+            return _fail(str(known), known.exit_code)
+        name = shortened(printable(str(error.filename)))
+        return _fail(f"'{name}' is too long for the name of a file; give a shorter path", 2)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)
     except Exception as error:
@@ -148,5 +159,5 @@ def _options(ctx: click.Context | None) -> list[str]:
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"error: {message}", err=True)
+    click.echo(f"error: {one_line(message)}", err=True)
     return code

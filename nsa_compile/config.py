@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
+import os
 import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -28,8 +30,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from nsa_compile.errors import UserError
-from nsa_compile.models.config import NSAConfig, SparsePattern
+from nsa_compile.errors import UserError, printable, shortened
+from nsa_compile.files import open_regular
+from nsa_compile.models.config import MAX_SIZE, NSAConfig, SparsePattern
 from nsa_compile.passes import ORDER
 
 TOKENIZER_VOCAB_SIZES = {"byte": 256, "gpt2": 50257}
@@ -37,8 +40,12 @@ TOKENIZER_VOCAB_SIZES = {"byte": 256, "gpt2": 50257}
 SYNTHETIC = ("copying", "needle")
 # Data sets that need no file; any other ``data.name`` is a path.
 BUILT_IN = ("shakespeare", "uniform", *SYNTHETIC, "fineweb-edu")
-# A hundred times what any configuration holds.
+# A hundred times what any configuration holds: values, references counted as often as they are used, and bytes.
 MAX_VALUES = 10_000
+MAX_BYTES = 1 << 18
+# No number of a configuration is larger; Python cannot even print one of some thousand digits.
+MAX_BITS = 128
+MAX_PATH = 4095
 
 
 def _known_pass(name: str) -> str:
@@ -52,8 +59,17 @@ def _number_as_text(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
 
+def _one_line(text: str) -> str:
+    if not printable(text) == text:
+        raise PydanticCustomError("characters", "it must not hold line ends or control characters")
+    return text
+
+
 PassName = Annotated[str, AfterValidator(_known_pass)]
-Count = Annotated[int, Field(ge=1)]
+# A text that is printed, and a path or a name: no system has one with a NUL in it.
+Text = Annotated[str, Field(max_length=MAX_PATH), AfterValidator(_one_line)]
+Count = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+CountOrNone = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -68,8 +84,9 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where a run leaves its files, and its random seed."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
-    dir: str = "runs"
+    # With the time behind it, it names a directory.
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] = "run"
+    dir: Text = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
 
 
@@ -84,12 +101,12 @@ class DataSection(Section):
     document of a stream may take ``timeout_s`` seconds to come.
     """
 
-    name: str = "shakespeare"
+    name: Text = "shakespeare"
     tokenizer: Literal["byte", "gpt2"] = "byte"
     min_distance: Count | None = None
     needles: Annotated[int, Field(ge=1, le=16)] = 16  # of as many keys as there are
-    text_field: str = "text"
-    cache_dir: Annotated[str, Field(min_length=1)] | None = None
+    text_field: Text = "text"
+    cache_dir: Annotated[Text, Field(min_length=1)] | None = None
     stream: bool = False
     timeout_s: Seconds = 60.0
 
@@ -124,20 +141,23 @@ class TrainSection(Section):
     dtype: Literal["float32", "bf16"] = "float32"
     matmul: Literal["native", "float8", "int8"] = "native"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    activation_checkpointing: Annotated[str, BeforeValidator(_number_as_text)] = "none"
+    activation_checkpointing: Annotated[Text, BeforeValidator(_number_as_text)] = "none"
     eval_every: Count = 100
     eval_batches: Count = 8
-    save_every: Annotated[int, Field(ge=0)] = 0
+    save_every: CountOrNone = 0
     keep_last: Count = 3
     keep_best: bool = True
     on_nonfinite: Literal["halt", "skip"] = "halt"
     max_skipped: Count = 10
     log_every: Count = 10
-    sample_tokens: Annotated[int, Field(ge=0)] = 256
+    sample_tokens: CountOrNone = 256
 
 
 class OptimSection(Section):
     """AdamW: linear warm-up over ``warmup`` steps, then a cosine to ``min_lr_ratio`` times ``lr`` at the last step.
+
+    Without ``warmup`` the warm-up follows the length of the run, a tenth of ``train.steps``. A ``warmup`` that is given
+    must not exceed them.
 
     ``name`` says how its two moments are kept: ``adamw`` in float32, ``adamw8bit`` and ``adamw4bit`` in so many bits
     and a scale for each block of values, for weights of at least 4096 values (they need the torchao extra). ``fused``
@@ -149,10 +169,14 @@ class OptimSection(Section):
     # A list, because YAML has no tuples and strict validation takes nothing else for one.
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    warmup: Annotated[int, Field(ge=0)] = 0
+    warmup: CountOrNone | None = None
     min_lr_ratio: Fraction = 0.1
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     fused: bool = True
+
+    def warmup_of(self, steps: int) -> int:
+        """Over how many steps a run of `steps` warms up."""
+        return steps // 10 if self.warmup is None else self.warmup
 
 
 class DDPSection(Section):
@@ -171,7 +195,7 @@ class DDPSection(Section):
     compress: Literal["bf16", "fp16", "none"] = "bf16"
     nccl_preset: Literal["none", "pcie"] = "none"
     timeout_s: Count = 1800
-    max_restarts: Annotated[int, Field(ge=0)] = 3
+    max_restarts: CountOrNone = 3
     port: Annotated[int, Field(ge=1, lt=2**16)] | None = None
     grace_s: Count = 60
 
@@ -193,7 +217,7 @@ class LogSection(Section):
     """
 
     tensorboard: bool = False
-    stats_every: Annotated[int, Field(ge=0)] = 100
+    stats_every: CountOrNone = 100
 
 
 Action = Literal["warn", "dump", "halt", "restart"]
@@ -223,7 +247,7 @@ class WatchdogSection(Section):
     stall_factor: Annotated[float, Field(ge=1)] = 10.0
     pause_s: Seconds = 1800.0
     startup_s: Seconds = 1800.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    warmup_steps: CountOrNone = 20
     throughput_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
     throughput_steps: Annotated[int, Field(ge=1, le=200)] = 20
     gate_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
@@ -319,7 +343,7 @@ class RunConfig(Section):
                 f"train.seq_len = {self.train.seq_len} must be at least model.pattern.compress_block = "
                 f"{self.model.pattern.compress_block}, or no query ever sees a compressed block"
             )
-        if self.optim.warmup > self.train.steps:
+        if self.optim.warmup is not None and self.optim.warmup > self.train.steps:
             raise ValueError(f"optim.warmup = {self.optim.warmup} must not exceed train.steps = {self.train.steps}")
         if self.train.device == "cpu" and self.ddp.backend == "nccl":
             raise ValueError("ddp.backend = 'nccl' must be 'gloo' or 'auto' where train.device = 'cpu'")
@@ -412,7 +436,7 @@ def load_config(path: str | None = None, overrides: Sequence[str] = ()) -> RunCo
     if path is None:
         text, origin = default_config_text(), "the default configuration"
     else:
-        text, origin = _read(path), path
+        text, origin = _read(path), shortened(path)
     values = _parse_yaml(text, origin)
     if not isinstance(values, dict):
         raise UserError(f"{origin} must hold sections (run, model, data, …), not {_short(values)}")
@@ -435,36 +459,99 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _read(path: str) -> str:
+    name = shortened(path)
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with open_regular(Path(path), follow=True) as file:
+            content = file.read(MAX_BYTES + 1)
+        _reject_too_many_bytes(len(content), name)
+        return content.decode("utf-8")
     except FileNotFoundError:
-        raise UserError(f"configuration file '{path}' does not exist; check the path given to --config") from None
-    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"configuration file '{name}' does not exist; check the path given to --config") from None
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"configuration file '{path}' cannot be read: {reason}; give --config a YAML file") from None
+        if os.path.isdir(path):
+            reason = os.strerror(errno.EISDIR)
+        raise UserError(f"configuration file '{name}' cannot be read: {reason}; give --config a YAML file") from None
+
+
+def _reject_too_many_bytes(count: int, origin: str) -> None:
+    if count > MAX_BYTES:
+        raise UserError(f"{origin} must not hold more than {MAX_BYTES:,} bytes; correct it there")
+
+
+class _TooManyValues(Exception):
+    """A text means more values than ``MAX_VALUES``."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: ``3e-4`` is a number, and a key given twice is a mistake."""
+    """YAML as people write it: ``3e-4`` is a number, and a key given twice is a mistake.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep=deep)
-        if len(mapping) < len(node.value):
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} is given twice", node.start_mark)
-        return mapping
+    Values are counted before any is made: references, and merged mappings above all, make a few lines mean more of
+    them than there is memory for, or one that holds itself.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes += 1
+        if self._nodes > MAX_VALUES:
+            raise _TooManyValues
+        return super().compose_node(parent, index)
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _size(node, {}) > MAX_VALUES:
+            raise _TooManyValues
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.composer.ComposerError(None, None, "a key must be a single word", key.start_mark)
+            if (key.tag, key.value) in seen:
+                problem = f"key {_short(key.value)} is given twice"
+                raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+            seen.add((key.tag, key.value))
+        return node
+
+    def construct_number(self, node: yaml.ScalarNode) -> int:
+        """An integer that can be printed; those with colons, to the base of 60, are of no use here."""
+        if len(node.value) > MAX_BITS + 4 or (number := self.construct_yaml_int(node)).bit_length() > MAX_BITS:
+            problem = f"a number must have at most {MAX_BITS} bits"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return number
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
 # YAML 1.1 wants a dot in the mantissa and a sign in the exponent; 1.2 and everybody's habit do not.
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node means, references followed each time, up to one too many; as many if it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = MAX_VALUES + 1  # as long as those within are counted
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for entry in node.value for part in entry]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        known[id(node)] = min(MAX_VALUES + 1, 1 + sum(_size(part, known) for part in parts))
+    return known[id(node)]
+
+
 def _parse_yaml(text: str, origin: str) -> Any:
+    _reject_too_many_bytes(len(text), origin)
     try:
-        value = yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)
+    except _TooManyValues:
+        raise UserError(f"{origin} must not hold more than {MAX_VALUES:,} values; correct it there") from None
     except yaml.MarkedYAMLError as error:
         where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{origin} is not valid YAML{where}: {error.problem}; correct it there") from None
@@ -473,28 +560,14 @@ def _parse_yaml(text: str, origin: str) -> Any:
     except (ValueError, RecursionError) as error:  # a date in a 13th month, ten thousand brackets
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise UserError(f"{origin} cannot be read: {reason}; correct it there") from None
-    _reject_too_many_values(value, origin)
-    return value
-
-
-def _reject_too_many_values(value: Any, origin: str) -> None:
-    """References make a few lines mean more values than there is memory for, or one that holds itself."""
-    waiting, count = [value], 0
-    while waiting:
-        count += 1
-        if count > MAX_VALUES:
-            raise UserError(f"{origin} must not hold more than {MAX_VALUES:,} values; correct it there")
-        entry = waiting.pop()
-        if isinstance(entry, dict):
-            waiting += [*entry, *entry.values()]
-        elif isinstance(entry, list | tuple):
-            waiting += entry
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"--set '{override}' must have the form KEY=VALUE, for example --set train.steps=100")
+        raise UserError(
+            f"--set '{shortened(override)}' must have the form KEY=VALUE, for example --set train.steps=100"
+        )
     if key not in _dotted_keys():
         raise UserError(_unknown_key(key))
     parts = key.split(".")
@@ -503,7 +576,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):  # the file gave a plain value for a section; the override mends that
             inner = values[part] = {}
         values = inner
-    values[parts[-1]] = _parse_yaml(text, f"the value of --set '{override}'")
+    values[parts[-1]] = _parse_yaml(text, f"the value of --set '{shortened(override)}'")
 
 
 def _dotted_keys(schema: Any = RunConfig, prefix: str = "") -> Iterator[str]:
@@ -546,6 +619,7 @@ def _reject_unknown_keys(values: dict[str, Any], section: str = "") -> None:
 
 
 def _unknown_key(key: str) -> str:
+    key = shortened(key)
     known = list(_dotted_keys())
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     # `steps` alone, or a key under the wrong section: compare the last parts too.
@@ -586,5 +660,4 @@ def _describe(error: ValidationError) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."
+    return shortened(repr(value))

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from nsa_compile.cli import SuggestingGroup, run_options
-from nsa_compile.errors import UserError
+from nsa_compile.errors import UserError, printable
 
 
 @click.group(cls=SuggestingGroup)
@@ -64,7 +64,7 @@ def validate(ctx: click.Context, files: tuple[str, ...], as_json: bool) -> None:
         click.echo(json.dumps({"files": rows}, indent=2))
     else:
         for file, mistake in mistakes.items():
-            click.echo(f"{file}: {mistake or 'ok'}")
+            click.echo(f"{printable(file)}: {mistake or 'ok'}")
     if any(mistakes.values()):
         ctx.exit(2)
 
@@ -164,6 +164,8 @@ def _keys(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _type(entry: dict[str, Any]) -> str:
     """The values a key takes, in words."""
+    from nsa_compile.models.config import MAX_SIZE
+
     if "anyOf" in entry:
         return " or ".join(_type(choice) for choice in entry["anyOf"])
     if "enum" in entry:
@@ -171,7 +173,8 @@ def _type(entry: dict[str, Any]) -> str:
     if entry["type"] == "array":
         return f"list of {_type(entry['items'])}"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {entry[name]}" for name, sign in signs.items() if name in entry]
+    # Without the bound that all sizes share, since no machine gets near it.
+    bounds = [f"{sign} {entry[name]}" for name, sign in signs.items() if entry.get(name, MAX_SIZE) != MAX_SIZE]
     return " ".join([entry["type"], *bounds])
 
 
@@ -180,6 +183,6 @@ def _meaning(docstring: str, key: str) -> str:
     if attribute := re.search(rf"^ *{key}: (.+(?:\n {{8,}}.+)*)", docstring, re.MULTILINE):
         text = attribute[1]
     else:
-        sentences = re.split(r"(?<=[.;:]) |\n\n", docstring.partition("\nAttributes:")[0].replace("\n\n", ".\n\n"))
+        sentences = re.split(r"(?<=[.;:]) |\n\n", re.sub(r"\.?\n\n", ".\n\n", docstring.partition("\nAttributes:")[0]))
         text = " ".join(s for s in map(str.strip, sentences) if f"``{key}``" in s)
     return re.sub(r"\s+", " ", text).replace("``", "").rstrip(".;:")

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import stat
 import tempfile
 from functools import cache
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
 
 _SEAL = hashlib.sha256().digest_size  # bytes at the end of a sealed file
+
+
+class NotPlainFile(OSError, ValueError):
+    """What lies under a name is not what it has to be: a plain file, or a directory, of this name alone.
+
+    A link may lead out of a directory, a pipe or a device may block for ever: neither is read or written through.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(errno.EINVAL, reason, str(path))
 
 
 def flush(path: Path) -> None:
@@ -25,7 +37,7 @@ def flush(path: Path) -> None:
 
 
 def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Write a file whose readers see the old content or the new one, never half of either.
+    """Write a file whose readers see the old content or the new one, never half of either; a link is replaced itself.
 
     Args:
         path: the file; its directory exists.
@@ -33,13 +45,21 @@ def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
         durable: also after a power cut.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    file = create(unfinished)
     try:
-        unfinished.write_bytes(content)
-        if durable:
-            flush(unfinished)
+        with file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8, as `replace` writes."""
+    replace(path, text.encode())
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
@@ -47,12 +67,76 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
     replace(path, (json.dumps(value, indent=2) + "\n").encode(), durable=durable)
 
 
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading, unless it is anything but a plain file: a link may lead out, a pipe may block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+def create(path: Path) -> BufferedWriter:
+    """Open a new file for writing; a plain file of this name, which a killed process has left, makes way.
+
+    Raises:
+        NotPlainFile: something else has this name.
+        OSError: the file cannot be made.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISREG(os.lstat(path).st_mode):
+            path.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.fdopen(os.open(path, flags, 0o666), "wb")
+    except FileExistsError:
+        raise NotPlainFile(path, _kind(path)) from None
+
+
+def open_to_append(path: Path) -> int:
+    """Open a plain file for reading and appending, made if it is not there, and return its descriptor.
+
+    Raises:
+        NotPlainFile: something else has this name, or the file has others, too: what is one file in two directories
+            would be changed in both.
+        OSError: the file cannot be opened or made.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        raise _explained(error, path) from None
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise NotPlainFile(path, _kind(path))
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory in one that exists, unless it is there already.
+
+    Raises:
+        NotPlainFile: something else has this name, a link to a directory among others.
+        OSError: it cannot be made.
+    """
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise NotPlainFile(path, _kind(path)) from None
+
+
+def open_regular(path: Path, *, follow: bool = False) -> BufferedReader:
+    """Open a file for reading, unless it is anything but a plain file: a pipe may block for ever.
+
+    Args:
+        path: the file.
+        follow: go through a link, for what the user names. In a directory that anybody may have written it leads out.
+
+    Raises:
+        NotPlainFile: it is something else.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        raise _explained(error, path) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError("it is not a regular file")
+        raise NotPlainFile(path, "it is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -111,3 +195,61 @@ def read_sealed(path: Path) -> bytes:
     if hashlib.sha256(content).digest() != digest:
         raise ValueError("it is not as it was written: its SHA-256 is another")
     return content
+
+
+def what_became_of(path: Path, descriptor: int) -> str | None:
+    """What has become of an open file or directory, such as "was deleted", if its path leads to it no longer.
+
+    ``None`` while it does.
+    """
+    held = os.fstat(descriptor)
+    try:
+        if os.path.samestat(held, os.stat(path)):
+            return None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            return None  # nobody knows; a network has such moments
+    try:
+        place = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # no Linux
+        return "was deleted or moved"
+    if held.st_nlink == 0 or place.endswith(" (deleted)"):
+        return "was deleted"
+    return f"was moved to '{place}'"
+
+
+def refuse_links(directory: Path, *, and_pipes: bool = False) -> None:
+    """Look at every name in a directory that anybody may have written, before anything is read or written there.
+
+    Args:
+        directory: not those below it.
+        and_pipes: refuse whatever is neither a plain file nor a directory; for where somebody else opens the files.
+
+    Raises:
+        NotPlainFile: one is a link.
+        OSError: the directory cannot be read.
+    """
+    with os.scandir(directory) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            plain = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
+            if entry.is_symlink() or (and_pipes and not plain):
+                raise NotPlainFile(Path(entry.path), _kind(Path(entry.path)))
+
+
+def _explained(error: OSError, path: Path) -> OSError:
+    """The error of an attempt to open `path`, with a reason that says what is there."""
+    if error.errno in (errno.ELOOP, errno.ENXIO) and os.path.lexists(path):
+        return NotPlainFile(path, _kind(path))
+    return error
+
+
+def _kind(path: Path) -> str:
+    """What is wrong with what has this name."""
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode):
+        return "it is a symbolic link, which is not followed"
+    if stat.S_ISREG(found.st_mode):
+        return "it is the same file as another, by a hard link"
+    if stat.S_ISDIR(found.st_mode):
+        return os.strerror(errno.EISDIR)
+    return "it is not a regular file"

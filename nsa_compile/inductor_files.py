@@ -1,4 +1,4 @@
-"""What Inductor keeps, made safe from other users and from processes that are killed (torch 2.11 to 2.13).
+"""What Inductor keeps, made safe from other users and from processes that are killed (torch 2.13).
 
 Inductor lets the compiler write a library under the name that others look for. A linker that is killed leaves an empty
 file there, and whatever needs the library fails from then on; if it is one that tries what the processor can do,

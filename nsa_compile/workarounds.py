@@ -20,7 +20,7 @@ def capture_scans_by_shape() -> None:
 
     Dynamo runs each operator on fake tensors to learn what its results look like. Where gradients are wanted, torch's
     scan then traces, differentiates and partitions its body, and all of that is thrown away: a third of the time a
-    model takes to compile (torch 2.11 to 2.13). What is traced later, by AOTAutograd, is not changed.
+    model takes to compile (torch 2.13). What is traced later, by AOTAutograd, is not changed.
     """
     differentiate = scan_op.py_kernels.pop(DispatchKey.Autograd)
 

@@ -644,6 +644,21 @@ def emptied_mask(p: Writer) -> None:
     p.demand("not_unguarded")
 
 
+def floored_scores(p: Writer) -> None:
+    """What the causal mask keeps at the first step is at the floor already, by a bias: no mask says that."""
+    s, _, _, k, v = kv_cache(p)
+    score = scores(p, p.let("q", p.value()), k, False)
+    early = f"({s.written} <= 0)"
+    form = p.pick(
+        f'{score} + torch.where({early}, float("-inf"), 0.0)',
+        f"{score} + {early}.double() * torch.finfo(torch.float64).min",
+        f"{score} + torch.log(1.0 - {early}.double())",
+    )
+    score = p.let("s", f"torch.where({s.written} <= {p.time}, {form}, torch.finfo(torch.float64).min)")
+    p.emit(weighted_sum(p, p.let("p", f"torch.softmax({score}, -1)"), v, False))
+    p.demand("not_unguarded")
+
+
 def padded_weights(p: Writer) -> None:
     """Weights padded with a constant: the last rows are read at full weight at every step."""
     s, _, _, k, v = kv_cache(p)
@@ -665,6 +680,7 @@ NOT_UNGUARDED = (
     read_ahead,
     gathered_rows,
     emptied_mask,
+    floored_scores,
     padded_weights,
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +130,105 @@ def test_a_mistake_in_a_file_is_one_line(tmp_path, text, expected):
         load_config(str(path))
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "a0: &a0 {x: 1}\n"
+            + "\n".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 10)),
+            "must not hold more than 10,000 values",
+        ),
+        ("a0: &a0 {x: 1}\n" + "\n".join(f"a{i}: &a{i} {{<<: *a{i - 1}, y{i}: 1}}" for i in range(1, 500)), "10,000"),
+        ("\n".join(f"key{i}: {i}" for i in range(200_000)), "must not hold more than 262,144 bytes"),
+        ("[" + "a," * 20_000 + "]", "must not hold more than 10,000 values"),
+        ("train: {steps: " + "1" * 100_000 + "x}", "model = "),  # whether it is a number once took 100 s
+        ("train: {steps: 0x" + "f" * 5000 + "}", "a number must have at most 128 bits"),
+        ("train: {steps: 1" + ":1" * 50_000 + "}", "a number must have at most 128 bits"),
+        ("{" + ", ".join(f"{i * (2**61 - 1)}: 1" for i in range(3000)) + "}", "unknown configuration key '0'"),
+        ("? [a, b]\n: 1", "a key must be a single word"),
+        ("k" * 900 + ": 1", "unknown configuration key 'kkk"),
+    ],
+    ids=[
+        "merges",
+        "chain of merges",
+        "keys",
+        "list",
+        "digits",
+        "hex",
+        "colons",
+        "collisions",
+        "complex key",
+        "long key",
+    ],
+)
+def test_a_file_that_means_to_take_for_ever_is_one_short_line(tmp_path, text, expected):
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=re.escape(expected)) as error:
+        load_config(str(path))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+def test_a_merged_mapping_is_one_of_its_keys(tmp_path):
+    model = "{vocab_size: 256, dim: 64, n_layers: 1, n_heads: 2, n_kv_heads: 1, head_dim: 32}"
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model:\n  <<: {model}\n  dim: 32\n", encoding="utf-8")
+    assert load_config(str(path)).model.dim == 32
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps=18446744073709551616", "train.steps = 18446744073709551616 is not allowed: input should be less"),
+        ("train.seq_len=18446744073709551616", "train.seq_len = 18446744073709551616 is not allowed"),
+        ("model.dim=18446744073709551616", "model.dim = 18446744073709551616 must be at most 2147483647"),
+        ("model.pattern.window=18446744073709551616", "model.pattern.window = 18446744073709551616 must be at most"),
+        ('run.dir="a\\0b"', r"run.dir = 'a\x00b' is not allowed: it must not hold line ends or control characters"),
+        ('data.name="a\\nerror: forged"', r"data.name = 'a\nerror: forged' is not allowed"),
+        ('data.cache_dir="\\e[31mred"', r"data.cache_dir = '\x1b[31mred' is not allowed"),
+        ("run.dir=" + "d" * 10_000, "run.dir = 'ddd"),
+        ("data.name=" + "d" * 10_000, "data.name = 'ddd"),
+        ("run.name=" + "n" * 10_000, "run.name = 'nnn"),
+        ("k\x1b[31m" * 1000 + "=1", r"unknown configuration key 'k\x1b[31m"),
+        ("k\ny=1", r"unknown configuration key 'k\ny'"),
+        ("train.steps", "must have the form"),
+    ],
+)
+def test_an_absurd_value_is_one_short_line_without_control_characters(override, expected):
+    with pytest.raises(UserError, match=re.escape(expected)) as error:
+        load_config(overrides=[override])
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["/dev/zero", "pipe", "directory", "long"])
+def test_a_file_that_is_none_is_one_line(tmp_path, kind):
+    path = {"/dev/zero": "/dev/zero", "long": "p" * 10_000}.get(kind, str(tmp_path / "x"))
+    if kind == "pipe":
+        os.mkfifo(path)
+    if kind == "directory":
+        os.mkdir(path)
+    with pytest.raises(UserError, match=r"cannot be read: (it is not a reg|Is a directory|File name too long)"):
+        load_config(path)
+
+
+def test_a_link_to_a_file_is_a_file(tmp_path):
+    (tmp_path / "run.yaml").write_text(default_config_text(), encoding="utf-8")
+    (tmp_path / "link").symlink_to("run.yaml")
+    assert load_config(str(tmp_path / "link")) == load_config()
+
+
+def test_a_warm_up_follows_the_length_of_the_run_unless_it_is_given():
+    for steps, expected in ((300, 30), (20, 2), (1, 0)):
+        config = load_config(overrides=[f"train.steps={steps}"])
+        assert config.optim.warmup_of(config.train.steps) == expected
+    config = load_config(overrides=["train.steps=20", "optim.warmup=20"])
+    assert config.optim.warmup_of(config.train.steps) == 20
+    with pytest.raises(UserError, match=r"optim\.warmup = 21 must not exceed train\.steps = 20"):
+        load_config(overrides=["train.steps=20", "optim.warmup=21"])
 
 
 @given(

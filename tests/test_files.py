@@ -1,110 +1,153 @@
-"""Files that are believed only as they were written, by their own user."""
+"""Files in a directory that anybody may have written: no link is followed, no pipe waited for."""
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
-import threading
+import socket
 
 import pytest
 
-from nsa_compile.files import make_private, read_sealed, write_sealed
+from nsa_compile.files import (
+    NotPlainFile,
+    create,
+    make_directory,
+    open_regular,
+    open_to_append,
+    refuse_links,
+    replace,
+    what_became_of,
+)
 
-
-def read_within_ten_seconds(path):
-    """`read_sealed`, which a pipe without a writer must not hold up; the exception where it raises."""
-    outcome = []
-
-    def read():
-        try:
-            outcome.append(read_sealed(path))
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive(), "it hangs"
-    return outcome[0]
+VICTIM = b"of somebody else\n"
 
 
 @pytest.fixture
-def sealed(tmp_path):
-    path = tmp_path / "made" / "for" / "it"
-    write_sealed(path, b"content")
+def victim(tmp_path):
+    """A file outside of the directory that is written to."""
+    path = tmp_path / "victim"
+    path.write_bytes(VICTIM)
     return path
 
 
-@pytest.mark.parametrize("content", [b"", b"content", os.urandom(10_000)])
-def test_what_was_written_comes_back(content, tmp_path):
-    path = tmp_path / "a" / "b"
-    write_sealed(path, b"something else")
-    write_sealed(path, content)
-    assert read_sealed(path) == content
-    assert [entry.name for entry in path.parent.iterdir()] == ["b"]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+@pytest.fixture
+def place(tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    return directory / "file"
 
 
-def test_every_flipped_bit_and_every_cut_is_seen(sealed):
-    whole = sealed.read_bytes()
-    for place in range(len(whole)):
-        for bit in range(8):
-            changed = bytearray(whole)
-            changed[place] ^= 1 << bit
-            sealed.write_bytes(changed)
-            with pytest.raises(ValueError, match="SHA-256"):
-                read_sealed(sealed)
-        sealed.write_bytes(whole[:place])
-        with pytest.raises(ValueError, match="SHA-256"):
-            read_sealed(sealed)
-    sealed.write_bytes(whole + b"\0")
-    with pytest.raises(ValueError, match="SHA-256"):
-        read_sealed(sealed)
+def link(place, victim):
+    place.symlink_to(victim)
 
 
-def test_what_is_no_file_of_ones_own_is_not_read(sealed):
-    kept = sealed.with_name("kept")
-    sealed.rename(kept)
-    assert isinstance(read_within_ten_seconds(sealed), FileNotFoundError)
-    sealed.symlink_to(kept)
-    assert isinstance(read_within_ten_seconds(sealed), OSError)
-    sealed.unlink()
-    sealed.mkdir()
-    assert "regular" in str(read_within_ten_seconds(sealed))
-    sealed.rmdir()
-    os.mkfifo(sealed)
-    assert "regular" in str(read_within_ten_seconds(sealed))
-    sealed.unlink()
-    kept.rename(sealed)
-    assert read_within_ten_seconds(sealed) == b"content"
-    for mode in (0o620, 0o602):
-        sealed.chmod(mode)
-        assert "others can write" in str(read_within_ten_seconds(sealed))
-    sealed.chmod(0o600)
-    if os.geteuid() == 0:
-        os.chown(sealed, 65534, -1)
-        assert "belongs to user 65534" in str(read_within_ten_seconds(sealed))
+def dangling(place, victim):
+    place.symlink_to(victim.with_name("not there yet"))
 
 
-def test_a_write_that_fails_leaves_what_was_there(sealed, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_sealed(sealed, b"other")
-    assert read_sealed(sealed) == b"content"
-    assert [entry.name for entry in sealed.parent.iterdir()] == ["it"]
+def pipe(place, victim):
+    os.mkfifo(place)
 
 
-def test_directories_are_made_private_whatever_the_umask(tmp_path):
-    old = os.umask(0)
-    try:
-        make_private(tmp_path / "a" / "b")
-        make_private(tmp_path / "a" / "b")
-    finally:
-        os.umask(old)
-    for path in (tmp_path / "a", tmp_path / "a" / "b"):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+def device(place, victim):
+    place.symlink_to("/dev/zero")
+
+
+def unix_socket(place, victim):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(place))
+
+
+def directory(place, victim):
+    place.mkdir()
+
+
+STRANGERS = [link, dangling, pipe, device, unix_socket, directory]
+
+
+@pytest.mark.parametrize("plant", STRANGERS)
+@pytest.mark.parametrize("opened", [create, open_to_append, open_regular])
+def test_what_is_no_plain_file_is_refused_by_name(place, victim, plant, opened):
+    plant(place, victim)
+    with pytest.raises(OSError, match=r".") as error:
+        opened(place)
+    assert error.value.filename == str(place)
+    assert "\n" not in error.value.strerror
+    assert victim.read_bytes() == VICTIM
+    assert not victim.with_name("not there yet").exists()
+
+
+def test_a_file_with_two_names_is_not_appended_to(place, victim):
+    os.link(victim, place)
+    with pytest.raises(NotPlainFile, match="by a hard link"):
+        open_to_append(place)
+    assert victim.read_bytes() == VICTIM
+    with create(place) as file:  # which makes a file of its own
+        file.write(b"x")
+    assert victim.read_bytes() == VICTIM
+
+
+@pytest.mark.parametrize("plant", [link, dangling, pipe, unix_socket])
+def test_a_file_that_is_replaced_leaves_alone_what_was_in_its_place(place, victim, plant):
+    plant(place, victim)
+    replace(place, b"new")
+    assert place.read_bytes() == b"new"
+    assert not place.is_symlink()
+    assert victim.read_bytes() == VICTIM
+
+
+@pytest.mark.parametrize("plant", [link, pipe])
+def test_the_temporary_name_of_a_file_that_is_replaced_may_be_planted_too(place, victim, plant):
+    plant(place.with_name(f".{place.name}.{os.getpid()}"), victim)
+    with pytest.raises(NotPlainFile):
+        replace(place, b"new")
+    assert victim.read_bytes() == VICTIM
+
+
+def test_what_a_killed_process_left_makes_way(place):
+    place.write_bytes(b"half")
+    with create(place) as file:
+        file.write(b"whole")
+    assert place.read_bytes() == b"whole"
+
+
+def test_a_directory_is_not_a_link_to_one(place, tmp_path):
+    make_directory(place)
+    make_directory(place)
+    place.rmdir()
+    place.symlink_to(tmp_path)
+    with pytest.raises(NotPlainFile, match="symbolic link"):
+        make_directory(place)
+
+
+def test_what_a_user_names_may_be_a_link_but_no_pipe(place, victim):
+    place.symlink_to(victim)
+    with open_regular(place, follow=True) as file:
+        assert file.read() == VICTIM
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(NotPlainFile, match="not a regular file"):
+        open_regular(place, follow=True)
+
+
+def test_links_in_a_directory_are_found_before_anything_is_opened(place, victim):
+    refuse_links(place.parent)
+    os.mkfifo(place.with_name("a"))
+    refuse_links(place.parent)
+    with pytest.raises(NotPlainFile, match="not a regular file"):
+        refuse_links(place.parent, and_pipes=True)
+    dangling(place, victim)
+    with pytest.raises(NotPlainFile, match="symbolic link") as error:
+        refuse_links(place.parent)
+    assert error.value.filename == str(place)
+
+
+def test_an_open_file_knows_what_became_of_its_name(place):
+    descriptor = open_to_append(place)
+    assert what_became_of(place, descriptor) is None
+    place.rename(place.with_name("moved"))
+    assert what_became_of(place, descriptor) == f"was moved to '{place.with_name('moved')}'"
+    place.write_bytes(b"another file of this name")
+    assert what_became_of(place, descriptor) == f"was moved to '{place.with_name('moved')}'"
+    place.with_name("moved").unlink()
+    assert what_became_of(place, descriptor) == "was deleted"
+    os.close(descriptor)

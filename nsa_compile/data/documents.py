@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from nsa_compile.config import BUILT_IN
 from nsa_compile.errors import UserError
+from nsa_compile.files import open_regular
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 # Read at once, in bytes.
@@ -42,7 +43,7 @@ def find_files(name: str) -> list[Path]:
     kinds = ", ".join(SUFFIXES)
     files = [path]
     if path.is_dir():
-        files = [each for each in sorted(path.iterdir()) if _readable_kind(each) and each.is_file()]
+        files = [each for each in sorted(path.iterdir()) if _readable_kind(each) and not each.is_dir()]
         reason = f"the directory holds no file that ends in {kinds}"
     elif path.exists():
         reason = f"its name must end in {kinds}"
@@ -55,6 +56,10 @@ def find_files(name: str) -> list[Path]:
         )
     if not all(map(_readable_kind, files)) or not files:
         raise UserError(f"data.name = '{name}' is no data set: {reason}; choose another with --set data.name=PATH")
+    for file in files:
+        # Whoever opens a pipe waits for a writer; a device has no end.
+        if file.exists() and not file.is_file():
+            raise UserError(f"'{file}' cannot be read: it is not a regular file; name one that is, or copy it to one")
     return files
 
 
@@ -74,7 +79,7 @@ def read_documents(path: Path, text_field: str, progress: Callable[[int], None])
             if text:
                 yield (text,)
         return
-    with _told_as_user_errors(path), path.open("rb") as raw:
+    with _told_as_user_errors(path), open_regular(path, follow=True) as raw:
         # A GzipFile reads like the file; progress counts what is read of the file itself.
         file: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         if ".jsonl" in path.suffixes[-2:]:
@@ -171,7 +176,7 @@ def _parquet(path: Path, text_field: str, progress: Callable[[int], None]) -> It
 
     try:
         size = path.stat().st_size
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with open_regular(path, follow=True) as raw, pyarrow.parquet.ParquetFile(raw) as file:
             if text_field not in file.schema_arrow.names:
                 raise UserError(_no_field(f"'{path}'", text_field, file.schema_arrow.names))
             row = 0

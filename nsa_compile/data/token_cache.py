@@ -31,11 +31,13 @@ from nsa_compile.config import DataSection
 from nsa_compile.data.documents import chunks, find_files, read_documents
 from nsa_compile.data.tokenizers import Tokenizer, make_tokenizer
 from nsa_compile.errors import UserError
-from nsa_compile.files import flush
+from nsa_compile.files import flush, open_regular
 
 TOKENS, HEADER = "tokens.bin", "header.json"
 # Chunks whose place is remembered for verification; at least half as many in a cache that has them.
 MAX_SAMPLES = 256
+# A header has a line or four for each file of the text; one this long is none.
+MAX_HEADER_BYTES = 1 << 26
 
 Size = Annotated[int, Field(ge=0)]
 
@@ -232,8 +234,12 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _open(directory: Path, recipe: Recipe) -> tuple[Header, npt.NDArray[np.integer]]:
     try:
-        header = Header.model_validate_json((directory / HEADER).read_bytes())
-        size = (directory / TOKENS).stat().st_size
+        with open_regular(directory / HEADER) as file:
+            if os.fstat(file.fileno()).st_size > MAX_HEADER_BYTES:
+                raise Damaged(f"{HEADER} is larger than {MAX_HEADER_BYTES:,} bytes")
+            header = Header.model_validate_json(file.read())
+        with open_regular(directory / TOKENS) as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise Damaged(f"{Path(error.filename or directory).name}: {error.strerror}") from None
     except ValidationError as error:
@@ -331,7 +337,7 @@ class _Samples:
 
 
 def _check_hash(directory: Path, header: Header) -> None:
-    with (directory / TOKENS).open("rb") as file:
+    with open_regular(directory / TOKENS) as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != header.sha256:
         raise Damaged(f"{TOKENS} has the SHA-256 {found}, not {header.sha256}")

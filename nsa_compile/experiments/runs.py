@@ -124,7 +124,9 @@ def base_overrides(config_path: str | None, overrides: Sequence[str], steps: int
     made = [*timing, *overrides]
     if steps is not None:
         # The learning rate costs no time; a long warm-up must not forbid a short run.
-        made += [f"train.steps={steps}", f"optim.warmup={min(config.optim.warmup, steps)}"]
+        made.append(f"train.steps={steps}")
+        if config.optim.warmup is not None:
+            made.append(f"optim.warmup={min(config.optim.warmup, steps)}")
     return made
 
 

@@ -6,6 +6,7 @@ its workers itself lets them meet in the store of the attempt before, where they
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -20,8 +21,9 @@ import psutil
 
 from nsa_compile.config import RunConfig
 from nsa_compile.train.records.jsonl import JsonlReader
-from nsa_compile.train.signals import EXIT_CODES, StopRequest
+from nsa_compile.train.signals import EXIT_CODES, StopRequest, handled
 from nsa_compile.train.watch.halt import HALT_EXIT_CODE as STALLED
+from nsa_compile.train.watch.processes import handles
 from nsa_compile.train.watch.run_state import HeartbeatFiles, present_attempt
 from nsa_compile.train.watch.watchdog import WATCHDOG_FILE, Actions, run_watchdog
 
@@ -137,34 +139,53 @@ def watched(config: RunConfig, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _forwarded_signals(grace_s: int) -> Iterator[StopRequest]:
-    """Hand SIGTERM and Ctrl-C on to the processes, and kill those that have not left after `grace_s` seconds."""
+    """Hand signals on to the processes: what asks them to stop, and SIGUSR1, at which they write their stacks.
+
+    Those that have not left `grace_s` seconds after they were first asked to are killed.
+    """
     stop = StopRequest()
+    over = threading.Event()
+    told: set[int] = set()
 
-    def kill() -> None:
-        print(f"error: processes still ran {grace_s} s after {stop.signal} and were killed", file=sys.stderr)
-        _send(signal.SIGKILL)
-
-    killer = threading.Timer(grace_s, kill)
-    killer.daemon = True
+    def insist() -> None:
+        deadline = time.monotonic() + grace_s
+        # A process that was being started when the signal came has not heard of it.
+        while not over.wait(0.2):
+            _send(signal.Signals[stop.signal or "SIGTERM"], told)
+            if time.monotonic() > deadline:
+                print(f"error: processes still ran {grace_s} s after {stop.signal} and were killed", file=sys.stderr)
+                _send(signal.SIGKILL, set())
+                return
 
     def forward(signum: int, frame: object) -> None:
+        told.clear()  # a second Ctrl-C is for those who have had the first
+        _send(signum, told)
         if stop.signal is None:
             stop.signal = signal.Signals(signum).name
-            killer.start()
-        _send(signum)
+            threading.Thread(target=insist, daemon=True).start()
 
-    previous = {name: signal.signal(getattr(signal, name), forward) for name in EXIT_CODES}
+    def dump(signum: int, frame: object) -> None:
+        for child in psutil.Process().children():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                if handles(child.pid, signum):  # to one that does not yet, it would be the end
+                    child.send_signal(signum)
+
+    signal.signal(signal.SIGUSR1, dump)
     try:
-        yield stop
+        with handled(forward, EXIT_CODES):
+            yield stop
     finally:
-        killer.cancel()
-        for name, handler in previous.items():
-            signal.signal(getattr(signal, name), handler)
+        over.set()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nobody is left whose stacks could be asked for
 
 
-def _send(signum: int) -> None:
+def _send(signum: int, told: set[int]) -> None:
+    """Send a signal to every process of ours that is not in `told`, which they are put in."""
     for child in psutil.Process().children():
-        child.send_signal(signum)
+        if child.pid not in told:
+            told.add(child.pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(signum)
 
 
 def _ending(code: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa_compile.config import RunConfig
-from nsa_compile.errors import UserError
+from nsa_compile.errors import UserError, printable
 from nsa_compile.train.checkpoints.files import Checkpoint, checkpoint_paths, set_aside
 from nsa_compile.train.checkpoints.resume import FoundRun, newest_good_checkpoint
 from nsa_compile.train.records.run_directory import create_run_directory, lock_run_directory
@@ -55,8 +55,10 @@ def _checkpoint_to_go_on_from(config: RunConfig, found: FoundRun) -> Checkpoint:
             f"train.steps = {config.train.steps} must be at least {checkpoint.step}, the step of checkpoint "
             f"'{checkpoint.path}'; raise it with --set train.steps=N, or use --resume never"
         )
+    if checkpoint.note is not None:
+        warnings.append(f"warning: checkpoint '{checkpoint.path}': {checkpoint.note}")
     for warning in warnings:
-        print(warning, file=sys.stderr)
+        print(printable(warning), file=sys.stderr)
     if moved := set_aside(found.directory / "checkpoints", checkpoint.step):
         print(f"checkpoints after step {checkpoint.step} were moved to {moved}", file=sys.stderr)
     return checkpoint

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from nsa_compile.cli import run_options
-from nsa_compile.errors import UserError
+from nsa_compile.errors import CheckpointError, UserError
+
+if TYPE_CHECKING:
+    from nsa_compile.config import RunConfig
 
 
 @click.command()
@@ -42,6 +46,18 @@ def train(
     nsa-compile train --resume auto
     nsa-compile train --nproc 2
     """
+    from nsa_compile.train.signals import EXIT_CODES, leave_on_signals
+
+    with leave_on_signals():
+        summary = _train(config_path, overrides, resume, nproc, dry_run, as_json)
+    if summary is not None and summary["interrupted"]:
+        ctx.exit(EXIT_CODES[summary["stopped_by"]])
+
+
+def _train(
+    config_path: str | None, overrides: tuple[str, ...], resume: str, nproc: int, dry_run: bool, as_json: bool
+) -> dict[str, Any] | None:
+    """Do what the options say, and return the summary of the run; ``None`` for a dry one."""
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
     from nsa_compile.data import load_corpus
@@ -50,7 +66,6 @@ def train(
     from nsa_compile.train.checkpoints.resume import find_run
     from nsa_compile.train.distributed.world import World, check_port, check_world
     from nsa_compile.train.records.run_directory import check_output
-    from nsa_compile.train.signals import EXIT_CODES
 
     config = load_config(config_path, overrides)
     world = World.from_environment(os.environ)
@@ -66,41 +81,59 @@ def train(
         summary = run_worker(world, config, resume)
         if world.main:
             _tell(summary, as_json)
-    else:
-        check_run(config)
-        check_world(config, nproc, nproc)
-        # A process that is killed to be started again needs somebody who does so, even if it is alone.
-        launched = nproc > 1 or config.watchdog.restarts
-        check_port(config.ddp.port if launched else None)
-        corpus = load_corpus(config)
-        found = find_run(config, resume)
-        for note in found.notes:
-            click.echo(note, err=True)
-        if dry_run:
-            check_output(config.run.dir)
-            click.echo(json.dumps(config.plain(), indent=2) if as_json else config.to_yaml(), nl=as_json)
-            return
-        with open_run(config, found) as start:
-            wait_passively()
-            from nsa_compile.launch.launcher import launch, watched
+        return summary
+    check_run(config)
+    check_world(config, nproc, nproc)
+    # A process that is killed to be started again needs somebody who does so, even if it is alone.
+    launched = nproc > 1 or config.watchdog.restarts
+    check_port(config.ddp.port if launched else None)
+    corpus = load_corpus(config)
+    found = find_run(config, resume)
+    for note in found.notes:
+        click.echo(note, err=True)
+    if dry_run:
+        check_output(config.run.dir)
+        click.echo(json.dumps(config.plain(), indent=2) if as_json else config.to_yaml(), nl=as_json)
+        return None
+    with open_run(config, found) as start:
+        wait_passively()
+        if launched:
+            options = [word for override in overrides for word in ("--set", override)]
+            options += ["--config", config_path] if config_path else []
+            summary = _launch(config, start.directory, nproc, options)
+        else:
+            from nsa_compile.launch.launcher import watched
+            from nsa_compile.train.loop import run
 
-            if launched:
-                options = [word for override in overrides for word in ("--set", override)]
-                options += ["--config", config_path] if config_path else []
-                summary_file = start.directory / "summary.json"
-                summary_file.unlink(missing_ok=True)  # of the part of the run before
-                code = launch(config, start.directory, nproc, options)
-                if code not in (0, *EXIT_CODES.values()) or not summary_file.exists():
-                    ctx.exit(code)
-                summary = json.loads(summary_file.read_text(encoding="utf-8"))
-            else:
-                from nsa_compile.train.loop import run
+            with watched(config, start.directory):
+                summary = run(config, corpus, start.directory, start.checkpoint)
+    _tell(summary, as_json)
+    return summary
 
-                with watched(config, start.directory):
-                    summary = run(config, corpus, start.directory, start.checkpoint)
-        _tell(summary, as_json)
-    if summary["interrupted"]:
-        ctx.exit(EXIT_CODES[summary["stopped_by"]])
+
+def _launch(config: RunConfig, directory: Path, nproc: int, options: list[str]) -> dict[str, Any]:
+    """Train in processes of their own and return the summary they left; without one, leave with their exit code."""
+    from nsa_compile.files import open_regular
+    from nsa_compile.launch.launcher import launch
+    from nsa_compile.train.signals import EXIT_CODES
+
+    path = directory / "summary.json"
+    try:
+        path.unlink(missing_ok=True)  # of the part of the run before
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be written: {error.strerror}; remove it") from None
+    code = launch(config, directory, nproc, options)
+    if code not in (0, *EXIT_CODES.values()):
+        raise SystemExit(code)
+    try:
+        with open_regular(path) as file:
+            summary: dict[str, Any] = json.load(file)
+    except (OSError, ValueError) as error:
+        if code:  # stopped before there was anything to tell
+            raise SystemExit(code) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"the run is over, and its '{path}' cannot be read: {reason}; look into it") from None
+    return summary
 
 
 def _tell(summary: dict[str, Any], as_json: bool) -> None:

@@ -19,8 +19,9 @@ import click
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import USER_FACING, user_facing
+from nsa_compile.streams import outlive_readers
 from nsa_compile.train.distributed.world import World, check_port, check_world
-from nsa_compile.train.signals import EXIT_CODES
+from nsa_compile.train.signals import EXIT_CODES, leave_on_signals
 
 # Another process died; its own ending says why. EX_PROTOCOL of sysexits.h.
 LOST_CONTACT = 76
@@ -38,9 +39,12 @@ def main(
     config_path: str | None, overrides: Sequence[str], resume: str, run_dir: Path | None, launcher: int | None
 ) -> None:
     """Train as one of several processes."""
+    outlive_readers()
     if launcher is not None:
         die_with(launcher)
-    sys.exit(_exit_code(config_path, overrides, resume, run_dir))
+    with leave_on_signals():
+        code = _exit_code(config_path, overrides, resume, run_dir)
+    sys.exit(code)
 
 
 def _exit_code(config_path: str | None, overrides: Sequence[str], resume: str, run_dir: Path | None) -> int:

@@ -14,6 +14,8 @@ Phi = Literal["mlp", "mean"]
 Attention = Literal["nsa", "dense"]
 Branch = Literal["compressed", "selected", "window"]
 BRANCHES: tuple[Branch, ...] = get_args(Branch)
+# No dimension of a tensor is larger.
+MAX_SIZE = 2**31 - 1
 
 
 def _require_int(owner: object, name: str, minimum: int) -> None:
@@ -23,6 +25,8 @@ def _require_int(owner: object, name: str, minimum: int) -> None:
         raise ValueError(f"{name} = {value!r} must be an integer")
     if value < minimum:
         raise ValueError(f"{name} = {value} must be at least {minimum}")
+    if value > MAX_SIZE:
+        raise ValueError(f"{name} = {value} must be at most {MAX_SIZE}")
 
 
 def _require_choice(owner: object, name: str, choices: tuple[str, ...]) -> None:
@@ -39,7 +43,7 @@ def _require_bool(owner: object, name: str) -> None:
 
 def _require_positive(owner: object, name: str) -> None:
     value = getattr(owner, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e300:
         raise ValueError(f"{name} = {value!r} must be a positive number")
 
 

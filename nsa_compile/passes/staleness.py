@@ -386,13 +386,20 @@ class Analysis:
             ready = ready[..., 0, :] if not vector_b else ready[..., 0]
         if not bool((ready > 0).any()):
             return Facts(hollow=hollow)
-        trail = fa.trail or fb.trail or (self._explain_contraction(silent), node)
+        trail = fa.trail or fb.trail or (self._explain_contraction(silent, (a, b)), node)
         return Facts(ready=ready, sources=sources, trail=trail, hollow=hollow)
 
-    @staticmethod
-    def _explain_contraction(silent: Steps) -> str:
+    def _explain_contraction(self, silent: Steps, factors: tuple[Any, Any]) -> str:
         if bool((silent > 0).any()):
             return "its weights are not exactly zero until every row they meet is written"
+        for node in factors:
+            while isinstance(node, fx.Node) and node.target in MOVEMENT:
+                node = node.args[0]
+            if isinstance(node, fx.Node) and node.target in SOFTMAX and self.of(node.args[0]).fill is not None:
+                return (
+                    "the softmax before it is masked, but no score is shown to stand out at every step; setting the "
+                    "masked weights to zero behind the softmax makes sure"
+                )
         return "it reads every row, and no mask makes the unwritten ones exactly zero"
 
     def softmax(self, node: fx.Node) -> Facts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import sys
 from collections import deque
@@ -17,13 +18,14 @@ from tqdm import tqdm
 
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import CheckpointError
-from nsa_compile.files import write_json
+from nsa_compile.files import make_directory, write_json, write_text
 from nsa_compile.machine.environment import describe_environment, git_revision
 from nsa_compile.train.attention_stats import LayerStatistics
 from nsa_compile.train.checkpoints.checkpoint import CheckpointWriter
 from nsa_compile.train.distributed.all_reduce import Overlap
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.records.rows import THROUGHPUT_STEPS, CsvLog, EvalRow, JsonLog, StepRow
+from nsa_compile.train.records.run_directory import HeldDirectory, loss_of_directory
 from nsa_compile.train.records.tensorboard import TensorBoard
 from nsa_compile.train.steps import StepResult
 from nsa_compile.train.watch.halt import clear_halt
@@ -38,6 +40,9 @@ class Journal:
         world: the place of this process.
         resumed_at: the step a run goes on from; rows after it are cut off.
 
+    Attributes:
+        directory_lost: whether :meth:`lost` found the directory as a whole gone, so that nothing can be saved.
+
     Raises:
         CheckpointError: the rows of a resumed run cannot be read.
     """
@@ -47,6 +52,8 @@ class Journal:
         self.resumed_at = resumed_at
         self._overlaps: deque[Overlap] = deque(maxlen=THROUGHPUT_STEPS)
         self._save_error: CheckpointError | None = None
+        self._lost: str | None = None
+        self.directory_lost = False
         self._tensorboard: TensorBoard | None = None
         self._open = contextlib.ExitStack()
 
@@ -67,6 +74,9 @@ class Journal:
                 tqdm(total=total, initial=done, unit="step", disable=None, file=sys.stderr)
             )
             shape = config.train
+            self._run_directory = opened.enter_context(HeldDirectory(directory))
+            make_directory(directory / "checkpoints")
+            self._checkpoints = opened.enter_context(HeldDirectory(directory / "checkpoints"))
             self._writer = opened.enter_context(
                 CheckpointWriter(directory / "checkpoints", shape.keep_last, shape.keep_best)
             )
@@ -78,19 +88,19 @@ class Journal:
     ) -> None:
         self._open.__exit__(kind, error, traceback)
 
-    def write_provenance(self, device: torch.device, peak_flops: float) -> None:
-        """Write down what the run is and what it runs on."""
+    def write_provenance(self, device: torch.device, peak_flops: float, bucket_mb: float | None) -> None:
+        """Write down what the run is and what it runs on, and the size of the buckets that gradients are sent in."""
         if not self.main:
             return
-        (self.directory / "config.resolved.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
-        environment = {**describe_environment(device), "matmul_peak_flops": peak_flops}
+        write_text(self.directory / "config.resolved.yaml", self.config.to_yaml())
+        environment = {**describe_environment(device), "matmul_peak_flops": peak_flops, "ddp_bucket_mb": bucket_mb}
         if self.resumed_at:
             # What the steps before ran on stays on record.
             write_json(self.directory / f"env.from-step-{self.resumed_at}.json", environment)
             return
         write_json(self.directory / "env.json", environment)
         sha = git_revision()["sha"] or "unknown: not a git checkout"
-        (self.directory / "git_sha.txt").write_text(sha + "\n", encoding="utf-8")
+        write_text(self.directory / "git_sha.txt", sha + "\n")
 
     def log(self, line: str) -> None:
         """Print a line to stderr, above the progress bar."""
@@ -145,8 +155,9 @@ class Journal:
         for log in (self.steps, self.evaluations, self._attention):
             log.sync()  # a resumed run needs every row up to its checkpoint
         last = self.evaluations.rows[-1]
+        measured = last.step == step and math.isfinite(last.val_loss)
         try:
-            self._writer.save(step, states, last.val_loss if last.step == step else None)
+            self._writer.save(step, states, last.val_loss if measured else None)
         except CheckpointError as error:  # of the one before
             self._save_error = error
 
@@ -158,6 +169,29 @@ class Journal:
             except CheckpointError as error:
                 self._save_error = error
         return self._save_error
+
+    def lost(self) -> str | None:
+        """What the run has lost of its directory since it began, in one line; ``None`` while everything is there.
+
+        A few looks at the file system, cheap enough for every step.
+        """
+        if self.main and self._lost is None:
+            self._lost = loss_of_directory(self._run_directory)
+            self.directory_lost = self._lost is not None
+            self._lost = self._lost or self._lost_part()
+        return self._lost
+
+    def _lost_part(self) -> str | None:
+        """That a file of the records, or the directory of the checkpoints, is gone while the rest is there."""
+        parts = {log.path: log.lost() for log in (self.steps, self.evaluations, self._attention)}
+        parts[self._checkpoints.path] = self._checkpoints.became()
+        for path, became in parts.items():
+            if became is not None:
+                return (
+                    f"'{path}' {became} while the run was at work: what it held is lost to the run, which ends here; "
+                    "put it back and go on with --resume, or start anew"
+                )
+        return None
 
     def communication(self) -> dict[str, Any]:
         """How gradients were sent in the last steps, for the summary; empty where DDP sent none."""

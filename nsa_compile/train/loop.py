@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import time
 from dataclasses import asdict
 from enum import IntEnum
@@ -17,7 +18,7 @@ from nsa_compile.config import RunConfig, flatten
 from nsa_compile.data import BatchSampler, Corpus
 from nsa_compile.data.sampling import local_rows
 from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
-from nsa_compile.files import write_json
+from nsa_compile.files import write_json, write_text
 from nsa_compile.machine.environment import peak_memory, synchronize
 from nsa_compile.machine.matmul_rate import (
     MatmulRate,
@@ -34,6 +35,7 @@ from nsa_compile.train.attention_stats import LayerStatistics, attention_statist
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
 from nsa_compile.train.checkpoints.files import STATE, Checkpoint
 from nsa_compile.train.distributed.all_reduce import AllReduceHook
+from nsa_compile.train.distributed.buckets import bucket_mb
 from nsa_compile.train.distributed.group import (
     choose_device,
     gather_to_all,
@@ -51,7 +53,8 @@ from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer
 from nsa_compile.train.phases import OTHER, PhaseTimer
 from nsa_compile.train.records.plots import plot_losses
-from nsa_compile.train.records.rows import EvalRow, StepRow, phase_columns, throughput
+from nsa_compile.train.records.rows import EvalRow, StepRow, finite_or_none, phase_columns, throughput
+from nsa_compile.train.records.run_directory import HeldDirectory, loss_of_directory
 from nsa_compile.train.signals import StopRequest, stop_on_signals
 from nsa_compile.train.state import TrainingState
 from nsa_compile.train.steps import StepResult, train_step
@@ -69,8 +72,11 @@ class Stop(IntEnum):
     NOT = 0
     SIGINT = 1
     SIGTERM = 2
-    HALT = 3
-    SAVE_FAILED = 4
+    SIGHUP = 3
+    HALT = 4
+    RECORD_LOST = 5
+    SAVE_FAILED = 6
+    DIRECTORY_LOST = 7
 
 
 def run(
@@ -91,20 +97,28 @@ def run(
 
     Raises:
         TrainingDiverged: the loss or the gradient stopped being finite.
-        CheckpointError: ``resumed`` cannot be used, or the disk has no room for a checkpoint or the records.
+        CheckpointError: ``resumed`` cannot be used, the disk has no room for a checkpoint or the records, or the
+            directory was deleted or moved.
         Halted: a watchdog, or somebody else, asked the run to stop.
     """
     try:
-        install_stack_dump(directory, world.rank)
-        with Heartbeat(directory, world.rank, config.watchdog.interval_s, world_size=world.size) as heartbeat:
-            return Trainer(config, corpus, directory, world, heartbeat).run(resumed)
+        with HeldDirectory(directory) as held:
+            try:
+                install_stack_dump(directory, world.rank)
+                with Heartbeat(directory, world.rank, config.watchdog.interval_s, world_size=world.size) as heartbeat:
+                    return Trainer(config, corpus, directory, world, heartbeat).run(resumed)
+            except (OSError, CheckpointError):
+                if lost := loss_of_directory(held):
+                    raise CheckpointError(lost) from None
+                raise
     except OSError as error:  # rows, statistics, pictures: whatever could not be written
         own = error.filename is not None and Path(str(error.filename)).is_relative_to(directory)
         if error.errno not in _NO_ROOM and not own:
             raise
         name = error.filename or directory
+        way_out = "make room for it" if error.errno in _NO_ROOM else "put that right"
         raise CheckpointError(
-            f"'{name}' cannot be written: {error.strerror}; make room for it and go on with --resume"
+            f"'{name}' cannot be written: {error.strerror}; {way_out} and go on with --resume"
         ) from None
 
 
@@ -142,6 +156,7 @@ class Trainer:
         if world.size > 1 and config.ddp.strategy == "ddp":
             self.hook = AllReduceHook(config.ddp.compress, on_last=lambda: self.timer.rest_is("communication"))
         self.trained = share_model(self.model, config.ddp, world, self.device, self.hook)
+        self.bucket_mb = None if self.hook is None else bucket_mb(config.ddp, self.model)
         self.optimizer = make_optimizer(self.model, config.optim)
 
         shape = config.train
@@ -171,7 +186,7 @@ class Trainer:
             stop_on_signals() as self.signals,
             Journal(self.config, self.directory, self.world, resumed_at) as journal,
         ):
-            journal.write_provenance(self.device, self.peak_flops)
+            journal.write_provenance(self.device, self.peak_flops, self.bucket_mb)
             self._announce(journal, resumed_at, planned)
             if resumed is None:
                 self._evaluate(journal, 0)
@@ -180,20 +195,29 @@ class Trainer:
                 step += 1
                 saved = self._step(journal, step)
                 stop = self._agree_to_stop(journal)
-            if not saved and stop is not Stop.SAVE_FAILED:
+            if not saved and stop < Stop.SAVE_FAILED:
+                journal.save_error(wait=True)  # of the one before: this one is tried all the same
                 self._save(journal, step)
             # Nobody leaves before rank 0 has written everything, since the first to leave ends the others.
-            if greatest_of_all(journal.save_error(wait=True) is not None, self.device):
-                self._leave(journal.save_error() or CheckpointError())
+            self._leave_if_not_written(journal)
             summary = self._summary(journal, step, resumed_at, stop)
             if self.world.main:
                 self._leave_files(journal, summary)
+            self._leave_if_not_written(journal)
             wait_for_all()
             if stop is Stop.HALT and summary["interrupted"]:
                 why = halt_reason(self.directory)
                 self._leave(Halted(f"run '{self.directory}' was halted after step {step}: {why}"))
             self._all_leave()
         return summary
+
+    def _leave_if_not_written(self, journal: Journal) -> None:
+        """Wait for the checkpoints, and end the run if one, or something else it has written, is not there."""
+        failed = journal.save_error(wait=True)
+        lost = journal.lost()
+        error = failed if lost is None else CheckpointError(lost)
+        if greatest_of_all(error is not None, self.device):
+            self._leave(error or CheckpointError())
 
     def _leave(self, error: CheckpointError | Halted | TrainingDiverged) -> NoReturn:
         """End every process by an error that all have agreed on; rank 0 says it."""
@@ -229,6 +253,10 @@ class Trainer:
         journal.log(f"{self.parameters:,} parameters on {self.device.type}{processes}; files in {self.directory}")
         if world.size > 1 and config.ddp.compress != "none":
             journal.log(f"[{config.ddp.strategy}] gradient compression enabled: {config.ddp.compress}")
+        if self.bucket_mb is not None:
+            wanted = config.ddp.bucket_mb
+            instead = "" if self.bucket_mb == wanted else f" instead of ddp.bucket_mb = {wanted:g}: the model is small"
+            journal.log(f"[ddp] gradients are sent in buckets of {self.bucket_mb:.3g} MB{instead}")
         if config.compile.enabled:
             journal.log("compiling; the first batches take longer")
         elif config.model.attention == "nsa":
@@ -242,7 +270,7 @@ class Trainer:
             journal.log(f"resumed from step {resumed_at}")
         steps = config.train.steps
         if planned != steps:
-            before = planned if type(planned) is int else "another number"
+            before = planned if type(planned) is int and 0 < planned < 2**60 else "another number"
             journal.log(
                 f"train.steps was {before} and is {steps}: the learning rate now follows the schedule of {steps} steps"
             )
@@ -319,12 +347,20 @@ class Trainer:
     def _evaluate(self, journal: Journal, step: int) -> None:
         self.heartbeat.phase("evaluate")
         with ranges.span("evaluation", "evaluation"):
-            loss, accuracy = evaluate_answers(
+            own, accuracy = evaluate_answers(
                 self.model, self.validation, self.corpus.answers, self.device, self.config.train.dtype, self.counted
             )
-        figures = torch.tensor([loss, accuracy or 0.0], dtype=torch.float64, device=self.device)
+        figures = torch.tensor([own, accuracy or 0.0], dtype=torch.float64, device=self.device)
         loss, mean_accuracy = mean_of_all(figures).tolist()
         journal.evaluation(EvalRow(step, loss, None if accuracy is None else mean_accuracy))
+        if math.isfinite(loss):
+            self.nonfinite.finite_validation()
+            return
+        try:
+            self.nonfinite.nonfinite_validation(step, self.world.rank, gather_to_all(own))
+        except TrainingDiverged as error:
+            self._leave(error)
+        journal.log(f"step {step}: the validation loss is not finite, which train.on_nonfinite = 'skip' puts up with")
 
     def _save(self, journal: Journal, step: int) -> None:
         self.heartbeat.phase("checkpoint")
@@ -333,7 +369,9 @@ class Trainer:
 
     def _agree_to_stop(self, journal: Journal) -> Stop:
         reason = Stop.NOT if self.signals.signal is None else Stop[self.signals.signal]
-        if journal.save_error() is not None:
+        if journal.lost() is not None:
+            reason = Stop.DIRECTORY_LOST if journal.directory_lost else Stop.RECORD_LOST
+        elif journal.save_error() is not None:
             reason = Stop.SAVE_FAILED
         elif self.world.main and halt_reason(self.directory) is not None:
             reason = Stop.HALT
@@ -379,9 +417,11 @@ class Trainer:
             "peak_flops": best_of(self.matmul_rates),
             "matmul_rates": [asdict(rate) for rate in self.matmul_rates],
             "memory_bytes": memory,
+            "bucket_mb": self.bucket_mb,
             **journal.communication(),
-            "val_loss_start": journal.evaluations.rows[0].val_loss,
-            "val_loss_end": journal.evaluations.rows[-1].val_loss,
+            # JSON has no numbers that are not finite.
+            "val_loss_start": finite_or_none(journal.evaluations.rows[0].val_loss),
+            "val_loss_end": finite_or_none(journal.evaluations.rows[-1].val_loss),
             "accuracy": journal.evaluations.rows[-1].accuracy,
             "best_unigram_loss": self.corpus.best_unigram_loss,
             "skipped_steps": self.nonfinite.skipped,
@@ -410,4 +450,4 @@ class Trainer:
         generator = torch.Generator(self.device).manual_seed(self.config.run.seed)
         tokens = generate(self.model, prompt, count, SAMPLE_TEMPERATURE, generator)
         text = self.corpus.tokenizer.decode(torch.cat((prompt, tokens)).tolist())
-        (self.directory / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        write_text(self.directory / "sample.txt", text + "\n")

@@ -74,10 +74,11 @@ def plain_tensors(moment: Tensor) -> Tensor | dict[str, Tensor]:
 def learning_rate(config: OptimSection, step: int, steps: int) -> float:
     """Learning rate of optimizer step ``step``, counted from 1 to ``steps``.
 
-    It rises linearly to ``lr`` at step ``warmup`` and falls along a cosine to ``min_lr_ratio · lr`` at the last step.
+    It rises linearly to ``lr`` during the warm-up and falls along a cosine to ``min_lr_ratio · lr`` at the last step.
     """
-    if step <= config.warmup:
-        return config.lr * step / config.warmup
-    progress = (step - config.warmup) / max(1, steps - config.warmup)
+    warmup = config.warmup_of(steps)
+    if step <= warmup:
+        return config.lr * step / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)

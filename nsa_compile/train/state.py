@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -65,13 +65,21 @@ class TrainingState:
         Raises:
             CheckpointError: they are not those of such a run; names what differs.
         """
+        try:
+            self._restore(files, step)
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever else a state that anybody may have made up ends in
+            raise CheckpointError(f"its state cannot be put back, which ended in {type(error).__name__}") from None
+
+    def _restore(self, files: Mapping[str, Any], step: int) -> None:
         shared = files[STATE]
         everyones = [files[rank_file(rank)] for rank in range(len(files) - 1)]
         own = everyones[self.world.rank] if len(everyones) == self.world.size else None
         _require(all(isinstance(state, dict) for state in (shared, *everyones)), "its files must hold dicts")
         self._check_shared(shared, step)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        self._check_optimizer(shared["optimizer"], parameters)
+        self._check_optimizer(shared["optimizer"], parameters, step)
         if own is not None:
             _check_generators(own)
         source, position = self.sampler.source, shared["sampler_position"]
@@ -94,14 +102,16 @@ class TrainingState:
     def _check_shared(self, shared: Mapping[str, Any], step: int) -> None:
         for name, kind in _SHARED.items():
             _require(isinstance(shared.get(name), kind), f"{name} in {STATE} must be of type {kind.__name__}")
-        position = shared["sampler_position"]
-        _require(shared["step"] == step, f"step = {shared['step']} in {STATE} must be {step}")
-        _require(position >= 0, f"sampler_position = {position} must not be negative")
+        position, shape = shared["sampler_position"], self.config.train
+        _require(_is_count(shared["step"]) and shared["step"] == step, f"step in {STATE} must be {step}")
+        _require(position >= 0, "sampler_position must not be negative")
+        expected = step * shape.accumulate * shape.batch_size
+        _require(position <= expected, f"sampler_position must be at most {expected}, the sequences of {step} steps")
         difference = first_difference(self.config, shared["config"])
         _require(difference is None, f"it is of another configuration: {difference}")
         _check_tensors("model", shared["model"], self.model.state_dict())
 
-    def _check_optimizer(self, moments: Mapping[Any, Any], parameters: Sequence[torch.Tensor]) -> None:
+    def _check_optimizer(self, moments: Mapping[Any, Any], parameters: Sequence[torch.Tensor], step: int) -> None:
         # Before the first step there are none.
         _require(not moments or set(moments) == set(range(len(parameters))), "the optimizer has other parameters")
         for index, entry in moments.items():
@@ -109,12 +119,16 @@ class TrainingState:
             kept = empty_state(self.optimizer, parameters[index])
             like = {name: plain_tensors(tensor) for name, tensor in kept.items()}
             _check_tensors(f"optimizer.{index}", dict(flatten(entry)), dict(flatten(like)))
+            steps = float(entry["step"])
+            _require(0 <= steps <= step, f"optimizer.{index}.step must be a number from 0 to {step}")
 
 
 def _check_generators(own: Mapping[str, Any]) -> None:
     names = {"rng", "cuda_rng"} if torch.cuda.is_available() else {"rng"}
     found = own.keys() - {"source"}
     _require(found == names, f"it has the generators {sorted(map(str, found))}, and this machine {sorted(names)}")
+    for name in names:
+        _require(_is_plain(own[name]) and own[name].dtype == torch.uint8, f"{name} must be a tensor of {torch.uint8}")
 
 
 def _set_generators(own: Mapping[str, Any]) -> None:
@@ -143,10 +157,25 @@ def _check_tensors(where: str, found: dict[Any, Any], expected: Mapping[str, tor
     for name, tensor in expected.items():
         value = found.get(name)
         _require(
-            isinstance(value, torch.Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype,
-            f"{where}.{name} must be a tensor {list(tensor.shape)} of {tensor.dtype}",
+            _is_plain(value) and value.shape == tensor.shape and value.dtype == tensor.dtype,
+            f"{where}.{name} must be a tensor {list(tensor.shape)} of {tensor.dtype}, dense and with values",
         )
     _require(len(found) == len(expected), f"{where} must hold {len(expected)} tensors and has {len(found)}")
+
+
+def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor whose numbers are there, one by one: not sparse, quantized, nested or without any."""
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) in (torch.Tensor, nn.Parameter)
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+        and not (value.is_quantized or value.is_nested)
+    )
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2**60
 
 
 def _require(condition: bool, rule: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -155,3 +156,25 @@ def test_progress_ends_at_the_size_of_the_file(tmp_path):
             "".join(document)
         assert told == sorted(told)
         assert told[-1] == path.stat().st_size
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("within", [False, True], ids=["file", "directory"])
+def test_a_pipe_is_not_waited_for(tmp_path, name, within):
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(UserError, match=f"{name}' cannot be read: it is not a regular file") as error:
+        find_files(str(tmp_path if within else tmp_path / name))
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_has_become_a_pipe_since_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"a\.txt' cannot be read: it is not a regular file"):
+        texts(tmp_path / "a.txt")
+
+
+def test_a_link_to_a_file_is_a_file(tmp_path):
+    (tmp_path / "a").write_text("text")
+    (tmp_path / "link.txt").symlink_to("a")
+    assert [texts(path) for path in find_files(str(tmp_path))] == [["text"]]

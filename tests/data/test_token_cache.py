@@ -240,3 +240,23 @@ print(len(corpus.train.tokens) + BatchSampler(corpus.train, 8, 512).next_batch()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == 96_000_000 * 95 // 100 + 8 * 513
+
+
+@pytest.mark.parametrize("name", [HEADER, TOKENS])
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "endless"])
+def test_a_cache_whose_files_are_none_is_made_anew(data, capsys, name, plant):
+    directory = open_cache(data).directory
+    (directory / name).unlink()
+    plant(directory / name)
+    with pytest.raises(UserError, match="is damaged"):
+        verify_cache(data)
+    assert open_cache(data).built
+    assert f"cache '{directory}' is damaged ({name}: it is " in capsys.readouterr().err
+    assert not open_cache(data).built
+
+
+def test_a_header_without_an_end_is_damaged(data):
+    directory = open_cache(data).directory
+    os.truncate(directory / HEADER, 1 << 40)  # a file of holes
+    with pytest.raises(UserError, match=r"header\.json is larger than"):
+        verify_cache(data)

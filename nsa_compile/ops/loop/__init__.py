@@ -142,21 +142,15 @@ def _run(tensors: Sequence[Tensor], program: str, differentiable: Sequence[bool]
         fixed = step.before(*additional)
         carries: Sequence[Tensor] = [_standard(x) for x in init]
         n = len(carries)
-        columns: list[list[Tensor]] = [[] for _ in range(len(step.ys) + len(step.kept))]
-        for row in zip(*(_standard(x).unbind(0) for x in xs), strict=True):
+        stacks = [layout.rows(known.length) for layout in (*step.ys, *step.kept)]
+        into = [x.unbind(0) for x in stacks]
+        for t, row in enumerate(zip(*(_standard(x).unbind(0) for x in xs), strict=True)):
             results = step.forward(*carries, *row, *fixed)
             carries = results[:n]
-            for column, value in zip(columns, results[n:], strict=True):
-                column.append(value)
+            for rows, value in zip(into, results[n:], strict=True):
+                rows[t].copy_(value)
         # A step may hand an input on as it is; nobody may write to it through the result.
-        final = [x.clone(memory_format=torch.contiguous_format) for x in carries]
-        return [*final, *(_stacked(columns, i) for i in range(len(columns)))]
-
-
-def _stacked(columns: Any, i: int) -> Tensor:
-    """Column i as one tensor; the rows are let go."""
-    rows, columns[i] = columns[i], []
-    return torch.stack(rows, out=rows[0].new_empty(len(rows), *rows[0].shape))  # and no view of a concatenation
+        return [*(x.clone(memory_format=torch.contiguous_format) for x in carries), *stacks]
 
 
 def _standard(x: Tensor) -> Tensor:
@@ -198,7 +192,10 @@ def loop_backward(
         rows_of_ys = [g.unbind(0) for g in gradients[len(carried) :]]
         rows_kept = [x.unbind(0) for x in kept]
         rows_of_xs = [_standard(xs[i]).unbind(0) for i in step.rows_read]
-        columns: dict[int, list[Tensor]] = {i: [] for i, place in enumerate(step.gradients) if n <= place < n_rows}
+        # Copied into their place at once: small tensors that live on between large ones keep memory from being reused.
+        stacks = {i: torch.empty_like(tensors[place], memory_format=torch.contiguous_format)
+                  for i, place in enumerate(step.gradients) if n <= place < n_rows}  # fmt: skip
+        into = {i: x.unbind(0) for i, x in stacks.items()}
         sums: dict[int, Tensor] = {}
         found: Sequence[Tensor] = []
         for t in reversed(range(known.length)):
@@ -209,21 +206,15 @@ def loop_backward(
                 found[of_carry[place]] if place in of_carry else torch.zeros_like(old)
                 for place, old in zip(carried, running, strict=True)
             ]
-            for i, column in columns.items():
-                column.append(found[i])
             for i, place in enumerate(step.gradients):
-                if place >= n_rows:
+                if i in into:
+                    into[i][t].copy_(found[i])
+                elif place >= n_rows:
                     sums[i] = sums[i].add_(found[i]) if i in sums else found[i].clone()
-        result = []
-        for i, place in enumerate(step.gradients):
-            if place < n:
-                result.append(found[i].clone(memory_format=torch.contiguous_format))
-            elif place < n_rows:
-                columns[i].reverse()
-                result.append(_stacked(columns, i))
-            else:
-                result.append(sums[i].contiguous())
-        return result
+        first = {i: found[i].clone(memory_format=torch.contiguous_format) for i in of_carry.values()}
+        total = {i: x.contiguous() for i, x in sums.items()}
+        results = first | stacks | total
+        return [results[i] for i in range(len(step.gradients))]
 
 
 @loop_backward.register_fake

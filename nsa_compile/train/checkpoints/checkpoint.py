@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 
 from nsa_compile.errors import CheckpointError
-from nsa_compile.files import flush, open_regular
+from nsa_compile.files import create, flush, make_directory, open_regular, replace
 from nsa_compile.train.checkpoints.files import (
     MANIFEST,
     WRITING,
@@ -48,7 +48,7 @@ def save_checkpoint(directory: Path, step: int, states: States, val_loss: float 
     """Write ``states`` as the checkpoint of ``step``, and return it once it has been read back and found equal.
 
     Args:
-        directory: where checkpoints are kept; created when absent.
+        directory: where checkpoints are kept; created when absent, in one that exists.
         step: optimizer steps done.
         states: what each file holds, by the names of ``files.py``.
         val_loss: held-out loss at this step, where it was measured.
@@ -60,15 +60,16 @@ def save_checkpoint(directory: Path, step: int, states: States, val_loss: float 
     target = directory / step_name(step)
     if target.exists():
         raise FileExistsError(f"checkpoint '{target}' exists already")
-    directory.mkdir(parents=True, exist_ok=True)
+    # Not those above it: a run that was deleted does not come back as half of one.
+    make_directory(directory)
     with tempfile.TemporaryDirectory(prefix=WRITING, dir=directory) as temporary:
         unfinished = Path(temporary) / target.name
         unfinished.mkdir()
         files = {name: _save_file(unfinished / name, state) for name, state in states.items()}
         manifest = unfinished / MANIFEST
-        manifest.write_text(Checkpoint(unfinished, step, time.time(), val_loss, files).to_manifest(), encoding="utf-8")
-        for path in (manifest, unfinished):
-            flush(path)
+        text = Checkpoint(unfinished, step, time.time(), val_loss, files).to_manifest()
+        replace(manifest, text.encode(), durable=True)
+        flush(unfinished)
         verify_checkpoint(unfinished)
         os.rename(unfinished, target)
     flush(directory)  # the rename itself
@@ -202,7 +203,7 @@ class _HashingFile:
 
 
 def _save_file(path: Path, state: Any) -> FileEntry:
-    with path.open("xb") as file:
+    with create(path) as file:
         hashing = _HashingFile(file)
         try:
             torch.save(state, hashing)  # type: ignore[arg-type]  # it writes and flushes, nothing else

@@ -84,12 +84,14 @@ def verify(run: str, as_json: bool) -> None:
     paths = checkpoint_paths(_checkpoints_of(run))
     found: list[dict[str, Any]] = []
     for path in paths:
+        note = None
         try:
-            problems = file_problems(read_checkpoint(path))
+            checkpoint = read_checkpoint(path)
+            problems, note = file_problems(checkpoint), checkpoint.note
         except CheckpointError as error:
             problems = [str(error)]
-        found.append({"name": path.name, "problems": problems})
-        for line in () if as_json else problems or ["ok"]:
+        found.append({"name": path.name, "problems": problems, "note": note})
+        for line in () if as_json else problems or ["ok" if note is None else f"ok, but {note}"]:
             click.echo(f"{path.name}: {line}")
     if as_json:
         click.echo(json.dumps({"run": run, "checkpoints": found}, indent=2))
@@ -144,6 +146,8 @@ def _checkpoints_of(run: str) -> Path:
     directory = Path(run) / "checkpoints"
     if not directory.is_dir():
         raise UserError(f"'{run}' must be the directory of a run, with 'checkpoints' in it; see ls runs")
+    if directory.is_symlink():
+        raise CheckpointError(f"'{directory}' is a symbolic link, which is not followed; name the run it leads to")
     return directory
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -22,15 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from nsa_compile.errors import CheckpointError
+from nsa_compile.errors import CheckpointError, shortened
 from nsa_compile.files import flush, open_regular
 
 FORMAT = 1
 STATE, MANIFEST = "state.pt", "manifest.json"
+# Key of the manifest with the SHA-256 of all its other values.
+SEAL = "manifest_sha256"
 WRITING, DELETING = ".writing-", ".deleting-"
 
 # A manifest has a line for each rank; more than this is not one.
 _MAX_MANIFEST_BYTES = 1 << 20
+# Beyond these nothing was counted, timed or measured: float32 ends at 3.4e38.
+_MAX_COUNT, _MAX_TIME, _MAX_LOSS = 1 << 60, 1e11, 1e39
 _STEP_NAME = re.compile(r"step-(\d{8,18})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -53,6 +56,8 @@ class Checkpoint:
         created: when it was written, in seconds since the epoch.
         val_loss: held-out loss after ``step`` steps, in nats per token; ``None`` where that was not measured.
         files: size and digest of each file, by name.
+        sealed: whether the manifest has a digest of itself. Those of earlier versions have none: the files are checked
+            all the same, ``val_loss`` cannot be.
     """
 
     path: Path
@@ -60,6 +65,7 @@ class Checkpoint:
     created: float
     val_loss: float | None
     files: Mapping[str, FileEntry]
+    sealed: bool = True
 
     @property
     def bytes(self) -> int:
@@ -76,7 +82,17 @@ class Checkpoint:
             "val_loss": self.val_loss,
             "files": files,
         }
-        return json.dumps(values, indent=2) + "\n"
+        return json.dumps({**values, SEAL: _digest(values)}, indent=2) + "\n"
+
+    @property
+    def note(self) -> str | None:
+        """What has to be said of a checkpoint that is used as it is; ``None`` for nothing."""
+        if self.sealed:
+            return None
+        return (
+            f"{MANIFEST} has no digest of itself, as in earlier versions: the files are checked by it, and its "
+            "val_loss, which nothing checks, makes no other checkpoint superfluous"
+        )
 
 
 def step_name(step: int) -> str:
@@ -155,8 +171,11 @@ def superfluous(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: bo
     """Those that are neither among the ``keep_last`` newest nor, with ``keep_best``, the best."""
     by_step = sorted(checkpoints, key=lambda c: c.step)
     kept = by_step[-keep_last:]
-    best = best_checkpoint(by_step) if keep_best else None
-    return [c for c in by_step if c not in kept and c is not best]
+    if keep_best:
+        # A loss that cannot be checked makes none superfluous whose loss was.
+        for sealed in (True, False):
+            kept += [c for c in [best_checkpoint([c for c in by_step if c.sealed is sealed])] if c is not None]
+    return [c for c in by_step if c not in kept]
 
 
 def readable_checkpoints(directory: Path) -> list[Checkpoint]:
@@ -192,17 +211,25 @@ def set_aside(directory: Path, step: int) -> Path | None:
 
     Returns:
         That directory; ``None`` if there was nothing to move.
+
+    Raises:
+        CheckpointError: they cannot be moved.
     """
     later = [path for path in checkpoint_paths(directory) if path.name != step_name(step) and _step(path) > step]
     if not later:
         return None
     count = 1
-    while (target := directory / f"set-aside-{count}").exists():
+    while os.path.lexists(target := directory / f"set-aside-{count}"):
         count += 1
-    target.mkdir()
-    for path in later:
-        os.rename(path, target / path.name)
-    flush(directory)
+    try:
+        target.mkdir()
+        for path in later:
+            os.rename(path, target / path.name)
+        flush(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints after step {step} cannot be moved to '{target}': {error.strerror}; put that right"
+        ) from None
     return target
 
 
@@ -215,9 +242,9 @@ def _parse_manifest(path: Path, values: Any) -> Checkpoint:
     step, created, val_loss = values.get("step"), values.get("created"), values.get("val_loss")
     if type(step) is not int or path.name != step_name(step):
         raise ValueError(f"step = {_short(step)} in {MANIFEST} must be the one in the name of its directory")
-    if not _finite(created):
+    if not _is_number(created, _MAX_TIME) or created < 0:
         raise ValueError(f"created = {_short(created)} in {MANIFEST} must be a number")
-    if val_loss is not None and not _finite(val_loss):
+    if val_loss is not None and not _is_number(val_loss, _MAX_LOSS):
         raise ValueError(f"val_loss = {_short(val_loss)} in {MANIFEST} must be a number or null")
     files = values.get("files")
     if not isinstance(files, dict):
@@ -226,27 +253,32 @@ def _parse_manifest(path: Path, values: Any) -> Checkpoint:
     expected = {STATE, *(rank_file(rank) for rank in range(len(files) - 1))}
     if len(files) < 2 or set(files) != expected:
         raise ValueError(f"files in {MANIFEST} must be {STATE}, {rank_file(0)} and so on, not {_short(sorted(files))}")
-    return Checkpoint(
-        path, step, float(created), val_loss, {name: _parse_entry(name, entry) for name, entry in files.items()}
-    )
+    entries = {name: _parse_entry(name, entry) for name, entry in files.items()}
+    if SEAL in values and values[SEAL] != _digest({name: value for name, value in values.items() if name != SEAL}):
+        raise ValueError(f"{MANIFEST} has changed since it was written: its SHA-256 is not the one in it")
+    return Checkpoint(path, step, float(created), val_loss, entries, sealed=SEAL in values)
 
 
 def _parse_entry(name: str, entry: Any) -> FileEntry:
     if isinstance(entry, dict):
         size, digest = entry.get("bytes"), entry.get("sha256")
-        if type(size) is int and size >= 0 and isinstance(digest, str) and _SHA256.fullmatch(digest):
+        if type(size) is int and 0 <= size <= _MAX_COUNT and isinstance(digest, str) and _SHA256.fullmatch(digest):
             return FileEntry(size, digest)
     raise ValueError(f"the entry of {name} in {MANIFEST} must have bytes and sha256, not {_short(entry)}")
 
 
-def _finite(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and abs(value) < 1e308 and math.isfinite(value)
+def _digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of the values of a manifest, however they are laid out in the file."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_number(value: Any, limit: float) -> TypeGuard[float]:
+    return type(value) in (int, float) and abs(value) <= limit  # nor is NaN
 
 
 def _short(value: Any) -> str:
-    """A value from a file that is not trusted, fit for one line."""
-    text = ascii(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(ascii(value), 80)
 
 
 def _step(path: Path) -> int:

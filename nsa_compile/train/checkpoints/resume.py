@@ -17,8 +17,9 @@ from nsa_compile.config import (
     flatten,
     load_config,
 )
-from nsa_compile.errors import CheckpointError, UserError
+from nsa_compile.errors import CheckpointError, UserError, shortened
 from nsa_compile.train.checkpoints.files import MANIFEST, Checkpoint, checkpoint_paths, verify_checkpoint
+from nsa_compile.train.records.run_directory import check_run_directory
 
 # What may differ between the parts of a run: its length, where it lies, how often it tells of itself, who watches it
 # and looks into it, what is asked of it, and on what it runs; the numbers that gradients are sent as are another run.
@@ -100,10 +101,24 @@ def first_difference(config: RunConfig, saved: Any) -> str | None:
     """The first key whose value differs between a configuration and a saved one, said in words; free keys aside."""
     ours, theirs = dict(flatten(config.plain())), dict(flatten(saved))
     for key in [*ours, *theirs]:
-        if key not in FREE_KEYS and (key not in ours or key not in theirs or ours[key] != theirs[key]):
-            here, there = (ascii(values[key])[:80] if key in values else "absent" for values in (ours, theirs))
-            return f"{key} = {here} here and {there} there"
+        if key not in FREE_KEYS and (key not in ours or key not in theirs or not _equal(ours[key], theirs[key])):
+            here, there = (_shown(values[key]) if key in values else "absent" for values in (ours, theirs))
+            return f"{shortened(key)} = {here} here and {there} there"
     return None
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Whether two values are the same; theirs may be anything, even what compares to neither true nor false."""
+    if isinstance(ours, list):
+        return isinstance(theirs, list) and len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    return (theirs is None or isinstance(theirs, str | int | float)) and bool(ours == theirs)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return ascii(value)[:80]
+    except ValueError:  # a number of thousands of digits
+        return f"a {type(value).__name__}"
 
 
 def _newest_run(config: RunConfig) -> FoundRun:
@@ -131,6 +146,7 @@ def _newest_run(config: RunConfig) -> FoundRun:
 
 def _difference_of_run(config: RunConfig, directory: Path) -> str | None:
     path = directory / "config.resolved.yaml"
+    check_run_directory(directory)
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise UserError(f"'{path}' is not a regular file")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa_compile.files import open_regular
+from nsa_compile.files import open_regular, open_to_append
 
 # No row of ours comes near; what is longer, in a file that somebody else wrote, is passed over.
 MAX_ROW_BYTES = 1 << 16
@@ -27,7 +27,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_to_append(path)
         size = os.fstat(self._descriptor).st_size
         self._whole = size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n"
         self._lock = threading.Lock()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa_compile.files import replace
+from nsa_compile.page import png
 from nsa_compile.train.records.rows import PHASES, EvalRow, LayerStatistics, StepRow
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ def plot_losses(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], 
         figure = loss_figure(steps, evals, best_unigram_loss)
     except ImportError:
         return False
-    figure.savefig(path, dpi=120)
+    replace(path, png(figure))
     return True
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, Self, TextIO, TypeVar, get_type_hints
 
 from nsa_compile.errors import CheckpointError
-from nsa_compile.files import open_regular
+from nsa_compile.files import create, open_regular, what_became_of
 
 # What a step's time is split into; what none of them covers is "other".
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "other")
@@ -109,16 +109,22 @@ Row = TypeVar("Row", StepRow, EvalRow)
 class _Log:
     """A file that a run appends to; subclasses write within :meth:`_begun` what it is to begin with."""
 
+    path: Path
     _file: TextIO
 
     @contextmanager
     def _begun(self, path: Path, newline: str | None = None) -> Iterator[None]:
         """Write under another name first: a crash while cutting must not lose rows that a checkpoint stands on."""
+        self.path = path
         unfinished = path.with_name(f".{path.name}")
-        self._file = unfinished.open("w", newline=newline, encoding="utf-8")
+        self._file = io.TextIOWrapper(create(unfinished), encoding="utf-8", newline=newline)
         yield
         self.sync()
         os.replace(unfinished, path)
+
+    def lost(self) -> str | None:
+        """What has become of the file, if it no longer lies where it was made; ``None`` while it does."""
+        return what_became_of(self.path, self._file.fileno())
 
     def flush(self) -> None:
         """Let readers of the file see every row."""
@@ -173,7 +179,7 @@ class JsonLog(_Log):
     """
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
-        kept = [] if resumed_at is None or not path.exists() else _read_objects(path, resumed_at)
+        kept = [] if resumed_at is None or not os.path.lexists(path) else _read_objects(path, resumed_at)
         with self._begun(path):
             for row in kept:
                 self.append(row)
@@ -186,6 +192,11 @@ class JsonLog(_Log):
 def phase_columns(phases: Mapping[str, float] | None) -> dict[str, Any]:
     """The columns of :class:`StepRow` for seconds by phase; none where they were not measured."""
     return {f"{name}_s": seconds for name, seconds in (phases or {}).items()}
+
+
+def finite_or_none(value: float) -> float | None:
+    """A number as JSON can hold it."""
+    return value if math.isfinite(value) else None
 
 
 def throughput(rows: Sequence[StepRow]) -> dict[str, Any]:
@@ -224,19 +235,11 @@ _CONVERTERS: dict[Any, Callable[[str], Any]] = {
 }
 
 
-def _opened(path: Path) -> TextIO:
-    """A file of a run that goes on, unless it is something else: reading a pipe would wait for ever."""
-    try:
-        return io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="")
-    except ValueError as error:
-        raise OSError(errno.EINVAL, str(error)) from None
-
-
 def _read(path: Path, row_type: type[Row], last_step: int) -> list[Row]:
     """The rows up to ``last_step``; what a killed process left behind them, half a row perhaps, is not looked at."""
     rows: list[Row] = []
     try:
-        with _opened(path) as file:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             parse = row_parser(row_type, reader.fieldnames or ())
             for line in reader:
@@ -248,8 +251,10 @@ def _read(path: Path, row_type: type[Row], last_step: int) -> list[Row]:
         raise CheckpointError(
             f"'{path}' cannot be continued from step {last_step}: {reason}; restore it, or use --resume never"
         ) from None
-    expected = list(range(1, last_step + 1))
-    whole = rows[:1] != [] if row_type is EvalRow else [row.step for row in rows] == expected
+    whole = bool(rows)
+    if row_type is StepRow:
+        # The number comes from a checkpoint: no list of that length is made.
+        whole = len(rows) == last_step and all(row.step == step for step, row in enumerate(rows, start=1))
     if not whole:
         raise CheckpointError(
             f"'{path}' cannot be continued from step {last_step}: earlier rows are missing; "
@@ -262,7 +267,7 @@ def _read_objects(path: Path, last_step: int) -> list[dict[str, Any]]:
     """The objects up to ``last_step``; a killed process may have left half of one at the end."""
     rows: list[dict[str, Any]] = []
     try:
-        with _opened(path) as file:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file:
             lines = file.read().split("\n")
         for line in lines[:-1]:  # what no line end closes is half written
             row = json.loads(line)

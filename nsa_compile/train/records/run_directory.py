@@ -8,9 +8,11 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from nsa_compile.config import RunConfig
-from nsa_compile.errors import UserError
+from nsa_compile.errors import CheckpointError, UserError
+from nsa_compile.files import NotPlainFile, refuse_links, what_became_of
 
 
 def check_output(directory: str) -> None:
@@ -46,6 +48,55 @@ def create_run_directory(config: RunConfig) -> Path:
             raise UserError(_unwritable(config.run.dir, error.strerror or str(error))) from None
         return directory
     raise UserError(f"run.dir = '{config.run.dir}' is full of runs named '{stem}'; choose another run.name")
+
+
+def check_run_directory(directory: Path) -> None:
+    """Make sure that nothing in the directory of a run to go on with leads out of it; it may come from elsewhere.
+
+    Raises:
+        CheckpointError: something does.
+    """
+    try:
+        refuse_links(directory)
+        for name in ("checkpoints", "tensorboard"):
+            if (directory / name).is_dir():
+                refuse_links(directory / name)
+    except NotPlainFile as error:
+        raise CheckpointError(
+            f"run '{directory}' cannot be used: '{error.filename}': {error.strerror}; put the file itself there, or "
+            "remove it"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"run '{directory}' cannot be read: {error.strerror}; restore it") from None
+
+
+class HeldDirectory:
+    """A directory of a run at work, held open while entered, so that it is noticed when it is deleted or moved."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._descriptor)
+
+    def became(self) -> str | None:
+        """What has become of it, such as "was deleted", if it no longer lies under its name; ``None`` while it does."""
+        return what_became_of(self.path, self._descriptor)
+
+
+def loss_of_directory(held: HeldDirectory) -> str | None:
+    """That a run has lost its directory, and what is lost with it, in one line; ``None`` while it is there."""
+    became = held.became()
+    if became is None:
+        return None
+    line = f"run directory '{held.path}' {became} while the run was at work"
+    if became == "was deleted":
+        return f"{line}: its records and checkpoints are lost; start it anew"
+    return f"{line}: what came after its last checkpoint is lost; go on with --resume and the directory's new name"
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa_compile.files import make_directory, refuse_links
+
 if TYPE_CHECKING:
     from nsa_compile.train.records.rows import EvalRow, LayerStatistics, StepRow
 
@@ -16,13 +18,19 @@ class TensorBoard:
     Args:
         directory: the run's.
         resumed_at: the step a resumed run goes on from; what was written after it is no longer shown.
+
+    Raises:
+        NotPlainFile: the folder, or something in it, is a link.
     """
 
     def __init__(self, directory: Path, resumed_at: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if resumed_at is None else resumed_at + 1
-        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+        folder = directory / "tensorboard"
+        make_directory(folder)
+        refuse_links(folder, and_pipes=True)  # the writer, which is not ours, opens what has the name that it makes up
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def training(self, row: StepRow) -> None:
         """The figures of a step."""

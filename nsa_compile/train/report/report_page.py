@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_compile.errors import UserError
-from nsa_compile.files import replace
+from nsa_compile.files import make_directory, replace
 from nsa_compile.page import embed, png, render
 from nsa_compile.train.checkpoints.files import best_checkpoint
 from nsa_compile.train.records.plots import run_figures
@@ -31,7 +31,7 @@ def write_report(record: RunRecord, path: Path) -> list[Path]:
     folder = path.with_name(f"{path.stem}_plots")
     files = []
     try:
-        folder.mkdir(exist_ok=True)
+        make_directory(folder)
         for name, _, content in pictures:
             files.append(folder / f"{name}.png")
             replace(files[-1], content)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from nsa_compile.files import open_to_append
 from nsa_compile.train.records.jsonl import JsonlReader, JsonlWriter, to_json
 from nsa_compile.train.watch.processes import resident_bytes, start_ticks
 
@@ -153,13 +154,12 @@ def install_stack_dump(run_directory: Path, rank: int) -> None:
     """
     path = stacks_path(run_directory, rank)
     write_stack_header(path, f"rank {rank}, pid {os.getpid()} from here on")
-    faulthandler.register(signal.SIGUSR1, file=path.open("a", encoding="utf-8"), all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=os.fdopen(open_to_append(path), "ab"), all_threads=True)
 
 
 def write_stack_header(path: Path, text: str) -> None:
     """Append a line with the time and ``text`` to a file of stacks."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    with open(descriptor, "a", encoding="utf-8") as file:
+    with os.fdopen(open_to_append(path), "a", encoding="utf-8") as file:
         file.write(f"\n=== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {text}\n")
 
 

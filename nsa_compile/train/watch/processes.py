@@ -44,7 +44,7 @@ def send_signal(pid: int, started: int, signum: int, *, holds: Path) -> bool:
         # What the descriptor refers to cannot be exchanged between these looks and the signal.
         if start_ticks(pid) != started or not _has_open(pid, holds):
             return False
-        if signum == signal.SIGUSR1 and not _handles(pid, signum):
+        if signum == signal.SIGUSR1 and not handles(pid, signum):
             return False  # its default is to end the process
         signal.pidfd_send_signal(descriptor, signum)
     except OSError:
@@ -74,7 +74,12 @@ def _has_open(pid: int, path: Path) -> bool:
     return False
 
 
-def _handles(pid: int, signum: int) -> bool:
+def handles(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal; one that ignores it, or is about to be ended by it, has none.
+
+    Raises:
+        OSError: the process is gone.
+    """
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signum - 1) & 1)

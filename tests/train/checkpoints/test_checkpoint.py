@@ -165,6 +165,68 @@ def test_a_hostile_manifest_is_refused(tmp_path, changes):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"val_loss": 0.5},
+        {"val_loss": None},
+        {"created": 1.0},
+        {"note": "x"},
+        {files.SEAL: "0" * 64},
+        {files.SEAL: None},
+    ],
+)
+def test_a_manifest_is_under_a_digest_of_its_own(tmp_path, changes):
+    path = save_checkpoint(tmp_path, 3, STATES, 2.5).path
+    edit_manifest(path)  # laid out in another way, it holds the same
+    verify_checkpoint(path)
+    edit_manifest(path, **changes)
+    with pytest.raises(CheckpointError, match=r"manifest\.json has changed since it was written"):
+        verify_checkpoint(path)
+
+
+def unseal(path, **changes):
+    """Make the manifest one of an earlier version."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest[files.SEAL]
+    (path / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+def test_an_earlier_manifest_without_digest_is_read_and_said_so(tmp_path):
+    path = save_checkpoint(tmp_path, 3, STATES, 2.5).path
+    assert verify_checkpoint(path).note is None
+    unseal(path)
+    found = verify_checkpoint(path)
+    assert found.val_loss == 2.5
+    assert found.note is not None
+    assert "has no digest of itself" in found.note
+    assert load_checkpoint(path)["state.pt"]["step"] == 3
+
+
+def test_a_loss_that_nothing_checks_makes_no_other_checkpoint_superfluous(tmp_path):
+    for step, loss in ((1, 2.0), (2, 3.0), (3, 4.0), (4, 5.0)):
+        save_checkpoint(tmp_path, step, STATES, loss)
+    unseal(tmp_path / "step-00000002", val_loss=-1.0)
+    assert [c.step for c in superfluous(files.readable_checkpoints(tmp_path), 1, True)] == [3]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"created": 10**300},
+        {"val_loss": 10**300},
+        {"val_loss": -1e300},
+        {"files": {name: {"bytes": 10**4000, "sha256": "0" * 64} for name in STATES}},
+    ],
+)
+def test_numbers_that_nobody_measured_are_refused(tmp_path, changes):
+    path = save_checkpoint(tmp_path, 3, STATES).path
+    unseal(path, **changes)
+    with pytest.raises(CheckpointError, match="not a complete checkpoint") as error:
+        verify_checkpoint(path)
+    assert len(str(error.value)) < 500
+
+
 @pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000, "\xff", " " * 2_000_000 + "{}", '{"format": 1e999}'])
 def test_a_manifest_that_is_no_manifest_is_refused(tmp_path, text):
     path = save_checkpoint(tmp_path, 3, STATES).path

@@ -295,6 +295,54 @@ def test_states_of_something_else_are_refused(tiny_overrides, key, value, expect
         training.restore(states, 5)
 
 
+HUGE = 10**5000
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda state: state["model"].update({"head.weight": state["model"]["head.weight"].to_sparse()}), "dense"),
+        (lambda state: state["model"].update({"head.weight": state["model"]["head.weight"].to("meta")}), "dense"),
+        (lambda state: state["model"].update({"head.weight": HUGE}), "dense"),
+        (lambda state: state.update(sampler_position=10**30), "sampler_position must be at most 10"),
+        (lambda state: state.update(sampler_position=HUGE), "sampler_position must be at most 10"),
+        (lambda state: state.update(step=HUGE), "step in state.pt must be 5"),
+        (lambda state: state["nonfinite"].update(skipped=HUGE), "counts of skipped steps"),
+        (lambda state: state["config"]["run"].update(seed=HUGE), "another configuration: run.seed"),
+        (lambda state: state["config"]["run"].update(seed=torch.ones(2)), "another configuration: run.seed"),
+        (lambda state: state["config"]["optim"].update(betas=[torch.ones(2), 0.95]), "configuration: optim.betas"),
+        (lambda state: state.update(config=deep()), "its state cannot be put back, which ended in RecursionError"),
+    ],
+)
+def test_absurd_values_with_a_valid_digest_are_one_line(tiny_overrides, spoil, expected):
+    training = _training(tiny_overrides())
+    states = copy.deepcopy(training.files(5))
+    spoil(states["state.pt"])
+    with pytest.raises(CheckpointError, match=expected) as error:
+        training.restore(states, 5)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "rng",
+    [torch.zeros(5056, dtype=torch.uint8).to("meta"), torch.zeros(8).to_sparse(), HUGE],
+    ids=["meta", "sparse", "number"],
+)
+def test_generators_that_are_none_are_one_line(tiny_overrides, rng):
+    training = _training(tiny_overrides())
+    states = copy.deepcopy(training.files(5))
+    states["rank-00000.pt"]["rng"] = rng
+    with pytest.raises(CheckpointError, match=r"rng must be a tensor of torch\.uint8"):
+        training.restore(states, 5)
+
+
+def deep():
+    value = {}
+    for _ in range(5000):
+        value = {"x": value}
+    return value
+
+
 def test_states_of_several_processes_are_for_any_number(tiny_overrides):
     training = _training(tiny_overrides())
     states = training.files(5)
@@ -338,6 +386,9 @@ def test_ckpt_lists_verifies_and_prunes(finished):
     assert [row["val_loss"] for row in best] == [min(row["val_loss"] for row in listed if row["val_loss"])]
     assert "val loss" in ckpt("ls", str(finished)).stdout
     assert ckpt("verify", str(finished)).returncode == 0
+    assert [row["note"] for row in json.loads(ckpt("verify", str(finished), "--json").stdout)["checkpoints"]] == [
+        None
+    ] * 5
 
     # The newest is damaged, so that it does not count as one of those to keep.
     _, *others = reversed(checkpoint_paths(finished / "checkpoints"))

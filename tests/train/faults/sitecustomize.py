@@ -26,6 +26,11 @@ def term(loss):
     return loss
 
 
+def hup(loss):
+    os.kill(os.getpid(), signal.SIGHUP)
+    return loss
+
+
 def crash(loss):
     raise ValueError("a planted fault")
 
@@ -47,6 +52,11 @@ def plant(module):
     what, _, where = os.environ["FAULT"].partition("@")
     rank, _, step = where.partition(":")
     seen = []
+    if what == "early":  # a signal that comes while things are imported, before there is a step
+        if module.__name__ == "nsa_compile.data.sampling" and strikes(rank, step, seen):
+            os.unlink(os.environ["FAULT_ONCE"])
+            os.kill(os.getpid(), signal.SIGTERM)
+        return
     if what == "stall" and module.__name__ == "nsa_compile.data.sampling":
         sequences = module.BatchSampler.sequences
 

@@ -1,0 +1,447 @@
+"""Judge programs of `tests/model_programs.py`: run as written and compiled, then compare all that a caller can see.
+
+    python -c "from tests.model_judge import *; print(judge(open('program.py').read()))"
+
+Seen are values, dtypes and gradients of the outputs, arguments, parameters, buffers and global tensors after the call,
+memory shared between any of them, and the random state left behind. After each call the outputs are overwritten, as
+their owner may, and the first shape is called once more at the end: a frozen draw or a constant handed out shows then.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import linecache
+import re
+import signal
+import sys
+import traceback
+import types
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch.utils import _pytree as pytree
+
+import nsa_compile
+from nsa_compile.backend import nsa_compile_backend
+
+FAILURES = ("wrong_value", "wrong_grad", "wrong_state", "wrong_alias", "wrong_random", "crash", "timeout")
+RIGHT = ("batched", "looped", "declined_whole", "no_scan_seen", "one_line_error")
+# `torch_differs`: torch.compile alone, with the loop written out in Python, fails in the same way.
+VERDICTS = (*RIGHT, "torch_differs", "eager_fails", *FAILURES)
+
+
+Compiler = Callable[[Callable, dict], Callable]  # of `run`, and the program's names, to what is called instead
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`kind` is one of `VERDICTS`; `cause` says more in a line, without what differs from program to program."""
+
+    kind: str
+    cause: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in FAILURES
+
+
+# ----------------------------------------------------------------------------------------------------- what is observed
+
+
+@dataclass
+class Observation:
+    """All that the caller of one call can see, cloned."""
+
+    outputs: dict[str, Any]
+    needs_grad: dict[str, bool]
+    grads: dict[str, Tensor]
+    state: dict[str, Tensor]
+    shared: set[tuple[str, str]]  # pairs of names, one of them an output's, that share memory
+    random_state: list[Tensor] = field(default_factory=list)
+
+
+class Subject:
+    """A program, loaded afresh, called with the arguments of its n-th call."""
+
+    def __init__(self, source: str, scan: Callable, compiler: Compiler | None = None):
+        # The source is registered so that stack traces can quote it.
+        filename = f"<model program {zlib.crc32(source.encode()):08x}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        # Dynamo looks globals up in the module of that name.
+        module = sys.modules["model_program"] = types.ModuleType("model_program")
+        self.namespace: dict[str, Any] = module.__dict__
+        self.namespace["scan"] = scan
+        torch.manual_seed(0)
+        exec(compile(source, filename, "exec"), self.namespace)
+        self.calls: list[tuple[int, int]] = self.namespace["CALLS"]
+        run = self.namespace["run"]
+        self.run = run if compiler is None else compiler(run, self.namespace)
+        model = self.namespace["model"]
+        self.owned = {
+            **{name: x for name, x in self.namespace.items() if isinstance(x, Tensor)},
+            "GAIN": self.namespace["GAIN"],
+        }
+        self.model = model
+
+    def state(self) -> dict[str, Tensor]:
+        return {**self.owned, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    def call(self, n: int) -> Observation:
+        """The n-th call; the one after the last repeats the first."""
+        torch.manual_seed(100 + n)
+        args, leaves = self.namespace["arguments"](*self.calls[n % len(self.calls)])
+        torch.manual_seed(200 + n)
+        modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad": nullcontext}
+        with modes[self.namespace["MODE"]]():
+            result = self.run(**args)
+        generators = [x for x in self.namespace.values() if isinstance(x, torch.Generator)]
+        random_state = [torch.get_rng_state(), *(g.get_state() for g in generators)]
+
+        flat, _ = pytree.tree_flatten_with_path(result)
+        outputs = {f"output {pytree.keystr(path)}": x for path, x in flat}
+        tensors = {name: x for name, x in outputs.items() if isinstance(x, Tensor)}
+        inputs = {f"argument {name}": x for name, x in args.items()} | {f"leaf {n}": x for n, x in leaves.items()}
+        inputs |= self.state()
+        grads = gradients(tensors, {name: x for name, x in inputs.items() if x.is_leaf and x.requires_grad})
+        seen = Observation(
+            outputs={name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in outputs.items()},
+            needs_grad={name: x.requires_grad for name, x in tensors.items()},
+            grads=grads,
+            state={name: x.detach().clone() for name, x in inputs.items()},
+            shared=shared_memory(tensors, inputs),
+            random_state=random_state,
+        )
+        for x in tensors.values():  # they belong to the caller
+            with torch.inference_mode(x.is_inference()), torch.no_grad():
+                if not any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+                    x.detach().fill_(1)
+        return seen
+
+
+def gradients(outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of a fixed random projection of all outputs; one that does not exist and one that is zero mean the same."""
+    rng = torch.Generator().manual_seed(1)
+    loss: Any = 0
+    for out in outputs.values():
+        if out.is_floating_point():
+            weight = torch.randn(out.shape, generator=rng, dtype=torch.float64).to(out.dtype)
+            if out.requires_grad:
+                loss = loss + (out * weight).sum().double()
+    if not isinstance(loss, Tensor) or not leaves:
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(x).detach() if g is None else g.detach().clone()
+        for (name, x), g in zip(leaves.items(), grads, strict=True)
+    }
+
+
+def shared_memory(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> set[tuple[str, str]]:
+    def memory(x: Tensor) -> int:
+        return x.untyped_storage().data_ptr() if x.numel() else 0
+
+    everything = [*outputs.items(), *inputs.items()]
+    pairs = itertools.combinations(everything, 2)
+    return {(a, b) for (a, x), (b, y) in pairs if a in outputs and memory(x) and memory(x) == memory(y)}
+
+
+# ------------------------------------------------------------------------------------------------------------ comparing
+
+# Gradients and values of float64 are compared tightly. Where a program rounds to less on the way, first coarsely, then
+# against the same program in float64.
+BANDS = {"float64": (1e-9, 1e-10), "float32": (1e-3, 1e-3), "bfloat16": (0.1, 0.2)}
+
+
+def precision(source: str) -> str:
+    """The least precise dtype that a program rounds to."""
+    if "torch.bfloat16\n" in source or re.search(r"DTYPE, D, G = torch.bfloat16|autocast|dtype=torch.bfloat16", source):
+        return "bfloat16"
+    return "float32" if re.search(r"DTYPE, D, G = torch.float32|\.float\(\)|torch\.float32", source) else "float64"
+
+
+def close(actual: Tensor, expected: Tensor, least: str) -> bool:
+    if not expected.is_floating_point():
+        return torch.equal(actual, expected)
+    rtol, atol = BANDS[least]
+    scale = expected.nan_to_num(0, 0, 0).abs().max().item() if expected.numel() else 0.0
+    atol *= max(1.0, scale) if least != "float64" else max(1.0, min(scale, 1e6))
+    return torch.allclose(actual.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
+
+
+def difference(kind: str, actual: dict[str, Any], expected: dict[str, Any], least: str) -> Verdict | None:
+    if list(actual) != list(expected):
+        return Verdict(kind, "another structure")
+    for name, wanted in expected.items():
+        got = actual[name]
+        what = re.sub(r"\d+", "", name.split("[")[0].strip()) if kind != "wrong_state" else name.split(" ")[0]
+        if not isinstance(wanted, Tensor):
+            if got != wanted:
+                return Verdict(kind, f"{what}: not a tensor, {got!r} instead of {wanted!r}")
+        elif not isinstance(got, Tensor) or got.shape != wanted.shape:
+            return Verdict(kind, f"{what}: another shape")
+        elif got.dtype != wanted.dtype:
+            return Verdict(kind, f"{what}: {got.dtype} instead of {wanted.dtype}")
+        elif not close(got, wanted, least):
+            if wanted.is_floating_point() and bool((wanted.isnan() & ~got.isnan()).any()):
+                return Verdict(kind, f"{what}: a number where eager has NaN")
+            if wanted.is_floating_point() and bool((got.isnan() & ~wanted.isnan()).any()):
+                return Verdict(kind, f"{what}: NaN where eager has a number")
+            return Verdict(kind, f"{what}: other numbers")
+    return None
+
+
+def compare(seen: Observation, wanted: Observation, least: str) -> Verdict | None:
+    """The first difference, or None."""
+    values = difference("wrong_value", seen.outputs, wanted.outputs, least)
+    same_random = all(torch.equal(a, b) for a, b in zip(seen.random_state, wanted.random_state, strict=True))
+    if not same_random:
+        return Verdict("wrong_random", "the generator is in another state" + (", values differ" if values else ""))
+    if values:
+        return values
+    if found := difference("wrong_state", seen.state, wanted.state, least):
+        return found
+    if found := difference("wrong_grad", seen.grads, wanted.grads, least):
+        return found
+    if seen.shared != wanted.shared:
+        lost, new = wanted.shared - seen.shared, seen.shared - wanted.shared
+        a, b = sorted(lost or new)[0]
+        words = [re.sub(r"\W.*", "", name) for name in (a, b)]
+        return Verdict("wrong_alias", f"{'lost' if lost else 'new'}: {words[0]} with {words[1]}")
+    for name, needed in wanted.needs_grad.items():
+        if seen.needs_grad[name] != needed:
+            return Verdict("wrong_grad", f"an output {'lost' if needed else 'got'} its requires_grad")
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------------- verdict
+
+
+def nsa_compiler(reports: list[Any]) -> Compiler:
+    """Compile as the program says, and collect the reports of all its graphs."""
+
+    def backend(gm: Any, inputs: Any, **options: Any) -> Callable:
+        before = nsa_compile.last_report()
+        try:
+            return nsa_compile_backend(gm, inputs, **options)
+        finally:
+            if nsa_compile.last_report() is not before:
+                reports.append(nsa_compile.last_report())
+
+    def compiler(run: Callable, namespace: dict) -> Callable:
+        options = {"nested": namespace["NESTED"], "cache": False}
+        # The first form is `nsa_compile.compile`'s, the second the README's.
+        dynamic = False if namespace["FULLGRAPH"] else None
+        return torch.compile(run, backend=backend, fullgraph=namespace["FULLGRAPH"], dynamic=dynamic, options=options)
+
+    return compiler
+
+
+def what_happened(reports: list[Any]) -> Verdict:
+    """The verdict on a program that came out right."""
+    scans = [scan for report in reports for scan in report.scans]
+    if any(report.left_alone for report in reports):
+        return Verdict("declined_whole")
+    if not scans:
+        return Verdict("no_scan_seen")
+    return Verdict("batched" if all(scan.batched for scan in scans) else "looped")
+
+
+def judge(source: str, compiler: Compiler | None = None) -> Verdict:
+    """Run a program as written and compiled, on the same arguments and random state.
+
+    Args:
+        source: a program of `model_programs`.
+        compiler: in place of the project's own; the judge's tests plant faults with it.
+    """
+    torch._dynamo.reset()
+    reports: list[Any] = []
+    try:
+        with quiet():
+            eager = Subject(source, nsa_compile.scan)
+            wanted = [eager.call(n) for n in range(len(eager.calls) + 1)]
+    except Exception as e:
+        return Verdict("eager_fails", f"{type(e).__name__}: {first_line(e)}")
+    verdict = against(wanted, source, nsa_compile.scan, compiler or nsa_compiler(reports))
+    if verdict is None:
+        return what_happened(reports)
+    if verdict.failed and compiler is None and same_failure(against(wanted, source, python_loop, torch_alone), verdict):
+        return Verdict("torch_differs", f"{verdict.kind}: {verdict.cause}")
+    return verdict
+
+
+def against(wanted: list[Observation], source: str, scan: Callable, compiler: Compiler) -> Verdict | None:
+    """What is wrong with a compiled program, if anything."""
+    least = precision(source)
+    try:
+        with quiet():
+            subject = Subject(source, scan, compiler)
+            differences = (compare(subject.call(n), expected, least) for n, expected in enumerate(wanted))
+            return next((found for found in differences if found is not None), None)
+    except Exception as e:
+        return judged_error(e)
+
+
+def torch_alone(run: Callable, namespace: dict) -> Callable:
+    return torch.compile(run, backend=namespace["NESTED"], fullgraph=namespace["FULLGRAPH"], dynamic=False)
+
+
+def python_loop(step: Callable, init: Any, xs: Any) -> tuple[Any, Any]:
+    """The meaning of a scan over dicts, written out."""
+    carry, ys = init, []
+    for t in range(next(iter(xs.values())).shape[0]):
+        carry, y = step(carry, {key: x[t] for key, x in xs.items()})
+        ys.append(y)
+    return carry, {key: torch.stack([y[key] for y in ys]) for key in ys[0]}
+
+
+def same_failure(one: Verdict | None, other: Verdict) -> bool:
+    """Whether two failures are of a kind; errors also have to say the same."""
+    return one is not None and one.kind == other.kind and (one.kind != "crash" or one.cause == other.cause)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def first_line(e: BaseException) -> str:
+    lines = str(e).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def general(message: str) -> str:
+    """A message without what differs from program to program."""
+    message = re.sub(r"<model program \w+>:\d+", "<program>", message)
+    message = re.sub(r"\b([a-z]+_?)\d+\b", r"\1N", message)
+    message = re.sub(r"0x[0-9a-f]+", "0xN", message)
+    message = re.sub(r"\d+(\.\d+)?", "N", message)
+    return re.sub(r"\[(N(, )?)*\]", "[sizes]", message)[:300]
+
+
+# What a user cannot know: words of torch's insides.
+INSIDES = re.compile(
+    r"FakeTensor|functorch|storage|unhinted|<class|proxy|0x|dispatch|HigherOrderOperator", re.IGNORECASE
+)
+
+
+def judged_error(e: BaseException) -> Verdict:
+    """One clear line of ours, or a crash, told with the place that raised it."""
+    chain = [e]
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
+        chain.append(inner)
+    said = getattr(e, "inner_exception", e)  # Dynamo wraps what a backend raises
+    message = first_line(said)
+    known = type(said).__module__.startswith("nsa_compile") or message.startswith(("scan:", "the step of the scan at"))
+    # Dynamo adds the place in the user's code to its own errors, in further lines.
+    alone = isinstance(said, TorchDynamoException) or len(str(said).strip().splitlines()) == 1
+    if known and alone and not INSIDES.search(message):
+        return Verdict("one_line_error", general(message))
+    root = chain[-1]
+    frames = [f for f in traceback.extract_tb(root.__traceback__) if "/nsa_compile/" in f.filename]
+    words = f"{type(e).__name__}: {general(first_line(e))}"
+    if root is not e:
+        words += f" | from {type(root).__name__}: {general(first_line(root))}"
+    return Verdict("crash", words + (f" | in {Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""))
+
+
+# ------------------------------------------------------------------------------------------------------------ shrinking
+
+
+class TimeLimit(BaseException):
+    """A program ran for too long."""
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Of processor time: a busy machine is no reason."""
+
+    def expired(*_: Any) -> None:
+        raise TimeLimit
+
+    previous = signal.signal(signal.SIGPROF, expired)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, previous)
+
+
+def judge_in_time(source: str, seconds: int = 30) -> Verdict:
+    try:
+        with time_limit(seconds):
+            return judge(source)
+    except TimeLimit:
+        return Verdict("timeout", f"more than {seconds} s of processor time")
+
+
+def shrink(source: str, fails: Callable[[str], bool]) -> str:
+    """Drop statements, calls and arguments while `fails` stays true: larger pieces first."""
+    tried: set[str] = set()
+    changed = True
+    while changed:
+        changed, position = False, 0
+        while (candidate := next(itertools.islice(smaller(source), position, None), None)) is not None:
+            if candidate not in tried and fails(candidate):
+                source, changed = candidate, True  # what follows moves up to this position
+            else:
+                position += 1
+            tried.add(candidate)
+    return source
+
+
+def smaller(source: str) -> Iterator[str]:
+    """The source with less in it: one call, runs of 8, 4, 2 and 1 statements, one argument, simpler settings."""
+    tree = ast.parse(source)
+    lines = source.splitlines()
+    settings = next(i for i, line in enumerate(lines) if line.startswith("NESTED, "))
+    calls = next(i for i, line in enumerate(lines) if line.startswith("CALLS = "))
+
+    def with_line(i: int, line: str) -> Iterator[str]:
+        if lines[i] != line:
+            yield "\n".join([*lines[:i], line, *lines[i + 1 :]]) + "\n"
+
+    called = ast.literal_eval(lines[calls].split(" = ")[1])
+    for call in called if len(called) > 1 else []:
+        yield from with_line(calls, f"CALLS = [{call}]")
+    bodies = [
+        node.body for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.With)) and len(node.body) > 1
+    ]
+    bodies.append([node for node in tree.body if isinstance(node, (ast.Expr,))])
+    for size in (16, 8, 4, 2, 1):
+        for body in bodies:
+            for start in range(max(len(body) - size, 0), -1, -size):
+                dropped = body[start : start + size]
+                if len(dropped) == size and not isinstance(dropped[-1], ast.Return) and len(body) > size:
+                    first = min(d.lineno for d in dropped)
+                    yield "\n".join(lines[: first - 1] + lines[dropped[-1].end_lineno :]) + "\n"
+    for before, after in (
+        ("'aot_eager'", "'eager'"),
+        ("'no_grad'", "'grad'"),
+        ("'inference_mode'", "'grad'"),
+    ):
+        yield from with_line(settings, lines[settings].replace(before, after))
+    yield from with_line(settings, lines[settings].replace("False, '", "True, '"))  # FULLGRAPH
+    for before, after in (("torch.float32,", "torch.float64,"), ("torch.bfloat16,", "torch.float64,")):
+        yield from with_line(settings + 1, lines[settings + 1].replace(before, after))
+    for i, line in enumerate(lines):
+        if line.startswith("    def forward(self, "):
+            names = re.findall(r"(\w+)=None", line)
+            for name in names[1:]:
+                yield from with_line(i, line.replace(f", {name}=None", ""))
+        if "requires_grad_()" in line:
+            yield from with_line(i, line.replace(".requires_grad_()", ""))
+    runs = [i for i, line in enumerate(lines) if "#: run" in line]
+    if runs and lines[runs[0]].strip() != "run = model":
+        yield "\n".join([*lines[: runs[0]], "run = model", *lines[runs[-1] + 1 :]]) + "\n"

@@ -1,0 +1,117 @@
+"""Signals and readers that are lost: the run saves and leaves with the README's exit code, or goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from nsa_compile.train.checkpoints.files import checkpoint_paths, verify_checkpoint
+from tests.conftest import with_fault
+
+COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
+LONG = {"train.steps": 400, "train.save_every": 0, "train.eval_every": 400, "train.log_every": 1}
+
+
+def begin(overrides, *arguments, **options):
+    sets = [word for override in overrides for word in ("--set", override)]
+    return subprocess.Popen(
+        [*COMMAND, "train", *sets, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def test_a_terminal_that_is_closed_is_a_reason_to_save(tiny_overrides, tmp_path):
+    environment = with_fault("hup@0:3", tmp_path / "once")
+    process = begin(tiny_overrides(**LONG), "--json", env=environment)
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 75, stderr
+    summary = json.loads(stdout)
+    assert (summary["stopped_by"], summary["steps"]) == ("SIGHUP", 3)
+    verify_checkpoint(Path(summary["run_dir"]) / "checkpoints" / "step-00000003")
+
+
+def test_under_nohup_the_terminal_may_go(tiny_overrides, tmp_path):
+    environment = with_fault("hup@0:1", tmp_path / "once")
+    ignored = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    process = begin(tiny_overrides(**{"train.steps": 2}), env=environment, **ignored)
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    assert not (tmp_path / "once").exists()
+
+
+def test_sigterm_before_the_first_step_leaves_with_75_and_nothing_half_done(tiny_overrides, tmp_path):
+    process = begin(tiny_overrides(**LONG), env=with_fault("early@0:1", tmp_path / "once"))
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 75, stderr
+    assert stderr == "stopped before the first step: there is nothing to save\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_outlives_the_readers_of_its_output(tiny_overrides, tmp_path):
+    process = begin(tiny_overrides(**{**LONG, "train.steps": 4}))
+    assert process.stderr is not None
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr.readline()  # as head -1 does
+    process.stderr.close()
+    assert process.wait(240) == 0
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert json.loads((directory / "summary.json").read_text())["steps"] == 4
+    assert [path.name for path in checkpoint_paths(directory / "checkpoints")] == ["step-00000004"]
+
+
+def test_sigusr1_to_the_launcher_writes_the_stacks_of_all_and_the_run_goes_on(tiny_overrides, tmp_path):
+    process = begin(tiny_overrides(**LONG), "--json", "--nproc", "2")
+    assert process.stderr is not None
+    asked, lines = 0, []
+    for line in process.stderr:
+        lines.append(line)
+        if asked == 0:
+            process.send_signal(signal.SIGUSR1)
+            asked = 1
+        if line.startswith("step 5:"):
+            break
+    (directory,) = (tmp_path / "runs").iterdir()
+    stacks = [directory / f"stacks_rank{rank}.txt" for rank in range(2)]
+    process.send_signal(signal.SIGUSR1)
+    for line in process.stderr:
+        lines.append(line)
+        if all("Current thread" in path.read_text() for path in stacks):
+            break
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=240)
+    assert process.returncode == 75, lines
+    assert json.loads(stdout)["stopped_by"] == "SIGTERM"
+    # What DDP really sends gradients in is on record: a quarter of a model this small is less than the 1 MB it takes.
+    assert any("in buckets of 1 MB instead of ddp.bucket_mb = 25" in line for line in lines)
+    assert json.loads((directory / "env.json").read_text())["ddp_bucket_mb"] == 1.0
+    assert json.loads((directory / "summary.json").read_text())["bucket_mb"] == 1.0
+    assert os.listdir(directory / "checkpoints")
+
+
+INTERRUPTED = """
+import io, os, signal, sys
+from nsa_compile.train.signals import stop_on_signals
+
+class Slow(io.RawIOBase):
+    def writable(self):
+        return True
+
+    def write(self, data):
+        os.kill(os.getpid(), signal.SIGTERM)  # while Python is within a write to the same stream
+        return os.write(2, data)
+
+with stop_on_signals() as stop:
+    sys.stderr = io.TextIOWrapper(io.BufferedWriter(Slow()), line_buffering=True)
+    print("a line", file=sys.stderr)
+    assert stop.signal == "SIGTERM"
+"""
+
+
+def test_a_signal_may_come_while_a_line_is_written():
+    result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines()[:2] == ["stopping after this step; Ctrl-C (again) to stop at once", "a line"]
