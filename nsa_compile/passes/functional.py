@@ -201,6 +201,8 @@ def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
     for node in gm.graph.nodes:
         if applies_functorch(node):
             raise Declined("it applies a transform of torch.func around a scan", node)
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook":
+            raise Declined("it registers a hook on a tensor", node)
     observer = _Observer(gm, effects)
     with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored():
         fakes = [_like(x) for x in inputs]
