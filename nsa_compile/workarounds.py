@@ -37,7 +37,9 @@ def capture_scans_by_shape() -> None:
         # Proxies and functional tensors have modes of their own.
         fake = all(isinstance(x, FakeTensor) for x in tensors) and all(isinstance(m, FakeTensorMode) for m in modes)
         if not fake or torch._guards.TracingContext.try_get() is None:
-            wants_gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+            wants_gradients = torch.is_grad_enabled() and any(
+                isinstance(x, Tensor) and x.requires_grad for x in tensors
+            )
             if (place := _captured_at(combine)) and (modes or wants_gradients):
                 raise ScanNotCompiled(_NOT_OURS.format(place=place, backend="a backend of your own"))
             return differentiate(combine, init, xs, additional)
@@ -74,8 +76,8 @@ class ScanNotCompiled(exc.ShortenTraceback):
 
 
 _NOT_OURS = (
-    "nsa_compile.scan at {place} was compiled by {backend}, which would run it as torch's own scan, whose gradients are "
-    'wrong; compile with backend="nsa_compile", or leave the call out with torch.compiler.disable'
+    "nsa_compile.scan at {place} was compiled by {backend}, which would run it as torch's own scan, whose gradients "
+    'are wrong; compile with backend="nsa_compile", or leave the call out with torch.compiler.disable'
 )
 
 
@@ -99,11 +101,15 @@ def becomes_a_node() -> bool:
 
 def _torch_backend(function: Any) -> str | None:
     """The name of a backend that is one of torch's own; None for any other."""
-    name = getattr(function, "compiler_name", None)
-    while (inner := getattr(function, "__wrapped__", None) or getattr(function, "compiler_fn", None)) is not None:
-        function = inner
+    name = None
+    while True:
         name = name or getattr(function, "compiler_name", None)
-    function = getattr(function, "func", function)  # of a partial
+        inner = [getattr(function, held, None) for held in ("__wrapped__", "compiler_fn", "func")]
+        # torch.compile cuts a model within DistributedDataParallel into pieces for the backend.
+        inner.append(getattr(getattr(function, "__self__", None), "backend_compile_fn", None))
+        if not (found := [x for x in inner if x is not None]):
+            break
+        function = found[0]
     module = getattr(function, "__module__", "")
     return (name or getattr(function, "__name__", module)) if module.split(".")[0] == "torch" else None
 
