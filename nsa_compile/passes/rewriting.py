@@ -111,8 +111,17 @@ def _copy_nodes(
                 copied.meta["example_value"] = operator.attrgetter(inner.target)(graph)
             inherit_meta(copied, node)
             mapped[inner] = copied
+            if inner.op == "get_attr" and any(_reads_constants_alone(user) for user in inner.users):
+                # AOTAutograd runs the graph on fake tensors, and an operator on real ones alone fails there.
+                lifted = owner.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (copied,))
+                lifted.meta = dict(copied.meta)
+                mapped[inner] = lifted
     (outputs,) = graph.graph.output_node().args
     return [mapped[x] for x in outputs]
+
+
+def _reads_constants_alone(node: fx.Node) -> bool:
+    return node.op != "output" and all(n.op == "get_attr" for n in node.all_input_nodes)
 
 
 def _erase(owner: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
