@@ -11,7 +11,9 @@ import collections
 import contextlib
 import copy
 import io
+import logging
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -1212,14 +1214,14 @@ def second_derivatives_of_a_loop(compile):
 @program
 def hooks_on_parameters_and_outputs(compile):
     layer = Layer().eval()
-    seen: list[Tensor] = []
-    for parameter in layer.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    layer.register_full_backward_hook(lambda module, gi, go: seen.append(go[0].clone()))
+    seen: dict[str, Tensor] = {}
+    for name, parameter in layer.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.clone()}))
+    layer.register_full_backward_hook(lambda module, gi, go: seen.update(output=go[0].clone()))
     f = compile(layer)
     x = rows().requires_grad_()
     f(x).square().sum().backward()
-    return x.grad, seen
+    return x.grad, [seen[name] for name in sorted(seen)]
 
 
 @program
@@ -1475,3 +1477,124 @@ def verdict_of(name: str, nested: str = "eager") -> str:
         ", ".join(word for batched, word in ((True, "batched"), (False, "stays a loop")) if batched in found)
         or "unrolled"
     )
+
+
+ROW = re.compile(r"^\| `(\w+)` \| (.+) \| (.+) \|$", re.MULTILINE)
+VERDICTS = {name: verdict for name, _, verdict in ROW.findall(PAGE.read_text(encoding="utf-8"))}
+
+
+def test_every_row_has_a_program_and_every_program_a_row():
+    names = [name for name, _, _ in ROW.findall(PAGE.read_text(encoding="utf-8"))]
+    assert sorted(names) == sorted(PROGRAMS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_verdict_is_what_comes_out(name):
+    check_verdict(name, verdict_of(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal_attention",
+        "exponential_average",
+        "bfloat16_counter",
+        "batch_norm_in_training",
+        "checkpoint_around_a_loop",
+        "vmap_around",
+        "autocast_around_a_scan",
+        "hooks_on_parameters_and_outputs",
+        "graph_breaks_around",
+        "batch_of_none",
+    ],
+)
+def test_so_it_is_through_aot_autograd(name):
+    check_verdict(name, verdict_of(name, "aot_eager"))
+
+
+def check_verdict(name: str, actual: str) -> None:
+    stated = VERDICTS[name]
+    if stated.startswith("one line: "):
+        assert actual.startswith("one line: "), actual
+        assert stated.removeprefix("one line: ").strip('"') in actual
+    else:
+        assert actual == stated
+
+
+@pytest.mark.parametrize("name", ["carry_that_is_a_number", "output_that_is_a_number", "length_of_none"])
+def test_what_is_no_scan_is_the_same_error_in_eager_mode(name):
+    line = VERDICTS[name].removeprefix("one line: ").strip('"')
+    for compile in (eager, compiled_with("eager")):
+        with pytest.raises(ValueError, match=re.escape(line)):
+            run(PROGRAMS[name], compile)
+
+
+@pytest.mark.parametrize("name", ["aot_eager", "eager", "inductor"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_no_backend_but_ours_gets_a_scan(name, fullgraph):
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=re.escape('compile with backend="nsa_compile"')) as caught:
+        torch.compile(average, backend=name, fullgraph=fullgraph)(rows())
+    assert f"test_what_compiles.py:{average.__code__.co_firstlineno + 7} was compiled by the backend '{name}'" in str(
+        caught.value
+    )
+
+
+def test_a_graph_broken_within_scan_says_that_the_loop_runs_step_by_step(caplog):
+    run(PROGRAMS["carry_that_breaks_the_graph"], compiled_with("eager"))
+    assert "which runs step by step" in caplog.text
+
+
+def test_a_step_that_cannot_be_captured_is_refused_with_graph_breaks_allowed_too():
+    def reads(x):
+        return scan(lambda c, t: (c, x[t]), x.new_zeros(D), torch.arange(S))
+
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="it reads a number out of a tensor"):
+        torch.compile(reads, backend="nsa_compile", options={"nested": "eager"})(rows())
+
+
+SHAPES = [(2, 6), (2, 9), (3, 9), (1, 9), (4, 1), (0, 5), (1, 1), (5, 7), (2, 6)]
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_any_sequence_of_batch_sizes_and_lengths(dynamic, caplog, monkeypatch):
+    reports = []
+    original = backend.optimize
+    monkeypatch.setattr(backend, "optimize", lambda *args: reports.append(found := original(*args)) or found)
+    caplog.set_level("INFO")
+    torch._dynamo.reset()
+
+    def batched_attention(x):
+        positions = torch.arange(x.shape[1])
+
+        def step(cache, row):
+            t, y = row
+            cache = torch.where((positions == t)[None, :, None], y[:, None], cache)
+            scores = torch.einsum("bsd,bd->bs", cache, y).masked_fill(positions > t, -torch.inf)
+            return cache, torch.einsum("bs,bsd->bd", scores.softmax(-1), cache)
+
+        return scan(step, torch.zeros_like(x), (positions, x.transpose(0, 1)))[1].transpose(0, 1)
+
+    fast = torch.compile(batched_attention, backend="nsa_compile", dynamic=dynamic, options={"nested": "eager"})
+    for batch, length in SHAPES:
+        x = rows(batch, length, D)
+        caplog.clear()
+        assert_equal(trained(fast, x), trained(batched_attention, x), 1e-10)
+        lines = [r for r in caplog.records if "compiling for the sizes" in r.message]
+        assert len(lines) <= 1
+        assert not [r for r in caplog.records if r.name.startswith("torch") and r.levelno >= logging.WARNING]
+    assert len(reports) == len(set(SHAPES)), "one program a shape"
+    assert all(s.batched for report, _ in reports for s in report.scans)
+    with pytest.raises(ValueError, match="scan: xs have length 0"):
+        fast(rows(2, 0, D))
+
+
+def test_the_code_of_the_page_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert blocks
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    namespace: dict[str, Any] = {"__name__": "__docs__"}
+    for block in blocks:
+        exec(block, namespace)

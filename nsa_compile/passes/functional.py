@@ -113,15 +113,18 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
 
 def _refuse_inference_mode(gm: fx.GraphModule) -> None:
     """What runs in inference mode has no gradient, and AOTAutograd cannot trace views in it (torch 2.13)."""
-    for graph in subgraphs(gm):
+    sites = find_scans(gm)
+    for graph in [*subgraphs(gm), *(site.body for site in sites)]:
         for node in graph.graph.nodes:
             if node.target is torch.autograd.grad_mode._enter_inference_mode:
+                where = f"the scan at {location(sites[0].node)}" if sites else "the attention"
                 raise ScanNotCompiled(
-                    f"torch.inference_mode at {location(node)} lies within a compiled function that has a scan; write "
-                    "torch.no_grad() there, or enter it around the call of the compiled function"
+                    f"torch.inference_mode is entered in the same compiled function as {where}; write torch.no_grad() "
+                    "instead, or enter it around the call of the compiled function"
                 )
-    for site in find_scans(gm):
-        _refuse_inference_mode(site.body)
+    for site in sites:
+        if find_scans(site.body):
+            _refuse_inference_mode(site.body)
 
 
 @dataclass
