@@ -1439,7 +1439,7 @@ def assert_equal(actual: Any, expected: Any, tolerance: float) -> None:
     def compare(actual: Any, expected: Any) -> None:
         size = 0.0
         if isinstance(expected, Tensor) and expected.numel():
-            size = float(expected.to(torch.complex128).abs().nan_to_num(0).max())
+            size = float(expected.detach().to(torch.complex128).abs().nan_to_num(0).max())
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(size, 1.0), equal_nan=True)
 
     found, wanted = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
