@@ -173,13 +173,13 @@ class BatchedBody:
         last = (self.record.length - 1,)
         for i, (update, kind) in enumerate(zip(self.updates, self.record.carries, strict=True)):
             if i not in used or isinstance(kind, Invariant):
-                finals.append(self.init[i].clone())
+                finals.append(self.init[i])
             elif isinstance(kind, Rows) and kind.write_once:
-                finals.append(self._full(i).clone())
+                finals.append(self._full(i))
             else:
                 tensor, has_steps = self.value(update, last)
-                finals.append((tensor[0] if has_steps else tensor).clone())
-        return finals
+                finals.append(tensor[0] if has_steps else tensor)
+        return [x.clone(memory_format=torch.contiguous_format) for x in finals]
 
     # -- values
 
