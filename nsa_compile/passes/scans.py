@@ -21,6 +21,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
+from nsa_compile.passes.rewriting import eliminate_dead_code
 from nsa_compile.passes.step_values import StepValue
 
 aten = torch.ops.aten
@@ -229,7 +230,7 @@ def trace_to_aten(
     sdpa = sdpa_kernel(SDPBackend.MATH) if decompose_sdpa else contextlib.nullcontext()
     with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa, modes.restored(), torch.no_grad():
         gm = make_fx(fn, decompositions, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-    gm.graph.eliminate_dead_code()
+    eliminate_dead_code(gm)
     return gm
 
 
@@ -351,7 +352,7 @@ def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
             original = node.args[0].args[0]
             if example(original).dtype == node.args[1]:
                 node.replace_all_uses_with(original)
-    gm.graph.eliminate_dead_code()
+    eliminate_dead_code(gm)
     gm.recompile()
 
 
