@@ -77,6 +77,7 @@ class FirstCall:
     ) -> None:
         self.captured: fx.GraphModule | None = captured
         self.program, self.options, self.rewrite, self.tell = program, options, rewrite, tell
+        self.warned = False
 
     def __call__(self, *inputs: Any) -> Any:
         """Call the program.
@@ -85,16 +86,30 @@ class FirstCall:
             Miscompiled: it computes something else than the loop; the next call is compared again.
         """
         if self.captured is not None:
-            start = time.perf_counter()
-            try:
-                with _untouched():
-                    told = compare(self.captured, self.program, inputs, self.options, self.rewrite)
-                self.tell(f"{told}, in {time.perf_counter() - start:.1f} s")
-            except Unchecked as why:
-                self.tell(f"not compared with the loop: {why}")
-                log.warning("the first call is not compared with the loop: %s", why)
-            self.captured = None
+            self._compare(self.captured, inputs)
         return self.program(*inputs)
+
+    def _compare(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        promised = all(_is_promised(x) for x in inputs if isinstance(x, Tensor))
+        start = time.perf_counter()
+        try:
+            if not promised:
+                raise Unchecked("an input holds NaN or infinity; the next call is compared")
+            with _untouched():
+                told = compare(captured, self.program, inputs, self.options, self.rewrite)
+            self.tell(f"{told}, in {time.perf_counter() - start:.1f} s")
+        except Unchecked as why:
+            self.tell(f"not compared with the loop: {why}")
+            if not self.warned:
+                log.warning("the first call is not compared with the loop: %s", why)
+            self.warned = True
+        if promised:
+            self.captured = None
+
+
+def _is_promised(x: Tensor) -> bool:
+    """Whether the compiler promises anything for a tensor's values: -inf masks scores, which is seen to."""
+    return not x.is_floating_point() or not bool((x.isnan() | x.isposinf()).any())
 
 
 @contextmanager
