@@ -3,7 +3,7 @@
 The loop runs on copies of the real inputs in the program's own precision and, where the program has a form in double
 precision, in that as well: the judge. A compiled program may be off the judge by `TOLERATED` times what the loop itself
 is off by, and by one rounding of the result. Where that does not explain a difference, the loop runs again on inputs
-that differ from the real ones by one rounding, which tells what rounding does to this program: a choice between two
+that differ from the real ones by a few roundings, which tells what rounding does to this program: a choice between two
 values that are nearly equal may go the other way. What is still not explained is an error, and names the pass.
 
 Loops are dear. Beyond `BUDGET` each makes only its first steps; the rows after them are taken from what the passes make
@@ -249,27 +249,27 @@ def _not_a_leaf(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _jittered(inputs: Sequence[Any], eps: float, seed: int) -> list[Any]:
-    """Inputs that differ by a rounding, at random."""
-    moved = _copies(inputs, lambda x: _jitter(x, eps, seed))
+def _jittered(inputs: Sequence[Any], by: float, seed: int) -> list[Any]:
+    """Inputs that differ by up to a share `by` of themselves, at random."""
+    moved = _copies(inputs, lambda x: _jitter(x, by, seed))
     # As in the call, what is no leaf may be written to.
     return [_not_a_leaf(m) if _has_gradient(x) and not x.is_leaf else m for x, m in zip(inputs, moved, strict=True)]
 
 
-def _moved(inputs: Sequence[Any], eps: float) -> list[Any]:
+def _moved(inputs: Sequence[Any], by: float) -> list[Any]:
     """The same, with gradients that go to the inputs."""
     return [
-        x + (_jitter(x.detach(), eps, JITTERS) - x.detach()) if isinstance(x, Tensor) and x.is_floating_point() else x
+        x + (_jitter(x.detach(), by, JITTERS) - x.detach()) if isinstance(x, Tensor) and x.is_floating_point() else x
         for x in inputs
     ]
 
 
-def _jitter(x: Tensor, eps: float, seed: int) -> Tensor:
+def _jitter(x: Tensor, by: float, seed: int) -> Tensor:
     """Whole numbers stay as they are: they count, mask, or fill."""
     if not x.dtype.is_floating_point or x.numel() == 0:
         return x
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x.device)
-    moved = (x.double() * (1 + eps * (2 * noise - 1))).to(x.dtype)
+    moved = (x.double() * (1 + by * (2 * noise - 1))).to(x.dtype)
     return torch.where(x.isfinite() & (x != x.round()), moved, x)
 
 
@@ -407,7 +407,11 @@ class References:
     def problem(self, actual: Outcome) -> str | None:
         """What rounding does not explain, if anything."""
         while (found := self._judged(actual)) is not None and len(self.others) < JITTERS:
-            self.others.append(self._loop(_jittered(self.loops.inputs, self.eps, len(self.others))))
+            pair, sign = divmod(len(self.others), 2)
+            # Both ways, since a choice turns around in one of the two. Roundings add up in sums, which narrow dtypes
+            # make in float32.
+            by = self.eps * (2, 8)[pair] if self.eps <= torch.finfo(torch.float32).eps else self.eps
+            self.others.append(self._loop(_jittered(self.loops.inputs, by * (1 - 2 * sign), pair)))
         return found
 
     @property
@@ -482,7 +486,7 @@ def _difference(
         actual: the compiled program's.
         eager: the loop's.
         exact: the judge's; the loop's again where there is no judge.
-        others: the loop's on inputs that differ by a rounding.
+        others: the loop's on inputs that differ by roundings.
         eps: of the precision.
         scale: the size of the largest of all results of the kind: sums that cancel are as wrong as their terms.
     """
