@@ -250,7 +250,7 @@ def _not_a_leaf(x: Tensor) -> Tensor:
 
 
 def _jittered(inputs: Sequence[Any], by: float, seed: int) -> list[Any]:
-    """Inputs that differ by up to a share `by` of themselves, at random."""
+    """Inputs that are larger or smaller by a share `by` of themselves, at random."""
     moved = _copies(inputs, lambda x: _jitter(x, by, seed))
     # As in the call, what is no leaf may be written to.
     return [_not_a_leaf(m) if _has_gradient(x) and not x.is_leaf else m for x, m in zip(inputs, moved, strict=True)]
@@ -268,8 +268,8 @@ def _jitter(x: Tensor, by: float, seed: int) -> Tensor:
     """Whole numbers stay as they are: they count, mask, or fill."""
     if not x.dtype.is_floating_point or x.numel() == 0:
         return x
-    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x.device)
-    moved = (x.double() * (1 + by * (2 * noise - 1))).to(x.dtype)
+    signs = 2 * torch.randint(2, x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device) - 1
+    moved = (x.double() * (1 + by * signs)).to(x.dtype)
     return torch.where(x.isfinite() & (x != x.round()), moved, x)
 
 
@@ -410,7 +410,7 @@ class References:
             pair, sign = divmod(len(self.others), 2)
             # Both ways, since a choice turns around in one of the two. Roundings add up in sums, which narrow dtypes
             # make in float32.
-            by = self.eps * (2, 8)[pair] if self.eps <= torch.finfo(torch.float32).eps else self.eps
+            by = self.eps * 8 if self.eps <= torch.finfo(torch.float32).eps else self.eps
             self.others.append(self._loop(_jittered(self.loops.inputs, by * (1 - 2 * sign), pair)))
         return found
 
