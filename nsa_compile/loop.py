@@ -7,11 +7,14 @@ passes take it from there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
+
+log = logging.getLogger("nsa_compile")
 
 Carry = TypeVar("Carry")
 
@@ -33,18 +36,26 @@ def scan(step: Callable[[Carry, Any], tuple[Carry, Any]], init: Carry, xs: Any) 
         `(carry, ys)`: the carry after the last step, and the outputs stacked to `[S, ...]`.
 
     Raises:
-        ValueError: `xs` holds no tensor, its leaves disagree on S, S is 0, or the step changes the carry's structure.
+        ValueError: `xs` holds no tensor, its leaves disagree on S, S is 0, a leaf is no tensor, or the step changes the
+            carry's structure. Under `torch.compile`, where it is one too, it also says what cannot be captured.
     """
+    _require_tensors("xs", xs)
+    _require_tensors("init", init)
     length = _sequence_length(_tensors(xs))
-    if torch.compiler.is_dynamo_compiling():
-        return _captured_scan(step, init, xs)
+    if torch.compiler.is_dynamo_compiling() and _becomes_a_node():
+        return _captured_scan(step, init, xs, length)
+    return _loop(step, init, xs, length)
 
+
+def _loop(step, init, xs, length):
     carry = init
     rows: list[list[torch.Tensor]] = []
     y_spec = None
     for t in range(length):
         carry, y = step(carry, _with_tensors(xs, [leaf[t] for leaf in _tensors(xs)]))
         leaves, y_spec = pytree.tree_flatten(y)
+        if t == 0:
+            _require_tensors("an output of the step", leaves, none=False)
         rows.append(leaves)
     _check_carry(init, carry)
     assert y_spec is not None
@@ -53,13 +64,25 @@ def scan(step: Callable[[Carry, Any], tuple[Carry, Any]], init: Carry, xs: Any) 
 
 def _sequence_length(leaves: list[torch.Tensor]) -> int:
     if not leaves:
-        raise ValueError("scan: xs holds no tensor, so the number of steps is unknown; put torch.arange(S) into it")
+        _refuse("scan: xs holds no tensor, so the number of steps is unknown; put torch.arange(S) into it")
     lengths = [leaf.shape[0] if leaf.dim() else -1 for leaf in leaves]
     if -1 in lengths or len(set(lengths)) != 1:
-        raise ValueError(f"scan: every leaf of xs needs the sequence as its first dimension, got lengths {lengths}")
+        _refuse(f"scan: every leaf of xs needs the sequence as its first dimension, got lengths {lengths}")
     if lengths[0] == 0:
-        raise ValueError("scan: xs have length 0 and the outputs of no step have no shape; pass at least one row")
+        _refuse("scan: xs have length 0 and the outputs of no step have no shape; pass at least one row")
     return lengths[0]
+
+
+def _require_tensors(what: str, tree: Any, *, none: bool = True) -> None:
+    for leaf in pytree.tree_leaves(tree):
+        if not isinstance(leaf, torch.Tensor) and not (leaf is None and none):
+            _refuse(f"scan: {what} holds something that is no tensor; make it one, as torch.tensor(0) is of 0")
+
+
+def _refuse(message: str) -> NoReturn:
+    if torch.compiler.is_dynamo_compiling():
+        _refuse_capture(message)
+    raise ValueError(message)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -76,6 +99,7 @@ def _with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 def _check_carry(init: Any, carry: Any) -> None:
     spec, spec_after = pytree.tree_structure(init), pytree.tree_structure(carry)
+    _require_tensors("the carry that the step returns", carry)
     before, after = _tensors(init), _tensors(carry)
     if spec != spec_after or len(before) != len(after):
         raise ValueError(f"scan: the step returned a carry of structure {spec_after}, but was given {spec}")
@@ -87,12 +111,43 @@ def _check_carry(init: Any, carry: Any) -> None:
             )
 
 
-def _captured_scan(step, init, xs):
+# Dynamo runs these two while it traces, and takes what they return for a constant. The mark is that of
+# `torch.compiler.assume_constant_result`, which would import all of Dynamo with the package.
+
+
+def _becomes_a_node() -> bool:
+    """Whether the loop becomes one node of the graph under capture; where it does not, it is unrolled.
+
+    Raises:
+        ScanRefused: the graph is for a backend that would leave the node to torch.
+    """
+    from nsa_compile import backend  # noqa: F401 - which mends what Dynamo does with a scan
+    from nsa_compile.workarounds import becomes_a_node
+
+    torch._dynamo.eval_frame.skip_code(_captured_scan.__code__)
+    return becomes_a_node()
+
+
+def _refuse_capture(message: str) -> None:
+    from nsa_compile.workarounds import ScanRefused
+
+    raise ScanRefused(message)
+
+
+_becomes_a_node._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_refuse_capture._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _captured_scan(step, init, xs, length):
     """The same loop as one `scan` node.
 
     The higher-order operator takes carries and inputs as plain lists, one carry at least, and refuses outputs that
     alias its inputs, so the structure is taken apart here and every output cloned; the passes drop the clones again.
     """
+    if not torch.compiler.is_dynamo_compiling():
+        # Dynamo broke the graph in here and calls it as it is: torch's own loop must not run then.
+        log.warning("scan: torch.compile could not capture the loop, which runs step by step; fullgraph=True says why")
+        return _loop(step, init, xs, length)
     from torch._higher_order_ops.scan import scan as scan_op
 
     tensors = _tensors(xs)
@@ -103,6 +158,8 @@ def _captured_scan(step, init, xs):
 
     def flat_step(carry_flat, x_flat):
         carry, y = step(_with_tensors(carry_like, carry_flat), _with_tensors(x_like, x_flat))
+        _require_tensors("the carry that the step returns", carry)
+        _require_tensors("an output of the step", y, none=False)
         return [_own(leaf) for leaf in (carry_flat if stateless else _tensors(carry))], pytree.tree_map(_own, y)
 
     carry, ys = scan_op(flat_step, [_own(leaf) for leaf in first], tensors)

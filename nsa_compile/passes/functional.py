@@ -35,10 +35,12 @@ from nsa_compile.passes.scans import (
     fake_inputs,
     find_scans,
     is_single_step,
+    location,
     scan_results,
     subgraphs,
     trace_to_aten,
 )
+from nsa_compile.workarounds import ScanNotCompiled
 
 __all__ = ["WriteBack", "make_functional"]
 
@@ -83,9 +85,11 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
     Raises:
         Declined: the graph writes in a way that cannot be taken out of it, or cannot be run on fake tensors; it is as
             it was.
+        ScanNotCompiled: the graph enters inference mode.
     """
     if not find_scans(gm) and not is_single_step(gm):
         return WriteBack()
+    _refuse_inference_mode(gm)
     regions = [g for g in subgraphs(gm) if g is not gm]
     effects = {g: _observe(g, [example(n) for n in g.graph.find_nodes(op="placeholder")]) for g in regions}
     effects[gm] = _observe(gm, example_inputs)
@@ -105,6 +109,22 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
     if is_single_step(gm) and not with_gradient and not seen.views:
         return WriteBack()  # lowering it makes it functional, and single rows of caches are written then
     return _functionalize(gm, seen)
+
+
+def _refuse_inference_mode(gm: fx.GraphModule) -> None:
+    """What runs in inference mode has no gradient, and AOTAutograd cannot trace views in it (torch 2.13)."""
+    sites = find_scans(gm)
+    for graph in [*subgraphs(gm), *(site.body for site in sites)]:
+        for node in graph.graph.nodes:
+            if node.target is torch.autograd.grad_mode._enter_inference_mode:
+                where = f"the scan at {location(sites[0].node)}" if sites else "the attention"
+                raise ScanNotCompiled(
+                    f"torch.inference_mode is entered in the same compiled function as {where}; write torch.no_grad() "
+                    "instead, or enter it around the call of the compiled function"
+                )
+    for site in sites:
+        if find_scans(site.body):
+            _refuse_inference_mode(site.body)
 
 
 @dataclass
@@ -201,6 +221,8 @@ def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
     for node in gm.graph.nodes:
         if applies_functorch(node):
             raise Declined("it applies a transform of torch.func around a scan", node)
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook":
+            raise Declined("it registers a hook on a tensor", node)
     observer = _Observer(gm, effects)
     with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored():
         fakes = [_like(x) for x in inputs]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import fx
 
 from nsa_compile import modes
-from nsa_compile.ops.loop import Program, register, run_loop
+from nsa_compile.ops.loop import LoopNotTraced, Program, register, run_loop
 from nsa_compile.ops.loop.step import Layout
-from nsa_compile.passes.scans import ScanSite, example, find_scans, scan_results
+from nsa_compile.passes.scans import ScanSite, example, find_scans, location, scan_results
+from nsa_compile.workarounds import ScanNotCompiled
 
 __all__ = ["keep_loops"]
 
@@ -16,7 +20,7 @@ def keep_loops(gm: fx.GraphModule) -> None:
     """Replace every scan of a graph, and those within their steps, by `nsa_compile::loop`, in place.
 
     Raises:
-        LoopNotTraced: a step holds something that has no functional form.
+        ScanNotCompiled: a step holds something that has no functional form.
     """
     for site in find_scans(gm):
         keep_loops(site.body)
@@ -30,7 +34,11 @@ def _keep(site: ScanSite) -> None:
     layouts += [Layout.standard(example(n)[0]) for n in site.xs]
     layouts += [Layout.of(example(n)) for n in site.additional]
     program = Program(site.body, layouts, len(site.init), len(site.xs), site.length, modes.autocast_at(site.node))
-    program.graphs([])  # so that what cannot be traced is said now, and here
+    try:  # so that what cannot be traced is said now, and here
+        program.graphs(_differentiable(inputs))
+    except LoopNotTraced as error:
+        place = location(site.node)
+        raise ScanNotCompiled(f"the step of the scan at {place} cannot be compiled: {error.reason}") from error
     with site.owner.graph.inserting_before(site.node):
         node = site.owner.graph.call_function(run_loop, (register(program), inputs))
     node.meta = {k: v for k, v in site.node.meta.items() if k != "val"}
@@ -38,3 +46,9 @@ def _keep(site: ScanSite) -> None:
     site.node.replace_all_uses_with(node)
     site.owner.graph.erase_node(site.node)
     site.owner.recompile()
+
+
+def _differentiable(inputs: Sequence[fx.Node]) -> list[bool]:
+    """Which inputs of a loop have gradients, as far as is known; none of them, if empty."""
+    flags = [example(n).requires_grad for n in inputs]
+    return flags if torch.is_grad_enabled() and any(flags) else []

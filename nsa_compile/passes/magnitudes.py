@@ -216,6 +216,8 @@ def _of_integers(dtype: torch.dtype) -> Magnitude | None:
 def _within(m: Magnitude, node: Any, *operands: Magnitude) -> Magnitude | None:
     """Arithmetic of ordinary numbers does not overflow; how far it gets is not known. That of others may."""
     dtype = example(node).dtype
+    if dtype.is_complex:
+        return None
     if not dtype.is_floating_point:  # integers wrap around; they are finite whatever happens
         return m if dtype != torch.bool and m.bound <= torch.iinfo(dtype).max else _of_integers(dtype)
     if m.bound <= torch.finfo(dtype).max:

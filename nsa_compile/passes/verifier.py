@@ -94,7 +94,10 @@ def _check_meta(gm: fx.GraphModule, pass_name: str) -> None:
             returns_something = node.users and node.target is not torch._C._set_grad_enabled
             # A class is called to make a constant, such as an option of a library's function; it never had a shape.
             makes_constant = isinstance(node.target, type)
-            if node.op == "call_function" and returns_something and not makes_constant and not has_shape:
+            # What a region of autocast or inference mode is left with.
+            enters_a_mode = getattr(node.target, "__name__", "").startswith("_enter_")
+            no_tensor = makes_constant or enters_a_mode
+            if node.op == "call_function" and returns_something and not no_tensor and not has_shape:
                 raise VerificationError(pass_name, f"node {node.name} ({node.target}) lost its meta: no shape")
 
 

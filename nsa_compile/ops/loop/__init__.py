@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.function import once_differentiable
 
 from nsa_compile import modes
 from nsa_compile.ops.loop.step import Layout, LoopNotTraced, StepGraphs, trace_step
@@ -124,7 +123,6 @@ class _Differentiable(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         step = program(ctx.key).graphs(ctx.differentiable)
         saved, n = ctx.saved_tensors, len(ctx.differentiable)  # read once: it may be computed then
@@ -215,6 +213,15 @@ def loop_backward(
         total = {i: x.contiguous() for i, x in sums.items()}
         results = first | stacks | total
         return [results[i] for i in range(len(step.gradients))]
+
+
+@loop_backward.register_autograd
+def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
+    """An operator's refusal lies on every way back to its inputs. `once_differentiable` puts its own beside them:
+    `torch.autograd.grad` walks past it, and leaves the second derivatives of the loop out (torch 2.13)."""
+    raise RuntimeError(
+        "a scan that stays a loop has no second derivatives; take them of the function as written, without compiling it"
+    )
 
 
 @loop_backward.register_fake

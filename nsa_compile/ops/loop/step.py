@@ -34,7 +34,11 @@ aten = torch.ops.aten
 
 
 class LoopNotTraced(RuntimeError):
-    """The step of a loop holds something that cannot be traced to functional operators; says what."""
+    """The step of a loop holds something that cannot be traced to functional operators; `reason` says what."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the step of a scan cannot be traced: {reason}")
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def trace_step(
         except LoopNotTraced:
             raise
         except Exception as error:
-            raise LoopNotTraced(f"the step of a scan cannot be traced: {why_not_traced(error)}") from error
+            raise LoopNotTraced(why_not_traced(error)) from error
         return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, wanted)
 
 
@@ -185,7 +189,7 @@ def _trace_joint(
                 [outputs[i] for i in tangents], leaves, list(tensors[len(inputs) :]), allow_unused=True
             )
         if any(has_data_mutation(x) for x in tensors):
-            raise LoopNotTraced("the step of a loop writes to one of its inputs; write to a copy, x.clone()")
+            raise LoopNotTraced("it writes to one of its inputs; write to a copy, x.clone()")
         return [*(x.detach() for x in outputs), *gradients]
 
     functional = dispatch_functionalize(joint, FunctionalTensorMode())

@@ -1,0 +1,1600 @@
+"""docs/what-compiles.md is true: each row of its tables is run, compared with eager mode, and its verdict is what came
+out.
+
+A program here is a function of `compile`: the identity for eager mode, `nsa_compile.compile` for the other run. It
+returns what is to be equal: values, gradients, and the state that it leaves behind.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import io
+import logging
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import nsa_compile
+from nsa_compile import backend, scan
+from nsa_compile.passes.report import Report
+
+PAGE = Path(__file__).parent.parent / "docs" / "what-compiles.md"
+PROGRAMS: dict[str, Callable] = {}
+ROUNDED: set[str] = set()  # programs whose values are rounded to bfloat16 on the way
+S, D = 6, 4
+LOWEST = torch.finfo(torch.float64).min
+
+
+def program(function: Callable) -> Callable:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def rounded(function: Callable) -> Callable:
+    ROUNDED.add(function.__name__)
+    return program(function)
+
+
+def rows(*sizes: int) -> Tensor:
+    return torch.randn(*(sizes or (S, D)), dtype=torch.float64)
+
+
+def trained(function: Callable, *inputs: Tensor, parameters: Any = ()) -> Any:
+    """Values, gradients of inputs and parameters, and the inputs after the call."""
+    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    outputs = function(*leaves)
+    wanted = [x for x in [*leaves, *parameters] if x.requires_grad]
+    loss = sum(y.square().sum() for y in pytree.tree_leaves(outputs) if isinstance(y, Tensor) and y.requires_grad)
+    gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if isinstance(loss, Tensor) else ()
+    return outputs, gradients, leaves
+
+
+def attention(x: Tensor) -> Any:
+    """Causal attention over a cache, written row after row."""
+    positions = torch.arange(x.shape[0])
+
+    def step(cache, row):
+        t, x = row
+        cache = torch.where((positions == t)[:, None], x, cache)
+        scores = cache @ x
+        return cache, scores.masked_fill(positions > t, torch.finfo(scores.dtype).min).softmax(-1) @ cache
+
+    return scan(step, torch.zeros_like(x), (positions, x))
+
+
+def average(x: Tensor) -> Any:
+    """An exponential average: a recurrence."""
+
+    def step(c, row):
+        c = 0.9 * c + 0.1 * row
+        return c, c * 2
+
+    return scan(step, x.new_zeros(x.shape[1:]), x)
+
+
+def written(write: Callable) -> Callable:
+    """A model with a cache, whose step sets `cache = write(cache, t, x)`."""
+
+    def run(x):
+        def step(cache, row):
+            t, x = row
+            cache = write(cache, t, x)
+            return cache, (cache @ x).masked_fill(torch.arange(S) > t, LOWEST).softmax(-1) @ cache
+
+        return scan(step, torch.zeros_like(x), (torch.arange(S), x))
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------------ steps
+
+
+@program
+def causal_attention(compile):
+    return trained(compile(attention), rows())
+
+
+@program
+def exponential_average(compile):
+    return trained(compile(average), rows())
+
+
+@program
+def lstm_cell(compile):
+    cell = nn.LSTMCell(D, D, dtype=torch.float64)
+
+    def run(x):
+        def step(state, row):
+            state = cell(row, state)
+            return state, state[0]
+
+        return scan(step, (x.new_zeros(2, D), x.new_zeros(2, D)), x)
+
+    return trained(compile(run), rows(S, 2, D), parameters=list(cell.parameters()))
+
+
+@program
+def no_carry(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c, row.tanh()), (), x)), rows())
+
+
+@program
+def window_by_cat(compile):
+    def run(x):
+        def step(window, row):
+            window = torch.cat([window[1:], row[None]])
+            return window, window.square().sum(0)
+
+        return scan(step, x.new_zeros(3, D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def window_by_roll(compile):
+    def run(x):
+        def step(window, row):
+            window = torch.where(torch.arange(3)[:, None] == 2, row, window.roll(-1, 0))
+            return window, window.square().sum(0)
+
+        return scan(step, x.new_zeros(3, D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def ring_buffer(compile):
+    return trained(
+        compile(written(lambda cache, t, x: torch.where((torch.arange(S) == t % 3)[:, None], x, cache))), rows()
+    )
+
+
+@program
+def written_by_where(compile):
+    return trained(compile(written(lambda cache, t, x: torch.where((torch.arange(S) == t)[:, None], x, cache))), rows())
+
+
+@program
+def written_by_index_copy(compile):
+    return trained(compile(written(lambda cache, t, x: cache.index_copy(0, t.view(1), x[None]))), rows())
+
+
+@program
+def written_by_index_put(compile):
+    return trained(compile(written(lambda cache, t, x: cache.index_put((t.view(1),), x[None]))), rows())
+
+
+@program
+def written_by_scatter(compile):
+    return trained(compile(written(lambda cache, t, x: cache.scatter(0, t.expand(1, D), x[None]))), rows())
+
+
+@program
+def written_by_one_hot(compile):
+    return trained(compile(written(lambda cache, t, x: cache + F.one_hot(t, S).to(x.dtype)[:, None] * x)), rows())
+
+
+@program
+def written_by_blend(compile):
+    def write(cache, t, x):
+        at = F.one_hot(t, S).to(x.dtype)[:, None]
+        return cache * (1 - at) + at * x
+
+    return trained(compile(written(write)), rows())
+
+
+@program
+def written_to_a_slice_of_columns(compile):
+    def run(x):
+        def step(cache, row):
+            t, x = row
+            cache = torch.where(torch.arange(S) == t, x[:, None], cache)
+            return cache, cache.sum(1)
+
+        return scan(step, x.new_zeros(D, S), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@rounded
+def bfloat16_cache(compile):
+    def run(x):
+        def step(cache, row):
+            t, x = row
+            cache = torch.where((torch.arange(S) == t)[:, None], x.to(torch.bfloat16), cache)
+            return cache, cache.to(x.dtype).sum(0)
+
+        return scan(step, torch.zeros(S, D, dtype=torch.bfloat16), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
+def written_to_a_copy_with_a_list(compile):
+    def write(cache, t, x):
+        cache = cache.clone()
+        cache[t.view(1)] = x[None]
+        return cache
+
+    return trained(compile(written(write)), rows())
+
+
+@program
+def written_to_a_copy_by_index_copy_(compile):
+    return trained(compile(written(lambda cache, t, x: cache.clone().index_copy_(0, t.view(1), x[None]))), rows())
+
+
+@program
+def written_to_a_copy_with_a_mask(compile):
+    def write(cache, t, x):
+        cache = cache.clone()
+        cache[torch.arange(S) == t] = x
+        return cache
+
+    return trained(compile(written(write)), rows())
+
+
+@program
+def written_by_position(compile):
+    def write(cache, t, x):
+        cache = cache.clone()
+        cache[t] = x
+        return cache
+
+    return trained(compile(written(write)), rows())
+
+
+@program
+def written_by_position_second(compile):
+    def write(cache, t, x):
+        cache = cache.t().clone()
+        cache[:, t] = x
+        return cache.t()
+
+    return trained(compile(written(write)), rows())
+
+
+@program
+def written_twice_in_one_step(compile):
+    index = torch.zeros(2, dtype=torch.int64)
+    return trained(
+        compile(written(lambda cache, t, x: cache.index_copy(0, index + t, torch.stack([x, 2 * x])))), rows()
+    )
+
+
+@program
+def written_in_place(compile):
+    return trained(compile(written(lambda cache, t, x: cache.index_copy_(0, t.view(1), x[None]))), rows())
+
+
+@program
+def carry_added_to_in_place(compile):
+    def run(x):
+        def step(c, row):
+            c += row
+            return c, c * 2
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def row_written_to_in_place(compile):
+    def run(x):
+        def step(c, row):
+            row.mul_(2)
+            return c + row, row * 1
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(lambda x: run(x.clone())), rows())
+
+
+@program
+def closure_written_to_in_place(compile):
+    def run(x):
+        total = x.new_zeros(D)
+
+        def step(c, row):
+            total.add_(row.detach())
+            return c + row, row * 2
+
+        carry, ys = scan(step, x.new_zeros(D), x)
+        return carry, ys, total
+
+    return trained(compile(run), rows())
+
+
+@program
+def buffer_written_to_in_a_step(compile):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            def step(c, row):
+                self.n.add_(1)
+                return c + row, row * 2
+
+            return scan(step, x.new_zeros(D), x)
+
+    model = Counting()
+    return trained(compile(model), rows()), model.n
+
+
+@program
+def buffer_replaced_in_a_step(compile):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            def step(c, row):
+                self.n = self.n + 1
+                return c + row, row * 2
+
+            return scan(step, x.new_zeros(D), x)
+
+    model = Counting()
+    return trained(compile(model), rows()), model.n
+
+
+@program
+def list_appended_to_in_a_step(compile):
+    def run(x):
+        seen = []
+
+        def step(c, row):
+            seen.append(row * 2)
+            return c + row, row * 2
+
+        carry, ys = scan(step, x.new_zeros(D), x)
+        return carry, ys, torch.stack(seen)
+
+    return trained(compile(run), rows())
+
+
+@program
+def python_counter_in_a_step(compile):
+    calls = {"n": 0}
+
+    def run(x):
+        def step(c, row):
+            calls["n"] += 1
+            return c + row * calls["n"], row * 2
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows()), torch.tensor(calls["n"])
+
+
+@program
+def attribute_counter_in_a_step(compile):
+    class Counting(nn.Module):
+        n = 0
+
+        def forward(self, x):
+            def step(c, row):
+                self.n += 1
+                return c + row * self.n, row * 2
+
+            return scan(step, x.new_zeros(D), x)
+
+    model = Counting()
+    return trained(compile(model), rows()), torch.tensor(model.n)
+
+
+@program
+def read_by_position(compile):
+    def run(x):
+        def step(c, row):
+            t, y = row
+            return c, x[t] * y
+
+        return scan(step, x.new_zeros(D), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
+def read_by_index_select(compile):
+    def run(x):
+        def step(c, row):
+            t, y = row
+            return c, x.index_select(0, t.view(1))[0] * y
+
+        return scan(step, x.new_zeros(D), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
+def prefix_by_position(compile):
+    def run(x):
+        def step(c, row):
+            t, y = row
+            return c, x[: t + 1].sum(0) * y
+
+        return scan(step, x.new_zeros(D), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
+def prefix_by_mask(compile):
+    def run(x):
+        def step(c, row):
+            t, y = row
+            return c, (x * (torch.arange(S) <= t)[:, None]).sum(0) * y
+
+        return scan(step, x.new_zeros(D), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
+def number_by_item(compile):
+    def run(x):
+        def step(c, row):
+            return c + row, row * row.sum().item()
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def number_by_int(compile):
+    def run(x):
+        def step(c, row):
+            t, y = row
+            return c + y, y * int(t)
+
+        return scan(step, x.new_zeros(D), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
+def branch_on_data(compile):
+    def run(x):
+        def step(c, row):
+            if row.sum() > 0:
+                c = c + row
+            return c, c * 2
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def selection_by_mask_of_data(compile):
+    def run(x):
+        def step(c, row):
+            return c + row[row > 0].sum(), row * 2
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def printing_step(compile):
+    def run(x):
+        def step(c, row):
+            print(end="")
+            return c + row, row * 2
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def carry_of_another_shape(compile):
+    def run(x):
+        return scan(lambda c, row: (torch.cat([c, row]), row * 2), x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def carry_of_another_dtype(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c + row, row * 2), torch.zeros(D), x)), rows())
+
+
+@program
+def carry_of_another_structure(compile):
+    return trained(compile(lambda x: scan(lambda c, row: ((c, c), row * 2), x.new_zeros(D), x)), rows())
+
+
+@program
+def carry_that_is_a_number(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c + 1, row * c), 0, x)), rows())
+
+
+@program
+def output_that_is_a_number(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c + row, (row * 2, 1)), x.new_zeros(D), x)), rows())
+
+
+@program
+def output_of_none(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c + row, None), x.new_zeros(D), x)), rows())
+
+
+@program
+def output_is_the_carry(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c + row,) * 2, x.new_zeros(D), x)), rows())
+
+
+@program
+def literal_in_a_step(compile):
+    def run(x):
+        def step(c, row):
+            return c, row * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=row.dtype)
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def dict_of_tensors(compile):
+    def run(x):
+        def step(c, row):
+            return {"sum": c["sum"] + row["x"]}, {"y": (row["x"] * 2, c["sum"].sin())}
+
+        return scan(step, {"sum": x.new_zeros(D)}, {"x": x})
+
+    return trained(compile(run), rows())
+
+
+# --------------------------------------------------------------------------------------------------- counters, masks
+
+
+@program
+def counter_in_the_carry(compile):
+    def run(x):
+        def step(state, row):
+            t, cache = state
+            cache = torch.where((torch.arange(S) == t)[:, None], row, cache)
+            return (t + 1, cache), (cache @ row).masked_fill(torch.arange(S) > t, LOWEST).softmax(-1) @ cache
+
+        return scan(step, (torch.zeros((), dtype=torch.int64), torch.zeros_like(x)), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def countdown(compile):
+    def run(x):
+        def step(n, row):
+            return n - 1, row * n
+
+        return scan(step, torch.full((), 2, dtype=torch.int64), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def arg_max_from_minus_one(compile):
+    def run(x):
+        def step(state, row):
+            best, where = state
+            t, y = row
+            better = y.sum() > best
+            return (torch.where(better, y.sum(), best), torch.where(better, t, where)), where.clone()
+
+        start = (x.new_full((), -1e30), torch.full((), -1, dtype=torch.int64))
+        return scan(step, start, (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
+def previous_token_from_minus_one(compile):
+    def run(tokens):
+        def step(previous, token):
+            return token.clone(), token - previous
+
+        return scan(step, torch.full((), -1, dtype=torch.int32), tokens)
+
+    return compile(run)(torch.randint(0, 9, (S,), dtype=torch.int32))
+
+
+@program
+def bfloat16_counter(compile):
+    def run(x):
+        def step(n, row):
+            return n + 1, row * n
+
+        return scan(step, torch.zeros((), dtype=torch.bfloat16), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def seen_flag(compile):
+    def run(x):
+        def step(seen, row):
+            seen = seen | (row.sum() > 0)
+            return seen, row * seen
+
+        return scan(step, torch.zeros((), dtype=torch.bool), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def left_padding_of_minus_infinity(compile):
+    bias = torch.tensor([-torch.inf] * 2 + [0.0] * (S - 2), dtype=torch.float64)
+
+    def run(x):
+        positions = torch.arange(S)
+
+        def step(cache, row):
+            t, x = row
+            cache = torch.where((positions == t)[:, None], x, cache)
+            scores = (cache @ x + bias).masked_fill(positions > t, torch.finfo(x.dtype).min)
+            return cache, scores.softmax(-1) @ cache
+
+        return scan(step, torch.zeros_like(x), (positions, x))
+
+    return trained(compile(run), rows())
+
+
+@program
+def fully_masked_rows(compile):
+    def run(x):
+        positions = torch.arange(S)
+
+        def step(cache, row):
+            t, x = row
+            cache = torch.where((positions == t)[:, None], x, cache)
+            weights = (cache @ x).masked_fill(positions >= t, -torch.inf).softmax(-1)
+            return cache, weights @ cache
+
+        return scan(step, torch.zeros_like(x), (positions, x))
+
+    return compile(run)(rows())
+
+
+# ------------------------------------------------------------------------------------------- statements around a scan
+
+
+@program
+def written_to_before(compile):
+    def run(x):
+        h = x * 2
+        h[:2].mul_(3)
+        return attention(h)
+
+    return trained(compile(run), rows())
+
+
+@program
+def written_to_after(compile):
+    def run(x):
+        _, y = attention(x)
+        return F.relu(y, inplace=True)
+
+    return trained(compile(run), rows())
+
+
+@program
+def input_written_to(compile):
+    def run(x, state):
+        state.add_(x.detach().sum(0))
+        return attention(x + state.detach())
+
+    f, state = compile(run), rows(D)
+    return trained(lambda x: f(x, state), rows()), state
+
+
+@program
+def batch_norm_in_training(compile):
+    norm = nn.BatchNorm1d(D, dtype=torch.float64)
+    model = nn.Sequential(norm)
+    f = compile(lambda x: attention(model(x)))
+    return trained(f, rows(), parameters=list(norm.parameters())), dict(norm.named_buffers())
+
+
+@program
+def dropout_before(compile):
+    return trained(compile(lambda x: attention(F.dropout(x, 0.5))), rows())
+
+
+@program
+def dropout_in_a_step(compile):
+    def run(x):
+        return scan(lambda c, row: (c, F.dropout(row, 0.5)), x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def random_slots(compile):
+    def run(x):
+        def step(cache, row):
+            slot, x = row
+            cache = torch.where((torch.arange(S) == slot)[:, None], x, cache)
+            return cache, cache.sum(0)
+
+        return scan(step, torch.zeros_like(x), (torch.randperm(S), x))
+
+    f = compile(run)
+    return trained(f, rows()), trained(f, rows())
+
+
+@program
+def in_place_statement_under_no_grad(compile):
+    weight = nn.Parameter(rows(D, D))
+
+    def run(x):
+        with torch.no_grad():
+            weight.clamp_(-0.1, 0.1)
+        return attention(x @ weight)
+
+    return trained(compile(run), rows(), parameters=[weight]), weight
+
+
+# ------------------------------------------------------------------------------------------------------- composition
+
+
+@program
+def checkpoint_around(compile):
+    return trained(compile(lambda x: checkpoint(lambda x: attention(x.tanh())[1], x, use_reentrant=False)), rows())
+
+
+@program
+def checkpoint_around_a_loop(compile):
+    return trained(compile(lambda x: checkpoint(lambda x: average(x.tanh())[1], x, use_reentrant=False)), rows())
+
+
+@program
+def checkpoint_around_the_compiled_function(compile):
+    f = compile(attention)
+    return trained(lambda x: checkpoint(f, x.tanh(), use_reentrant=False), rows())
+
+
+@program
+def checkpoint_in_a_step(compile):
+    w = rows(D, D).requires_grad_()
+
+    def run(x):
+        def step(c, row):
+            y = checkpoint(lambda v: (v @ w).tanh(), row, use_reentrant=False)
+            return c + y, y * 2
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows(), parameters=[w])
+
+
+@program
+def vmap_around(compile):
+    return trained(compile(lambda x: torch.vmap(attention)(x)), rows(2, S, D))
+
+
+@program
+def vmap_around_a_loop(compile):
+    return trained(compile(lambda x: torch.vmap(average)(x)), rows(2, S, D))
+
+
+@program
+def vmap_around_the_compiled_function(compile):
+    f = compile(attention)
+    return trained(lambda x: torch.vmap(f)(x), rows(2, S, D))
+
+
+@program
+def vmap_in_a_step(compile):
+    w = rows(3, D, D).requires_grad_()
+
+    def run(x):
+        def step(c, row):
+            y = torch.vmap(lambda m: m @ row)(w)
+            return c + y.sum(0), y
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows(), parameters=[w])
+
+
+@rounded
+def autocast_around_the_call(compile):
+    w = torch.randn(D, D, requires_grad=True)
+    f = compile(lambda x: attention(x @ w))
+
+    def run(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return f(x)
+
+    return trained(run, rows().float(), parameters=[w])
+
+
+@rounded
+def autocast_around_a_scan(compile):
+    w = torch.randn(D, D, requires_grad=True)
+
+    def run(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attention(x @ w)
+
+    return trained(compile(run), rows().float(), parameters=[w])
+
+
+@rounded
+def autocast_in_a_step(compile):
+    w = torch.randn(D, D, requires_grad=True)
+
+    def run(x):
+        def step(c, row):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = row @ w
+            return c, y.float().tanh()
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows().float(), parameters=[w])
+
+
+@rounded
+def autocast_in_the_step_of_a_loop(compile):
+    w = torch.randn(D, D, requires_grad=True)
+
+    def run(x):
+        def step(c, row):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = (c + row) @ w
+            return y.float().tanh(), y.float()
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows().float(), parameters=[w])
+
+
+@program
+def inference_mode_around_the_call(compile):
+    f = compile(attention)
+    with torch.inference_mode():
+        return f(rows())
+
+
+@program
+def inference_mode_around_the_call_of_a_loop(compile):
+    f = compile(average)
+    with torch.inference_mode():
+        return f(rows())
+
+
+@program
+def inference_mode_inside(compile):
+    def run(x):
+        with torch.inference_mode():
+            return attention(x)
+
+    return compile(run)(rows())
+
+
+@program
+def no_grad_around_the_call(compile):
+    f = compile(attention)
+    with torch.no_grad():
+        return f(rows().requires_grad_())
+
+
+@program
+def no_grad_around_a_scan(compile):
+    def run(x):
+        with torch.no_grad():
+            _, y = attention(x)
+        return y * x
+
+    return trained(compile(run), rows())
+
+
+@program
+def no_grad_in_a_step(compile):
+    def run(x):
+        def step(c, row):
+            with torch.no_grad():
+                scale = row.square().sum()
+            return c, row * scale
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def no_grad_in_the_step_of_a_loop(compile):
+    def run(x):
+        def step(c, row):
+            with torch.no_grad():
+                scale = (c + row).square().sum()
+            c = torch.tanh(c + row * scale)
+            return c, c * 2
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def inference_mode_in_a_step(compile):
+    def run(x):
+        def step(c, row):
+            with torch.inference_mode():
+                y = row * 2
+            return c, y
+
+        return scan(step, x.new_zeros(D), x)
+
+    return compile(run)(rows())
+
+
+@program
+def scan_in_a_step(compile):
+    def run(x):
+        def step(c, row):
+            inner, ys = scan(lambda a, b: (a * 0.5 + b, a.sin()), c, row)
+            return inner, ys
+
+        return scan(step, x.new_zeros(()), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def attention_in_the_step_of_a_loop(compile):
+    def run(x):
+        def step(c, row):
+            _, y = attention(row + c)
+            return y.tanh(), y.sum(0)
+
+        return scan(step, x.new_zeros(S, D), x)
+
+    return trained(compile(run), rows(3, S, D))
+
+
+@program
+def scans_in_turn(compile):
+    return trained(compile(lambda x: average(attention(x)[1])), rows())
+
+
+@program
+def scans_that_share_a_cache(compile):
+    def half(cache, x, start):
+        positions = torch.arange(S)
+
+        def step(cache, row):
+            t, x = row
+            cache = torch.where((positions == t)[:, None], x, cache)
+            return cache, (cache @ x).masked_fill(positions > t, LOWEST).softmax(-1) @ cache
+
+        return scan(step, cache, (torch.arange(start, start + len(x)), x))
+
+    def run(x):
+        cache, first = half(torch.zeros_like(x), x[: S // 2], 0)
+        cache, second = half(cache, x[S // 2 :], S // 2)
+        return cache, first, second
+
+    return trained(compile(run), rows())
+
+
+@program
+def outputs_that_are_views_of_state(compile):
+    def run(x):
+        def step(cache, row):
+            t, x = row
+            cache = torch.where((torch.arange(S) == t)[:, None], x, cache)
+            return cache, (cache[0], cache[:2].t())
+
+        cache, ys = scan(step, torch.zeros_like(x), (torch.arange(S), x))
+        return cache, cache[1:], ys
+
+    f = compile(run)
+    cache, tail, ys = f(rows())
+    tail.add_(1)
+    ys[0].mul_(2)
+    return cache, tail, ys
+
+
+@program
+def input_returned_as_it_is(compile):
+    f = compile(lambda x: (x, x[1:], attention(x)))
+    x = rows()
+    same, tail, _ = f(x)
+    tail.add_(1)
+    return x, same, torch.tensor(same is x)
+
+
+@program
+def initial_carry_returned_as_it_is(compile):
+    f = compile(lambda x, init: scan(lambda c, row: (c, row * c), init, x)[0])
+    x, init = rows(), rows(D)
+    final = f(x, init)
+    final = final * 2
+    return final, init
+
+
+@program
+def tensors_closed_over(compile):
+    w, mask = rows(D, D).requires_grad_(), torch.rand(S, D) > 0.3
+    return trained(compile(lambda x: attention(x @ w * mask)), rows(), parameters=[w])
+
+
+@program
+def tensors_closed_over_by_the_step(compile):
+    w, b = rows(D, D).requires_grad_(), rows(D)
+
+    def run(x):
+        return scan(lambda c, row: (torch.tanh(c @ w + row + b), c @ w), x.new_zeros(D), x)
+
+    return trained(compile(run), rows(), parameters=[w])
+
+
+class Layer(nn.Module):
+    """Attention with a projection and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(D, D, dtype=torch.float64)
+        self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls.add_(1)
+            x = F.dropout(x, 0.25)
+        positions = torch.arange(x.shape[0])
+
+        def step(cache, row):
+            t, x = row
+            cache = torch.where((positions == t)[:, None], x, cache)
+            scores = (cache @ self.q(x) * self.scale).masked_fill(positions > t, LOWEST)
+            return cache, scores.softmax(-1) @ cache
+
+        return scan(step, torch.zeros_like(x), (positions, x))[1]
+
+
+@program
+def parameters_and_buffers(compile):
+    layer = Layer()
+    return trained(compile(layer), rows(), parameters=list(layer.parameters())), dict(layer.named_buffers())
+
+
+@program
+def train_and_eval(compile):
+    layer = Layer()
+    f = compile(layer)
+    results = []
+    for mode in (True, False, True, False):
+        layer.train(mode)
+        results.append(trained(f, rows(), parameters=list(layer.parameters())))
+    return results, dict(layer.named_buffers())
+
+
+@program
+def deepcopy_of_a_compiled_module(compile):
+    layer = Layer().eval()
+    f = compile(layer)
+    first = f(rows())
+    twin = copy.deepcopy(f)
+    with torch.no_grad():
+        next(twin.parameters()).mul_(2)
+    return first, twin(rows()), f(rows())
+
+
+@program
+def pickle_of_a_module_compiled_in_place(compile):
+    layer = Layer().eval()
+    if compile is not eager:
+        layer.compile(backend="nsa_compile", fullgraph=True, options={"nested": "eager"})
+    first = layer(rows())
+    twin = pickle.loads(pickle.dumps(layer))
+    return first, twin(rows())
+
+
+@program
+def state_dict_of_a_compiled_module(compile):
+    layer, other = Layer().eval(), Layer().eval()
+    f, g = compile(layer), compile(other)
+    f(rows())
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    g(rows())
+    other.load_state_dict(torch.load(file))
+    return f(rows()), g(rows())
+
+
+@program
+def export(compile):
+    if compile is eager:
+        return Layer().eval()(rows())
+    layer = Layer().eval()
+    x = rows()
+    return torch.export.export(layer, (x,), strict=False).module()(x)
+
+
+@program
+def strict_export(compile):
+    if compile is eager:
+        return Layer().eval()(rows())
+    layer = Layer().eval()
+    x = rows()
+    return torch.export.export(layer, (x,), strict=True).module()(x)
+
+
+@program
+def func_grad_around_the_compiled_function(compile):
+    f = compile(lambda x: attention(x)[1])
+    return torch.func.grad(lambda x: f(x).square().sum())(rows())
+
+
+@program
+def func_grad_inside(compile):
+    return compile(torch.func.grad(lambda x: attention(x)[1].square().sum()))(rows())
+
+
+@program
+def func_grad_of_a_loop_inside(compile):
+    return compile(torch.func.grad(lambda x: average(x)[1].square().sum()))(rows())
+
+
+@program
+def func_grad_in_a_step(compile):
+    def run(x):
+        def step(c, row):
+            return c, torch.func.grad(lambda v: v.sin().sum())(row)
+
+        return scan(step, x.new_zeros(D), x)
+
+    return compile(run)(rows())
+
+
+@program
+def functional_call_inside(compile):
+    layer = Layer().eval()
+    weights = {k: v.detach().clone() for k, v in layer.named_parameters()}
+    f = compile(lambda w, x: torch.func.functional_call(layer, {"q.weight": w}, (x,)))
+    return trained(lambda x, w: f(w, x), rows(), weights["q.weight"])
+
+
+@program
+def functional_call_around_the_compiled_module(compile):
+    layer = Layer().eval()
+    f = compile(layer)
+    weights = {k: v.detach().clone() for k, v in f.named_parameters()}
+    return trained(lambda x, w: torch.func.functional_call(f, {next(iter(weights)): w}, (x,)), rows(), rows(D, D))
+
+
+@program
+def jacobian_vector_product_around(compile):
+    f = compile(lambda x: attention(x)[1])
+    x = rows()
+    return torch.func.jvp(f, (x,), (torch.ones_like(x),))
+
+
+@program
+def second_derivatives(compile):
+    f = compile(lambda x: attention(x)[1].square().sum())
+    x = rows().requires_grad_()
+    (first,) = torch.autograd.grad(f(x), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)
+
+
+@program
+def second_derivatives_of_a_loop(compile):
+    f = compile(lambda x: average(x.sin())[1].square().sum())
+    x = rows().requires_grad_()
+    (first,) = torch.autograd.grad(f(x), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)
+
+
+@program
+def hooks_on_parameters_and_outputs(compile):
+    layer = Layer().eval()
+    seen: dict[str, Tensor] = {}
+    for name, parameter in layer.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.clone()}))
+    layer.register_full_backward_hook(lambda module, gi, go: seen.update(output=go[0].clone()))
+    f = compile(layer)
+    x = rows().requires_grad_()
+    f(x).square().sum().backward()
+    return x.grad, [seen[name] for name in sorted(seen)]
+
+
+@program
+def hook_on_a_tensor_inside(compile):
+    def run(x):
+        h = x * 2
+        h.register_hook(lambda g: g * 3)
+        return attention(h)
+
+    return trained(compile(run), rows())
+
+
+@program
+def graph_breaks_around(compile):
+    def run(x):
+        h = x.sin()
+        torch._dynamo.graph_break()
+        carry, y = attention(h)
+        torch._dynamo.graph_break()
+        return carry, y.cos()
+
+    return trained(compile(run, fullgraph=False), rows())
+
+
+@program
+def step_that_breaks_the_graph(compile):
+    def run(x):
+        def step(c, row):
+            torch._dynamo.graph_break()
+            return c + row, row * 2
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run, fullgraph=False), rows())
+
+
+class Pair:
+    """A carry of a class of one's own, which pytree takes apart by functions of one's own."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self.a, self.b = a, b
+
+
+def _parts(pair: Pair) -> tuple[list[Tensor], None]:
+    torch._dynamo.graph_break()
+    return [pair.a, pair.b], None
+
+
+pytree.register_pytree_node(Pair, _parts, lambda parts, _: Pair(*parts))
+
+
+@program
+def carry_that_breaks_the_graph(compile):
+    def run(x):
+        pair, ys = scan(
+            lambda c, row: (Pair(c.b + row, c.a * 0.5), c.a * 1), Pair(x.new_zeros(D), x.new_zeros(D)), x.sin()
+        )
+        return pair.a, ys.cos()
+
+    return trained(compile(run, fullgraph=False), rows())
+
+
+@program
+def named_tuple_as_carry(compile):
+    State = collections.namedtuple("State", ["mean", "peak"])
+
+    def run(x):
+        def step(state, row):
+            state = State(state.mean * 0.5 + row, torch.maximum(state.peak, row))
+            return state, state.peak - state.mean
+
+        carry, ys = scan(step, State(x.new_zeros(D), x.new_zeros(D)), x)
+        return carry.mean, carry.peak, ys
+
+    return trained(compile(run), rows())
+
+
+@program
+def foreign_backend(compile):
+    if compile is eager:
+        return average(rows())
+    return torch.compile(average, backend="aot_eager")(rows())
+
+
+@program
+def backend_of_ones_own(compile):
+    def aot(gm, inputs):
+        return lookup_backend("aot_eager")(gm, inputs)
+
+    return trained(average if compile is eager else torch.compile(average, backend=aot), rows())
+
+
+@program
+def ddp_around_the_compiled_module(compile):
+    with group_of_one():
+        layer = nn.parallel.DistributedDataParallel(compile(Layer().eval()))
+        x = rows().requires_grad_()
+        layer(x).square().sum().backward()
+        return x.grad, [p.grad for p in layer.parameters()]
+
+
+@program
+def ddp_inside(compile):
+    with group_of_one():
+        layer = nn.parallel.DistributedDataParallel(Layer().eval())
+        x = rows().requires_grad_()
+        compile(layer, fullgraph=False)(x).square().sum().backward()
+        return x.grad, [p.grad for p in layer.parameters()]
+
+
+@contextlib.contextmanager
+def group_of_one():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@program
+def cond_in_a_step(compile):
+    def run(x):
+        def step(c, row):
+            y = torch.cond(row.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (row,))
+            return c + y, y * 2
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+class Doubled(torch.autograd.Function):
+    """x * 2 with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 5
+
+
+@program
+def autograd_function_in_a_step(compile):
+    def run(x):
+        def step(c, row):
+            y = Doubled.apply(row)
+            return c + y, y.sin()
+
+        return scan(step, x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def autograd_function_around(compile):
+    return trained(compile(lambda x: attention(Doubled.apply(x))), rows())
+
+
+@program
+def complex_numbers(compile):
+    return compile(lambda x: average(torch.complex(x, x)))(rows())
+
+
+@program
+def length_of_one(compile):
+    return trained(compile(attention), rows(1, D))
+
+
+@program
+def length_of_one_in_a_loop(compile):
+    return trained(compile(average), rows(1, D))
+
+
+@program
+def length_of_none(compile):
+    return trained(compile(attention), rows(0, D))
+
+
+@program
+def batch_of_none(compile):
+    return trained(compile(average), rows(S, 0, D))
+
+
+@program
+def batch_of_one(compile):
+    return trained(compile(average), rows(S, 1, D))
+
+
+# --------------------------------------------------------------------------------------------------------------- run
+
+
+def eager(function: Any, **options: Any) -> Any:
+    return function
+
+
+def compiled_with(nested: str) -> Callable:
+    def compile(function, **options):
+        return nsa_compile.compile(function, nested=nested, **options)
+
+    return compile
+
+
+def run(program: Callable, compile: Callable) -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    result = program(compile)
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, result), torch.get_rng_state()
+
+
+def assert_equal(actual: Any, expected: Any, tolerance: float) -> None:
+    """Up to `tolerance` times the largest element of each tensor."""
+
+    def compare(actual: Any, expected: Any) -> None:
+        size = 0.0
+        if isinstance(expected, Tensor) and expected.numel():
+            size = float(expected.to(torch.complex128).abs().nan_to_num(0).max())
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(size, 1.0), equal_nan=True)
+
+    found, wanted = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
+    assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
+    for a, e in zip(found, wanted, strict=True):
+        compare(a, e)
+
+
+def verdict_of(name: str, nested: str = "eager") -> str:
+    """What comes of a program.
+
+    Raises:
+        AssertionError: it is compiled, and not equal to eager mode.
+    """
+    reports: list[Report] = []
+    original = backend.optimize
+
+    def optimize(*args, **options):
+        result = original(*args, **options)
+        reports.append(result[0])
+        return result
+
+    function = PROGRAMS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "optimize", optimize)
+        try:
+            actual = run(function, compiled_with(nested))
+        except Exception as error:
+            return f'one line: "{str(error).strip().splitlines()[0]}"'
+    assert_equal(actual, run(function, eager), 2e-2 if name in ROUNDED else 1e-10)
+    if any(r.left_alone for r in reports):
+        return "left alone"
+    found = {s.batched for r in reports for s in r.scans}
+    return (
+        ", ".join(word for batched, word in ((True, "batched"), (False, "stays a loop")) if batched in found)
+        or "unrolled"
+    )
+
+
+ROW = re.compile(r"^\| `(\w+)` \| (.+) \| (.+) \|$", re.MULTILINE)
+VERDICTS = {name: verdict for name, _, verdict in ROW.findall(PAGE.read_text(encoding="utf-8"))}
+
+
+def test_every_row_has_a_program_and_every_program_a_row():
+    names = [name for name, _, _ in ROW.findall(PAGE.read_text(encoding="utf-8"))]
+    assert sorted(names) == sorted(PROGRAMS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_verdict_is_what_comes_out(name):
+    check_verdict(name, verdict_of(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal_attention",
+        "exponential_average",
+        "bfloat16_counter",
+        "batch_norm_in_training",
+        "checkpoint_around_a_loop",
+        "vmap_around",
+        "autocast_around_a_scan",
+        "hooks_on_parameters_and_outputs",
+        "graph_breaks_around",
+        "batch_of_none",
+    ],
+)
+def test_so_it_is_through_aot_autograd(name):
+    check_verdict(name, verdict_of(name, "aot_eager"))
+
+
+def check_verdict(name: str, actual: str) -> None:
+    stated = VERDICTS[name]
+    if stated.startswith("one line: "):
+        assert actual.startswith("one line: "), actual
+        assert stated.removeprefix("one line: ").strip('"') in actual
+    else:
+        assert actual == stated
+
+
+@pytest.mark.parametrize("name", ["carry_that_is_a_number", "output_that_is_a_number", "length_of_none"])
+def test_what_is_no_scan_is_the_same_error_in_eager_mode(name):
+    line = VERDICTS[name].removeprefix("one line: ").strip('"')
+    for compile in (eager, compiled_with("eager")):
+        with pytest.raises(ValueError, match=re.escape(line)):
+            run(PROGRAMS[name], compile)
+
+
+@pytest.mark.parametrize("name", ["aot_eager", "eager", "inductor"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_no_backend_but_ours_gets_a_scan(name, fullgraph):
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=re.escape('compile with backend="nsa_compile"')) as caught:
+        torch.compile(average, backend=name, fullgraph=fullgraph)(rows())
+    assert f"test_what_compiles.py:{average.__code__.co_firstlineno + 7} was compiled by the backend '{name}'" in str(
+        caught.value
+    )
+
+
+def test_a_graph_broken_within_scan_says_that_the_loop_runs_step_by_step(caplog):
+    run(PROGRAMS["carry_that_breaks_the_graph"], compiled_with("eager"))
+    assert "which runs step by step" in caplog.text
+
+
+def test_a_step_that_cannot_be_captured_is_refused_with_graph_breaks_allowed_too():
+    def reads(x):
+        return scan(lambda c, t: (c, x[t]), x.new_zeros(D), torch.arange(S))
+
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="it reads a number out of a tensor"):
+        torch.compile(reads, backend="nsa_compile", options={"nested": "eager"})(rows())
+
+
+SHAPES = [(2, 6), (2, 9), (3, 9), (1, 9), (4, 1), (0, 5), (1, 1), (5, 7), (2, 6)]
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_any_sequence_of_batch_sizes_and_lengths(dynamic, caplog, monkeypatch):
+    reports = []
+    original = backend.optimize
+    monkeypatch.setattr(backend, "optimize", lambda *args: reports.append(found := original(*args)) or found)
+    caplog.set_level("INFO")
+    torch._dynamo.reset()
+
+    def batched_attention(x):
+        positions = torch.arange(x.shape[1])
+
+        def step(cache, row):
+            t, y = row
+            cache = torch.where((positions == t)[None, :, None], y[:, None], cache)
+            scores = torch.einsum("bsd,bd->bs", cache, y).masked_fill(positions > t, -torch.inf)
+            return cache, torch.einsum("bs,bsd->bd", scores.softmax(-1), cache)
+
+        return scan(step, torch.zeros_like(x), (positions, x.transpose(0, 1)))[1].transpose(0, 1)
+
+    fast = torch.compile(batched_attention, backend="nsa_compile", dynamic=dynamic, options={"nested": "eager"})
+    for batch, length in SHAPES:
+        x = rows(batch, length, D)
+        caplog.clear()
+        assert_equal(trained(fast, x), trained(batched_attention, x), 1e-10)
+        lines = [r for r in caplog.records if "compiling for the sizes" in r.message]
+        assert len(lines) <= 1
+        assert not [r for r in caplog.records if r.name.startswith("torch") and r.levelno >= logging.WARNING]
+    assert len(reports) == len(set(SHAPES)), "one program a shape"
+    assert all(s.batched for report, _ in reports for s in report.scans)
+    with pytest.raises(ValueError, match="scan: xs have length 0"):
+        fast(rows(2, 0, D))
+
+
+def test_the_code_of_the_page_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert blocks
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    namespace: dict[str, Any] = {"__name__": "__docs__"}
+    for block in blocks:
+        exec(block, namespace)
