@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 
 from nsa_compile import cache, inductor_files
 from nsa_compile.compiler_cache import errors_named
-from nsa_compile.passes import markers
+from nsa_compile.passes import markers, verifier
 from nsa_compile.passes.capture import specialize_shapes
+from nsa_compile.passes.first_call import FirstCall
 from nsa_compile.passes.functional import WriteBack, make_functional
 from nsa_compile.passes.loops import keep_loops
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline
@@ -105,15 +106,26 @@ def nsa_compile_backend(
     global _last_report
     chosen = parse_options(dict(options or {}))
     example_inputs = specialize_shapes(gm, example_inputs)
+    captured = verifier.snapshot(gm) if chosen.check == "first" else None
     _last_report, written = optimize(gm, chosen, example_inputs)
-    return written.around(compile_nested(gm, written.copied(example_inputs), chosen.nested, ranges=chosen.ranges))
+    run = written.around(compile_nested(gm, written.copied(example_inputs), chosen.nested, ranges=chosen.ranges))
+    if captured is None:
+        return run
+    report = _last_report
+    return FirstCall(captured, run, chosen, _rewritten, lambda line: setattr(report, "first_call", line))
+
+
+def _rewritten(gm: fx.GraphModule, options: Options, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The program that the passes make of a captured graph, run operator by operator."""
+    _, written = optimize(gm, options, inputs)
+    return written.around(gm.forward)
 
 
 def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> tuple[Report, WriteBack]:
     """Make a captured graph ready for a nested backend, in place: make it functional; run the passes, or fetch what
     they made of an equal one before; make what is still a scan a loop. What it wrote to its inputs is left to be done.
 
-    `check` compares values on the inputs the program was first called with.
+    `check="passes"` compares values on the inputs the program was first called with.
     """
     try:
         written = make_functional(gm, example_inputs)
@@ -127,7 +139,7 @@ def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tens
 
 def _run_passes(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> Report:
     key, notes = "", []
-    if options.cache and options.dump_dir is None and not options.check:
+    if options.cache and options.dump_dir is None and not options.checks_passes:
         try:
             key = cache.cache_key(gm, options)
         except Uncacheable as why:
@@ -135,7 +147,7 @@ def _run_passes(gm: fx.GraphModule, options: Options, example_inputs: Sequence[T
     if key and (report := cache.load(gm, key)) is not None:
         log.info("passes: cache hit %s", key[:12])
         return report
-    report = run_pipeline(gm, options, example_inputs if options.check else None)
+    report = run_pipeline(gm, options, example_inputs if options.checks_passes else None)
     report.notes += notes
     report.cache_key = key
     if key:

@@ -201,11 +201,15 @@ class DDPSection(Section):
 
 
 class CompileSection(Section):
-    """Whether each block is compiled, what runs after the passes, and which passes to leave out."""
+    """Whether each block is compiled, what runs after the passes, and which passes to leave out.
+
+    ``check`` compares the first call of each compiled block, values and gradients, with the loop it was compiled from.
+    """
 
     enabled: bool = True
     nested: Literal["eager", "aot_eager", "inductor"] = "inductor"
     disable: list[PassName] = []
+    check: bool = True
 
 
 class LogSection(Section):

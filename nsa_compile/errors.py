@@ -51,11 +51,17 @@ class Halted(OneLineError):
     exit_code = 4
 
 
+class Miscompiled(Exception):
+    """A compiled program computes something else than its loop: a defect of the compiler. Exit code 1."""
+
+    exit_code = 1
+
+
 # What ends a command with its message and its exit code, and no traceback.
-USER_FACING = (UserError, TrainingDiverged, CheckpointError, Halted)
+USER_FACING = (UserError, TrainingDiverged, CheckpointError, Halted, Miscompiled)
 
 
-def user_facing(error: Exception) -> UserError | TrainingDiverged | CheckpointError | Halted | None:
+def user_facing(error: Exception) -> UserError | TrainingDiverged | CheckpointError | Halted | Miscompiled | None:
     """The error for the user in another one: torch wraps what is raised while it compiles. None where there is none."""
     inner = getattr(error, "inner_exception", error)
     return inner if isinstance(inner, USER_FACING) else None

@@ -173,13 +173,17 @@ class BatchedBody:
         last = (self.record.length - 1,)
         for i, (update, kind) in enumerate(zip(self.updates, self.record.carries, strict=True)):
             if i not in used or isinstance(kind, Invariant):
-                finals.append(self.init[i].clone())
+                finals.append(self.init[i])
             elif isinstance(kind, Rows) and kind.write_once:
-                finals.append(self._full(i).clone())
+                full = self._full(i)
+                if full.is_floating_point() and (kind.written_at < self.record.length).all():
+                    # No row of the first value is left, but it has a gradient: zero.
+                    full = torch.where(torch.zeros((), dtype=torch.bool, device=full.device), self.init[i], full)
+                finals.append(full)
             else:
                 tensor, has_steps = self.value(update, last)
-                finals.append((tensor[0] if has_steps else tensor).clone())
-        return finals
+                finals.append(tensor[0] if has_steps else tensor)
+        return [x.clone(memory_format=torch.contiguous_format) for x in finals]
 
     # -- values
 

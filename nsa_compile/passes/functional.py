@@ -386,9 +386,7 @@ def _take_out_copies(lowered: fx.GraphModule, inputs: Sequence[fx.Node], effects
     for node in list(lowered.graph.nodes):
         if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
             continue
-        if node.target is aten.squeeze_.dim and len(node.args[0].users) == 1:
-            node.target = aten.squeeze.dim  # matmul squeezes its own product in place
-        elif node.target is aten.copy_.default and node.args[0] in given and not node.users:
+        if node.target is aten.copy_.default and node.args[0] in given and not node.users:
             written.append(given[node.args[0]])
             values.append(node.args[1])
             lowered.graph.erase_node(node)

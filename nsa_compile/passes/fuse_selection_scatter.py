@@ -44,6 +44,7 @@ from nsa_compile.passes.attention_masks import (
 from nsa_compile.passes.moving_rows import find_window, read_window
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.raise_attention import ATTENTION, AttentionRecord, weights_from
+from nsa_compile.passes.rewriting import eliminate_dead_code
 from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_steps, location
 from nsa_compile.passes.step_values import StepMask, step_mask
 
@@ -75,7 +76,7 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
                 context.match(step.name, f"{what} of blocks of {selection.block} at {location(node)}")
                 changed = True
         if changed:
-            step.body.graph.eliminate_dead_code()
+            eliminate_dead_code(step.body)
             step.body.recompile()
     return changed
 

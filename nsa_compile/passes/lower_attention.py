@@ -57,8 +57,10 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                 name, fn, group = "a step of a loop", _one_query(node), [node]
             else:
                 name, fn, group = choose(node, context.options.attention)
+            # An attention and the selection from its weights, in whatever order, belong to the attention.
+            label = _range_of(next((n for n in group if n.target is ATTENTION), group[0]))
             for member in group:
-                set_label(member, _range_of(member))
+                set_label(member, label)
             where, what = location(node), " and ".join(_describe(n) for n in group)
             context.report.attention.append(AttentionChoice(_branch_of(group), what, name))
             _replace(graph, group, fn)

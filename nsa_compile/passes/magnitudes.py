@@ -64,6 +64,11 @@ def product_bound(dtype: torch.dtype) -> float:
     return min(torch.finfo(dtype).max ** 0.75, 1e28)
 
 
+def ordinary_bound(dtype: torch.dtype) -> float:
+    """Up to here numbers are taken for what the data and sensible constants make; masks use larger ones."""
+    return torch.finfo(dtype).max ** 0.875
+
+
 def floor_level(dtype: torch.dtype) -> float:
     """Numbers of a dtype from here down are floors."""
     return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
@@ -210,9 +215,14 @@ def _of_integers(dtype: torch.dtype) -> Magnitude | None:
 
 def _within(m: Magnitude, node: Any, *operands: Magnitude) -> Magnitude | None:
     """Arithmetic of ordinary numbers does not overflow; how far it gets is not known. That of others may."""
-    if m.bound <= torch.finfo(example(node).dtype).max:
+    dtype = example(node).dtype
+    if dtype.is_complex:
+        return None
+    if not dtype.is_floating_point:  # integers wrap around; they are finite whatever happens
+        return m if dtype != torch.bool and m.bound <= torch.iinfo(dtype).max else _of_integers(dtype)
+    if m.bound <= torch.finfo(dtype).max:
         return m
-    ordinary = product_bound(example(node).dtype)
+    ordinary = ordinary_bound(example(node).dtype)
     return None if any(ordinary < x.bound < math.inf for x in operands) else replace(m, bound=math.inf)
 
 
@@ -281,13 +291,13 @@ def _addmm(sizes: Magnitudes, node: Any) -> Magnitude | None:
 def _product(sizes: Magnitudes, node: Any, left: Any, right: Any) -> Magnitude | None:
     """Sums of products: bounded by what is assumed of them, unless one side only copies or scales the other."""
     a, b = (m and m.numbers() for m in (sizes.of(left), sizes.of(right)))
-    ordinary = product_bound(example(node).dtype)
+    ordinary = ordinary_bound(example(node).dtype)
     if a is None or b is None or any(ordinary < m.bound < math.inf for m in (a, b)):
         return None
     terms = max(1, example(left).shape[-1])
     bound = 0.0 if 0 in (a.bound, b.bound) else terms * a.bound * b.bound
     if not sizes.is_known(left) and not sizes.is_known(right):
-        bound = min(bound, ordinary)
+        bound = min(bound, product_bound(example(node).dtype))
     return _within(Magnitude(bound, 0.0 if a.least >= 0 and b.least >= 0 else -bound), node, a, b)
 
 

@@ -94,7 +94,7 @@ def pipeline() -> list[Pass]:
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile. Every field takes part in the cache key.
+    """How to compile. Fields that decide what a program becomes take part in the cache key.
 
     Attributes:
         nested: the backend that compiles the rewritten graph: `"inductor"`, `"aot_eager"` or `"eager"`.
@@ -105,7 +105,9 @@ class Options:
         max_guard_bytes: a buffer whose guard cannot be dropped costs a copy for each step; above this many bytes for
             one buffer the scan is left a loop.
         on_decline: `"warn"` leaves a scan that cannot be batched a loop and says so; `"error"` raises.
-        check: run every pass's result against its input on the first real inputs and compare values.
+        check: `"passes"` (or True) runs every pass's result against its input on the first real inputs and compares
+            values; `"first"` compares the first call of each compiled program, values and gradients, with the loop
+            (`first_call.py`); False checks neither.
         estimate: report what the graph costs after each pass (`estimate.py`); it takes about as long as verifying.
         ranges: put the named ranges of `annotate_ranges` into the compiled program.
         dump_dir: write each graph before and after each pass there, as readable Python.
@@ -118,7 +120,7 @@ class Options:
     attention: str = "auto"
     max_guard_bytes: int = 2**30
     on_decline: str = "warn"
-    check: bool = False
+    check: bool | Literal["passes", "first"] = False
     estimate: bool = False
     ranges: bool = False
     dump_dir: str | None = None
@@ -133,15 +135,21 @@ class Options:
         _require_choice("nested", self.nested, ("inductor", "aot_eager", "eager"))
         _require_choice("attention", self.attention, ("auto", "sparse", "dense"))
         _require_choice("on_decline", self.on_decline, ("warn", "error"))
+        _require_choice("check", self.check, (False, True, "passes", "first"))
         for name in ("stop_after", "max_guard_bytes"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 0):
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 0 or more")
 
+    @property
+    def checks_passes(self) -> bool:
+        """Whether each pass is compared by itself."""
+        return self.check in (True, "passes")
 
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+
+def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
 class ScanNotBatched(RuntimeError):
@@ -226,7 +234,7 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
             continue
         context.current = entry
         before = verifier.fingerprint(gm)
-        reference = verifier.snapshot(gm) if options.check and real_inputs is not None else None
+        reference = verifier.snapshot(gm) if options.checks_passes and real_inputs is not None else None
         _dump(gm, options, index, p.name, "before")
         start = time.perf_counter()
         with ranges.span(p.name, "pass"):
@@ -328,7 +336,7 @@ def pipeline_key(options: Options) -> str:
         digest.update(f"{entry.name}:{entry.run.__module__}".encode())
         if not entry.run.__module__.startswith(f"{__package__}."):
             digest.update(_source_of(entry).encode())
-    chosen = {k: v for k, v in asdict(options).items() if k not in ("cache", "dump_dir")}
+    chosen = {k: v for k, v in asdict(options).items() if k not in ("cache", "check", "dump_dir")}
     digest.update(repr(sorted(chosen.items())).encode())
     digest.update(str(cpp.has_matrix_unit()).encode())  # what is faster depends on it
     return digest.hexdigest()

@@ -46,6 +46,7 @@ from nsa_compile.passes.attention_masks import (
 )
 from nsa_compile.passes.magnitudes import given_magnitudes
 from nsa_compile.passes.pipeline import PassContext, register
+from nsa_compile.passes.rewriting import eliminate_dead_code
 from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_scans, find_steps, location
 from nsa_compile.passes.staleness import Analysis, analyse
 from nsa_compile.passes.step_values import StepMask
@@ -144,7 +145,7 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                     context.match(step.name, f"{described(mask)} at {location(softmax)}")
                     changed = True
         if changed:
-            step.body.graph.eliminate_dead_code()
+            eliminate_dead_code(step.body)
             step.body.recompile()
     return changed
 

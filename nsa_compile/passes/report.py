@@ -76,6 +76,7 @@ class Report:
     cache_hit: bool = False
     cache_key: str = ""
     notes: list[str] = field(default_factory=list)
+    first_call: str | None = None  # what became of `check="first"`, once the program was called
     nodes_captured: int = 0
     nodes_final: int = 0
     estimate_captured: Estimate | None = None  # of the graph before any pass

@@ -204,7 +204,7 @@ def _write_rows(lowered: fx.GraphModule, context: PassContext) -> None:
         for old in (node, copied):
             old.replace_all_uses_with(written)
         context.match(record.name, f"one row is written at {location(node)}")
-    lowered.graph.eliminate_dead_code()
+    eliminate_dead_code(lowered)
     lowered.recompile()
 
 
@@ -292,7 +292,7 @@ def _write_as_scatters(body: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
         elif node.target is aten.slice_scatter.default and example(node).shape == example(node.args[1]).shape:
             node.replace_all_uses_with(node.args[1])
-    body.graph.eliminate_dead_code()
+    eliminate_dead_code(body)
     body.recompile()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+LIFT = torch.ops.aten.lift_fresh_copy.default
 # In the meta of a node that stays even if nobody reads it: it draws random numbers, say.
 KEPT = "nsa_kept"
 
@@ -17,8 +18,14 @@ INHERITED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "cust
 
 
 def eliminate_dead_code(gm: fx.GraphModule) -> None:
-    """Remove what nobody reads, but for what was there for what it does."""
-    gm.graph.eliminate_dead_code(lambda node: node.is_impure() or KEPT in node.meta)
+    """Remove what nobody reads, but for what is there for what it does.
+
+    Not `Graph.eliminate_dead_code`: that goes into steps, where it takes writes in place for unused, and while Dynamo
+    is at work it removes random operators, too (torch 2.13).
+    """
+    for node in reversed(gm.graph.nodes):
+        if not node.users and not node.is_impure() and KEPT not in node.meta:
+            gm.graph.erase_node(node)
 
 
 def inherit_meta(new: fx.Node, old: fx.Node) -> None:
@@ -110,18 +117,19 @@ def _copy_nodes(
                 copied.target = _adopt(owner, operator.attrgetter(inner.target)(graph))
                 copied.meta["example_value"] = operator.attrgetter(inner.target)(graph)
             inherit_meta(copied, node)
-            mapped[inner] = copied
-            if inner.op == "get_attr" and any(_reads_constants_alone(user) for user in inner.users):
-                # AOTAutograd runs the graph on fake tensors, and an operator on real ones alone fails there.
-                lifted = owner.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (copied,))
-                lifted.meta = dict(copied.meta)
-                mapped[inner] = lifted
+            mapped[inner] = _lifted(copied, inner) if inner.op == "get_attr" else copied
     (outputs,) = graph.graph.output_node().args
     return [mapped[x] for x in outputs]
 
 
-def _reads_constants_alone(node: fx.Node) -> bool:
-    return node.op != "output" and all(n.op == "get_attr" for n in node.all_input_nodes)
+def _lifted(copied: fx.Node, inner: fx.Node) -> fx.Node:
+    """A constant as whoever traces the graph next wants it: as a tensor of his."""
+    value = copied.meta["example_value"]
+    if not isinstance(value, torch.Tensor) or any(n.target is LIFT for n in inner.users):
+        return copied
+    lifted = copied.graph.call_function(LIFT, (copied,))
+    lifted.meta = dict(copied.meta)
+    return lifted
 
 
 def _erase(owner: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:

@@ -21,6 +21,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
+from nsa_compile.passes.rewriting import eliminate_dead_code
 from nsa_compile.passes.step_values import StepValue
 
 aten = torch.ops.aten
@@ -229,8 +230,31 @@ def trace_to_aten(
     sdpa = sdpa_kernel(SDPBackend.MATH) if decompose_sdpa else contextlib.nullcontext()
     with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa, modes.restored(), torch.no_grad():
         gm = make_fx(fn, decompositions, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-    gm.graph.eliminate_dead_code()
+    _write_nothing_in_place(gm)
+    eliminate_dead_code(gm)
     return gm
+
+
+def _write_nothing_in_place(gm: fx.GraphModule) -> None:
+    """Some operators of torch write to values of their own below functionalization: rms_norm adds in place, matmul
+    squeezes its product. Nobody else reads such a value, so the operator that makes a new one will do.
+    """
+    for node in gm.graph.nodes:
+        if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+            continue
+        name = node.target._opname
+        packet = getattr(getattr(torch.ops, node.target.namespace), name[:-1], None)
+        operator_of_new = getattr(packet, node.target._overloadname, None)
+        written = node.args[0]
+        own = isinstance(written, fx.Node) and written.op == "call_function" and list(written.users) == [node]
+        if name.endswith("_") and name != "copy_" and operator_of_new is not None and own and not is_view(written):
+            node.target = operator_of_new
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node may share the memory of what it reads, by torch's schema."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(a.alias_info is not None for a in schema.arguments) or node.target in _VIEWS
 
 
 def lower_body(site: ScanSite) -> fx.GraphModule:
@@ -286,7 +310,11 @@ def _lower(body: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise Declined(f"the step cannot be traced to ATen operators: {first_line}") from error
     for node in lowered.graph.nodes:
-        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if not isinstance(node.target, OpOverload):
+            continue
+        if node.target._schema.is_mutable and node.target is not aten.copy_.default:
+            raise Declined(f"functionalization leaves {node.target} in the step", node)
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise Declined(f"{node.target} draws random numbers, whose order a batched step would change", node)
     return lowered
 
@@ -330,9 +358,7 @@ def _escaping(gm: fx.GraphModule) -> set[fx.Node]:
         node = todo.pop()
         if node not in escaping:
             escaping.add(node)
-            schema = getattr(node.target, "_schema", None)
-            is_view = schema is not None and any(a.alias_info is not None for a in schema.arguments)
-            todo += node.all_input_nodes if is_view or node.target in _VIEWS else []
+            todo += node.all_input_nodes if node.op == "call_function" and is_view(node) else []
     return escaping
 
 
@@ -343,15 +369,13 @@ def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
             continue
         if node.target in _COPIES:
             node.replace_all_uses_with(node.args[0])
-        elif node.target is aten.squeeze_.dim and len(node.args[0].users) == 1:
-            node.target = aten.squeeze.dim  # matmul squeezes its product in place
         elif node.target in _VIEWS:
             node.target = aten.reshape.default
         elif node.target is aten.view.dtype and getattr(node.args[0], "target", None) is aten.view.dtype:
             original = node.args[0].args[0]
             if example(original).dtype == node.args[1]:
                 node.replace_all_uses_with(original)
-    gm.graph.eliminate_dead_code()
+    eliminate_dead_code(gm)
     gm.recompile()
 
 

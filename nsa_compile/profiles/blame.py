@@ -12,7 +12,7 @@ import torch
 
 from nsa_compile.backend import last_report, parse_options
 from nsa_compile.errors import UserError
-from nsa_compile.profiles.probe import passes_asked_for, without_passes
+from nsa_compile.passes.bisection import first_failing, passes_asked_for, without_passes
 
 # `check(options)` compiles with these options of `nsa_compile.compile`, runs, and returns False or raises on failure.
 Check = Callable[[dict[str, Any]], bool | None]
@@ -75,13 +75,10 @@ def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:
         whole = after_passes(len(names))
         if whole.problem is None:
             return None
-        bad = len(names)
         if (start := after_passes(first)).problem is not None:
             return Blame(None, None, None, start.problem, None, None, start.options, trials.count)
-        good = first
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            good, bad = (good, middle) if after_passes(middle).problem else (middle, bad)
+        bad = first_failing(lambda count: after_passes(count).problem is not None, first, len(names))
+        good = bad - 1
         name = names[good]
 
         # Rewrites of the passes before, after which this one may do none, then one, then two ...
@@ -99,11 +96,8 @@ def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:
                     "the check failed and then did not on the same program; it must judge the same every time"
                 )
             fine, more = none + more, more * 2
-        wrong = none + more
-        while wrong - fine > 1:
-            middle = (fine + wrong) // 2
-            fine, wrong = (fine, middle) if after_passes(bad, middle).problem else (middle, wrong)
-        without, failing = after_passes(bad, fine), after_passes(bad, wrong)
+        wrong = first_failing(lambda count: after_passes(bad, count).problem is not None, fine, none + more)
+        without, failing = after_passes(bad, wrong - 1), after_passes(bad, wrong)
         assert failing.problem is not None
         return Blame(
             name, wrong, failing.match(wrong), failing.problem,

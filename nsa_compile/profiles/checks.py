@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from nsa_compile.errors import UserError
+from nsa_compile.passes.bisection import passes_asked_for, without_passes
 from nsa_compile.profiles.blame import Check
 from nsa_compile.profiles.measure import interleave, show
-from nsa_compile.profiles.probe import Probe, errors, passes_asked_for, without_passes
+from nsa_compile.profiles.probe import Probe, errors
 
 
 def numeric(probe: Probe) -> Check:

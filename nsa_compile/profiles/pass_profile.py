@@ -10,9 +10,9 @@ from typing import Any
 
 from nsa_compile.config import RunConfig
 from nsa_compile.machine.environment import describe_environment
+from nsa_compile.passes.bisection import passes_asked_for
 from nsa_compile.profiles.measure import not_measured
 from nsa_compile.profiles.prefixes import Results, Work, measure_prefixes, measure_within
-from nsa_compile.profiles.probe import passes_asked_for
 from nsa_compile.train.distributed.group import choose_device
 from nsa_compile.train.distributed.world import World
 

@@ -36,9 +36,10 @@ from nsa_compile.files import make_private
 from nsa_compile.launch.worker import die_with
 from nsa_compile.machine.matmul_rate import measure_matmul_flops
 from nsa_compile.ops.cpp import kernel_directory
+from nsa_compile.passes.bisection import without_passes
 from nsa_compile.profiles.blame import first_line
 from nsa_compile.profiles.measure import peak_memory, ran_out_of_memory, seconds_of, summarize
-from nsa_compile.profiles.probe import Errors, Probe, errors, without_passes
+from nsa_compile.profiles.probe import Errors, Probe, errors
 
 # Calls in the code that Inductor writes. It counts kernels too, but before it puts several into one function.
 _GENERATED = re.compile(r"^\s+(?:cpp_|triton_)\w+(?:\.run)?\(", re.MULTILINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,22 +14,11 @@ from torch import Tensor, nn
 from nsa_compile.backend import compile_block
 from nsa_compile.config import RunConfig
 from nsa_compile.models import NSATransformer
-from nsa_compile.passes.pipeline import pipeline
 from nsa_compile.train.distributed.group import choose_device
 from nsa_compile.train.distributed.world import World
 
 # How much worse than the eager loop a compiled program may be before rounding no longer explains it.
 TOLERATED = 2.0
-
-
-def passes_asked_for(options: Mapping[str, Any]) -> list[str]:
-    """Names of the passes that run with these options unless they are disabled."""
-    return [p.name for p in pipeline() if p.option is None or options.get(p.option)]
-
-
-def without_passes(later: Sequence[str], disabled: Sequence[str] = ()) -> tuple[str, ...]:
-    """The `disable` option of a pipeline that ends before the passes `later`."""
-    return tuple(dict.fromkeys([*disabled, *later]))
 
 
 class Probe:

@@ -141,6 +141,7 @@ class Trainer:
         self.model = NSATransformer(config.model).to(self.device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.model.checkpoint_blocks(config.checkpointed_blocks())
+        self.untold = config.compile.enabled and config.compile.check
         self.converted = (0, 0)
         if config.train.matmul != "native":
             self.converted = convert_linear_layers(self.model, config.train.matmul)
@@ -151,6 +152,7 @@ class Trainer:
                 disable=config.compile.disable,
                 estimate=True,
                 ranges=config.profile.nvtx,
+                check="first" if config.compile.check else False,
             )
         self.hook = None
         if world.size > 1 and config.ddp.strategy == "ddp":
@@ -275,6 +277,13 @@ class Trainer:
                 f"train.steps was {before} and is {steps}: the learning rate now follows the schedule of {steps} steps"
             )
 
+    def _tell_of_first_call(self, journal: Journal) -> None:
+        """Say once what the check of a compiled block found. Each process does it, on its own part of the batch."""
+        report = nsa_compile.last_report() if self.untold else None
+        self.untold = False
+        if report is not None and report.first_call is not None:
+            journal.log(f"a compiled block is {report.first_call}")
+
     def _step(self, journal: Journal, step: int) -> bool:
         """Do the `step`-th step and what comes after it, and return whether it was saved."""
         config, shape = self.config, self.config.train
@@ -287,6 +296,7 @@ class Trainer:
         memory = peak_memory(self.device)
         row = StepRow(step, result.loss, lr, result.grad_norm, rate, mfu, seconds, memory, **phase_columns(phases))
         journal.step(row, result)
+        self._tell_of_first_call(journal)
         gates = None
         if config.log.stats_every and step % config.log.stats_every == 0:
             layers = self._attention_statistics(batches[0])

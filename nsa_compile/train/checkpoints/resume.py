@@ -25,7 +25,7 @@ from nsa_compile.train.records.run_directory import check_run_directory
 # and looks into it, what is asked of it, and on what it runs; the numbers that gradients are sent as are another run.
 _FREE_TRAIN_KEYS = ("steps", "save_every", "keep_last", "keep_best", "log_every", "eval_every", "device")
 FREE_KEYS = frozenset(
-    ["run.dir", "data.timeout_s"]
+    ["run.dir", "data.timeout_s", "compile.check"]
     + [f"train.{name}" for name in _FREE_TRAIN_KEYS]
     + [f"ddp.{name}" for name in DDPSection.model_fields if name != "compress"]
     + [f"log.{name}" for name in LogSection.model_fields]
