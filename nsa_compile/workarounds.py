@@ -40,33 +40,32 @@ def capture_scans_by_shape() -> None:
     def scan_autograd(
         combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor]
     ) -> Any:
-        tensors = (*init, *xs, *additional)
+        inputs = (*init, *xs, *additional)
+        tensors = [x for x in inputs if isinstance(x, Tensor)]  # a size that varies is an input, too
         modes = _get_current_dispatch_mode_stack()
         # Proxies and functional tensors have modes of their own.
         fake = all(isinstance(x, FakeTensor) for x in tensors) and all(isinstance(m, FakeTensorMode) for m in modes)
         if not fake or torch._guards.TracingContext.try_get() is None:
-            wants_gradients = torch.is_grad_enabled() and any(
-                isinstance(x, Tensor) and x.requires_grad for x in tensors
-            )
+            wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
             if (place := _captured_at(combine)) and (modes or wants_gradients):
                 raise ScanNotCompiled(_NOT_OURS.format(place=place, backend="a backend of your own"))
             return differentiate(combine, init, xs, additional)
-        return _ShapesOfScan.apply(combine, len(init), len(xs), *tensors)
+        return _ShapesOfScan.apply(combine, len(init), len(xs), *inputs)
 
 
 class _ShapesOfScan(torch.autograd.Function):
     """A scan on fake tensors, whose results say that they have gradients."""
 
     @staticmethod
-    def forward(ctx: Any, combine: Callable[..., Any], n_init: int, n_xs: int, *tensors: Tensor) -> Any:
-        ctx.save_for_backward(*tensors)
+    def forward(ctx: Any, combine: Callable[..., Any], n_init: int, n_xs: int, *inputs: Any) -> Any:
+        ctx.inputs = inputs
         n = n_init + n_xs
         with torch._C._AutoDispatchBelowAutograd():
-            return scan_op(combine, tensors[:n_init], tensors[n_init:n], tensors[n:])
+            return scan_op(combine, inputs[:n_init], inputs[n_init:n], inputs[n:])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, None, None, *(torch.empty_like(x) for x in ctx.saved_tensors)
+        return None, None, None, *(torch.empty_like(x) if isinstance(x, Tensor) else None for x in ctx.inputs)
 
 
 class ScanRefused(exc.UncapturedHigherOrderOpError, ValueError):

@@ -119,13 +119,16 @@ class _Differentiable(torch.autograd.Function):
         outputs = _operator(key, ctx.differentiable)(list(tensors), key, ctx.differentiable)
         results = outputs[: program(key).n_init + len(step.ys)]
         ctx.mark_non_differentiable(*(x for i, x in enumerate(results) if i not in step.tangents))
-        ctx.save_for_backward(*tensors, *outputs[len(results) :])
+        # Nothing else: somebody may write to an input that backward does not need.
+        _, xs, additional = program(key).split(tensors)
+        read = [*(xs[i] for i in step.rows_read), *(additional[i] for i in step.additional_read)]
+        ctx.save_for_backward(*read, *outputs[len(results) :])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         step = program(ctx.key).graphs(ctx.differentiable)
-        saved, n = ctx.saved_tensors, len(ctx.differentiable)  # read once: it may be computed then
+        saved, n = ctx.saved_tensors, len(step.rows_read) + len(step.additional_read)  # read once: it may be computed
         wanted = [gradients[i] for i in step.tangents]
         found = loop_backward(wanted, list(saved[n:]), list(saved[:n]), ctx.key, ctx.differentiable)
         by_input = dict(zip(step.gradients, found, strict=True))
@@ -165,22 +168,23 @@ def _fake(tensors: Sequence[Tensor], program: str, differentiable: Sequence[bool
 @torch.library.custom_op(
     "nsa_compile::loop_backward",
     mutates_args=(),
-    schema="(Tensor[] gradients, Tensor[] kept, Tensor[] tensors, str program, bool[] differentiable) -> Tensor[]",
+    schema="(Tensor[] gradients, Tensor[] kept, Tensor[] read, str program, bool[] differentiable) -> Tensor[]",
 )
 def loop_backward(
     gradients: Sequence[Tensor],
     kept: Sequence[Tensor],
-    tensors: Sequence[Tensor],
+    read: Sequence[Tensor],
     program: str,
     differentiable: Sequence[bool],
 ) -> list[Tensor]:
     """Gradients of the inputs that have one (`StepGraphs.gradients`).
 
-    `gradients` are those of the results that have one (`StepGraphs.tangents`), `tensors` the inputs of the loop.
+    `gradients` are those of the results that have one (`StepGraphs.tangents`), `read` the xs and the additional inputs
+    that it reads.
     """
     known = _programs[program]
     step = known.graphs(differentiable)
-    _, xs, additional = known.split(tensors)
+    xs, additional = read[: len(step.rows_read)], read[len(step.rows_read) :]
     n, n_rows = known.n_init, known.n_init + known.n_xs
     with torch._C._DisableAutocast():
         fixed = step.before_backward(*additional)
@@ -189,9 +193,9 @@ def loop_backward(
         running = [g.contiguous() for g in gradients[: len(carried)]]
         rows_of_ys = [g.unbind(0) for g in gradients[len(carried) :]]
         rows_kept = [x.unbind(0) for x in kept]
-        rows_of_xs = [_standard(xs[i]).unbind(0) for i in step.rows_read]
+        rows_of_xs = [_standard(x).unbind(0) for x in xs]
         # Copied into their place at once: small tensors that live on between large ones keep memory from being reused.
-        stacks = {i: torch.empty_like(tensors[place], memory_format=torch.contiguous_format)
+        stacks = {i: known.inputs[place].rows(known.length)
                   for i, place in enumerate(step.gradients) if n <= place < n_rows}  # fmt: skip
         into = {i: x.unbind(0) for i, x in stacks.items()}
         sums: dict[int, Tensor] = {}
@@ -228,12 +232,16 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
 def _fake_backward(
     gradients: Sequence[Tensor],
     kept: Sequence[Tensor],
-    tensors: Sequence[Tensor],
+    read: Sequence[Tensor],
     program: str,
     differentiable: Sequence[bool],
 ) -> list[Tensor]:
-    step = _programs[program].graphs(differentiable)
-    return [tensors[i].new_empty(tensors[i].shape) for i in step.gradients]
+    known = _programs[program]
+    scanned = range(known.n_init, known.n_init + known.n_xs)
+    layouts = [(known.inputs[i], i in scanned) for i in known.graphs(differentiable).gradients]
+    return [
+        x.rows(known.length) if rows else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x, rows in layouts
+    ]
 
 
 def _define(name: str, *tags: torch.Tag) -> Any:

@@ -80,9 +80,9 @@ class StepGraphs:
         before: `additional -> what the forward step reads that is the same at every step`.
         forward: `(carries, rows of xs, those) -> (carries, ys, kept)`.
         ys, kept: layouts of a step's outputs, and of what it keeps for the backward step.
-        before_backward: as `before`, for the backward step.
+        before_backward: as `before`, for the backward step, of the additional inputs that it reads.
         backward: `(kept, rows of xs, those, gradients of carries and ys) -> gradients of the differentiable inputs`.
-        rows_read: which `xs` the backward step reads.
+        rows_read: which `xs` the backward step reads; additional_read: which additional inputs.
         tangents: which carries and ys have gradients, by their place among both.
         gradients: of which inputs (carries, xs, additional in turn) the backward step yields gradients.
         random: whether the step draws random numbers.
@@ -95,6 +95,7 @@ class StepGraphs:
     before_backward: Callable[..., Sequence[Tensor]]
     backward: Callable[..., Sequence[Tensor]]
     rows_read: tuple[int, ...]
+    additional_read: tuple[int, ...]
     tangents: tuple[int, ...]
     gradients: tuple[int, ...]
     random: bool
@@ -254,15 +255,18 @@ def _split(
     drawn = [n for n in joint.graph.nodes if _is_random(n) and n not in backward_nodes]
     forward_fixed = _border(joint, [*results, *kept, *drawn], fixed, stop=())
     backward_fixed = _border(joint, gradients_out, fixed, stop=kept)
+    read = _reached(backward_fixed, stop=())
+    additional_read = tuple(i for i, x in enumerate(additional) if x in read)
     rows_read = tuple(i for i, row in enumerate(rows) if row in _reached(gradients_out, stop={*kept, *fixed}))
     return StepGraphs(
         before=_extract(joint, additional, forward_fixed),
         forward=_extract(joint, [*carries, *rows, *forward_fixed], [*results, *kept], also=drawn),
         ys=tuple(Layout.of(n.meta["val"]) for n in results[n_init:]),
         kept=tuple(Layout.of(n.meta["val"]) for n in kept),
-        before_backward=_extract(joint, additional, backward_fixed),
+        before_backward=_extract(joint, [additional[i] for i in additional_read], backward_fixed),
         backward=_extract(joint, [*kept, *(rows[i] for i in rows_read), *backward_fixed, *gradients_in], gradients_out),
         rows_read=rows_read,
+        additional_read=additional_read,
         tangents=tangents,
         gradients=gradients,
         random=any(_is_random(n) for n in joint.graph.nodes),
