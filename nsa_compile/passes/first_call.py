@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -269,7 +269,7 @@ def _jitter(x: Tensor, by: float, seed: int) -> Tensor:
     if not x.dtype.is_floating_point or x.numel() == 0:
         return x
     signs = 2 * torch.randint(2, x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device) - 1
-    moved = (x.double() * (1 + by * signs)).to(x.dtype)
+    moved = (x.double() * (1 + by * signs.double())).to(x.dtype)
     return torch.where(x.isfinite() & (x != x.round()), moved, x)
 
 
@@ -289,12 +289,18 @@ def compare(
     references = loops.references(options)
     if references.random and options.nested == "inductor":
         raise Unchecked("it draws random numbers, and Inductor draws others; nested='aot_eager' draws the same")
+    if references.random and loops.steps:
+        raise Unchecked("it draws random numbers, in a loop that is too long to be run whole")
     actual = _outcome(program, inputs, loops.names)
     problem = references.problem(actual)
     if problem is not None:
         raise Miscompiled(f"{_culprit(loops, options)}: the compiled program differs from its loop: {problem}")
-    counts = f"{len(actual.values)} values and {len(actual.gradients)} gradients"
-    return f"equal to the loop at the first call: {counts}, {loops.extent}"
+    counts = f"{_count(actual.values, 'value')} and {_count(actual.gradients, 'gradient')}"
+    return f"equal to the loop at the first call: {counts}{loops.extent}"
+
+
+def _count(things: Mapping[str, Any], name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
 def _culprit(loops: Loops, options: Options) -> str:
@@ -331,9 +337,10 @@ class Loops:
 
     @property
     def extent(self) -> str:
+        """How much of the loops is run, in words; nothing where there is no loop."""
         lengths = {site.node.name: site.length for site in find_scans(self.captured)}
         made = sum(self.steps.get(name, length) for name, length in lengths.items())
-        return f"{made} of {sum(lengths.values())} steps"
+        return f", {made} of {sum(lengths.values())} steps" if lengths else ""
 
     def _affordable(self) -> dict[str, int]:
         cost = sum(site.length * cost_of_step(site.body) for site in find_scans(self.captured))

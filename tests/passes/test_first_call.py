@@ -443,6 +443,20 @@ def test_random_programs_under_inductor_are_not_compared(monkeypatch):
     assert told().startswith("not compared with the loop: it draws random numbers")
 
 
+def test_random_programs_of_which_a_prefix_is_run_are_not_compared(monkeypatch):
+    monkeypatch.setattr(first_call, "BUDGET", 2**17)
+    compiled(lambda x, w: attention(x, w) + torch.rand(4))(seeded(9, 4), seeded(4, 4))
+    assert told().startswith("not compared with the loop: it draws random numbers")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_inputs_are_moved_by_roundings(dtype):
+    x = seeded(40, dtype=dtype)
+    (up,), (down,) = (first_call._jittered([x], sign * 8 * torch.finfo(dtype).eps, 0) for sign in (1, -1))
+    assert bool((up != x).all())
+    assert torch.allclose(up.double() - x.double(), x.double() - down.double(), rtol=0.3)
+
+
 def test_the_first_call_of_which_something_is_promised_is_compared(planted, caplog):
     planted("scales", FAULTS["scales"])
     fn, x, w = compiled(attention), seeded(6, 4), seeded(4, 4)

@@ -32,7 +32,7 @@ def test_a_run_says_once_that_it_compared_a_block(tiny_overrides, capsys, extra)
     train(tiny_overrides(**COMPILED, **extra))
     lines = [line for line in capsys.readouterr().err.splitlines() if "a compiled block is" in line]
     assert len(lines) == 1
-    assert "equal to the loop at the first call: 1 values and" in lines[0]
+    assert "equal to the loop at the first call: 1 value and" in lines[0]
 
 
 def test_a_run_can_do_without(tiny_overrides, capsys, monkeypatch):
