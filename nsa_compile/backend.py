@@ -19,10 +19,9 @@ from nsa_compile.passes.loops import keep_loops
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import Declined
-from nsa_compile.workarounds import capture_scans_by_shape, explain_uncaptured_steps
+from nsa_compile.workarounds import mend_dynamo
 
-capture_scans_by_shape()
-explain_uncaptured_steps()
+mend_dynamo()
 
 log = logging.getLogger("nsa_compile")
 

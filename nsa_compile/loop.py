@@ -143,8 +143,9 @@ def _becomes_a_node() -> bool:
     Raises:
         ScanRefused: the graph is for a backend that would leave the node to torch.
     """
-    from nsa_compile import backend  # noqa: F401 - which mends what Dynamo does with a scan
-    from nsa_compile.workarounds import becomes_a_node
+    from nsa_compile.workarounds import becomes_a_node, mend_dynamo
+
+    mend_dynamo()
 
     for function in (_captured_scan, _say_if_left_uncompiled):  # run for themselves, they are run as they are
         torch._dynamo.eval_frame.skip_code(function.__code__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 log = logging.getLogger("nsa_compile")
+
+
+@cache
+def mend_dynamo() -> None:
+    """Mend what Dynamo does with a scan, once."""
+    capture_scans_by_shape()
+    explain_uncaptured_steps()
 
 
 def capture_scans_by_shape() -> None:

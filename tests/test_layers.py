@@ -28,7 +28,8 @@ LAYERS = [
     {"ops"},
     {"inductor_files"},
     {"compiler_cache", "cli"},
-    {"files", "errors", "page", "loop", "modes", "ranges", "streams", "workarounds"},
+    {"files", "errors", "page", "loop", "modes", "ranges", "streams"},
+    {"workarounds"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}
 
