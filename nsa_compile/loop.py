@@ -8,6 +8,7 @@ passes take it from there.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -42,7 +43,9 @@ def scan(step: Callable[[Carry, Any], tuple[Carry, Any]], init: Carry, xs: Any) 
     _require_tensors("xs", xs)
     _require_tensors("init", init)
     length = _sequence_length(_tensors(xs))
-    if torch.compiler.is_dynamo_compiling() and _becomes_a_node():
+    if not torch.compiler.is_dynamo_compiling():
+        _say_if_left_uncompiled()
+    elif _becomes_a_node():
         return _captured_scan(step, init, xs, length)
     return _loop(step, init, xs, length)
 
@@ -60,6 +63,25 @@ def _loop(step, init, xs, length):
     _check_carry(init, carry)
     assert y_spec is not None
     return carry, pytree.tree_unflatten([torch.stack(column) for column in zip(*rows, strict=True)], y_spec)
+
+
+_said: set[str] = set()
+
+
+def _say_if_left_uncompiled() -> None:
+    """Warn, once a place, of a loop that runs within a compiled function.
+
+    Without `fullgraph=True`, torch runs a function as it is where it cannot compile it or has compiled it too often.
+    """
+    if "torch._dynamo" not in sys.modules or not torch._C._dynamo.eval_frame.get_eval_frame_callback():
+        return
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    if place not in _said:
+        _said.add(place)
+        log.warning("scan at %s runs step by step, as torch.compile left it uncompiled; fullgraph=True says why", place)
 
 
 def _sequence_length(leaves: list[torch.Tensor]) -> int:
@@ -125,7 +147,8 @@ def _becomes_a_node() -> bool:
 
     mend_dynamo()
 
-    torch._dynamo.eval_frame.skip_code(_captured_scan.__code__)
+    for function in (_captured_scan, _say_if_left_uncompiled):  # run for themselves, they are run as they are
+        torch._dynamo.eval_frame.skip_code(function.__code__)
     return becomes_a_node()
 
 
@@ -147,7 +170,7 @@ def _captured_scan(step, init, xs, length):
     """
     if not torch.compiler.is_dynamo_compiling():
         # Dynamo broke the graph in here and calls it as it is: torch's own loop must not run then.
-        log.warning("scan: torch.compile could not capture the loop, which runs step by step; fullgraph=True says why")
+        _say_if_left_uncompiled()
         return _loop(step, init, xs, length)
     from torch._higher_order_ops.scan import scan as scan_op
 

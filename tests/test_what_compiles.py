@@ -1540,9 +1540,19 @@ def test_no_backend_but_ours_gets_a_scan(name, fullgraph):
     )
 
 
-def test_a_graph_broken_within_scan_says_that_the_loop_runs_step_by_step(caplog):
+def test_a_loop_that_torch_leaves_uncompiled_is_said_to_be_once_a_place(caplog):
     run(PROGRAMS["carry_that_breaks_the_graph"], compiled_with("eager"))
-    assert "which runs step by step" in caplog.text
+    assert "runs step by step, as torch.compile left it uncompiled" in caplog.text
+
+    torch._dynamo.reset()
+    fast = torch.compile(average, backend="nsa_compile", options={"nested": "eager"})
+    place = f"{Path(__file__).name}:{average.__code__.co_firstlineno + 7} runs step by step"
+    average(rows())
+    assert place not in caplog.text, "nobody wanted it compiled"
+    for _ in range(2):
+        torch.vmap(fast)(rows(2, S, D))  # which torch runs as it is, and from then on the function by itself, too
+        fast(rows())
+    assert caplog.text.count(place) == 1
 
 
 def test_a_step_that_cannot_be_captured_is_refused_with_graph_breaks_allowed_too():
