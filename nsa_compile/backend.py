@@ -25,6 +25,9 @@ mend_dynamo()
 
 log = logging.getLogger("nsa_compile")
 
+# Programs, one for each shape, that a function may have; torch's own limit is 8.
+SHAPES = 64
+
 _last_report: Report | None = None
 
 
@@ -41,7 +44,9 @@ def compile(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any
     """
     parse_options(options)
     # The function, not its name: the name needs an installed package, and a checkout on the path is none.
-    return torch.compile(model, backend=nsa_compile_backend, fullgraph=fullgraph, dynamic=False, options=options)
+    return torch.compile(
+        model, backend=nsa_compile_backend, fullgraph=fullgraph, dynamic=False, options=options, recompile_limit=SHAPES
+    )
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
@@ -55,7 +60,9 @@ def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
 def compile_block(block: nn.Module, **options: Any) -> None:
     """Compile a module in place."""
     parse_options(options)
-    block.compile(backend=nsa_compile_backend, fullgraph=True, dynamic=False, options=options)
+    block.compile(
+        backend=nsa_compile_backend, fullgraph=True, dynamic=False, options=options, recompile_limit=SHAPES
+    )
 
 
 def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
