@@ -666,14 +666,16 @@ def _to_copy(analysis: Analysis, node: fx.Node) -> Facts:
     return replace(plain, fill=f.fill, surely_kept=analysis.kept(node.args[0]))
 
 
+_EXTREMES = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
+
+
 def _reduction(analysis: Analysis, node: fx.Node) -> Facts:
+    if node.target in _EXTREMES and analysis.of(node.args[0]).stale and not analysis.is_finite(node.args[0]):
+        # The gradient is shared among the elements that are the extreme; where that is NaN, there are none.
+        return analysis.lost(node, f"{node.target} may find a NaN, and its gradient is then 0 / 0 in every row")
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     keepdim = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
     return analysis.reduce(node, dims, bool(keepdim))
-
-
-def _full_reduction(analysis: Analysis, node: fx.Node) -> Facts:
-    return analysis.reduce(node, None, False)
 
 
 def _matmul(analysis: Analysis, node: fx.Node) -> Facts:
@@ -766,10 +768,10 @@ RULES: dict[Any, Callable[[Analysis, fx.Node], Facts]] = {
     aten.mean.dim: _reduction,
     aten.amax.default: _reduction,
     aten.amin.default: _reduction,
-    aten.sum.default: _full_reduction,
-    aten.mean.default: _full_reduction,
-    aten.max.default: _full_reduction,
-    aten.min.default: _full_reduction,
+    aten.sum.default: _reduction,
+    aten.mean.default: _reduction,
+    aten.max.default: _reduction,
+    aten.min.default: _reduction,
     aten.mm.default: _matmul,
     aten.bmm.default: _matmul,
     aten.mv.default: _matmul,
