@@ -26,8 +26,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import platformdirs
-
 from nsa_compile.errors import UserError
 from nsa_compile.files import make_private, trusted_owners
 
@@ -74,7 +72,13 @@ def users_choice() -> Path | None:
 
 def default_directory() -> Path:
     """In the user's directory for caches, which machines may share, one for each kind of processor."""
-    return platformdirs.user_cache_path("nsa-compile").absolute() / "compiled" / machine_name()
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:  # the kernels of the GPU benchmark are used where little is installed
+        base = Path.home() / ".cache" / "nsa-compile"
+    else:
+        base = user_cache_path("nsa-compile")
+    return base.absolute() / "compiled" / machine_name()
 
 
 def torch_default() -> str:
