@@ -44,7 +44,7 @@ def compile(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any
     """
     parse_options(options)
     # The function, not its name: the name needs an installed package, and a checkout on the path is none.
-    return torch.compile(
+    return torch.compile(  # type: ignore[call-overload]  # the overloads leave recompile_limit out
         model, backend=nsa_compile_backend, fullgraph=fullgraph, dynamic=False, options=options, recompile_limit=SHAPES
     )
 
