@@ -60,9 +60,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
 def compile_block(block: nn.Module, **options: Any) -> None:
     """Compile a module in place."""
     parse_options(options)
-    block.compile(
-        backend=nsa_compile_backend, fullgraph=True, dynamic=False, options=options, recompile_limit=SHAPES
-    )
+    block.compile(backend=nsa_compile_backend, fullgraph=True, dynamic=False, options=options, recompile_limit=SHAPES)
 
 
 def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
