@@ -45,7 +45,7 @@ from nsa_compile.passes.moving_rows import find_window, read_window
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.raise_attention import ATTENTION, AttentionRecord, weights_from
 from nsa_compile.passes.rewriting import eliminate_dead_code
-from nsa_compile.passes.scans import Declined, ScanRecord, aten, example, find_steps, location
+from nsa_compile.passes.scans import Declined, ScanRecord, ancestors, aten, example, find_steps, location
 from nsa_compile.passes.step_values import StepMask, step_mask
 
 
@@ -302,7 +302,7 @@ def _equal(a: StepMask, b: StepMask) -> bool:
 
 def _weights_below(score: fx.Node, body: fx.GraphModule, record: ScanRecord) -> tuple[fx.Node, dict[fx.Node, Tensor]]:
     """The one attention whose weights a score is computed from, and these weights under all their names."""
-    inputs = _ancestors(score)
+    inputs = ancestors([score])
     for node in body.graph.nodes:
         if ATTENTION in node.meta and node.meta[ATTENTION].softmax in inputs:
             known: AttentionRecord = node.meta[ATTENTION]
@@ -311,17 +311,6 @@ def _weights_below(score: fx.Node, body: fx.GraphModule, record: ScanRecord) -> 
                 raise Unrecognised(f"its weights are rounded, and those of an attention node are {computed}", score)
             return node, weights_from(known.softmax, known.scores, record)
     raise Unrecognised("its scores are not computed from the weights of an attention", score)
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        n = todo.pop()
-        if n not in seen:
-            seen.add(n)
-            todo += n.all_input_nodes
-    return seen
 
 
 # A linear combination of weights: factors, and for each element the number of the weight it takes, -1 for none.

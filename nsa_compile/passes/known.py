@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from nsa_compile.passes.scans import ScanRecord, ScanSite, aten, constant_value, example, on_cpu
+from nsa_compile.passes.scans import ScanRecord, ScanSite, ancestors, aten, constant_value, example, on_cpu
 from nsa_compile.passes.step_values import (
     INTEGERS,
     MODERATE,
@@ -371,7 +370,7 @@ def _simulate_carries(site: ScanSite, record: ScanRecord, init: list[Tensor | No
         candidates -= failing
     if not candidates:
         return
-    feeding = _ancestors([updates[i] for i in candidates])
+    feeding = ancestors([updates[i] for i in candidates])
     # Graph order is a valid evaluation order.
     needed = [n for n in site.body.graph.nodes if n in feeding and n.op == "call_function" and n not in roots]
     state: dict[fx.Node, Any] = {carries[i]: init[i] for i in candidates}
@@ -398,16 +397,4 @@ def _computable(body: fx.GraphModule, roots: set[fx.Node]) -> set[fx.Node]:
     for node in body.graph.nodes:
         if is_function(node) and all(n in found for n in node.all_input_nodes):
             found.add(node)
-    return found
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are computed from."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
     return found

@@ -36,6 +36,7 @@ from nsa_compile.passes.scans import (
     Declined,
     ScanRecord,
     ScanSite,
+    ancestors,
     aten,
     example,
     find_scans,
@@ -297,16 +298,7 @@ def _write_as_scatters(body: fx.GraphModule) -> None:
 
 
 def _depends_on(node: fx.Node, source: fx.Node) -> bool:
-    seen = set()
-    stack = [node]
-    while stack:
-        n = stack.pop()
-        if n is source:
-            return True
-        if n not in seen:
-            seen.add(n)
-            stack.extend(n.all_input_nodes)
-    return False
+    return source in ancestors([node])
 
 
 def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:

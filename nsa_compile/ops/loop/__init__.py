@@ -229,13 +229,8 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
 
 
 @loop_backward.register_fake
-def _fake_backward(
-    gradients: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    read: Sequence[Tensor],
-    program: str,
-    differentiable: Sequence[bool],
-) -> list[Tensor]:
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    program, differentiable = arguments[-2:]
     known = _programs[program]
     scanned = range(known.n_init, known.n_init + known.n_xs)
     layouts = [(known.inputs[i], i in scanned) for i in known.graphs(differentiable).gradients]
