@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from nsa_compile import cache, inductor_files
+from nsa_compile import cache, inductor_files, modes
 from nsa_compile.compiler_cache import errors_named
 from nsa_compile.passes import markers, verifier
 from nsa_compile.passes.capture import specialize_shapes
@@ -109,9 +109,10 @@ def nsa_compile_backend(
     """The entry point Dynamo calls with a captured graph."""
     global _last_report
     chosen = parse_options(dict(options or {}))
-    example_inputs = specialize_shapes(gm, example_inputs)
-    captured = verifier.snapshot(gm) if chosen.check == "first" else None
-    _last_report, written = optimize(gm, chosen, example_inputs)
+    with modes.unobserved():
+        example_inputs = specialize_shapes(gm, example_inputs)
+        captured = verifier.snapshot(gm) if chosen.check == "first" else None
+        _last_report, written = optimize(gm, chosen, example_inputs)
     run = written.around(compile_nested(gm, written.copied(example_inputs), chosen.nested, ranges=chosen.ranges))
     if captured is None:
         return run

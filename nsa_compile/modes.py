@@ -1,4 +1,4 @@
-"""Autocast and grad mode as part of a graph: where in it which holds, and leaving both as they were."""
+"""Autocast and grad mode as part of a graph: where in it which holds, and leaving all modes as they were."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Device, dtype and whether it is on, for each device that has one.
 Autocast = tuple[tuple[str, torch.dtype, bool], ...]
 
-__all__ = ["Autocast", "autocast_at", "autocast_now", "restored", "sets_autocast", "under"]
+__all__ = ["Autocast", "autocast_at", "autocast_now", "restored", "sets_autocast", "under", "unobserved"]
 
 _DEVICES = ("cpu", "cuda")
 
@@ -52,6 +53,24 @@ def under(state: Autocast) -> Iterator[None]:
             if on or on_now:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Run what is no part of the program unseen by whoever watches its operators or its saved tensors.
+
+    A checkpointed region, for one, counts what its forward pass saves, and computes it again.
+    """
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    with (
+        _disable_current_modes(),
+        torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooked else contextlib.nullcontext(),
+    ):
+        yield
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 @contextlib.contextmanager

@@ -18,13 +18,12 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from nsa_compile import modes
 from nsa_compile.errors import Miscompiled
@@ -115,21 +114,14 @@ def _is_promised(x: Tensor) -> bool:
 
 @contextmanager
 def _untouched() -> Iterator[None]:
-    """Leave the random generators, autocast and grad mode as they were, and whoever watches operators or saved tensors
-    without knowledge of the check: a checkpointed region would compute it again."""
+    """Leave the random generators, autocast and grad mode as they were, and nobody with knowledge of the check."""
     states = _random_states()
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    unseen = torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooked else nullcontext()
-    with modes.restored(), _disable_current_modes(), unseen:
+    with modes.restored(), modes.unobserved():
         torch.set_autocast_cache_enabled(False)  # casts of copies would stay in it
         try:
             yield
         finally:
             _set_random_states(states)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 @contextmanager
