@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ def with_fault(fault: str, once: Path) -> dict[str, str]:
     once.touch()
     path = [str(Path(__file__).parent / "train" / "faults"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "FAULT": fault, "FAULT_ONCE": str(once), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_code_of_other_modules_is_gone():
+    """Dynamo hands what it compiled for one test to every other that calls the same function in the same way."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
 from nsa_compile.backend import nsa_compile_backend
@@ -100,9 +101,10 @@ class Subject:
         torch.manual_seed(100 + n)
         args, leaves = self.namespace["arguments"](*self.calls[n % len(self.calls)])
         torch.manual_seed(200 + n)
-        modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad": nullcontext}
-        with modes[self.namespace["MODE"]]():
-            result = self.run(**args)
+        modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+        mode = self.namespace["MODE"]
+        with modes.get(mode, nullcontext)():
+            result = checkpoint(self.run, use_reentrant=False, **args) if mode == "checkpoint" else self.run(**args)
         generators = [x for x in self.namespace.values() if isinstance(x, torch.Generator)]
         random_state = [torch.get_rng_state(), *(g.get_state() for g in generators)]
 
@@ -432,6 +434,7 @@ def smaller(source: str) -> Iterator[str]:
         ("'aot_eager'", "'eager'"),
         ("'no_grad'", "'grad'"),
         ("'inference_mode'", "'grad'"),
+        ("'checkpoint'", "'grad'"),
     ):
         yield from with_line(settings, lines[settings].replace(before, after))
     yield from with_line(settings, lines[settings].replace("False, '", "True, '"))  # FULLGRAPH

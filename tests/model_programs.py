@@ -9,7 +9,7 @@ A program is Python source that stands alone once `scan` is given. It defines
 
     CALLS                (S, B) of each call
     NESTED, FULLGRAPH    how it is compiled
-    MODE                 "grad", "no_grad" or "inference_mode" around each call
+    MODE                 "grad", "no_grad", "inference_mode" or "checkpoint" around each call
     arguments(S, B)      keyword arguments of a call, and the tensors they are made of
     model, run           the module that owns the state, and what is compiled: `run(**arguments)` gives a dict
 
@@ -1295,7 +1295,7 @@ def draw(seed: int, number: int) -> Program:
 def assemble(w: Writer, first: Value, outputs: list[str], run_kind: str, D: int, G: int, calls, fullgraph) -> str:
     """The module's source around the statements of `forward`."""
     nested = w.rng.choices(["eager", "aot_eager"], [85, 15])[0]
-    mode = w.rng.choices(["grad", "no_grad", "inference_mode"], [90, 6, 4])[0]
+    mode = w.rng.choices(["grad", "no_grad", "inference_mode", "checkpoint"], [86, 6, 4, 4])[0]
     modules = {name: constructor for name, constructor in MODULES.items() if name in w.modules}
     tied = ["self.lin.weight = self.w  #: tied weights"] if "lin" in modules and w.chance(0.1) else []
     run = RUNS[run_kind].strip().replace("FIRST", first.name)

@@ -256,10 +256,15 @@ DECLINED: dict[str, tuple[Callable, tuple[int, ...], str]] = {
     "two writes in one step": (lambda c, x, t: put(put(c, 0, t, x), 0, 3 - t, x * 2), ROWS, "something else"),
     "onto a part": (lambda c, x, t: torch.where((torch.arange(4) == t)[:, None], x, c[:1]), ROWS, "something else"),
     "a part, spread": (lambda c, x, t: torch.where(t > 1, put(c[:1], 0, t * 0, x), c), ROWS, "a part of the carry"),
-    "a mask as an index": (lambda c, x, t: put(c, 0, torch.arange(4) == t, x), ROWS, "a mask"),
     "elements": (lambda c, x, t: torch.where(torch.eye(4, 3).bool() & (t > 0), x, c), ROWS, "elements"),
     "turned over": (lambda c, x, t: c.flip(0) * x, ROWS, "recurrence"),
 }
+
+
+def test_a_mask_as_an_index_is_refused():
+    """How many elements it selects is not known before it runs, so not even the loop can be compiled."""
+    with pytest.raises(RuntimeError, match="it selects elements by their values"):
+        compared(cached(lambda c, x, t: put(c, 0, torch.arange(4) == t, x)), numbers(*BUFFER), numbers(*ROWS))
 
 
 @pytest.mark.parametrize("name", DECLINED)

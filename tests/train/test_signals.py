@@ -25,7 +25,8 @@ def begin(overrides, *arguments, **options):
 
 def test_a_terminal_that_is_closed_is_a_reason_to_save(tiny_overrides, tmp_path):
     environment = with_fault("hup@0:3", tmp_path / "once")
-    process = begin(tiny_overrides(**LONG), "--json", env=environment)
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)}  # also where the tests are under nohup
+    process = begin(tiny_overrides(**LONG), "--json", env=environment, **heard)
     stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 75, stderr
     summary = json.loads(stdout)
