@@ -167,6 +167,9 @@ def _caller_of_scan(tx: Any) -> str | None:
     return None
 
 
+# `x.data` in a captured graph. Traced as it is, it leaves no node behind, and gradients flow through (torch 2.13).
+DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
 # Words of torch's messages, what they mean for the author of a step, and the way out.
 _REASONS = (
     (

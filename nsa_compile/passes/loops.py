@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import fx
@@ -10,7 +11,8 @@ from torch import fx
 from nsa_compile import modes
 from nsa_compile.ops.loop import LoopNotTraced, Program, register, run_loop
 from nsa_compile.ops.loop.step import Layout
-from nsa_compile.passes.scans import ScanSite, example, find_scans, location, scan_results
+from nsa_compile.passes.rewriting import delete_unused_graphs
+from nsa_compile.passes.scans import ScanSite, example, find_scans, location, scan_results, subgraphs
 from nsa_compile.workarounds import ScanNotCompiled
 
 __all__ = ["keep_loops"]
@@ -25,7 +27,9 @@ def keep_loops(gm: fx.GraphModule) -> None:
     for site in find_scans(gm):
         keep_loops(site.body)
         _keep(site)
-    gm.recompile()
+    for graph in subgraphs(gm):
+        delete_unused_graphs(graph)  # AOTAutograd wants a source for each constant that a body holds
+        graph.recompile()
 
 
 def _keep(site: ScanSite) -> None:
@@ -44,8 +48,10 @@ def _keep(site: ScanSite) -> None:
     node.meta = {k: v for k, v in site.node.meta.items() if k != "val"}
     node.meta["example_value"] = scan_results(site.node)
     site.node.replace_all_uses_with(node)
+    body = cast("fx.Node", site.node.args[0])
     site.owner.graph.erase_node(site.node)
-    site.owner.recompile()
+    if not body.users:
+        site.owner.graph.erase_node(body)
 
 
 def _differentiable(inputs: Sequence[fx.Node]) -> list[bool]:

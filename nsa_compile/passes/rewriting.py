@@ -28,6 +28,17 @@ def eliminate_dead_code(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
+def delete_unused_graphs(gm: fx.GraphModule) -> None:
+    """Remove the graphs that a graph holds and no longer calls.
+
+    Not `delete_all_unused_submodules`: that also removes what the graphs hold that are still called (torch 2.13).
+    """
+    called = {n.target for n in gm.graph.find_nodes(op="get_attr")}
+    for name, held in list(gm.named_children()):
+        if isinstance(held, fx.GraphModule) and name not in called:
+            delattr(gm, name)
+
+
 def inherit_meta(new: fx.Node, old: fx.Node) -> None:
     """Give a new node the source line and tags of the node it stands for. Its shape it must bring itself."""
     for key in INHERITED:
@@ -56,12 +67,14 @@ def replace_graph(owner: fx.GraphModule, graph: fx.GraphModule, inputs: Sequence
     outputs = _copy_nodes(owner, output, graph, inputs)
     old_outputs = output.args[0]
     for old, new in zip(old_outputs, outputs, strict=False):
-        if old.op != "placeholder":
+        if isinstance(new, fx.Node) and old.op != "placeholder":
             _take_place(new, old)
-    output.args = ((*output.args[0], *outputs[len(old_outputs) :]),)
+    # A size has become a number.
+    same = [x if isinstance(new, fx.Node) else new for x, new in zip(output.args[0], outputs, strict=False)]
+    output.args = ((*same, *outputs[len(old_outputs) :]),)
     for node in reversed(before):
         owner.graph.erase_node(node)
-    owner.delete_all_unused_submodules()
+    delete_unused_graphs(owner)
     owner.recompile()
 
 
@@ -119,7 +132,7 @@ def _copy_nodes(
             inherit_meta(copied, node)
             mapped[inner] = _lifted(copied, inner) if inner.op == "get_attr" else copied
     (outputs,) = graph.graph.output_node().args
-    return [mapped[x] for x in outputs]
+    return [mapped[x] if isinstance(x, fx.Node) else x for x in outputs]
 
 
 def _lifted(copied: fx.Node, inner: fx.Node) -> fx.Node:
@@ -136,7 +149,7 @@ def _erase(owner: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
         owner.graph.erase_node(node)
     eliminate_dead_code(owner)
-    owner.delete_all_unused_submodules()
+    delete_unused_graphs(owner)
     owner.recompile()
 
 

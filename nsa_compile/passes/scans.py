@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_compile import modes
 from nsa_compile.passes.rewriting import eliminate_dead_code
 from nsa_compile.passes.step_values import StepValue
+from nsa_compile.workarounds import DATA
 
 aten = torch.ops.aten
 
@@ -347,6 +348,11 @@ class BodyInterpreter(fx.Interpreter):
             self.grad_enabled = bool(n.args[0])
             return None
         return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is DATA:
+            return args[0].detach()
+        return super().call_function(target, args, kwargs)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         found = super().fetch_args_kwargs_from_env(n)

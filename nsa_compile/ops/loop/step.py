@@ -26,7 +26,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nsa_compile import modes
-from nsa_compile.workarounds import why_not_traced
+from nsa_compile.workarounds import DATA, why_not_traced
 
 __all__ = ["Layout", "LoopNotTraced", "StepGraphs", "trace_step"]
 
@@ -168,6 +168,8 @@ class _Body(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return _Body(args[0]).run(*args[1:])
+        if target is DATA:
+            return args[0].detach()
         return super().call_function(target, args, kwargs)
 
 
