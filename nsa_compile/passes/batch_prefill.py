@@ -172,7 +172,7 @@ class BatchedBody:
         used = {user.args[1] for user in self.site.node.users if user.target is operator.getitem}
         last = (self.record.length - 1,)
         for i, (update, kind) in enumerate(zip(self.updates, self.record.carries, strict=True)):
-            if i not in used or isinstance(kind, Invariant):
+            if i not in used or update is self.carries[i]:
                 finals.append(self.init[i])
             elif isinstance(kind, Rows) and kind.write_once:
                 full = self._full(i)
