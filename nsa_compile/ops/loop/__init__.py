@@ -48,7 +48,9 @@ class Program:
         """
         key = tuple(differentiable)
         if key not in self._graphs:
-            self._graphs[key] = trace_step(self.body, self.inputs, self.n_init, self.n_xs, key, self.autocast)
+            self._graphs[key] = trace_step(
+                self.body, self.inputs, self.n_init, self.n_xs, self.length, key, self.autocast
+            )
         return self._graphs[key]
 
     def digest(self) -> str:
@@ -118,7 +120,7 @@ class _Differentiable(torch.autograd.Function):
         step = program(key).graphs(ctx.differentiable)
         outputs = _operator(key, ctx.differentiable)(list(tensors), key, ctx.differentiable)
         results = outputs[: program(key).n_init + len(step.ys)]
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(results) if i not in step.tangents))
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(results) if i not in step.with_gradient))
         # Nothing else: somebody may write to an input that backward does not need.
         _, xs, additional = program(key).split(tensors)
         read = [*(xs[i] for i in step.rows_read), *(additional[i] for i in step.additional_read)]

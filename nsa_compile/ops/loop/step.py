@@ -83,7 +83,8 @@ class StepGraphs:
         before_backward: as `before`, for the backward step, of the additional inputs that it reads.
         backward: `(kept, rows of xs, those, gradients of carries and ys) -> gradients of the differentiable inputs`.
         rows_read: which `xs` the backward step reads; additional_read: which additional inputs.
-        tangents: which carries and ys have gradients, by their place among both.
+        tangents: which carries and ys have gradients at some step, by their place among both.
+        with_gradient: which of them have one after the last step.
         gradients: of which inputs (carries, xs, additional in turn) the backward step yields gradients.
         random: whether the step draws random numbers.
     """
@@ -97,6 +98,7 @@ class StepGraphs:
     rows_read: tuple[int, ...]
     additional_read: tuple[int, ...]
     tangents: tuple[int, ...]
+    with_gradient: tuple[int, ...]
     gradients: tuple[int, ...]
     random: bool
 
@@ -106,6 +108,7 @@ def trace_step(
     inputs: Sequence[Layout],
     n_init: int,
     n_xs: int,
+    length: int,
     differentiable: Sequence[bool],
     autocast: modes.Autocast,
 ) -> StepGraphs:
@@ -114,7 +117,7 @@ def trace_step(
     Args:
         body: of the step; it may mutate what it made itself, set the grad mode and call higher-order operators.
         inputs: layouts of carries, rows of xs, and additional inputs.
-        n_init: number of carries; n_xs: of xs.
+        n_init: number of carries; n_xs: of xs; length: of steps.
         differentiable: which inputs have gradients; empty if none.
         autocast: the state that the step runs under.
 
@@ -126,29 +129,42 @@ def trace_step(
     # Torch's own modes may be under way: the operator that asks is itself traced.
     with _disable_current_modes(), tracing(None), preserve_node_meta(), modes.restored(), modes.under(autocast):
         try:
-            results = _propagate_gradients(body, inputs, n_init, wanted)
+            wanted, with_gradient = _propagate_gradients(body, inputs, n_init, length, wanted)
+            results = _results(body, inputs, wanted)
             tangents = tuple(i for i, (_, has_gradient) in enumerate(results) if has_gradient)
             joint = _trace_joint(body, inputs, wanted, [results[i][0] for i in tangents], tangents)
         except LoopNotTraced:
             raise
         except Exception as error:
             raise LoopNotTraced(why_not_traced(error)) from error
-        return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, wanted)
+        return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, with_gradient, wanted)
 
 
 def _propagate_gradients(
-    body: fx.GraphModule, inputs: Sequence[Layout], n_init: int, wanted: list[bool]
-) -> list[tuple[Layout, bool]]:
-    """The layout of each result and whether it has a gradient. A carry has one once any step gives it one: `wanted`
-    is completed in place."""
-    while True:
-        leaves = [x.requires_grad_(flag) for x, flag in zip(_fakes(inputs), wanted, strict=True)]
-        results = [(Layout.of(x), x.requires_grad) for x in _run(body, leaves)]
-        missing = [i for i in range(n_init) if results[i][1] and not wanted[i]]
-        if not missing:
-            return results
-        for i in missing:
-            wanted[i] = True
+    body: fx.GraphModule, inputs: Sequence[Layout], n_init: int, length: int, first: Sequence[bool]
+) -> tuple[list[bool], tuple[int, ...]]:
+    """Which inputs have a gradient at some step, and which results after the last one.
+
+    A carry may get a gradient at one step and lose it at another: the two of a swap, say.
+    """
+    after: dict[tuple[bool, ...], list[bool]] = {}
+    now, ever, stacked = list(first), list(first), set[int]()
+    for _ in range(length):
+        if tuple(now) not in after:
+            after[tuple(now)] = [has_gradient for _, has_gradient in _results(body, inputs, now)]
+        results = after[tuple(now)]
+        stacked |= {i for i in range(n_init, len(results)) if results[i]}
+        before, now = now, [*results[:n_init], *first[n_init:]]
+        if now == before:
+            break
+        ever = [a or b for a, b in zip(ever, now, strict=True)]
+    return ever, (*(i for i in range(n_init) if now[i]), *sorted(stacked))
+
+
+def _results(body: fx.GraphModule, inputs: Sequence[Layout], wanted: Sequence[bool]) -> list[tuple[Layout, bool]]:
+    """The layout of each result of a step, and whether it has a gradient where these inputs have one."""
+    leaves = [x.requires_grad_(flag) for x, flag in zip(_fakes(inputs), wanted, strict=True)]
+    return [(Layout.of(x), x.requires_grad) for x in _run(body, leaves)]
 
 
 def _fakes(layouts: Sequence[Layout]) -> list[Tensor]:
@@ -226,6 +242,7 @@ def _split(
     n_xs: int,
     n_results: int,
     tangents: tuple[int, ...],
+    with_gradient: tuple[int, ...],
     wanted: Sequence[bool],
 ) -> StepGraphs:
     placeholders = joint.graph.find_nodes(op="placeholder")
@@ -270,6 +287,7 @@ def _split(
         rows_read=rows_read,
         additional_read=additional_read,
         tangents=tangents,
+        with_gradient=with_gradient,
         gradients=gradients,
         random=any(_is_random(n) for n in joint.graph.nodes),
     )
