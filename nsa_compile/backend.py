@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from nsa_compile import cache, inductor_files, modes
 from nsa_compile.compiler_cache import errors_named
 from nsa_compile.passes import markers, verifier
+from nsa_compile.passes.aliases import hand_on_originals
 from nsa_compile.passes.capture import specialize_shapes
 from nsa_compile.passes.first_call import FirstCall
 from nsa_compile.passes.functional import WriteBack, make_functional
@@ -111,6 +112,7 @@ def nsa_compile_backend(
     chosen = parse_options(dict(options or {}))
     with modes.unobserved():
         example_inputs = specialize_shapes(gm, example_inputs)
+        hand_on_originals(gm)
         captured = verifier.snapshot(gm) if chosen.check == "first" else None
         _last_report, written = optimize(gm, chosen, example_inputs)
     run = written.around(compile_nested(gm, written.copied(example_inputs), chosen.nested, ranges=chosen.ranges))

@@ -60,6 +60,7 @@ def _loop(step, init, xs, length):
         if t == 0:
             _require_tensors("an output of the step", leaves, none=False)
         rows.append(leaves)
+    carry = _in_order(init, carry)
     _check_carry(init, carry)
     assert y_spec is not None
     return carry, pytree.tree_unflatten([torch.stack(column) for column in zip(*rows, strict=True)], y_spec)
@@ -119,13 +120,29 @@ def _with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return pytree.tree_unflatten([None if leaf is None else rest.pop(0) for leaf in leaves], spec)
 
 
-def _check_carry(init: Any, carry: Any) -> None:
-    spec, spec_after = pytree.tree_structure(init), pytree.tree_structure(carry)
+def _in_order(like: Any, tree: Any) -> Any:
+    """A carry with its keys in the order of another's: a step may write them down in any."""
+    if type(like) is dict and type(tree) is dict and like.keys() == tree.keys():
+        return {key: _in_order(like[key], tree[key]) for key in like}
+    if type(like) is type(tree) and type(like) in (list, tuple) and len(like) == len(tree):
+        return type(like)([_in_order(a, b) for a, b in zip(like, tree, strict=True)])
+    return tree
+
+
+def _check_structure(init: Any, carry: Any) -> None:
     _require_tensors("the carry that the step returns", carry)
-    before, after = _tensors(init), _tensors(carry)
-    if spec != spec_after or len(before) != len(after):
-        raise ValueError(f"scan: the step returned a carry of structure {spec_after}, but was given {spec}")
-    for i, (a, b) in enumerate(zip(before, after, strict=True)):
+    if pytree.tree_structure(init) != pytree.tree_structure(carry) or _absent(init) != _absent(carry):
+        _refuse("scan: the step returned a carry of another structure than it was given; a carry keeps its keys, "
+                "its length and what is None")  # fmt: skip
+
+
+def _absent(tree: Any) -> list[bool]:
+    return [leaf is None for leaf in pytree.tree_leaves(tree)]
+
+
+def _check_carry(init: Any, carry: Any) -> None:
+    _check_structure(init, carry)
+    for i, (a, b) in enumerate(zip(_tensors(init), _tensors(carry), strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(
                 f"scan: the step changed carry leaf {i} from {a.dtype}{list(a.shape)} to {b.dtype}{list(b.shape)}; "
@@ -182,7 +199,9 @@ def _captured_scan(step, init, xs, length):
 
     def flat_step(carry_flat, x_flat):
         carry, y = step(_with_tensors(carry_like, carry_flat), _with_tensors(x_like, x_flat))
-        _require_tensors("the carry that the step returns", carry)
+        if not stateless:
+            carry = _in_order(carry_like, carry)
+            _check_structure(carry_like, carry)
         _require_tensors("an output of the step", y, none=False)
         return [_own(leaf) for leaf in (carry_flat if stateless else _tensors(carry))], pytree.tree_map(_own, y)
 

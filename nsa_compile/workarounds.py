@@ -193,7 +193,7 @@ _REASONS = (
         "it writes in place to its carry, to its input or to a tensor from outside; write to a copy, x.clone(), and "
         "return it",
     ),
-    (("metadata", "init and carry"), "it returns a carry of another shape, dtype or structure than it was given"),
+    (("metadata", "init and carry"), "it returns a carry of another shape or dtype than it was given"),
     (("builtin print", "builtin `print`", "logging"), "it prints or logs; do so with what the scan returns"),
     (("graph_break()", "torch.compiler.disable", "Skip calling"), "it breaks the graph, and a step is captured whole"),
 )

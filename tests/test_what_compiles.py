@@ -525,6 +525,24 @@ def carry_of_another_structure(compile):
 
 
 @program
+def carry_without_a_key(compile):
+    init = {"a": torch.zeros(D), "b": torch.zeros(D)}
+    return trained(compile(lambda x: scan(lambda c, row: ({"a": c["a"] + row}, row * 2), init, x)), rows())
+
+
+@program
+def carry_in_another_order(compile):
+    def step(c, row):
+        return {"b": c["b"] + 1, "a": c["a"] * 0.5 + row}, c["a"] * c["b"]
+
+    def run(x):
+        final, y = scan(step, {"a": x.new_zeros(D), "b": x.new_zeros(D)}, x)
+        return final["a"], final["b"], y
+
+    return trained(compile(run), rows())
+
+
+@program
 def carry_that_is_a_number(compile):
     return trained(compile(lambda x: scan(lambda c, row: (c + 1, row * c), 0, x)), rows())
 

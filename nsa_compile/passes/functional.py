@@ -54,7 +54,7 @@ class WriteBack:
 
     Attributes:
         inputs: places of the inputs that are set to the graph's further outputs.
-        views: for outputs that are views of such an input: its place, and the view as a function of it.
+        views: for outputs that are such an input, or a view of it: its place, and the view as a function of it.
     """
 
     inputs: list[int] = field(default_factory=list)
@@ -274,7 +274,7 @@ def _note_views(
     (nodes,) = gm.graph.output_node().args
     for i, (node, value) in enumerate(zip(nodes, outputs, strict=True)):
         base = by_memory.get(memory(value)) if isinstance(value, Tensor) else None
-        if base is None or memory(value) not in written or node is base:
+        if base is None or memory(value) not in written:
             continue
         view = _view_of(base, node, observer)
         if view is None:

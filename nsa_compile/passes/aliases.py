@@ -1,0 +1,124 @@
+"""Final carries that are tensors of the caller's: a state that no step replaces, the last row of an input.
+
+A loop hands such a tensor on as it is, and whoever writes to the result writes to the original. A captured scan copies
+its carries, so what reads one of these is given the original again, or the same view of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from nsa_compile.passes.scans import ScanSite, ancestors, example, find_scans
+
+__all__ = ["hand_on_originals"]
+
+# Operators between a tensor and a carry that is a view of it. Nobody takes more views than that, one of the other.
+MOST_VIEWS = 16
+
+
+def hand_on_originals(gm: fx.GraphModule) -> None:
+    """Let readers of a final carry read what it is a view of, in place."""
+    for site in find_scans(gm):
+        if site.owner is not gm:  # a checkpointed region may not return its inputs
+            continue
+        finals = [n for n in site.node.users if n.target is operator.getitem and n.args[1] < len(site.init)]
+        for final in finals:
+            original = _Originals(site).after_last_step(final)
+            if original is not None:
+                final.replace_all_uses_with(original)
+                gm.graph.erase_node(final)
+    gm.recompile()
+
+
+class _Originals:
+    """What the carries of a scan are, where that is no result of a step."""
+
+    def __init__(self, site: ScanSite) -> None:
+        self.site = site
+        self.carries, self.rows, self.additional = site.placeholders()
+        (outputs,) = site.body.graph.output_node().args
+        self.updates = [_uncopied(x) for x in outputs[: len(self.carries)]]
+
+    def after_last_step(self, final: fx.Node) -> fx.Node | None:
+        """The tensor that a final carry is, or a view of it put behind the scan; None if a step computed it."""
+        path: list[tuple[fx.Node, list[fx.Node]]] = []  # placeholders of steps, and the views taken of them
+        update, step = self.updates[final.args[1]], self.site.length - 1
+        while True:
+            views = self._views(update)
+            if views is None or sum(len(v) for _, v in path) + len(views) > MOST_VIEWS:
+                return None
+            source = views.pop(0)
+            if views:
+                path.append((source, views))
+            if source not in self.carries or step == 0 or self._is_kept(source):
+                break
+            update, step = self.updates[self.carries.index(source)], step - 1
+        return self._put_behind(final, source, step, path)
+
+    def _is_kept(self, carry: fx.Node) -> bool:
+        return self.updates[self.carries.index(carry)] is carry
+
+    def _views(self, update: fx.Node) -> list[fx.Node] | None:
+        """The input of a step that an update is a view of, and the views from there; None if it is none."""
+        if update.op == "placeholder":
+            return [update]
+        nodes = ancestors([update])
+        given = [n for n in nodes if n.op == "placeholder"]
+        if len(given) != 1 or len(nodes) > MOST_VIEWS or any(n.op == "get_attr" for n in nodes):
+            return None
+        inner = [n for n in update.graph.nodes if n in nodes and n is not given[0]]
+        with unset_fake_temporarily(), FakeTensorMode(), torch.no_grad():
+            old = _like(example(given[0]))
+            try:
+                new = _run(inner, {given[0]: old})
+            except Exception:  # what it is will be found out, and said, when the step is traced
+                return None
+            shared = isinstance(new, Tensor) and new.untyped_storage()._cdata == old.untyped_storage()._cdata
+        return [given[0], *inner] if shared else None
+
+    def _put_behind(
+        self, final: fx.Node, source: fx.Node, step: int, path: list[tuple[fx.Node, list[fx.Node]]]
+    ) -> fx.Node:
+        graph, site = self.site.owner.graph, self.site
+        with graph.inserting_before(final):
+            if source in self.carries:
+                value = _uncopied(site.init[self.carries.index(source)])
+            elif source in self.rows:
+                rows = site.xs[self.rows.index(source)]
+                value = graph.call_function(torch.select, (rows, 0, step))
+                value.meta = {**final.meta, "example_value": example(rows)[step]}
+            else:
+                value = site.additional[self.additional.index(source)]
+            for given, views in reversed(path):
+                mapped = {given: value}
+                for view in views:
+                    mapped[view] = graph.node_copy(view, mapped.__getitem__)
+                value = mapped[views[-1]]
+        return value
+
+
+def _uncopied(node: fx.Node) -> fx.Node:
+    """What the capture of a scan has made a copy of (`loop._own`)."""
+    copied = node.target == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format
+    return cast("fx.Node", node.args[0]) if copied else node
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _run(nodes: list[fx.Node], values: dict[fx.Node, Any]) -> Any:
+    for node in nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "call_method":
+            values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+        elif node.op == "call_function":
+            values[node] = node.target(*args, **kwargs)
+        else:
+            raise NotImplementedError(node.op)
+    return values[nodes[-1]]

@@ -1,0 +1,69 @@
+"""A final carry that is a tensor of the caller's is that tensor again, and a view of it a view."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_compile import scan
+
+
+def run(x, k, w):
+    def step(c, row):
+        new = {
+            "kept": c["kept"],
+            "last": row,
+            "one before": c["last"],
+            "part": row.view(1, 2)[:, :1],
+            "closed over": w,
+            "turned": w.t(),
+            "copied": row.clone(),
+            "computed": c["computed"] * 0.5 + row,
+            "swapped": c["with"],
+            "with": c["swapped"],
+        }
+        return new, c["last"] * 2 + c["computed"]
+
+    init = {
+        "kept": k,
+        "part": x.new_zeros(1, 1),
+        "closed over": w * 0,
+        "turned": w.t() * 0,
+        "swapped": k,
+        "with": k * 2,
+    }
+    init |= {name: x.new_zeros(2) for name in ("last", "one before", "copied", "computed")}
+    final, y = scan(step, init, x)
+    final["one before"].mul_(3)  # which is a row of x
+    final["swapped"].add_(1)
+    return final, y
+
+
+def observed(function, steps):
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        name: torch.randn(size, generator=generator)
+        for name, size in {"x": (steps, 2), "k": (2, 3), "w": (2, 3)}.items()
+    }
+    final, y = function(**given)
+    shared = {
+        name: [n for n, x in given.items() if x.untyped_storage()._cdata == value.untyped_storage()._cdata]
+        for name, value in final.items()
+    }
+    return final, y, given, shared
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("nested", ["eager", "aot_eager"])
+def test_final_carries_share_the_memory_that_the_loop_leaves_them(nested, steps):
+    torch._dynamo.reset()
+    fast = torch.compile(run, backend="nsa_compile", fullgraph=True, options={"nested": nested, "cache": False})
+    *values, shared = observed(fast, steps)
+    *wanted, shared_by_the_loop = observed(run, steps)
+    torch.testing.assert_close(values, wanted)
+    assert shared == shared_by_the_loop
+    assert shared["kept"] == ["k"]
+    assert shared["one before"] == shared["part"] == ["x"]
+    assert shared["turned"] == ["w"]
+    assert shared["swapped"] == (["k"] if steps % 2 == 0 else [])
+    assert shared["copied"] == shared["computed"] == []
