@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._dynamo import exc
@@ -15,6 +16,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
 from torch._higher_order_ops.scan import scan_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 log = logging.getLogger("nsa_compile")
@@ -165,6 +167,27 @@ def _caller_of_scan(tx: Any) -> str | None:
             return f"{tx.f_code.co_filename}:{tx.lineno}"
         tx = getattr(tx, "parent", None)
     return None
+
+
+class HonestBatchNorm(TorchFunctionMode):
+    """Batch normalization by the operators that say what they write.
+
+    `native_batch_norm` and its kin update the running statistics, and their schemas do not say so (torch 2.13).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (names := self._ARGUMENTS.get(func)) is not None:
+            given = {"momentum": 0.1, "eps": 1e-5, **dict(zip(names, args, strict=False)), **(kwargs or {})}
+            inputs = [given.get(name) for name in ("input", "weight", "bias", "running_mean", "running_var")]
+            if given.get("training") and inputs[3] is not None and inputs[4] is not None:
+                numbers = (True, given["momentum"], given["eps"])
+                return torch.ops.aten._native_batch_norm_legit.default(*inputs, *numbers)[0]
+        return func(*args, **(kwargs or {}))
+
+    _ARGUMENTS: ClassVar[dict[Any, tuple[str, ...]]] = {
+        F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+        torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+    }
 
 
 # `x.data` in a captured graph. Traced as it is, it leaves no node behind, and gradients flow through (torch 2.13).

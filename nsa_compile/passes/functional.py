@@ -36,11 +36,12 @@ from nsa_compile.passes.scans import (
     find_scans,
     is_single_step,
     location,
+    refuse_strided_writes,
     scan_results,
     subgraphs,
     trace_to_aten,
 )
-from nsa_compile.workarounds import ScanNotCompiled
+from nsa_compile.workarounds import HonestBatchNorm, ScanNotCompiled
 
 __all__ = ["WriteBack", "make_functional"]
 
@@ -105,10 +106,17 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
         return WriteBack()
     if seen.hazard is not None:
         raise seen.hazard
+    if not torch.is_grad_enabled() and (enters := _turns_gradients_on(gm)) is not None:
+        raise Declined("it writes to a tensor, and turns gradients on where they are off around it", enters)
     with_gradient = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     if is_single_step(gm) and not with_gradient and not seen.views:
         return WriteBack()  # lowering it makes it functional, and single rows of caches are written then
     return _functionalize(gm, seen)
+
+
+def _turns_gradients_on(gm: fx.GraphModule) -> fx.Node | None:
+    nodes = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    return next((n for n in nodes if n.args[0]), None)
 
 
 def _refuse_inference_mode(gm: fx.GraphModule) -> None:
@@ -198,7 +206,7 @@ class _Observer(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if isinstance(n.target, HigherOrderOperator):
             return pytree.tree_map_only(Tensor, _fresh_like, n.meta["example_value"])
-        with _Watch(self.with_gradient) as watch:
+        with HonestBatchNorm(), _Watch(self.with_gradient) as watch:
             result = super().run_node(n)
         if any(memory(x) in self.known for x in watch.written):
             self.effects.writes.append(n)
@@ -362,6 +370,9 @@ def _functionalize(gm: fx.GraphModule, effects: Effects) -> WriteBack:
     try:
         functional = torch.func.functionalize(run, remove="mutations")
         lowered = trace_to_aten(functional, fake_inputs(tensors), decompositions={aten.copy.default: _copy})
+        refuse_strided_writes(lowered)
+    except Declined:
+        raise
     except Exception as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Declined(f"it writes to a tensor and cannot be made functional: {line}", effects.writes[0]) from error

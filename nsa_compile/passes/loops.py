@@ -37,7 +37,9 @@ def _keep(site: ScanSite) -> None:
     layouts = [Layout.standard(example(n)) for n in site.init]
     layouts += [Layout.standard(example(n)[0]) for n in site.xs]
     layouts += [Layout.of(example(n)) for n in site.additional]
-    program = Program(site.body, layouts, len(site.init), len(site.xs), site.length, modes.autocast_at(site.node))
+    read = sorted({cast("int", n.args[1]) for n in site.node.users if n.users})
+    autocast = modes.autocast_at(site.node)
+    program = Program(site.body, layouts, len(site.init), len(site.xs), site.length, autocast, read)
     try:  # so that what cannot be traced is said now, and here
         program.graphs(_differentiable(inputs))
     except LoopNotTraced as error:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_compile import modes
 from nsa_compile.passes.rewriting import eliminate_dead_code
 from nsa_compile.passes.step_values import StepValue
-from nsa_compile.workarounds import DATA
+from nsa_compile.workarounds import DATA, HonestBatchNorm
 
 aten = torch.ops.aten
 
@@ -241,7 +241,10 @@ def trace_to_aten(
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     sdpa = sdpa_kernel(SDPBackend.MATH) if decompose_sdpa else contextlib.nullcontext()
-    with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa, modes.restored(), torch.no_grad():
+    state = (modes.restored(), torch.no_grad(), HonestBatchNorm())
+    with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa, contextlib.ExitStack() as stack:
+        for mode in state:
+            stack.enter_context(mode)
         gm = make_fx(fn, decompositions, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     _write_nothing_in_place(gm)
     eliminate_dead_code(gm)
@@ -329,7 +332,19 @@ def _lower(body: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
             raise Declined(f"functionalization leaves {node.target} in the step", node)
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise Declined(f"{node.target} draws random numbers, whose order a batched step would change", node)
+    refuse_strided_writes(lowered)
     return lowered
+
+
+def refuse_strided_writes(lowered: fx.GraphModule) -> None:
+    """Functionalization makes `as_strided_scatter` of a write through `as_strided`, and torch has a wrong derivative
+    for it: what is overwritten keeps its gradient (torch 2.13).
+
+    Raises:
+        Declined: the graph has one.
+    """
+    for node in lowered.graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
+        raise Declined("it writes through as_strided, for which torch has a wrong derivative", node)
 
 
 class BodyInterpreter(fx.Interpreter):

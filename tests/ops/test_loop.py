@@ -149,7 +149,7 @@ def test_a_step_that_writes_to_its_inputs_is_refused():
     body = fx.symbolic_trace(lambda c, row: [c.add_(row), c * 2])
     layouts = [Layout.of(torch.zeros(3))] * 2
     with pytest.raises(LoopNotTraced, match=r"write to a copy, x\.clone\(\)"):
-        Program(body, layouts, 1, 1, 4, modes.autocast_now()).graphs([])
+        Program(body, layouts, 1, 1, 4, modes.autocast_now(), [0]).graphs([])
 
 
 def test_its_name_says_all_that_it_does():
@@ -157,7 +157,7 @@ def test_its_name_says_all_that_it_does():
 
     def key(body: Any, length: int = 4, shape: tuple[int, ...] = (3,)) -> str:
         layouts = [Layout.of(torch.zeros(shape))] * 2
-        return register(Program(fx.symbolic_trace(body), layouts, 1, 1, length, modes.autocast_now()))
+        return register(Program(fx.symbolic_trace(body), layouts, 1, 1, length, modes.autocast_now(), [0]))
 
     first = key(lambda c, row: [c + row, c * 2])
     assert first == key(lambda c, row: [c + row, c * 2])

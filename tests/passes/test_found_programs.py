@@ -115,3 +115,143 @@ def test_compiling_within_a_checkpointed_region():
     (wanted,) = torch.autograd.grad(fast(x).sum(), [x])
     torch.testing.assert_close(gradient, wanted)
     assert nsa_compile.last_report() is not None
+
+
+def equal_gradients(run, *inputs, nested="eager"):
+    """Values, what asks for gradients, and the gradients of all inputs, compiled and as written."""
+    results = []
+    for function in (run, compiled(run, nested, fullgraph=True)):
+        given = [x.clone().requires_grad_(x.requires_grad) for x in inputs]
+        outputs = function(*given)
+        flags = [y.requires_grad for y in outputs]
+        loss = sum((y * torch.arange(1, y.numel() + 1).view(y.shape)).sum() for y in outputs if y.requires_grad)
+        leaves = [x for x in given if x.requires_grad]
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if any(flags) else None
+        results.append((outputs, flags, gradients))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("recurrence", [True, False])
+def test_data_takes_a_value_out_of_its_gradient(recurrence):
+    """`.data` left no node behind where a graph was traced anew: gradients flowed through it."""
+
+    def run(x, w):
+        def step(c, row):
+            new = (c * 0.5 if recurrence else 0) + row * w
+            return new, new.data + new * w
+
+        y = scan(step, x.new_zeros(D), (x * w).data * 2)[1]
+        y.put_(torch.tensor([0]), torch.ones(1, dtype=x.dtype))
+        return y, y.data
+
+    equal_gradients(run, rows(3, D), rows(D).requires_grad_())
+
+
+def test_a_write_through_as_strided():
+    """Torch's derivative of `as_strided_scatter`, which functionalization makes of it, is wrong."""
+
+    def run(x, w):
+        y = scan(lambda c, row: (c, row * w), x.new_zeros(D), x)[1]
+        y.as_strided(y.shape, y.stride())[0] = y[0] * 1.5
+        return (y,)
+
+    equal_gradients(run, rows(3, D), rows(D).requires_grad_())
+
+
+def test_running_statistics_of_an_output_that_nobody_reads():
+    """The schema of `native_batch_norm` does not say that it writes, so it went with its output."""
+    layers = [torch.nn.BatchNorm1d(D, dtype=torch.float64) for _ in range(2)]
+
+    def run(x, layer):
+        layer(scan(lambda c, row: (c, row * 2), x.new_zeros(D), x)[1])
+
+    run(rows(4, D), layers[0])
+    compiled(run, fullgraph=True)(rows(4, D), layers[1])
+    assert layers[1].running_mean.abs().sum() > 0
+    torch.testing.assert_close(layers[1].state_dict(), layers[0].state_dict())
+
+
+def test_gradients_turned_on_within_no_grad_in_a_graph_that_writes():
+    def run(x, w):
+        with torch.enable_grad():
+            y = scan(lambda c, row: (c, row * w), x.new_zeros(D), x)[1]
+            y.mul_(2)
+            return (y,)
+
+    x, w = rows(3, D), rows(D).requires_grad_()
+    with torch.no_grad():
+        (y,) = compiled(run, fullgraph=True)(x, w)
+    (gradient,) = torch.autograd.grad(y.sum(), [w])
+    torch.testing.assert_close(gradient, 2 * x.sum(0))
+
+
+def test_a_carry_that_loses_its_gradient_on_the_way():
+    """Two carries are swapped, and one of them is computed from what has no gradient."""
+
+    def run(x, first):
+        def step(c, row):
+            return {"a": c["b"], "b": row.tanh(), "c": c["c"] * 0.5 + row}, row
+
+        final = scan(step, {"a": first, "b": first * 2, "c": x.new_zeros(D)}, x)[0]
+        return final["a"], final["b"], final["c"], first * 1
+
+    equal_gradients(run, rows(3, D), rows(D).requires_grad_())
+
+
+def test_a_cache_of_no_rows_asks_for_its_gradient():
+    def run(x, w):
+        return cached(x * w), x * w
+
+    equal_gradients(run, rows(3, 0, D), rows(D).requires_grad_())
+
+
+def test_parameters_of_a_result_that_nobody_reads_may_be_written_to():
+    """The loop kept them for its backward pass, where the loop as written would not."""
+
+    def run(x, w):
+        return scan(lambda c, row: (c * 0.5 + row, (row @ w) * c), x.new_zeros(D), x)[0]
+
+    x, w = rows(3, D).requires_grad_(), rows(D, D).requires_grad_()
+    final = compiled(run, fullgraph=True)(x, w)
+    with torch.no_grad():
+        w.mul_(0.9)
+    torch.testing.assert_close(torch.autograd.grad(final.sum(), [x]), torch.autograd.grad(run(x, w).sum(), [x]))
+
+
+def test_constants_of_a_loop_beside_a_batched_scan_go_through_autograd():
+    def run(x):
+        def step(c, row):
+            k = c.clone()
+            k[(torch.arange(3) == row["t"]).view(-1, 1).expand(3, D)] = 0.5
+            return k, (k * torch.tensor([1.0, 2.0])).sum(0)
+
+        y = cached(x)
+        return scan(step, x.new_zeros(3, D), {"t": torch.arange(len(x)), "y": y})[1], y
+
+    x = rows(3, D)
+    torch.testing.assert_close(compiled(run, "aot_eager", fullgraph=True)(x), run(x))
+
+
+def test_a_checkpointed_loop_beside_a_batched_scan():
+    """Graphs within graphs lost what they hold once another one was removed."""
+
+    def run(x):
+        def average():
+            return scan(lambda c, row: (c * 0.5 + row, c), x.new_zeros(D), x)[1]
+
+        return (cached(torch.utils.checkpoint.checkpoint(average, use_reentrant=False)),)
+
+    equal_gradients(run, rows(3, D).requires_grad_())
+
+
+def test_a_size_that_a_graph_that_writes_hands_on():
+    def run(x):
+        size = x.shape[0]
+        y = scan(lambda c, row: (c * 0.5 + row, c), x.new_zeros(D), x)[1]
+        y.relu_()
+        torch._dynamo.graph_break()
+        return y * size
+
+    fast = compiled(run)
+    for length in (3, 4, 5):
+        torch.testing.assert_close(fast(rows(length, D)), run(rows(length, D)))

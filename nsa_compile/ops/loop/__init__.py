@@ -25,7 +25,7 @@ __all__ = ["LoopNotTraced", "Program", "program", "register", "run_loop"]
 
 
 class Program:
-    """A loop: its step, the layouts of what the step reads, and its length."""
+    """A loop: its step, the layouts of what the step reads, its length, and which of its results are read."""
 
     def __init__(
         self,
@@ -35,8 +35,9 @@ class Program:
         n_xs: int,
         length: int,
         autocast: modes.Autocast,
+        read: Sequence[int],
     ) -> None:
-        self.body, self.inputs, self.autocast = body, tuple(inputs), autocast
+        self.body, self.inputs, self.autocast, self.read = body, tuple(inputs), autocast, tuple(read)
         self.n_init, self.n_xs, self.length = n_init, n_xs, length
         self._graphs: dict[tuple[bool, ...], StepGraphs] = {}
 
@@ -49,12 +50,12 @@ class Program:
         key = tuple(differentiable)
         if key not in self._graphs:
             self._graphs[key] = trace_step(
-                self.body, self.inputs, self.n_init, self.n_xs, self.length, key, self.autocast
+                self.body, self.inputs, self.n_init, self.n_xs, self.length, key, self.autocast, self.read
             )
         return self._graphs[key]
 
     def digest(self) -> str:
-        shape = f"{self.inputs}|{self.n_init}|{self.n_xs}|{self.length}|{self.autocast}"
+        shape = f"{self.inputs}|{self.n_init}|{self.n_xs}|{self.length}|{self.autocast}|{self.read}"
         text = f"{shape}|{torch.__version__}\n{_text(self.body)}"
         if " at 0x" in text:  # an object without a name: nothing but this process knows what it does
             text = uuid.uuid4().hex

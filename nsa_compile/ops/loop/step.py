@@ -10,7 +10,7 @@ The body and its vector-Jacobian product are traced together, as AOTAutograd tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,7 @@ def trace_step(
     length: int,
     differentiable: Sequence[bool],
     autocast: modes.Autocast,
+    read: Collection[int],
 ) -> StepGraphs:
     """The graphs of a step `body(*carries, *rows, *additional) -> [*carries, *ys]`.
 
@@ -120,6 +121,7 @@ def trace_step(
         n_init: number of carries; n_xs: of xs; length: of steps.
         differentiable: which inputs have gradients; empty if none.
         autocast: the state that the step runs under.
+        read: which results of the loop, carries and ys, somebody reads; no gradient comes from the others.
 
     Raises:
         LoopNotTraced: the step writes to its inputs, or torch cannot trace it.
@@ -133,10 +135,15 @@ def trace_step(
             results = _results(body, inputs, wanted)
             tangents = tuple(i for i, (_, has_gradient) in enumerate(results) if has_gradient)
             joint = _trace_joint(body, inputs, wanted, [results[i][0] for i in tangents], tangents)
+            live = _live(joint, n_init, len(results), read)
+            if not live.issuperset(tangents):
+                tangents = tuple(i for i in tangents if i in live)
+                joint = _trace_joint(body, inputs, wanted, [results[i][0] for i in tangents], tangents)
         except LoopNotTraced:
             raise
         except Exception as error:
             raise LoopNotTraced(why_not_traced(error)) from error
+        with_gradient = tuple(i for i in with_gradient if i in live)
         return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, with_gradient, wanted)
 
 
@@ -221,6 +228,19 @@ def _trace_joint(
         if _is_copy(node):
             node.replace_all_uses_with(node.args[0])
     return traced
+
+
+def _live(joint: fx.GraphModule, n_init: int, n_results: int, read: Collection[int]) -> set[int]:
+    """The results of a step that those which are read depend on, in this step or in a later one."""
+    outputs: Any = joint.graph.output_node().args[0]
+    carries = joint.graph.find_nodes(op="placeholder")[:n_init]
+    live, reached = set[int](), set[fx.Node]()
+    found = set(read)
+    while found:
+        live |= found
+        reached |= _reached([outputs[i] for i in found], stop=())
+        found = {i for i in range(n_init) if carries[i] in reached} - live
+    return live
 
 
 def _is_copy(node: fx.Node) -> bool:
