@@ -228,6 +228,9 @@ class BatchedBody:
             with fx.traceback.set_current_meta(node):
                 return self._attention(node, times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
+        # torch.vmap then leaves the padding index out of the gradient (torch 2.13).
+        if node.target is aten.embedding.default and operands[node.args[0]][1] and (*node.args, -1)[2] != -1:
+            raise Declined("embedding with a padding_idx in weights that differ from step to step", node)
         with fx.traceback.set_current_meta(node):
             return self._apply(node, operands, len(times))
 

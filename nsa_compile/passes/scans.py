@@ -245,10 +245,17 @@ def trace_to_aten(
     with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa, contextlib.ExitStack() as stack:
         for mode in state:
             stack.enter_context(mode)
-        gm = make_fx(fn, decompositions, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        table = {aten.select_scatter.default: _select_scatter, **(decompositions or {})}
+        gm = make_fx(fn, table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     _write_nothing_in_place(gm)
     eliminate_dead_code(gm)
     return gm
+
+
+def _select_scatter(old: Tensor, new: Tensor, dim: int, index: int) -> Tensor:
+    """torch.vmap writes the row several times instead, and the gradient of it counts each of them (torch 2.13)."""
+    index %= old.shape[dim]
+    return torch.slice_scatter(old, new.unsqueeze(dim), dim, index, index + 1)
 
 
 def _write_nothing_in_place(gm: fx.GraphModule) -> None:

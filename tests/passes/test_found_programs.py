@@ -255,3 +255,40 @@ def test_a_size_that_a_graph_that_writes_hands_on():
     fast = compiled(run)
     for length in (3, 4, 5):
         torch.testing.assert_close(fast(rows(length, D)), run(rows(length, D)))
+
+
+def writes_a_row(row):
+    z = row.clone()
+    z[0] *= 3
+    z[:, 1] = z[:, 0] * 2
+    return z
+
+
+WRITES = {
+    "rows and columns": writes_a_row,
+    "select_scatter": lambda row: torch.select_scatter(row, row[0] * 3, -1, -1),
+    "fill_diagonal_": lambda row: row.clone().fill_diagonal_(0.5),
+    "fill_diagonal_ of a part": lambda row: row[1:].clone().fill_diagonal_(0.5) + row[:1],
+    "as_strided": lambda row: row[1].as_strided((D,), (1,)) + row,
+}
+
+
+@pytest.mark.parametrize("recurrence", [True, False])
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_within_a_step(write, recurrence):
+    """torch.vmap writes a row several times, and gradients counted each; as_strided counted from the first row."""
+
+    def run(x):
+        return scan(lambda c, row: (c * 0.5 + row if recurrence else c, WRITES[write](row) * c), x[0] + 1, x)
+
+    equal_gradients(run, rows(3, D, D).requires_grad_())
+
+
+def test_a_padding_index_in_weights_of_each_step():
+    """torch.vmap leaves the padding index of an embedding out of the gradient."""
+
+    def run(x, w):
+        tokens = torch.tensor([[0, 1], [1, 2]])
+        return scan(lambda c, r: (c, torch.nn.functional.embedding(r[1], r[0], padding_idx=1)), x, (w, tokens))
+
+    equal_gradients(run, rows(D), rows(2, 3, D).requires_grad_())

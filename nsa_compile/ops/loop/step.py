@@ -225,9 +225,34 @@ def _trace_joint(
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # an additional input may come with other strides
     for node in traced.graph.nodes:
-        if _is_copy(node):
+        if _is_copy(node) and not any(user.target in _STRIDED for user in node.users):
             node.replace_all_uses_with(node.args[0])
+    _give_memory_of_its_own(traced)
     return traced
+
+
+# Operators that count from where memory begins, and the place of their offset among the arguments.
+_STRIDED = {aten.as_strided.default: 3, aten.as_strided_scatter.default: 4}
+
+
+def _give_memory_of_its_own(traced: fx.GraphModule) -> None:
+    """Let `as_strided` read copies: it counts from where memory begins, which for a row is not where the row does.
+
+    Raises:
+        LoopNotTraced: it reads what lies beside the tensor it is given.
+    """
+    for node in traced.graph.nodes:
+        if (place := _STRIDED.get(node.target)) is None or len(node.args) <= place or node.args[place] is None:
+            continue
+        base = node.args[0]
+        start = node.args[place] - base.meta["val"].storage_offset()
+        if start < 0 or not torch._prims_common.is_non_overlapping_and_dense_or_false(base.meta["val"]):
+            raise LoopNotTraced("it reads memory by as_strided with an offset; write it with slices or select")
+        with traced.graph.inserting_before(node):
+            copied = traced.graph.call_function(aten.clone.default, (base,))
+        copied.meta = {"val": torch.empty_like(base.meta["val"])}
+        node.update_arg(0, copied)
+        node.update_arg(place, start)
 
 
 def _live(joint: fx.GraphModule, n_init: int, n_results: int, read: Collection[int]) -> set[int]:
