@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.resolve_carries import Invariant, Known, Latest, Rows, declined_if_it_fails, first_line
 from nsa_compile.passes.rewriting import inline_graph
 from nsa_compile.passes.scans import (
+    ESCAPES,
     Declined,
     ScanRecord,
     ScanSite,
@@ -44,6 +45,7 @@ from nsa_compile.passes.scans import (
     find_scans,
     trace_to_aten,
 )
+from nsa_compile.passes.zero_gradients import ask_for_zero_gradients
 
 Times = tuple[int, ...]
 
@@ -68,6 +70,7 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
         report.batched = True
         report.carries = [type(c).__name__ for c in site.record.carries]
         report.guards_kept, report.guards_dropped = guards(site, site.record)
+        ask_for_zero_gradients(site, batched)
         inline_graph(site.owner, site.node, batched, inputs)
         context.match(site.node.name, f"{site.record.length} steps became {report.nodes_after} operators")
         changed = True
@@ -97,20 +100,25 @@ def trace_batched(site: ScanSite, record: ScanRecord, max_guard_bytes: int) -> f
     with declined_if_it_fails("the step cannot be batched", site.node):
         # vmap's own decompositions hold in-place operators (squeeze_); the graph shall hold none.
         graph = trace_to_aten(torch.func.functionalize(batched, remove="mutations"), fakes)
-        _keep_outputs_apart(graph)
+        escaping = {user.args[1] for user in site.node.users if ESCAPES in user.meta}
+        _keep_outputs_apart(graph, escaping if torch.is_grad_enabled() else ())
     return graph
 
 
-def _keep_outputs_apart(graph: fx.GraphModule) -> None:
-    """Copy the outputs that share memory with an input, a constant or another output: those of a loop share none."""
+def _keep_outputs_apart(graph: fx.GraphModule, escaping: Collection[int]) -> None:
+    """Copy the outputs that share memory with an input, a constant or another output: those of a loop share none.
+
+    Copied is also what the caller gets to see, who may write to the results of a loop before he asks for gradients: an
+    operator such as tanh keeps its result for the backward pass.
+    """
     output = graph.graph.output_node()
     taken = set(graph.graph.find_nodes(op="placeholder") + graph.graph.find_nodes(op="get_attr"))
     outputs = []
-    for value in output.args[0]:
+    for i, value in enumerate(output.args[0]):
         source = value
         while source.op == "call_function" and _may_alias(source):
             source = source.all_input_nodes[0]
-        if source in taken:
+        if source in taken or i in escaping:
             with graph.graph.inserting_before(output):
                 copied = graph.graph.call_function(aten.clone.default, (value,))
             copied.meta = dict(value.meta)
@@ -175,11 +183,7 @@ class BatchedBody:
             if i not in used or update is self.carries[i]:
                 finals.append(self.init[i])
             elif isinstance(kind, Rows) and kind.write_once:
-                full = self._full(i)
-                if full.is_floating_point() and (kind.written_at < self.record.length).all():
-                    # No row of the first value is left, but it has a gradient: zero.
-                    full = torch.where(torch.zeros((), dtype=torch.bool, device=full.device), self.init[i], full)
-                finals.append(full)
+                finals.append(self._full(i))
             else:
                 tensor, has_steps = self.value(update, last)
                 finals.append(tensor[0] if has_steps else tensor)

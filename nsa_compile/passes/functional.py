@@ -12,7 +12,7 @@ A write that cannot be taken out of a graph without changing gradients or aliase
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_compile import modes
 from nsa_compile.passes.rewriting import KEPT, replace_graph
 from nsa_compile.passes.scans import (
+    ESCAPES,
     BodyInterpreter,
     Declined,
     applies_functorch,
     aten,
+    escaping,
     example,
     fake_inputs,
     find_scans,
@@ -241,12 +243,22 @@ def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise Declined(f"it cannot be run on fake tensors: {line}") from error
         after = [(x.shape, x.stride(), memory(x)) if isinstance(x, Tensor) else None for x in fakes]
+    seen_outside = {memory(x) for x in _tensors(outputs)}
+    _mark_escaping(gm, {n for n, x in observer.env.items() if isinstance(x, Tensor) and memory(x) in seen_outside})
     if not effects.writes or effects.hazard is not None:
         return effects
     if before != after:
         effects.hazard = Declined("it changes the shape or the memory of an input", effects.writes[0])
     _note_views(gm, effects, observer, inputs, fakes, outputs)
     return effects
+
+
+def _mark_escaping(gm: fx.GraphModule, seen: Collection[fx.Node]) -> None:
+    """Mark the results of scans that the caller gets, or a view of them."""
+    for site in gm.graph.find_nodes(op="call_function", target=scan_op):
+        for result in site.users:
+            if result in seen:
+                result.meta[ESCAPES] = True
 
 
 def _like(x: Any) -> Any:
@@ -422,5 +434,6 @@ def _put_scans_back(gm: fx.GraphModule, scans: dict[str, tuple[fx.Node, fx.Graph
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
         new._rename(name)
+    _mark_escaping(gm, escaping(gm))
     gm.graph.lint()
     gm.recompile()

@@ -28,6 +28,8 @@ from nsa_compile.workarounds import DATA, HonestBatchNorm
 aten = torch.ops.aten
 
 RECORD = "nsa_scan"
+# In the meta of what a scan yields: the caller gets it, or a view of it.
+ESCAPES = "nsa_escapes"
 
 
 class Declined(Exception):
@@ -308,7 +310,7 @@ def lower_graph(gm: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(node, fx.Node) or not isinstance(example(node), Tensor):
             raise Declined("the step takes or returns something else than tensors", gm.graph.output_node())
     lowered = _lower(gm, fake_inputs(inputs))
-    _strip_copies(lowered, kept=_escaping(lowered))
+    _strip_copies(lowered, kept=escaping(lowered))
     return lowered
 
 
@@ -389,17 +391,17 @@ _COPIES = {aten.clone.default, aten.alias.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
-def _escaping(gm: fx.GraphModule) -> set[fx.Node]:
+def escaping(gm: fx.GraphModule) -> set[fx.Node]:
     """Values that someone outside may hold, and what they are views of: outputs, and what inputs are set to."""
-    escaping: set[fx.Node] = set()
+    found: set[fx.Node] = set()
     todo = list(gm.graph.output_node().all_input_nodes)
     todo += [x for n in gm.graph.nodes if n.target is aten.copy_.default for x in n.all_input_nodes]
     while todo:
         node = todo.pop()
-        if node not in escaping:
-            escaping.add(node)
+        if node not in found:
+            found.add(node)
             todo += node.all_input_nodes if node.op == "call_function" and is_view(node) else []
-    return escaping
+    return found
 
 
 def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:

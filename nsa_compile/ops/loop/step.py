@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from nsa_compile import modes
 from nsa_compile.workarounds import DATA, why_not_traced
 
-__all__ = ["Layout", "LoopNotTraced", "StepGraphs", "trace_step"]
+__all__ = ["Layout", "LoopNotTraced", "StepGraphs", "results_with_gradient", "trace_step"]
 
 aten = torch.ops.aten
 
@@ -145,6 +145,22 @@ def trace_step(
             raise LoopNotTraced(why_not_traced(error)) from error
         with_gradient = tuple(i for i in with_gradient if i in live)
         return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, with_gradient, wanted)
+
+
+def results_with_gradient(
+    body: fx.GraphModule, inputs: Sequence[Layout], n_init: int, length: int, wanted: Sequence[bool]
+) -> tuple[int, ...]:
+    """Which results of a loop over a step, carries and ys, have a gradient; arguments as for `trace_step`.
+
+    Raises:
+        LoopNotTraced: the step cannot be run on fake tensors.
+    """
+    flags = [flag and x.differentiable for flag, x in zip(wanted, inputs, strict=True)]
+    with _disable_current_modes(), tracing(None), modes.restored():
+        try:
+            return _propagate_gradients(body, inputs, n_init, length, flags)[1]
+        except Exception as error:
+            raise LoopNotTraced(why_not_traced(error)) from error
 
 
 def _propagate_gradients(
