@@ -68,6 +68,7 @@ class Observation:
     state: dict[str, Tensor]
     shared: set[tuple[str, str]]  # pairs of names, one of them an output's, that share memory
     random_state: list[Tensor] = field(default_factory=list)
+    state_twice: bool = False  # written to when gradients are asked for, by a region that is computed again
 
 
 class Subject:
@@ -113,6 +114,7 @@ class Subject:
         tensors = {name: x for name, x in outputs.items() if isinstance(x, Tensor)}
         inputs = {f"argument {name}": x for name, x in args.items()} | {f"leaf {n}": x for n, x in leaves.items()}
         inputs |= self.state()
+        before = {name: x.detach().clone() for name, x in inputs.items()}
         grads = gradients(tensors, {name: x for name, x in inputs.items() if x.is_leaf and x.requires_grad})
         seen = Observation(
             outputs={name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in outputs.items()},
@@ -121,6 +123,7 @@ class Subject:
             state={name: x.detach().clone() for name, x in inputs.items()},
             shared=shared_memory(tensors, inputs),
             random_state=random_state,
+            state_twice=any(not torch.equal(x.nan_to_num(), before[name].nan_to_num()) for name, x in inputs.items()),
         )
         for x in tensors.values():  # they belong to the caller
             with torch.inference_mode(x.is_inference()), torch.no_grad():
@@ -272,6 +275,8 @@ def judge(source: str, compiler: Compiler | None = None) -> Verdict:
             wanted = [eager.call(n) for n in range(len(eager.calls) + 1)]
     except Exception as e:
         return Verdict("eager_fails", f"{type(e).__name__}: {first_line(e)}")
+    if eager.namespace["MODE"] == "checkpoint" and any(x.state_twice for x in wanted):
+        return Verdict("eager_fails", "what is computed again is written again")
     verdict = against(wanted, source, nsa_compile.scan, compiler or nsa_compiler(reports))
     if verdict is None:
         return what_happened(reports)

@@ -350,6 +350,10 @@ def _(tensors: Sequence[Tensor], name: str) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in _layouts[name]]
 
 
+# A step may draw random numbers, so a scan stays though nobody reads what it yields.
+fx.node.has_side_effect(torch.ops.nsa_compile.captured_scan.default)
+
+
 class _WithoutScans(BodyInterpreter):
     """Runs a captured graph with stand-ins for its scans."""
 
@@ -430,7 +434,7 @@ def _put_scans_back(gm: fx.GraphModule, scans: dict[str, tuple[fx.Node, fx.Graph
         with gm.graph.inserting_before(node):
             got = gm.graph.get_attr(held)
             new = gm.graph.call_function(scan_op, (got, list(tensors[:a]), list(tensors[a:b]), tuple(tensors[b:])))
-        new.meta = dict(old.meta)
+        new.meta = dict(old.meta) if node.users else {**old.meta, KEPT: True}
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
         new._rename(name)

@@ -292,3 +292,44 @@ def test_a_padding_index_in_weights_of_each_step():
         return scan(lambda c, r: (c, torch.nn.functional.embedding(r[1], r[0], padding_idx=1)), x, (w, tokens))
 
     equal_gradients(run, rows(D), rows(2, 3, D).requires_grad_())
+
+
+def test_a_loop_that_draws_and_that_nobody_reads_beside_a_write():
+    """It was dropped with its results, so whatever was drawn next was another number."""
+
+    def run(x):
+        scan(lambda c, row: (c * 0.5 + row * torch.bernoulli(torch.full_like(row, 0.5)), c), x.new_zeros(D), x)
+        return x.clone().fill_(1)
+
+    states = []
+    for function in (run, compiled(run, fullgraph=True)):
+        torch.manual_seed(3)
+        function(rows(3, D))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_a_result_that_is_written_to_before_backward():
+    """tanh keeps its result for the backward pass, and that was the memory which the caller got."""
+
+    def run(x):
+        return scan(lambda c, row: (c, row.tanh()), x[0], x)[1].transpose(0, 1)
+
+    gradients = []
+    for function in (run, compiled(run, fullgraph=True), compiled(run, "aot_eager", fullgraph=True)):
+        x = rows(3, D).requires_grad_()
+        y = function(x)
+        y.mul_(2)
+        gradients.append(torch.autograd.grad(y.sum(), [x]))
+    torch.testing.assert_close(gradients[1], gradients[0])
+    torch.testing.assert_close(gradients[2], gradients[0])
+
+
+def test_a_write_that_a_known_predicate_leaves_out_still_asks_for_its_gradient():
+    def run(x, w):
+        def step(c, r):
+            return torch.where(r["t"] < 0, c.index_copy(0, r["t"].view(1), (r["x"] * w).unsqueeze(0)), c), r["x"]
+
+        return scan(step, torch.zeros_like(x), {"x": x, "t": torch.arange(len(x))})[0], x * w
+
+    equal_gradients(run, rows(3, D), rows(D).requires_grad_())
