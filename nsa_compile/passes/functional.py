@@ -12,6 +12,7 @@ A write that cannot be taken out of a graph without changing gradients or aliase
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
+from nsa_compile.passes.loops import keep_loops
 from nsa_compile.passes.rewriting import KEPT, replace_graph
 from nsa_compile.passes.scans import (
     ESCAPES,
@@ -43,7 +45,10 @@ from nsa_compile.passes.scans import (
     subgraphs,
     trace_to_aten,
 )
+from nsa_compile.passes.verifier import snapshot
 from nsa_compile.workarounds import HonestBatchNorm, ScanNotCompiled
+
+log = logging.getLogger("nsa_compile")
 
 __all__ = ["WriteBack", "make_functional"]
 
@@ -58,10 +63,13 @@ class WriteBack:
     Attributes:
         inputs: places of the inputs that are set to the graph's further outputs.
         views: for outputs that are such an input, or a view of it: its place, and the view as a function of it.
+        captured: the graph as it came. It is run where an input that is written to shares its memory with another: the
+            capture took them for two.
     """
 
     inputs: list[int] = field(default_factory=list)
     views: dict[int, tuple[int, fx.GraphModule]] = field(default_factory=dict)
+    captured: fx.GraphModule | None = None
 
     def copied(self, inputs: Sequence[Any]) -> list[Any]:
         """What the functional graph is called with: copies of the inputs that are written to."""
@@ -73,6 +81,8 @@ class WriteBack:
             return run
 
         def run_and_write(*inputs: Any) -> list[Any]:
+            if self._share_memory(inputs):
+                return self._run_as_it_came(*inputs)
             results = list(run(*self.copied(inputs)))
             n = len(results) - len(self.inputs)
             for place, value in zip(self.inputs, results[n:], strict=True):
@@ -80,6 +90,20 @@ class WriteBack:
             return [self.views[i][1](inputs[self.views[i][0]]) if i in self.views else results[i] for i in range(n)]
 
         return run_and_write
+
+    def _share_memory(self, inputs: Sequence[Any]) -> bool:
+        places = [memory(x) for x in inputs if isinstance(x, Tensor)]
+        return any(places.count(memory(inputs[i])) > 1 for i in self.inputs)
+
+    def _run_as_it_came(self, *inputs: Any) -> list[Any]:
+        assert self.captured is not None
+        if find_scans(self.captured):
+            log.warning(
+                "an input that is written to shares its memory with another one, which was not so when the function "
+                "was compiled: it runs operator by operator, its loops step by step"
+            )
+            keep_loops(self.captured)
+        return list(self.captured(*inputs))
 
 
 def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteBack:
@@ -396,9 +420,10 @@ def _functionalize(gm: fx.GraphModule, effects: Effects) -> WriteBack:
         for name in scans:
             del _layouts[name]
     written = [inputs.index(n) for n in _take_out_copies(lowered, tensors, effects)]
+    captured = snapshot(gm)
     replace_graph(gm, lowered, tensors)
     _put_scans_back(gm, scans)
-    return WriteBack(written, effects.views)
+    return WriteBack(written, effects.views, captured)
 
 
 def _copy(old: Tensor, new: Tensor, non_blocking: bool = False) -> Tensor:

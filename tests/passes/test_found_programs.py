@@ -333,3 +333,20 @@ def test_a_write_that_a_known_predicate_leaves_out_still_asks_for_its_gradient()
         return scan(step, torch.zeros_like(x), {"x": x, "t": torch.arange(len(x))})[0], x * w
 
     equal_gradients(run, rows(3, D), rows(D).requires_grad_())
+
+
+def test_two_arguments_that_become_one(caplog):
+    """The write to one of them was not seen by whoever reads the other, as there were two when it was compiled."""
+
+    def run(a, b):
+        y = scan(lambda c, row: (c * 0.5 + row, c), a[0] * 0, a)[1]
+        b.add_(1)
+        return y + a.sum()
+
+    fast, x = compiled(run, fullgraph=True), rows(3, D)
+    torch.testing.assert_close(fast(x.clone(), rows(3, D)), run(x.clone(), rows(3, D)))
+    for _ in range(2):
+        a, b = x.clone(), x.clone()
+        torch.testing.assert_close(fast(a, a[:]), run(b, b[:]))
+        torch.testing.assert_close(a, b)
+    assert caplog.text.count("shares its memory with another one") == 1
