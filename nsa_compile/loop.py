@@ -199,9 +199,8 @@ def _captured_scan(step, init, xs, length):
 
     def flat_step(carry_flat, x_flat):
         carry, y = step(_with_tensors(carry_like, carry_flat), _with_tensors(x_like, x_flat))
-        if not stateless:
-            carry = _in_order(carry_like, carry)
-            _check_structure(carry_like, carry)
+        carry = _in_order(carry_like, carry)
+        _check_structure(carry_like, carry)
         _require_tensors("an output of the step", y, none=False)
         return [_own(leaf) for leaf in (carry_flat if stateless else _tensors(carry))], pytree.tree_map(_own, y)
 

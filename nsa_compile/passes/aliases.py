@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.passes.scans import ScanSite, ancestors, example, find_scans
+from nsa_compile.passes.functional import memory
+from nsa_compile.passes.scans import ScanSite, ancestors, example, fake_inputs, find_scans
 
 __all__ = ["hand_on_originals"]
 
@@ -72,13 +73,13 @@ class _Originals:
         if len(given) != 1 or len(nodes) > MOST_VIEWS or any(n.op == "get_attr" for n in nodes):
             return None
         inner = [n for n in update.graph.nodes if n in nodes and n is not given[0]]
-        with unset_fake_temporarily(), FakeTensorMode(), torch.no_grad():
-            old = _like(example(given[0]))
+        with unset_fake_temporarily(), torch.no_grad():
+            (old,) = fake_inputs(given)
             try:
                 new = _run(inner, {given[0]: old})
             except Exception:  # what it is will be found out, and said, when the step is traced
                 return None
-            shared = isinstance(new, Tensor) and new.untyped_storage()._cdata == old.untyped_storage()._cdata
+            shared = isinstance(new, Tensor) and memory(new) == memory(old)
         return [given[0], *inner] if shared else None
 
     def _put_behind(
@@ -106,10 +107,6 @@ def _uncopied(node: fx.Node) -> fx.Node:
     """What the capture of a scan has made a copy of (`loop._own`)."""
     copied = node.target == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format
     return cast("fx.Node", node.args[0]) if copied else node
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _run(nodes: list[fx.Node], values: dict[fx.Node, Any]) -> Any:

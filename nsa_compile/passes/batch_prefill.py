@@ -177,10 +177,10 @@ class BatchedBody:
     def final_carries(self) -> list[Tensor]:
         """The carries after the last step. Those nobody uses are dead code and go."""
         finals = []
-        used = {user.args[1] for user in self.site.node.users if user.target is operator.getitem}
+        read = self.site.read
         last = (self.record.length - 1,)
         for i, (update, kind) in enumerate(zip(self.updates, self.record.carries, strict=True)):
-            if i not in used or update is self.carries[i]:
+            if i not in read or update is self.carries[i]:
                 finals.append(self.init[i])
             elif isinstance(kind, Rows) and kind.write_once:
                 finals.append(self._full(i))

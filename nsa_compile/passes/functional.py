@@ -279,8 +279,8 @@ def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
 
 def _mark_escaping(gm: fx.GraphModule, seen: Collection[fx.Node]) -> None:
     """Mark the results of scans that the caller gets, or a view of them."""
-    for site in gm.graph.find_nodes(op="call_function", target=scan_op):
-        for result in site.users:
+    for scan in gm.graph.find_nodes(op="call_function", target=scan_op):
+        for result in scan.users:
             if result in seen:
                 result.meta[ESCAPES] = True
 

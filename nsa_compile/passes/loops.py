@@ -15,7 +15,7 @@ from nsa_compile.passes.rewriting import delete_unused_graphs
 from nsa_compile.passes.scans import ScanSite, example, find_scans, location, scan_results, subgraphs
 from nsa_compile.workarounds import ScanNotCompiled
 
-__all__ = ["keep_loops"]
+__all__ = ["keep_loops", "layouts_of_step"]
 
 
 def keep_loops(gm: fx.GraphModule) -> None:
@@ -32,14 +32,17 @@ def keep_loops(gm: fx.GraphModule) -> None:
         graph.recompile()
 
 
+def layouts_of_step(site: ScanSite) -> list[Layout]:
+    """What a step of the loop reads: carries, rows of xs, additional inputs."""
+    carries = [Layout.standard(example(n)) for n in site.init]
+    rows = [Layout.standard(example(n)[0]) for n in site.xs]
+    return [*carries, *rows, *(Layout.of(example(n)) for n in site.additional)]
+
+
 def _keep(site: ScanSite) -> None:
     inputs = [*site.init, *site.xs, *site.additional]
-    layouts = [Layout.standard(example(n)) for n in site.init]
-    layouts += [Layout.standard(example(n)[0]) for n in site.xs]
-    layouts += [Layout.of(example(n)) for n in site.additional]
-    read = sorted({cast("int", n.args[1]) for n in site.node.users if n.users})
-    autocast = modes.autocast_at(site.node)
-    program = Program(site.body, layouts, len(site.init), len(site.xs), site.length, autocast, read)
+    n_init, n_xs, autocast = len(site.init), len(site.xs), modes.autocast_at(site.node)
+    program = Program(site.body, layouts_of_step(site), n_init, n_xs, site.length, autocast, sorted(site.read))
     try:  # so that what cannot be traced is said now, and here
         program.graphs(_differentiable(inputs))
     except LoopNotTraced as error:

@@ -112,6 +112,11 @@ class ScanSite:
         return list(values[:n]), list(values[n:])
 
     @property
+    def read(self) -> set[int]:
+        """The places of the results, carries and ys, that somebody reads."""
+        return {user.args[1] for user in self.node.users if user.users}
+
+    @property
     def record(self) -> ScanRecord | None:
         return self.node.meta.get(RECORD)
 
@@ -243,11 +248,16 @@ def trace_to_aten(
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     sdpa = sdpa_kernel(SDPBackend.MATH) if decompose_sdpa else contextlib.nullcontext()
-    state = (modes.restored(), torch.no_grad(), HonestBatchNorm())
-    with unset_fake_temporarily(), tracing(None), preserve_node_meta(), sdpa, contextlib.ExitStack() as stack:
-        for mode in state:
-            stack.enter_context(mode)
-        table = {aten.select_scatter.default: _select_scatter, **(decompositions or {})}
+    table = {aten.select_scatter.default: _select_scatter, **(decompositions or {})}
+    with (
+        unset_fake_temporarily(),
+        tracing(None),
+        preserve_node_meta(),
+        sdpa,
+        modes.restored(),
+        torch.no_grad(),
+        HonestBatchNorm(),
+    ):
         gm = make_fx(fn, table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     _write_nothing_in_place(gm)
     eliminate_dead_code(gm)

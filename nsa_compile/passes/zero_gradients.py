@@ -16,8 +16,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from nsa_compile.ops.loop import LoopNotTraced
-from nsa_compile.ops.loop.step import Layout, results_with_gradient
+from nsa_compile.ops.loop.step import results_with_gradient
 from nsa_compile.passes.attention_masks import NodeBuilder
+from nsa_compile.passes.loops import layouts_of_step
 from nsa_compile.passes.scans import ScanSite, aten, example
 
 __all__ = ["ask_for_zero_gradients"]
@@ -35,15 +36,16 @@ def ask_for_zero_gradients(site: ScanSite, batched: fx.GraphModule) -> None:
     results: list[fx.Node] = list(output.args[0])
     reached = dict(zip(placeholders, wanted, strict=True))
     without = [i for i, x in enumerate(results) if _differentiable(x) and not _has_gradient(x, reached)]
-    read = {user.args[1] for user in site.node.users if user.users}
-    lost = [i for i in without if i in read and i in _of_the_loop(site, inputs, wanted)]
+    lost = site.read.intersection(without)
+    if lost:
+        lost &= set(_of_the_loop(site, wanted))
     anchor = next((p for p, flag in zip(placeholders, wanted, strict=True) if flag and _differentiable(p)), None)
     if not lost or anchor is None:
         return
     build = NodeBuilder(batched, output)
     never = build(aten.full.default, [], False, dtype=torch.bool, device=example(anchor).device)
     total = build(aten.sum.default, anchor)
-    for i in lost:
+    for i in sorted(lost):
         tie = build(aten._to_copy.default, total, dtype=example(results[i]).dtype, device=example(results[i]).device)
         results[i] = build(aten.where.self, never, tie, results[i])
     output.args = (results,)
@@ -75,13 +77,9 @@ def _differentiable(node: fx.Node) -> bool:
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in found)
 
 
-def _of_the_loop(site: ScanSite, inputs: Sequence[fx.Node], wanted: Sequence[bool]) -> Sequence[int]:
+def _of_the_loop(site: ScanSite, wanted: Sequence[bool]) -> Sequence[int]:
     """The results that have a gradient in the loop; none, if that cannot be found out."""
-    n = len(site.init)
-    layouts = [Layout.standard(example(x)) for x in inputs[:n]]
-    layouts += [Layout.standard(example(x)[0]) for x in inputs[n : n + len(site.xs)]]
-    layouts += [Layout.of(example(x)) for x in inputs[n + len(site.xs) :]]
     try:
-        return results_with_gradient(site.body, layouts, n, site.length, wanted)
+        return results_with_gradient(site.body, layouts_of_step(site), len(site.init), site.length, wanted)
     except LoopNotTraced:
         return []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -131,8 +132,9 @@ def trace_step(
     # Torch's own modes may be under way: the operator that asks is itself traced.
     with _disable_current_modes(), tracing(None), preserve_node_meta(), modes.restored(), modes.under(autocast):
         try:
-            wanted, with_gradient = _propagate_gradients(body, inputs, n_init, length, wanted)
-            results = _results(body, inputs, wanted)
+            results_of = _results_of(body, inputs)
+            wanted, with_gradient = _propagate_gradients(results_of, n_init, length, wanted)
+            results = results_of(tuple(wanted))
             tangents = tuple(i for i, (_, has_gradient) in enumerate(results) if has_gradient)
             joint = _trace_joint(body, inputs, wanted, [results[i][0] for i in tangents], tangents)
             live = _live(joint, n_init, len(results), read)
@@ -147,6 +149,9 @@ def trace_step(
         return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, with_gradient, wanted)
 
 
+ResultsOf = Callable[[tuple[bool, ...]], list[tuple[Layout, bool]]]
+
+
 def results_with_gradient(
     body: fx.GraphModule, inputs: Sequence[Layout], n_init: int, length: int, wanted: Sequence[bool]
 ) -> tuple[int, ...]:
@@ -158,24 +163,21 @@ def results_with_gradient(
     flags = [flag and x.differentiable for flag, x in zip(wanted, inputs, strict=True)]
     with _disable_current_modes(), tracing(None), modes.restored():
         try:
-            return _propagate_gradients(body, inputs, n_init, length, flags)[1]
+            return _propagate_gradients(_results_of(body, inputs), n_init, length, flags)[1]
         except Exception as error:
             raise LoopNotTraced(why_not_traced(error)) from error
 
 
 def _propagate_gradients(
-    body: fx.GraphModule, inputs: Sequence[Layout], n_init: int, length: int, first: Sequence[bool]
+    results_of: ResultsOf, n_init: int, length: int, first: Sequence[bool]
 ) -> tuple[list[bool], tuple[int, ...]]:
     """Which inputs have a gradient at some step, and which results after the last one.
 
     A carry may get a gradient at one step and lose it at another: the two of a swap, say.
     """
-    after: dict[tuple[bool, ...], list[bool]] = {}
     now, ever, stacked = list(first), list(first), set[int]()
     for _ in range(length):
-        if tuple(now) not in after:
-            after[tuple(now)] = [has_gradient for _, has_gradient in _results(body, inputs, now)]
-        results = after[tuple(now)]
+        results = [has_gradient for _, has_gradient in results_of(tuple(now))]
         stacked |= {i for i in range(n_init, len(results)) if results[i]}
         before, now = now, [*results[:n_init], *first[n_init:]]
         if now == before:
@@ -184,10 +186,15 @@ def _propagate_gradients(
     return ever, (*(i for i in range(n_init) if now[i]), *sorted(stacked))
 
 
-def _results(body: fx.GraphModule, inputs: Sequence[Layout], wanted: Sequence[bool]) -> list[tuple[Layout, bool]]:
-    """The layout of each result of a step, and whether it has a gradient where these inputs have one."""
-    leaves = [x.requires_grad_(flag) for x, flag in zip(_fakes(inputs), wanted, strict=True)]
-    return [(Layout.of(x), x.requires_grad) for x in _run(body, leaves)]
+def _results_of(body: fx.GraphModule, inputs: Sequence[Layout]) -> ResultsOf:
+    """The layout of each result of a step, and whether it has a gradient, by which inputs have one."""
+
+    @cache
+    def results(wanted: tuple[bool, ...]) -> list[tuple[Layout, bool]]:
+        leaves = [x.requires_grad_(flag) for x, flag in zip(_fakes(inputs), wanted, strict=True)]
+        return [(Layout.of(x), x.requires_grad) for x in _run(body, leaves)]
+
+    return results
 
 
 def _fakes(layouts: Sequence[Layout]) -> list[Tensor]:
