@@ -114,7 +114,7 @@ def _is_promised(x: Tensor) -> bool:
 
 @contextmanager
 def _untouched() -> Iterator[None]:
-    """Leave the random generators, autocast and grad mode as they were, and nobody with knowledge of the check."""
+    """Leave the random generators, autocast and grad mode as they were, and let nobody watch."""
     states = _random_states()
     with modes.restored(), modes.unobserved():
         torch.set_autocast_cache_enabled(False)  # casts of copies would stay in it

@@ -99,8 +99,8 @@ class WriteBack:
         assert self.captured is not None
         if find_scans(self.captured):
             log.warning(
-                "an input that is written to shares its memory with another one, which was not so when the function "
-                "was compiled: it runs operator by operator, its loops step by step"
+                "an input that is written to shares its memory with another one, and did not when the function was "
+                "compiled; such calls run operator by operator, and loops step by step"
             )
             keep_loops(self.captured)
         return list(self.captured(*inputs))
