@@ -1,4 +1,4 @@
-"""What a command is given to look at and where it is to write, checked before torch is imported."""
+"""The inputs and outputs that a command was given, checked before torch is imported."""
 
 from __future__ import annotations
 

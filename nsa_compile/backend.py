@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from nsa_compile.passes.loops import keep_loops
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.passes.scans import Declined
-from nsa_compile.workarounds import mend_dynamo
+from nsa_compile.scan_capture import ScanNotCompiled, mend_dynamo
 
 mend_dynamo()
 
@@ -30,11 +32,25 @@ log = logging.getLogger("nsa_compile")
 SHAPES = 64
 
 _last_report: Report | None = None
+_explained: list[Report] | None = None
 
 
 def last_report() -> Report | None:
     """What the passes did in the latest compilation of this process, or None before the first."""
     return _last_report
+
+
+@contextmanager
+def explained() -> Iterator[list[Report]]:
+    """The reports of all that is compiled inside, with estimated costs and without the cache, whose source lines may
+    be those of an earlier version of the program."""
+    global _explained
+    reports: list[Report] = []
+    _explained = reports
+    try:
+        yield reports
+    finally:
+        _explained = None
 
 
 def compile(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any) -> Callable[..., Any]:
@@ -110,12 +126,16 @@ def nsa_compile_backend(
     """The entry point Dynamo calls with a captured graph."""
     global _last_report
     chosen = parse_options(dict(options or {}))
+    if _explained is not None:
+        chosen = replace(chosen, cache=False, estimate=True)
     with modes.unobserved():
         example_inputs = specialize_shapes(gm, example_inputs)
         hand_on_originals(gm)
         captured = verifier.snapshot(gm) if chosen.check == "first" else None
         _last_report, written = optimize(gm, chosen, example_inputs)
-    run = written.around(compile_nested(gm, written.copied(example_inputs), chosen.nested, ranges=chosen.ranges))
+    if _explained is not None:
+        _explained.append(_last_report)
+    run = written.around(compile_nested(gm, written.examples(example_inputs), chosen.nested, ranges=chosen.ranges))
     if captured is None:
         return run
     report = _last_report
@@ -176,8 +196,23 @@ def compile_nested(
     from torch._dynamo.backends.registry import lookup_backend
 
     if nested == "aot_eager":
-        return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if ranges else {}))
+        with _limits_named():
+            return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if ranges else {}))
     patches = {"config_patches": markers.inductor_config(gm)} if ranges else {}
     inductor_files.prepare()
-    with errors_named():
+    with errors_named(), _limits_named():
         return lookup_backend("inductor")(gm, list(example_inputs), **patches)
+
+
+@contextmanager
+def _limits_named() -> Iterator[None]:
+    """Say in one line what AOTAutograd asserts of inputs that share memory (torch 2.13)."""
+    try:
+        yield
+    except AssertionError as error:
+        if "does not yet handle" not in str(error):
+            raise
+        raise ScanNotCompiled(
+            "inputs of the compiled function share memory, the function writes to one of them, and torch's AOTAutograd "
+            "cannot compile that; write to a copy, x.clone()"
+        ) from error

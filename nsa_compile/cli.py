@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from nsa_compile.errors import one_line, printable, shortened, user_facing
+from nsa_compile.extras import missing_extra
 from nsa_compile.streams import outlive_readers
 
 # Where each command is, with the line that --help shows for it; imported only when it is called.
@@ -34,7 +35,7 @@ LAZY_COMMANDS = {
     "train": ("nsa_compile.launch.train_cli:train", "Train a model."),
     "validate": ("nsa_compile.validation.validate_cli:validate", "The validation runbook: GO or NO-GO, and a report."),
     "verify": ("nsa_compile.verification.verify_cli:verify", "Check the compiler on this machine."),
-    "watch": ("nsa_compile.train.watch.watch_cli:watch", "Watch a run: is it alive, and does it get on?"),
+    "watch": ("nsa_compile.train.watch.watch_cli:watch", "Show what a run is doing, until it ends or stalls."),
 }
 
 
@@ -87,14 +88,29 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
     )
 
 
+def _complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Keys and values of the configuration, for a shell that completes words."""
+    found: list[str] = importlib.import_module("nsa_compile.config_cli").completions(incomplete)
+    return found
+
+
 def config_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that name a run's configuration."""
     for option in (
         click.option(
-            "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set optim.lr=3e-4."
+            "--set",
+            "overrides",
+            metavar="KEY=VALUE",
+            multiple=True,
+            help="Override one key, e.g. --set optim.lr=3e-4.",
+            shell_complete=_complete_setting,
         ),
         click.option(
-            "--config", "config_path", metavar="FILE", help="Run configuration; without it, the packaged run."
+            "--config",
+            "config_path",
+            metavar="FILE",
+            type=click.Path(),
+            help="Run configuration; without it, the packaged run.",
         ),
     ):
         command = option(command)
@@ -107,14 +123,21 @@ def cli() -> None:
     """Train Native Sparse Attention models from one definition: the decode step of a single token.
 
     \b
+    nsa-compile passes explain my_step.py              what the compiler made of a program of yours, and why
     nsa-compile train                                  the packaged run: Shakespeare on a CPU
     nsa-compile train --set train.steps=50             the same, shorter
     nsa-compile train --config my_run.yaml --dry-run   check a configuration and print it
+
+    To have commands, options, files and configuration keys completed, put this into ~/.bashrc (or, for zsh, the same
+    with zsh_source into ~/.zshrc):
+
+    \b
+    eval "$(_NSA_COMPILE_COMPLETE=bash_source nsa-compile)"
     """
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line and leave with its exit code; the README lists them."""
+    """Run the command line and leave with its exit code; `docs/reference/exit-codes.md` lists them."""
     outlive_readers()
     sys.exit(_run(args))
 
@@ -149,6 +172,9 @@ def _run(args: list[str] | None) -> int:
         return _fail("interrupted", 130)
     except Exception as error:
         known = user_facing(error)
+        if isinstance(error, ModuleNotFoundError):
+            words = sys.argv[1:] if args is None else args
+            known = missing_extra(error, next((word for word in words if word in LAZY_COMMANDS), ""))
         if known is None:
             raise
         return _fail(str(known), known.exit_code)

@@ -82,7 +82,7 @@ def default_directory() -> Path:
 
 
 def torch_default() -> str:
-    """What torch takes where VARIABLE is not set (`torch._inductor.runtime.cache_dir_utils`), told without torch."""
+    """What torch takes where VARIABLE is not set (`torch._inductor.runtime.cache_dir_utils`); torch stays out."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):
@@ -277,7 +277,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _about_files(error: BaseException) -> str | None:
-    """The line of an error that tells of a full disk, also a compiler's, or of a broken library; None of another."""
+    """The line of an error that reports a full disk (a compiler's too) or a broken library; None for other errors."""
     signs = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)]
     if isinstance(error, (OSError, ImportError)):
         signs.append(str(directory()))

@@ -76,7 +76,11 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Base of every section: immutable, no unknown keys, no silent conversions."""
+    """Base of every section: immutable, no unknown keys, no silent conversions.
+
+    The text below a key is its meaning, as ``nsa-compile config keys`` shows it. Pydantic would read it, too, but at
+    every import, which takes a quarter of a second.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -84,95 +88,107 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where a run leaves its files, and its random seed."""
 
-    # With the time behind it, it names a directory.
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] = "run"
+    """Name of the run; with the time behind it, it names the run's directory."""
     dir: Text = "runs"
+    """Directory in which each run makes a directory of its own."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
+    """Seed of the weights, the batches and the sample."""
 
 
 class DataSection(Section):
-    """What is trained on: ``shakespeare``, a synthetic task, ``uniform``, ``fineweb-edu``, or a file or directory.
-
-    ``min_distance`` is how many tokens of a synthetic task lie at least between a question and what it asks for;
-    ``None`` takes the model's sliding window, so that the answer lies outside of it. ``needles`` is how many the task
-    ``needle`` hides and asks for. ``text_field`` is the key or column with the text, for JSON lines and Parquet. Tokens
-    of files are kept below ``cache_dir``; ``None`` takes the platform's directory for caches. With ``stream``, JSON
-    lines or Parquet too large for that are read and tokenized while the model trains, as ``fineweb-edu`` always is. A
-    document of a stream may take ``timeout_s`` seconds to come.
-    """
+    """What a run is trained on."""
 
     name: Text = "shakespeare"
+    """Data set: shakespeare, a synthetic task (copying, needle), uniform (random bytes), fineweb-edu, or the path of a
+    file or directory."""
     tokenizer: Literal["byte", "gpt2"] = "byte"
+    """How text becomes tokens: as bytes, or by GPT-2's byte-pair encoding (needs the gpt2 extra)."""
     min_distance: Count | None = None
+    """Tokens of a synthetic task that lie at least between a question and its answer; null takes model.pattern.window,
+    so that the answer lies outside of the window."""
     needles: Annotated[int, Field(ge=1, le=16)] = 16  # of as many keys as there are
+    """How many records the task needle hides and asks for."""
     text_field: Text = "text"
+    """Key or column with the text, for JSON lines and Parquet."""
     cache_dir: Annotated[Text, Field(min_length=1)] | None = None
+    """Directory in which the tokens of files are kept; null takes the platform's directory for caches."""
     stream: bool = False
+    """Whether JSON lines or Parquet files are read and tokenized while the model trains, for data too large to keep as
+    tokens. fineweb-edu always is."""
     timeout_s: Seconds = 60.0
+    """Seconds that a document of a stream may take to arrive."""
 
 
 class TrainSection(Section):
     """Length and shape of the training; ``steps`` and every ``*_every`` count optimizer steps.
 
-    One optimizer step takes ``accumulate`` micro batches of ``batch_size`` sequences of ``seq_len`` tokens. A value of
-    0 for ``save_every`` keeps only the final checkpoint, for ``sample_tokens`` generates no sample. Of the checkpoints,
-    the ``keep_last`` newest stay and, with ``keep_best``, the one with the lowest validation loss.
-
     A micro batch is that of all processes together: each takes an equal share of its sequences, so the same run on
-    more processes sees the same batches. ``activation_checkpointing`` names the blocks whose activations are computed
-    again in the backward pass instead of being kept: ``none``, ``all``, or ranges such as ``0-5,8``.
-
-    ``loss`` is about ``all`` tokens or, of a synthetic task, about the ``answers``: the others are noise to whom only
-    retrieval is to be taught.
-
-    A step whose loss or gradient is not finite changes no weight; ``on_nonfinite`` says whether it ends the run or is
-    skipped, at most ``max_skipped`` times in a row.
-
-    ``matmul`` is what the linear layers of the blocks multiply in: ``native`` is that of ``dtype``; ``float8`` and
-    ``int8`` scale and round both operands, forward and backward, while the weights stay float32 (they need the torchao
-    extra, and a device with units for such numbers).
+    more processes sees the same batches.
     """
 
     steps: Count = 300
+    """Optimizer steps of the run."""
     seq_len: Count = 512
+    """Tokens of a sequence, S."""
     batch_size: Count = 8
+    """Sequences of a micro batch, of all processes together."""
     accumulate: Count = 1
+    """Micro batches of an optimizer step, whose gradients are added up."""
     loss: Literal["all", "answers"] = "all"
+    """Tokens that the loss is the mean over: all, or only the answers of a synthetic task."""
     dtype: Literal["float32", "bf16"] = "float32"
+    """Number format of the computation; with bf16 (autocast) weights and optimizer state stay float32."""
     matmul: Literal["native", "float8", "int8"] = "native"
+    """Number format in which the blocks' linear layers multiply: native is that of train.dtype; float8 and int8 round
+    both operands, forward and backward, while the weights stay float32 (needs the torchao extra)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes a GPU where there is one."""
     activation_checkpointing: Annotated[Text, BeforeValidator(_number_as_text)] = "none"
+    """Blocks whose activations are computed again in the backward pass instead of being kept: none, all, or ranges
+    such as 0-5,8."""
     eval_every: Count = 100
+    """Optimizer steps between two measurements of the held-out loss."""
     eval_batches: Count = 8
+    """Micro batches that the held-out loss is the mean over."""
     save_every: CountOrNone = 0
+    """Optimizer steps between two checkpoints; 0 writes only the final one."""
     keep_last: Count = 3
+    """How many of the newest checkpoints stay."""
     keep_best: bool = True
+    """Whether the checkpoint with the lowest held-out loss stays as well."""
     on_nonfinite: Literal["halt", "skip"] = "halt"
+    """What follows a loss or gradient that is not finite: the run ends, or the step is skipped. Neither changes a
+    weight."""
     max_skipped: Count = 10
+    """How many steps in a row may be skipped before the run ends."""
     log_every: Count = 10
+    """Optimizer steps between two lines of the log."""
     sample_tokens: CountOrNone = 256
+    """Tokens that the trained model generates at the end; 0 writes no sample."""
 
 
 class OptimSection(Section):
-    """AdamW: linear warm-up over ``warmup`` steps, then a cosine to ``min_lr_ratio`` times ``lr`` at the last step.
-
-    Without ``warmup`` the warm-up follows the length of the run, a tenth of ``train.steps``. A ``warmup`` that is given
-    must not exceed them.
-
-    ``name`` says how its two moments are kept: ``adamw`` in float32, ``adamw8bit`` and ``adamw4bit`` in so many bits
-    and a scale for each block of values, for weights of at least 4096 values (they need the torchao extra). ``fused``
-    computes a step of ``adamw`` in one kernel; it is of no effect on the others, which are compiled at the first step.
-    """
+    """AdamW: linear warm-up over ``warmup`` steps, then a cosine to ``min_lr_ratio`` times ``lr`` at the last step."""
 
     name: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
+    """How AdamW keeps its two moments: in float32, or in 8 or 4 bits with a scale for each block of values, for weights
+    of at least 4096 values (needs the torchao extra)."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Learning rate at the end of the warm-up, the highest of the run."""
     # A list, because YAML has no tuples and strict validation takes nothing else for one.
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """Decay rates of AdamW's first and second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's weight decay, for weights of two and more dimensions: norms and biases have none."""
     warmup: CountOrNone | None = None
+    """Optimizer steps until lr is reached, at most train.steps; null takes a tenth of train.steps."""
     min_lr_ratio: Fraction = 0.1
+    """Learning rate of the last step, as a fraction of lr."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest norm of the gradient; a larger one is scaled down to it. null clips nothing."""
     fused: bool = True
+    """Whether adamw computes a step in one kernel; of no effect on the others, which are compiled at the first step."""
 
     def warmup_of(self, steps: int) -> int:
         """Over how many steps a run of `steps` warms up."""
@@ -180,48 +196,51 @@ class OptimSection(Section):
 
 
 class DDPSection(Section):
-    """Training on several processes; of no effect on one.
-
-    ``ddp`` keeps the whole model in every process, ``fsdp`` a share of its weights and optimizer state, for models that
-    do not fit otherwise. Gradients are sent in buckets of ``bucket_mb`` MB, of a small model in at least four, as
-    ``compress`` numbers. ``nccl_preset`` ``pcie`` is for GPUs without NVLink. A collective operation that takes longer
-    than ``timeout_s`` seconds is an error. ``--nproc`` starts processes that died again, up to ``max_restarts`` times,
-    lets them meet at ``port`` (``None``: a free one) and gives them ``grace_s`` seconds to save after SIGTERM.
-    """
+    """Training on several processes; of no effect on one."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
+    """What a process keeps: ddp the whole model; fsdp a share of its weights and optimizer state, for models that do
+    not fit otherwise."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What processes talk through; auto takes NCCL on GPUs and Gloo on CPUs."""
     bucket_mb: Annotated[float, Field(ge=1)] = 25
+    """Megabytes of gradients that are sent at a time; a small model's are sent in at least four parts."""
     compress: Literal["bf16", "fp16", "none"] = "bf16"
+    """Number format in which gradients are sent; none sends them as they are."""
     nccl_preset: Literal["none", "pcie"] = "none"
+    """Settings of NCCL: its own, or those for GPUs without NVLink."""
     timeout_s: Count = 1800
+    """Seconds after which a collective operation is an error."""
     max_restarts: CountOrNone = 3
+    """How many times --nproc starts processes again that died."""
     port: Annotated[int, Field(ge=1, lt=2**16)] | None = None
+    """Port at which the processes of --nproc meet; null takes a free one."""
     grace_s: Count = 60
+    """Seconds that the processes of --nproc have to save and leave after SIGTERM."""
 
 
 class CompileSection(Section):
-    """Whether each block is compiled, what runs after the passes, and which passes to leave out.
-
-    ``check`` compares the first call of each compiled block, values and gradients, with the loop it was compiled from.
-    """
+    """How the blocks of the model are compiled."""
 
     enabled: bool = True
+    """Whether each block is compiled; otherwise attention loops over the tokens, which is slow."""
     nested: Literal["eager", "aot_eager", "inductor"] = "inductor"
+    """What compiles the graphs after the passes."""
     disable: list[PassName] = []
+    """Names of passes to leave out; nsa-compile passes list shows them."""
     check: bool = True
+    """Whether the first call of each compiled block is compared, values and gradients, with the loop it was compiled
+    from."""
 
 
 class LogSection(Section):
-    """What a run tells beside its CSV files.
-
-    ``stats_every`` steps the gates and the selection of every NSA layer go to ``attention.jsonl``, 0 for never
-    (nor where ``model.branches`` leaves a branch out);
-    ``tensorboard`` writes all figures to event files, too (it needs the extra of that name).
-    """
+    """What a run tells beside its CSV files."""
 
     tensorboard: bool = False
+    """Whether all figures also go to TensorBoard's event files (needs the tensorboard extra)."""
     stats_every: CountOrNone = 100
+    """Optimizer steps between two reports of the gates and the selection of every NSA layer, to attention.jsonl; 0
+    writes none, and neither does a model whose model.branches leaves a branch out."""
 
 
 Action = Literal["warn", "dump", "halt", "restart"]
@@ -230,39 +249,48 @@ Action = Literal["warn", "dump", "halt", "restart"]
 class WatchdogSection(Section):
     """When a run counts as stalled, diverged or degraded, and what is done then.
 
-    A rank beats, and the watchdog looks, every ``interval_s`` seconds. The run is *stalled* when a rank has been silent
-    for ``silent_s``, or in one phase for longer than ``stall_s`` and ``stall_factor`` median steps; in ``checkpoint``,
-    ``evaluate``, ``compile`` and ``idle`` it may stay for ``pause_s``, and before its first step for ``startup_s``.
-
-    It has *diverged* when loss or gradient are not finite, or the loss has been ``loss_rise`` nats above its best for
-    ``loss_steps`` steps. It is *degraded* when throughput has been below ``throughput_fraction`` of its median for
-    ``throughput_steps`` steps, when the share of a branch in the gates of a layer has been below ``gate_share`` in
-    ``gate_reports`` reports, or when memory grew by ``memory_growth`` (a fraction) from each quarter of the last
-    ``memory_steps`` steps to the next. The first ``warmup_steps`` steps count for neither throughput nor memory.
-
     Actions: ``warn`` says so; ``dump`` also has all ranks write their stacks; ``halt`` moreover asks the training to
     save and leave; ``restart`` has the ranks write their stacks and kills them, for the launcher to start them again.
     """
 
     enabled: bool = True
+    """Whether the run is watched."""
     interval_s: Seconds = 5.0
+    """Seconds between two heartbeats of a rank, and between two looks of the watchdog."""
     silent_s: Seconds = 60.0
+    """Seconds without a heartbeat after which the run is stalled."""
     stall_s: Seconds = 180.0
+    """Seconds in one phase after which the run is stalled, unless stall_factor allows more."""
     stall_factor: Annotated[float, Field(ge=1)] = 10.0
+    """How many median steps one phase may last in any case."""
     pause_s: Seconds = 1800.0
+    """Seconds that the phases checkpoint, evaluate, compile and idle may last."""
     startup_s: Seconds = 1800.0
+    """Seconds that a run may take before its first step, with the compilation."""
     warmup_steps: CountOrNone = 20
+    """Number of first steps, which count for neither throughput nor memory."""
     throughput_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Fraction of its median throughput below which the run is degraded."""
     throughput_steps: Annotated[int, Field(ge=1, le=200)] = 20
+    """For how many steps throughput has to be below throughput_fraction."""
     gate_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Share of a branch in the gates of a layer below which the run is degraded."""
     gate_reports: Annotated[int, Field(ge=1, le=50)] = 5
+    """In how many reports a branch has to be below gate_share."""
     loss_rise: Annotated[float, Field(gt=0)] = 1.0
+    """Nats above its best at which the loss has diverged; a loss or gradient that is not finite has in any case."""
     loss_steps: Annotated[int, Field(ge=1, le=200)] = 20
+    """For how many steps the loss has to be loss_rise above its best."""
     memory_growth: Annotated[float, Field(gt=0)] = 0.02
+    """Fraction by which memory has to grow from each quarter of memory_steps to the next for the run to be degraded."""
     memory_steps: Annotated[int, Field(ge=8, le=1000)] = 400
+    """How many of the last steps are looked at for growing memory."""
     on_stalled: Action = "dump"
+    """What is done about a run that is stalled."""
     on_diverged: Action = "warn"
+    """What is done about a run that has diverged."""
     on_degraded: Action = "warn"
+    """What is done about a run that is degraded."""
 
     @property
     def restarts(self) -> bool:
@@ -271,31 +299,30 @@ class WatchdogSection(Section):
 
 
 class AcceptSection(Section):
-    """What ``nsa-compile validate`` asks for before it says GO; ``None`` asks for nothing.
-
-    The baseline reaches ``tokens_per_s`` and ``mfu``, a process among others the fraction ``scaling`` of the throughput
-    of one alone. The held-out loss after the stability run is at most ``val_loss``. No function of Python takes more
-    than the share ``python_share`` of a step, memory grows by at most the fraction ``memory_growth`` in the second half
-    of the stability run, and each branch keeps ``gate_share`` of the gates in every layer.
-    """
+    """What ``nsa-compile validate`` asks for before it says GO; ``null`` asks for nothing."""
 
     tokens_per_s: Annotated[float, Field(gt=0)] | None = None
+    """Least throughput of the baseline, of all processes together."""
     mfu: Fraction | None = None
+    """Least MFU of the baseline, as a fraction."""
     scaling: Fraction | None = None
+    """Least throughput of a process among others, as a fraction of that of one alone."""
     val_loss: Annotated[float, Field(gt=0)] | None = None
+    """Highest held-out loss after the stability run, in nats per token."""
     python_share: Fraction | None = 0.1
+    """Largest share of a step that one Python function may take."""
     memory_growth: Annotated[float, Field(ge=0)] | None = 0.05
+    """Largest fraction by which memory may grow in the second half of the stability run."""
     gate_share: Fraction | None = 0.01
+    """Least share that each branch keeps of the gates in every layer."""
 
 
 class ProfileSection(Section):
-    """What a run lets profilers see.
-
-    ``nvtx`` opens named ranges around steps, their phases, checkpoints and passes and, inside compiled blocks, around
-    the branches of attention, forward and backward: NVTX ranges of the domain ``nsa``, and regions of torch's profiler.
-    """
+    """What a run lets profilers see."""
 
     nvtx: bool = False
+    """Whether named ranges are opened around steps, their phases, checkpoints and passes and, inside compiled blocks,
+    around the branches of attention: NVTX ranges of the domain nsa, and regions of torch's profiler."""
 
 
 class RunConfig(Section):
@@ -416,10 +443,16 @@ def _build_dataclass(schema: Any, values: dict[str, Any]) -> Any:
                 values["pattern"] = _build_dataclass(SparsePattern, values["pattern"])
             except ValueError as error:
                 raise ValueError(f"pattern.{error}") from None
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in values:
-            raise ValueError(f"{field.name} is missing and has no default")
+    if missing := [name for name in _required(schema) if name not in values]:
+        others = f", and so are {', '.join(missing[1:])}" if missing[1:] else ""
+        raise ValueError(f"{missing[0]} is missing and has no default{others}")
     return schema(**values)
+
+
+def _required(schema: Any) -> list[str]:
+    """The fields of a dataclass without a default."""
+    missing = dataclasses.MISSING
+    return [f.name for f in dataclasses.fields(schema) if f.default is missing and f.default_factory is missing]
 
 
 def default_config_text() -> str:
@@ -647,10 +680,13 @@ def _describe(error: ValidationError) -> str:
     first, *others = error.errors()
     # Without the index into a list: the key to change is the list.
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
+    if key == "model" and first["type"] == "missing":
+        return (
+            f"the section model is missing: give it at least {', '.join(_required(NSAConfig))}; "
+            "nsa-compile config show prints a whole configuration to begin with"
+        )
     if key in _SECTIONS and first["type"] != "value_error":
         text = f"{key} = {_short(first['input'])} is not allowed: it is a section, with keys of its own"
-    elif first["type"] == "missing":
-        text = f"{key} is missing and has no default"
     elif first["type"] == "value_error":
         # A rule of the model's own or between sections: its message begins with the field, which completes the key.
         field, _, rule = str(first["ctx"]["error"]).partition(" ")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
-import re
 from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +138,24 @@ def keys(section: str | None, as_json: bool) -> None:
         click.echo(f"{name}: {summary}\n{tabulate(table, headers, disable_numparse=True, maxcolwidths=widths)}\n")
 
 
+def completions(incomplete: str) -> list[str]:
+    """What may stand behind ``--set``: keys that begin so, or the values of a key that takes one of a few."""
+    from nsa_compile.config import RunConfig
+
+    entries = {
+        f"{name}.{key}": entry
+        for name, schema in _sections(RunConfig.model_json_schema())
+        for key, entry in schema["properties"].items()
+        if name and "$ref" not in entry
+    }
+    key, equals, value = incomplete.partition("=")
+    if not equals:
+        return [f"{name}=" for name in entries if name.startswith(key)]
+    entry = entries.get(key, {})
+    choices = ["true", "false"] if entry.get("type") == "boolean" else entry.get("enum", [])
+    return [f"{key}={choice}" for choice in choices if choice.startswith(value)]
+
+
 def _file_of(path: str) -> str:
     return str(Path(path) / "config.resolved.yaml") if Path(path).is_dir() else path
 
@@ -158,8 +179,26 @@ def _keys(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "type": _type(entry),
                 "required": key in schema.get("required", ()),
                 "default": entry.get("default"),
-                "meaning": _meaning(schema["description"], key),
+                "meaning": " ".join(_meanings()[schema["title"], key].replace("``", "").split()).rstrip("."),
             }
+
+
+@cache
+def _meanings() -> dict[tuple[str, str], str]:
+    """The text below each field of a section, by class and field."""
+    from nsa_compile import config
+    from nsa_compile.models import config as model_config
+
+    found = {}
+    for module in (config, model_config):
+        for section in ast.walk(ast.parse(inspect.getsource(module))):
+            if not isinstance(section, ast.ClassDef):
+                continue
+            for statements in pairwise(section.body):
+                match statements:
+                    case ast.AnnAssign(target=ast.Name(key)), ast.Expr(ast.Constant(str(text))):
+                        found[section.name, key] = text
+    return found
 
 
 def _type(entry: dict[str, Any]) -> str:
@@ -176,13 +215,3 @@ def _type(entry: dict[str, Any]) -> str:
     # Without the bound that all sizes share, since no machine gets near it.
     bounds = [f"{sign} {entry[name]}" for name, sign in signs.items() if entry.get(name, MAX_SIZE) != MAX_SIZE]
     return " ".join([entry["type"], *bounds])
-
-
-def _meaning(docstring: str, key: str) -> str:
-    """What a section's docstring says of a key: its line under ``Attributes``, or the sentences that name it."""
-    if attribute := re.search(rf"^ *{key}: (.+(?:\n {{8,}}.+)*)", docstring, re.MULTILINE):
-        text = attribute[1]
-    else:
-        sentences = re.split(r"(?<=[.;:]) |\n\n", re.sub(r"\.?\n\n", ".\n\n", docstring.partition("\nAttributes:")[0]))
-        text = " ".join(s for s in map(str.strip, sentences) if f"``{key}``" in s)
-    return re.sub(r"\s+", " ", text).replace("``", "").rstrip(".;:")

@@ -1,4 +1,4 @@
-"""Files that are whole whenever somebody looks, that survive a power cut, or that anybody may have written."""
+"""Files that are never half-written, that survive a power cut, or that another user may have written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEAL = hashlib.sha256().digest_size  # bytes at the end of a sealed file
 
 
 class NotPlainFile(OSError, ValueError):
-    """What lies under a name is not what it has to be: a plain file, or a directory, of this name alone.
+    """A path is not what it must be: a plain file, or a directory, without a second name.
 
     A link may lead out of a directory, a pipe or a device may block for ever: neither is read or written through.
     """
@@ -37,7 +37,7 @@ def flush(path: Path) -> None:
 
 
 def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Write a file whose readers see the old content or the new one, never half of either; a link is replaced itself.
+    """Write a file whose readers see the old content or the new, never half of either; a link itself is replaced.
 
     Args:
         path: the file; its directory exists.
@@ -219,7 +219,7 @@ def what_became_of(path: Path, descriptor: int) -> str | None:
 
 
 def refuse_links(directory: Path, *, and_pipes: bool = False) -> None:
-    """Look at every name in a directory that anybody may have written, before anything is read or written there.
+    """Check every name in a directory that another user may have written, before it is read or written to.
 
     Args:
         directory: not those below it.

@@ -31,7 +31,7 @@ _mended: set[Path] = set()
 def prepare() -> Path:
     """Let Inductor keep what it compiles in `compiler_cache.directory`, whole files only, and return that.
 
-    To be called before Inductor compiles. Broken files there are deleted, so that it makes them anew.
+    To be called before Inductor compiles. Broken files there are deleted, so that Inductor makes them again.
     """
     directory = compiler_cache.directory()
     _write_whole_files()
@@ -115,6 +115,6 @@ def _delete_broken(directory: Path) -> None:
                 deleted.append(path.name)
     if deleted:
         log.warning(
-            "%d half-written files of a killed compiler were deleted from '%s', such as %s; they are made anew",
+            "%d half-written files of a killed compiler were deleted from '%s', such as %s; they are made again",
             len(deleted), directory, deleted[0],
         )  # fmt: skip

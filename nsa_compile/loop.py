@@ -7,6 +7,7 @@ passes take it from there.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -40,30 +41,36 @@ def scan(step: Callable[[Carry, Any], tuple[Carry, Any]], init: Carry, xs: Any) 
         ValueError: `xs` holds no tensor, its leaves disagree on S, S is 0, a leaf is no tensor, or the step changes the
             carry's structure. Under `torch.compile`, where it is one too, it also says what cannot be captured.
     """
-    _require_tensors("xs", xs)
-    _require_tensors("init", init)
-    length = _sequence_length(_tensors(xs))
     if not torch.compiler.is_dynamo_compiling():
         _say_if_left_uncompiled()
     elif _becomes_a_node():
-        return _captured_scan(step, init, xs, length)
-    return _loop(step, init, xs, length)
+        return _captured_scan(step, init, xs)
+    return _loop(step, init, xs)
 
 
-def _loop(step, init, xs, length):
+def _loop(step, init, xs):
+    first, state, inputs, row = _arguments(init, xs)
     carry = init
     rows: list[list[torch.Tensor]] = []
     y_spec = None
-    for t in range(length):
-        carry, y = step(carry, _with_tensors(xs, [leaf[t] for leaf in _tensors(xs)]))
+    for t in range(inputs[0].shape[0]):
+        carry, y = step(carry, _put_together([leaf[t] for leaf in inputs], row))
         leaves, y_spec = pytree.tree_flatten(y)
         if t == 0:
-            _require_tensors("an output of the step", leaves, none=False)
+            _require_tensors(_AN_OUTPUT, leaves)
         rows.append(leaves)
-    carry = _in_order(init, carry)
-    _check_carry(init, carry)
+    last = _carry_like(state, carry)
+    _check_carry(first, last)
     assert y_spec is not None
-    return carry, pytree.tree_unflatten([torch.stack(column) for column in zip(*rows, strict=True)], y_spec)
+    ys = [torch.stack(column) for column in zip(*rows, strict=True)]
+    return _put_together(last, state), pytree.tree_unflatten(ys, y_spec)
+
+
+def _arguments(init, xs):
+    first, state = _taken_apart("init", init)
+    inputs, row = _taken_apart("xs", xs)
+    _require_rows(inputs)
+    return first, state, inputs, row
 
 
 _said: set[str] = set()
@@ -85,7 +92,7 @@ def _say_if_left_uncompiled() -> None:
         log.warning("scan at %s runs step by step, as torch.compile left it uncompiled; fullgraph=True says why", place)
 
 
-def _sequence_length(leaves: list[torch.Tensor]) -> int:
+def _require_rows(leaves: list[torch.Tensor]) -> None:
     if not leaves:
         _refuse("scan: xs holds no tensor, so the number of steps is unknown; put torch.arange(S) into it")
     lengths = [leaf.shape[0] if leaf.dim() else -1 for leaf in leaves]
@@ -93,13 +100,16 @@ def _sequence_length(leaves: list[torch.Tensor]) -> int:
         _refuse(f"scan: every leaf of xs needs the sequence as its first dimension, got lengths {lengths}")
     if lengths[0] == 0:
         _refuse("scan: xs have length 0 and the outputs of no step have no shape; pass at least one row")
-    return lengths[0]
 
 
-def _require_tensors(what: str, tree: Any, *, none: bool = True) -> None:
-    for leaf in pytree.tree_leaves(tree):
-        if not isinstance(leaf, torch.Tensor) and not (leaf is None and none):
-            _refuse(f"scan: {what} holds something that is no tensor; make it one, as torch.tensor(0) is of 0")
+_AN_OUTPUT = "an output of the step"
+
+
+def _require_tensors(what: str, leaves: list[Any]) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            _refuse(f"scan: {what} holds a value of type {type(leaf).__name__}, not a tensor; make a number one, as "
+                    "torch.tensor(0) is of 0, and a class of your own a NamedTuple of tensors")  # fmt: skip
 
 
 def _refuse(message: str) -> NoReturn:
@@ -108,16 +118,35 @@ def _refuse(message: str) -> NoReturn:
     raise ValueError(message)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a pytree. None marks what is absent: it stays in its place and takes no part."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if leaf is not None]
+_Structure = tuple[pytree.TreeSpec, list[bool]]  # of a pytree, and which of its leaves are None
 
 
-def _with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """A pytree like `tree` that holds other tensors."""
+def _taken_apart(what: str, tree: Any) -> tuple[list[torch.Tensor], _Structure]:
+    """The tensors of a pytree, and its structure. None marks what is absent: it stays and takes no part."""
     leaves, spec = pytree.tree_flatten(tree)
+    tensors = [leaf for leaf in leaves if leaf is not None]
+    _require_tensors(what, tensors)
+    return tensors, (spec, [leaf is None for leaf in leaves])
+
+
+def _put_together(tensors: Sequence[Any], structure: _Structure) -> Any:
+    """The pytree of that structure that holds these tensors."""
+    spec, absent = structure
     rest = list(tensors)
-    return pytree.tree_unflatten([None if leaf is None else rest.pop(0) for leaf in leaves], spec)
+    return pytree.tree_unflatten([None if none else rest.pop(0) for none in absent], spec)
+
+
+def _carry_like(state: _Structure, carry: Any) -> list[torch.Tensor]:
+    """The tensors of a carry that has the structure of the first one, which is `state`."""
+    what = "the carry that the step returns"
+    tensors, structure = _taken_apart(what, carry)
+    if structure != state:
+        first = _put_together([0] * len(state[1]), state)
+        tensors, structure = _taken_apart(what, _in_order(first, carry))
+    if structure != state:
+        _refuse("scan: the step returned a carry of another structure than it was given; a carry keeps its keys, "
+                "its length and what is None")  # fmt: skip
+    return tensors
 
 
 def _in_order(like: Any, tree: Any) -> Any:
@@ -129,20 +158,8 @@ def _in_order(like: Any, tree: Any) -> Any:
     return tree
 
 
-def _check_structure(init: Any, carry: Any) -> None:
-    _require_tensors("the carry that the step returns", carry)
-    if pytree.tree_structure(init) != pytree.tree_structure(carry) or _absent(init) != _absent(carry):
-        _refuse("scan: the step returned a carry of another structure than it was given; a carry keeps its keys, "
-                "its length and what is None")  # fmt: skip
-
-
-def _absent(tree: Any) -> list[bool]:
-    return [leaf is None for leaf in pytree.tree_leaves(tree)]
-
-
-def _check_carry(init: Any, carry: Any) -> None:
-    _check_structure(init, carry)
-    for i, (a, b) in enumerate(zip(_tensors(init), _tensors(carry), strict=True)):
+def _check_carry(first: list[torch.Tensor], last: list[torch.Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(first, last, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(
                 f"scan: the step changed carry leaf {i} from {a.dtype}{list(a.shape)} to {b.dtype}{list(b.shape)}; "
@@ -160,7 +177,7 @@ def _becomes_a_node() -> bool:
     Raises:
         ScanRefused: the graph is for a backend that would leave the node to torch.
     """
-    from nsa_compile.workarounds import becomes_a_node, mend_dynamo
+    from nsa_compile.scan_capture import becomes_a_node, mend_dynamo
 
     mend_dynamo()
 
@@ -170,7 +187,7 @@ def _becomes_a_node() -> bool:
 
 
 def _refuse_capture(message: str) -> None:
-    from nsa_compile.workarounds import ScanRefused
+    from nsa_compile.scan_capture import ScanRefused
 
     raise ScanRefused(message)
 
@@ -179,33 +196,39 @@ _becomes_a_node._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _refuse_capture._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _captured_scan(step, init, xs, length):
-    """The same loop as one `scan` node.
+def _captured_scan(step, init, xs):
+    """The same loop as one node of torch's `scan` operator.
 
-    The higher-order operator takes carries and inputs as plain lists, one carry at least, and refuses outputs that
-    alias its inputs, so the structure is taken apart here and every output cloned; the passes drop the clones again.
+    The operator takes carries and inputs as plain lists, one carry at least, and refuses outputs that alias its
+    inputs, so every output is cloned; the passes drop the clones again. It is called without the function of torch
+    around it: Dynamo takes longer to trace that than to trace a step.
     """
     if not torch.compiler.is_dynamo_compiling():
         # Dynamo broke the graph in here and calls it as it is: torch's own loop must not run then.
         _say_if_left_uncompiled()
-        return _loop(step, init, xs, length)
-    from torch._higher_order_ops.scan import scan as scan_op
+        return _loop(step, init, xs)
+    from torch._higher_order_ops.scan import scan_op
 
-    tensors = _tensors(xs)
-    first = _tensors(init) or [torch.zeros((), device=tensors[0].device)]
-    stateless = not _tensors(init)
-    # The body must not touch the outer tensors, or it would take them as inputs: give it their structure alone.
-    carry_like, x_like = (pytree.tree_map(lambda leaf: None if leaf is None else 0, tree) for tree in (init, xs))
+    first, state, inputs, row = _arguments(init, xs)
+    n = len(first)
 
-    def flat_step(carry_flat, x_flat):
-        carry, y = step(_with_tensors(carry_like, carry_flat), _with_tensors(x_like, x_flat))
-        carry = _in_order(carry_like, carry)
-        _check_structure(carry_like, carry)
-        _require_tensors("an output of the step", y, none=False)
-        return [_own(leaf) for leaf in (carry_flat if stateless else _tensors(carry))], pytree.tree_map(_own, y)
+    def flat_step(*tensors):
+        # The body must not touch the outer tensors, or it would take them as inputs: their structure has none.
+        carry, y = step(_put_together(tensors[:n], state), _put_together(tensors[n:] if n else tensors[1:], row))
+        flat = _carry_like(state, carry)
+        rows, y_spec = pytree.tree_flatten(y)
+        _require_tensors(_AN_OUTPUT, rows)
+        ys = pytree.tree_unflatten([_own(leaf) for leaf in rows], y_spec)
+        return [_own(leaf) for leaf in flat or tensors[:1]], ys
 
-    carry, ys = scan_op(flat_step, [_own(leaf) for leaf in first], tensors)
-    return _with_tensors(carry_like, carry), ys
+    start = [_own(leaf) for leaf in first or [torch.zeros((), device=inputs[0].device)]]
+    combine = functools.partial(_called, combine_fn=flat_step)  # the form that Dynamo asks for
+    last, ys = scan_op(combine, start, inputs, additional_inputs=())
+    return _put_together(last, state), ys
+
+
+def _called(*tensors, combine_fn):
+    return combine_fn(*tensors)
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:

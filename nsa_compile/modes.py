@@ -57,7 +57,7 @@ def under(state: Autocast) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Run what is no part of the program unseen by whoever watches its operators or its saved tensors.
+    """Run code that is not part of the program, hidden from dispatch modes and saved-tensor hooks.
 
     A checkpointed region, for one, counts what its forward pass saves, and computes it again.
     """

@@ -1,48 +1,247 @@
-"""Pages that need nothing but themselves: no script, no network, readable in light and dark and on a narrow screen."""
+"""Reports of one theme: a list of blocks as an HTML page or as Markdown, and charts as pictures.
+
+A page is one file that needs no script and no network, readable in light and dark and on a phone.
+"""
 
 from __future__ import annotations
 
-import base64
 import io
+import re
 import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from jinja2 import DictLoader, Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from tabulate import tabulate
+
+from nsa_compile.files import replace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Tone = Literal["", "good", "bad", "quiet"]
 
-def render(package: str, template: str, *, name: str, directory: Path, problems: list[str], **values: Any) -> str:
-    """The page that `template`, a file of `package` that extends `page.html`, makes of `values`. Everything is escaped.
+
+@dataclass(frozen=True)
+class Cell:
+    """A text with a tone, or one that leads somewhere."""
+
+    text: str
+    tone: Tone = ""
+    href: str = ""
+
+    def __str__(self) -> str:
+        return f"[{self.text}]({self.href})" if self.href else self.text
+
+
+Texts = Sequence[str | Cell]
+
+
+class Block:
+    """A part of a report."""
+
+
+@dataclass(frozen=True)
+class Heading(Block):
+    """A heading of the page's second or third level; ``name`` is what links to it end in."""
+
+    text: str
+    tone: Tone = ""
+    name: str = ""
+    level: int = 2
+
+
+@dataclass(frozen=True)
+class Text(Block):
+    """A paragraph."""
+
+    text: str
+    tone: Tone = ""
+
+
+@dataclass(frozen=True)
+class Items(Block):
+    """A list."""
+
+    items: Texts
+    tone: Tone = ""
+
+
+@dataclass(frozen=True)
+class Table(Block):
+    """Rows below ``headers``; without headers the first cell of a row names it.
+
+    Where ``left`` is given, so many columns are of words, and the others of numbers, which stand to the right.
+    """
+
+    rows: Sequence[Texts]
+    headers: Sequence[str] = ()
+    left: int = 0
+
+
+@dataclass(frozen=True)
+class Chart(Block):
+    """A picture: what `svg_of` or `embedded` made, with its caption."""
+
+    caption: str
+    content: Markup
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Code(Block):
+    """A text as it is, folded behind ``summary`` if it has one."""
+
+    text: str
+    summary: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Columns(Block):
+    """Two texts side by side, as `profiles.graph_diff` pairs their lines."""
+
+    rows: Sequence[Any]
+
+
+def write_page(path: Path, name: str, directory: Path, blocks: Sequence[Block], problems: Sequence[str] = ()) -> None:
+    """Write a page whole; see `render`."""
+    replace(path, render(name, directory, blocks, problems).encode("utf-8", errors="replace"))
+
+
+def render(name: str, directory: Path, blocks: Sequence[Block], problems: Sequence[str] = ()) -> str:
+    """The page that shows the blocks. Everything in them is escaped.
 
     Args:
         name: the headline.
         directory: what the page is about, shown below it.
+        blocks: what it shows.
         problems: what is missing or damaged, shown first.
     """
-    sources = {
-        **{name: (resources.files(__package__) / name).read_text("utf-8") for name in ("page.html", "figure.html")},
-        template: (resources.files(package) / template).read_text("utf-8"),
-    }
-    environment = Environment(
-        loader=DictLoader(sources), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    written = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    return environment.get_template(template).render(
-        name=name, directory=str(directory), written=written, problems=problems, **values
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((resources.files(__package__) / "page.html").read_text("utf-8"))
+    return template.render(
+        name=name,
+        directory=str(directory),
+        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        problems=problems,
+        blocks=[(type(block).__name__, block) for block in blocks],
     )
 
 
-def png(figure: Figure) -> bytes:
-    """A figure as the content of a PNG file."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    return content.getvalue()
+def markdown(name: str, blocks: Sequence[Block]) -> str:
+    """The blocks as text that is also Markdown; of a chart, the caption."""
+    return "\n\n".join([f"# {_plain(name)}", *filter(None, map(_markdown, blocks))]) + "\n"
 
 
-def embed(content: bytes) -> str:
-    """The address under which a page holds the PNG itself."""
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+def _markdown(block: Block) -> str:
+    match block:
+        case Heading():
+            return f"{'#' * block.level} {_plain(block.text)}"
+        case Text():
+            return _plain(block.text)
+        case Items():
+            return "\n".join(f"- {_plain(item)}" for item in block.items)
+        case Table():
+            rows = [[_plain(cell) for cell in row] for row in block.rows]
+            return tabulate(rows, block.headers, tablefmt="github", disable_numparse=True)
+        case Chart():
+            return _plain(block.caption)
+        case Code():
+            return "\n".join(f"    {line}" for line in block.text.splitlines())
+        case Columns():
+            return "\n".join(f"    {row.left} | {row.right}" for row in block.rows)
+    raise TypeError(block)
+
+
+def _plain(text: str | Cell) -> str:
+    """On one line, and without what Markdown would take for a table or a tag."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def size(count: float) -> str:
+    """Bytes in words: `3.00 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"
+
+
+# As wide as a phone shows it without making the letters smaller.
+WIDTH = 4.8
+# Stand-ins for the colours of the theme, which are settled when a page is shown; in a PNG they are those on white.
+_TEXT, _QUIET, _BACK = "#010101", "#cfcfd6", "#fefefe"
+_CYCLE = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+_THEME = {_TEXT: "--text", _QUIET: "--line", _BACK: "--back"} | {c: f"--c{i}" for i, c in enumerate(_CYCLE)}
+
+
+def axes(height: float, rows: int = 1, columns: int = 1, **more: Any) -> tuple[Figure, Any]:
+    """A figure of ``height`` inches with its axes, without pyplot: no global state and no display needed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **more)
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    from matplotlib import rc_context
+
+    with rc_context(
+        {
+            "axes.edgecolor": _TEXT,
+            "axes.labelcolor": _TEXT,
+            "text.color": _TEXT,
+            "xtick.color": _TEXT,
+            "ytick.color": _TEXT,
+            "axes.facecolor": "none",
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "font.size": 9,
+            "grid.color": _QUIET,
+            "legend.facecolor": _BACK,
+            "legend.edgecolor": _QUIET,
+            "path.simplify_threshold": 0.5,
+            "svg.fonttype": "none",
+            "svg.hashsalt": "nsa",
+        }
+    ):
+        yield
+
+
+def draw(make: Callable[[], Figure]) -> tuple[Markup, bytes]:
+    """What ``make`` draws with `axes`, in the theme: as SVG for a page, and as the content of a PNG file."""
+    vectors, pixels = io.StringIO(), io.BytesIO()
+    with _style():
+        figure = make()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(vectors, format="svg", transparent=True, metadata=nothing)
+        figure.savefig(pixels, format="png", dpi=200, facecolor="white")
+    return _in_theme(vectors.getvalue()), pixels.getvalue()
+
+
+def _in_theme(svg: str) -> Markup:
+    """A picture of matplotlib's as part of a page: its text is text, its colours are the theme's."""
+    box = re.search(r'viewBox="[^"]*"', svg)
+    assert box is not None
+    inner = svg[svg.index("<defs>") : svg.rindex("</svg>")]
+    inner = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", inner, flags=re.DOTALL)
+    inner = re.sub(r'<g id="[^"]*"', "<g", inner).replace("xlink:href", "href")
+    inner = re.sub(r"font-family: [^;\"]*; ", "", inner)
+    # A long run has many points: a tenth of a unit of them is seen by nobody.
+    inner = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), inner)
+    for color, name in _THEME.items():
+        inner = inner.replace(f": {color}", f": var({name})")
+    return Markup(f"<svg {box[0]}>{inner}</svg>")  # matplotlib has escaped every text in it
+
+
+def embedded(picture: bytes, caption: str) -> Markup:
+    """A PNG file as part of a page."""
+    return Markup('<img alt="{}" src="data:image/png;base64,{}">').format(caption, b64encode(picture).decode())

@@ -1,4 +1,4 @@
-"""Named ranges of a run, for whoever looks at it from outside.
+"""Named ranges of a run, for profilers.
 
 Each range is an NVTX range of the domain ``nsa``, which Nsight Systems and other NVTX clients show, and, while torch's
 profiler records, a region of the same name there, so that time is attributed the same way without a GPU. Its

@@ -13,7 +13,7 @@ _GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
 
 
 def outlive_readers() -> None:
-    """Let this process go on in silence when nobody reads its standard output or error any longer."""
+    """Let this process continue in silence when its standard output or error has lost its reader."""
     sys.stdout = _outliving(sys.stdout, 1)
     sys.stderr = _outliving(sys.stderr, 2)
 

@@ -2,171 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
-from torch._C import DispatchKey
-from torch._dynamo import exc
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
-from torch._higher_order_ops.scan import scan_op
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-log = logging.getLogger("nsa_compile")
-
-
-@cache
-def mend_dynamo() -> None:
-    """Mend what Dynamo does with a scan, once."""
-    capture_scans_by_shape()
-    explain_uncaptured_steps()
-
-
-def capture_scans_by_shape() -> None:
-    """While Dynamo captures a scan, find the shapes of its results by running its body once.
-
-    Dynamo runs each operator on fake tensors to learn what its results look like. Where gradients are wanted, torch's
-    scan then traces, differentiates and partitions its body, and all of that is thrown away: a third of the time a
-    model takes to compile (torch 2.13). What is traced later, by AOTAutograd, is not changed.
-    """
-    differentiate = scan_op.py_kernels.pop(DispatchKey.Autograd)
-
-    @scan_op.py_impl(DispatchKey.Autograd)
-    def scan_autograd(
-        combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor]
-    ) -> Any:
-        inputs = (*init, *xs, *additional)
-        tensors = [x for x in inputs if isinstance(x, Tensor)]  # a size that varies is an input, too
-        modes = _get_current_dispatch_mode_stack()
-        # Proxies and functional tensors have modes of their own.
-        fake = all(isinstance(x, FakeTensor) for x in tensors) and all(isinstance(m, FakeTensorMode) for m in modes)
-        if not fake or torch._guards.TracingContext.try_get() is None:
-            wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-            if (place := _captured_at(combine)) and (modes or wants_gradients):
-                raise ScanNotCompiled(_NOT_OURS.format(place=place, backend="a backend of your own"))
-            return differentiate(combine, init, xs, additional)
-        return _ShapesOfScan.apply(combine, len(init), len(xs), *inputs)
-
-
-class _ShapesOfScan(torch.autograd.Function):
-    """A scan on fake tensors, whose results say that they have gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, combine: Callable[..., Any], n_init: int, n_xs: int, *inputs: Any) -> Any:
-        ctx.inputs = inputs
-        n = n_init + n_xs
-        with torch._C._AutoDispatchBelowAutograd():
-            return scan_op(combine, inputs[:n_init], inputs[n_init:n], inputs[n:])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, None, None, *(torch.empty_like(x) if isinstance(x, Tensor) else None for x in ctx.inputs)
-
-
-class ScanRefused(exc.UncapturedHigherOrderOpError, ValueError):
-    """A `nsa_compile.scan` that cannot be captured; says why in one line. Dynamo lets it through as it is."""
-
-
-class ScanNotCompiled(exc.ShortenTraceback):
-    """A `nsa_compile.scan` that was captured and cannot be compiled; says why in one line.
-
-    Dynamo hands on a `ShortenTraceback` as it is, and puts any other error of a backend behind words of its own.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, first_useful_frame=None)
-
-
-_NOT_OURS = (
-    "nsa_compile.scan at {place} was compiled by {backend}, which would run it as torch's own scan, whose gradients "
-    'are wrong; compile with backend="nsa_compile", or leave the call out with torch.compiler.disable'
-)
-
-
-def becomes_a_node() -> bool:
-    """Whether the scan that Dynamo is about to trace becomes a node of its graph; else its loop is unrolled.
-
-    Raises:
-        ScanRefused: the graph is for one of torch's own backends.
-    """
-    if torch.compiler.is_exporting():
-        return False
-    tx = InstructionTranslator.current_tx()
-    place = _caller_of_scan(tx.output.current_tx) or "unknown"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        log.warning("scan at %s is unrolled: it lies inside a transform of torch.func", place)
-        return False
-    if (foreign := _torch_backend(tx.output.compiler_fn)) is not None:
-        raise ScanRefused(_NOT_OURS.format(place=place, backend=f"the backend {foreign!r}"))
-    return True
-
-
-def _torch_backend(function: Any) -> str | None:
-    """The name of a backend that is one of torch's own; None for any other."""
-    name = None
-    while True:
-        name = name or getattr(function, "compiler_name", None)
-        inner = [getattr(function, held, None) for held in ("__wrapped__", "compiler_fn", "func")]
-        # torch.compile cuts a model within DistributedDataParallel into pieces for the backend.
-        inner.append(getattr(getattr(function, "__self__", None), "backend_compile_fn", None))
-        if not (found := [x for x in inner if x is not None]):
-            break
-        function = found[0]
-    module = getattr(function, "__module__", "")
-    return (name or getattr(function, "__name__", module)) if module.split(".")[0] == "torch" else None
-
-
-def explain_uncaptured_steps() -> None:
-    """Say in one line why the step of a scan cannot be captured, and what to write instead.
-
-    Dynamo's own words are of its insides: an unhinted symbol, an internal assertion (torch 2.13). What is no error,
-    such as a restart of the analysis, passes.
-    """
-    original = ScanHigherOrderVariable._call_function
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        place = _caller_of_scan(tx)
-        try:
-            result = original(self, tx, args, kwargs)
-        except Exception as error:
-            own = isinstance(error, exc.TorchDynamoException)
-            failed = isinstance(error, exc.Unsupported | exc.UserError | exc.UncapturedHigherOrderOpError)
-            if (own and not failed) or place is None:
-                raise
-            raise ScanRefused(f"the step of the scan at {place} cannot be captured: {why_not_traced(error)}") from error
-        if place is not None:
-            (scan,) = tx.output.current_tracer.graph.find_nodes(op="call_function", target=scan_op)[-1:]
-            tx.output.nn_modules[scan.args[0].target].meta[_PLACE] = place
-        return result
-
-    ScanHigherOrderVariable._call_function = call_function  # type: ignore[method-assign]
-
-
-# In the meta of the body of a captured `nsa_compile.scan`: `file:line` of its call.
-_PLACE = "nsa_scan_at"
-
-
-def _captured_at(combine: Any) -> str | None:
-    return combine.meta.get(_PLACE) if isinstance(combine, fx.GraphModule) else None
-
-
-def _caller_of_scan(tx: Any) -> str | None:
-    """`file:line` of the call of `nsa_compile.scan` that Dynamo is in; None if it is in torch's own."""
-    inside = False
-    while tx is not None:
-        if tx.f_code.co_filename.endswith("nsa_compile/loop.py"):
-            inside = True
-        elif inside:
-            return f"{tx.f_code.co_filename}:{tx.lineno}"
-        tx = getattr(tx, "parent", None)
-    return None
 
 
 class HonestBatchNorm(TorchFunctionMode):
@@ -178,8 +18,9 @@ class HonestBatchNorm(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (names := self._ARGUMENTS.get(func)) is not None:
             given = {"momentum": 0.1, "eps": 1e-5, **dict(zip(names, args, strict=False)), **(kwargs or {})}
-            inputs = [given.get(name) for name in ("input", "weight", "bias", "running_mean", "running_var")]
-            if given.get("training") and inputs[3] is not None and inputs[4] is not None:
+            inputs: list[Any] = [given.get(name) for name in ("input", "weight", "bias", "running_mean", "running_var")]
+            empty = inputs[0].numel() == 0  # changes no statistics, and the operator refuses it
+            if given.get("training") and inputs[3] is not None and inputs[4] is not None and not empty:
                 numbers = (True, given["momentum"], given["eps"])
                 return torch.ops.aten._native_batch_norm_legit.default(*inputs, *numbers)[0]
         return func(*args, **(kwargs or {}))
@@ -192,41 +33,3 @@ class HonestBatchNorm(TorchFunctionMode):
 
 # `x.data` in a captured graph. Traced as it is, it leaves no node behind, and gradients flow through (torch 2.13).
 DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
-
-# Words of torch's messages, what they mean for the author of a step, and the way out.
-_REASONS = (
-    (
-        ("DynamicOutputShape", "nonzero", "masked_select", "aten.unique"),
-        "it selects elements by their values, as x[mask], x[mask] = y and x.nonzero() do, and how many is not known "
-        "before it runs; write torch.where(mask, x, 0) or torch.where(mask, y, x) instead",
-    ),
-    (
-        ("unhinted", "data-dependent", "DataDependent", "Data-dependent", "item()", "_local_scalar_dense", "u0"),
-        "it reads a number out of a tensor, as k[t], k[:t + 1], k[:, t] = x, t.item() and `if t > 0` with a tensor t "
-        "do; write k.index_select(0, t.view(1))[0], a mask such as torch.arange(S) <= t, and "
-        "torch.where(torch.arange(S) == t, x, k) instead",
-    ),
-    (
-        ("side effect",),
-        "it changes something outside of it, such as a list, a counter or an attribute; return from the step what is "
-        "to be kept, as a part of the carry or as an output",
-    ),
-    (
-        ("input mutation", "mutat"),
-        "it writes in place to its carry, to its input or to a tensor from outside; write to a copy, x.clone(), and "
-        "return it",
-    ),
-    (("metadata", "init and carry"), "it returns a carry of another shape or dtype than it was given"),
-    (("builtin print", "builtin `print`", "logging"), "it prints or logs; do so with what the scan returns"),
-    (("graph_break()", "torch.compiler.disable", "Skip calling"), "it breaks the graph, and a step is captured whole"),
-)
-
-
-def why_not_traced(error: Exception) -> str:
-    """What torch says of a step that it cannot trace, in one line."""
-    text = f"{type(error).__name__}: {error}"
-    for words, reason in _REASONS:
-        if any(word in text for word in words):
-            return reason
-    lines = [line for line in str(error).strip().splitlines() if line]
-    return lines[0] if lines else type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,19 @@ from typing import Any
 # Before torch is imported, here and in subprocesses: parallel test workers with a thread a core each would fight over
 # the cores, and OpenMP's busy waiting makes that many times slower than taking turns.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor's own processes for compiling would be one more import of torch for each that compiles.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Whether the compiler knows the vectors that the processor has: each process would start one of its own to find out.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Every Python that tests start imports `sitecustomize` from there.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (f"{Path(__file__).parent}/children", os.environ.get("PYTHONPATH")))
+)
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.children import sitecustomize  # noqa: F401  # here, too, what it changes
 
 _COMMON: dict[str, Any] = {
     "deadline": None,
@@ -49,14 +60,32 @@ TINY_RUN = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What compiles most comes first: were it left to the end, one process would work and the other wait."""
+    items.sort(key=lambda item: not ("inductor" in item.nodeid or "spilling" in item.nodeid))
+
+
 def with_fault(fault: str, once: Path) -> dict[str, str]:
-    """The environment of a process with a fault planted, which strikes once; `tests/train/faults` has the kinds.
+    """The environment of a process with a fault planted, which strikes once; `tests/children` has the kinds.
 
     A signal of the test's own would come some steps later on a busy machine, or when the run is over.
     """
     once.touch()
-    path = [str(Path(__file__).parent / "train" / "faults"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "FAULT": fault, "FAULT_ONCE": str(once), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return {**os.environ, "FAULT": fault, "FAULT_ONCE": str(once)}
+
+
+def cold_cache(directory: Path) -> Path:
+    """A directory for compiled programs that holds the operators and Inductor's headers alone, which take a minute."""
+    from nsa_compile import compiler_cache, inductor_files
+    from nsa_compile.ops import cpp
+
+    cpp.load("window")  # and the others with it
+    warm = compiler_cache.directory()
+    shutil.copytree(cpp.kernel_directory(warm), cpp.kernel_directory(directory))
+    headers = inductor_files.header_directory(warm)
+    headers.mkdir(exist_ok=True)
+    inductor_files.header_directory(directory).symlink_to(headers)
+    return directory
 
 
 @pytest.fixture(autouse=True, scope="module")

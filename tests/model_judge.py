@@ -280,9 +280,27 @@ def judge(source: str, compiler: Compiler | None = None) -> Verdict:
     verdict = against(wanted, source, nsa_compile.scan, compiler or nsa_compiler(reports))
     if verdict is None:
         return what_happened(reports)
+    if verdict.failed and overwrites_what_backward_needs(source):
+        return Verdict("eager_fails", "a checkpointed region overwrites what its backward needs")
     if verdict.failed and compiler is None and same_failure(against(wanted, source, python_loop, torch_alone), verdict):
         return Verdict("torch_differs", f"{verdict.kind}: {verdict.cause}")
     return verdict
+
+
+def overwrites_what_backward_needs(source: str) -> bool:
+    """Whether a program runs only because of its checkpoints: what these compute again, autograd does not watch, and
+    eager gradients are those of the tensors as overwritten (torch 2.13)."""
+    if "checkpoint(" not in source and "'checkpoint'" not in source:
+        return False
+    try:
+        with quiet():
+            plain = Subject(source.replace("'checkpoint'", "'grad'"), nsa_compile.scan)
+            plain.namespace["checkpoint"] = lambda run, *args, use_reentrant, **kwargs: run(*args, **kwargs)
+            for n in range(len(plain.calls)):
+                plain.call(n)
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return False
 
 
 def against(wanted: list[Observation], source: str, scan: Callable, compiler: Compiler) -> Verdict | None:

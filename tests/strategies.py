@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa_compile.models import SparsePattern
+
+
+def few(examples: int) -> settings:
+    """As many examples of a test that takes seconds for each; in proportion where the profile asks for more."""
+    return settings(max_examples=max(examples, settings().max_examples * examples // 12))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.processes import Command, run, sets
+
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
 
 
@@ -20,10 +22,6 @@ def nsa_compile(*arguments: str, **environment: str) -> subprocess.CompletedProc
     return subprocess.run(
         [*COMMAND, *arguments], capture_output=True, text=True, env={**os.environ, **environment}, check=False
     )
-
-
-def sets(overrides: list[str]) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
 
 
 def test_help_is_quick():
@@ -135,7 +133,7 @@ def test_json_is_one_object_on_stdout_and_names_the_run(tiny_overrides):
 
 
 def test_a_diverging_run_stops_with_exit_code_3(tiny_overrides):
-    result = nsa_compile("train", *sets(tiny_overrides(**{"optim.lr": 1e30, "optim.weight_decay": 0.0})))
+    result = run("train", *sets(tiny_overrides(**{"optim.lr": 1e30, "optim.weight_decay": 0.0})))
     assert result.returncode == 3
     assert "must be finite" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
@@ -144,9 +142,7 @@ def test_a_diverging_run_stops_with_exit_code_3(tiny_overrides):
 def test_ctrl_c_saves_and_leaves(tiny_overrides, tmp_path):
     import signal
 
-    arguments = [*COMMAND, "train", "--json", *sets(tiny_overrides(**{"train.steps": 100000}))]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
+    process = Command("train", "--json", *sets(tiny_overrides(**{"train.steps": 100000})))
     for line in process.stderr:  # until it is well under way
         if line.startswith("step 10:"):
             break

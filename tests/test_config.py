@@ -18,10 +18,26 @@ from nsa_compile.config import RunConfig, default_config_text, load_config
 from nsa_compile.errors import UserError
 from nsa_compile.models.config import NSAConfig, SparsePattern
 
+PRESETS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
 
 def test_documented_default_is_the_packaged_one():
-    documented = Path(__file__).parent.parent / "configs" / "shakespeare_cpu.yaml"
+    (documented,) = [path for path in PRESETS if path.name == "shakespeare_cpu.yaml"]
     assert documented.read_text(encoding="utf-8") == default_config_text()
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_the_comment_of_a_preset_tells_its_true_size(path):
+    import torch
+
+    from nsa_compile.models import NSATransformer
+
+    comment = " ".join(re.match("(?:#.*\n)+", path.read_text(encoding="utf-8"))[0].replace("#", "").split())
+    with torch.device("meta"):
+        model = NSATransformer(load_config(str(path)).model)
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    told = re.search(r"([\d.]+) M parameters", comment)[1]
+    assert told == format(millions, ".1f" if millions < 10 else ".0f")
 
 
 def test_resolved_yaml_loads_to_the_same_configuration(tmp_path):
@@ -117,6 +133,8 @@ def test_a_mistake_is_one_line_that_names_value_and_rule(override, expected):
         ("train: {step: 3}", "did you mean 'train.steps'?"),
         ("model: {pattern: {windw: 3}}", "did you mean 'model.pattern.window'?"),
         ("trian: {}", "did you mean 'train'?"),
+        ("train: {steps: 10}", "the section model is missing: give it at least vocab_size, dim, n_layers, n_heads, "),
+        ("model: {dim: 8, n_heads: 2}", "model.vocab_size is missing and has no default, and so are n_layers, "),
         ("train: 2024-13-45", "cannot be read: month must be in 1..12"),
         ("train: " + "[" * 5000 + "]" * 5000, "cannot be read: it is nested too deeply"),
         ("train: &t {steps: *t}", "must not hold more than 10,000 values"),
@@ -143,7 +161,10 @@ def test_a_mistake_in_a_file_is_one_line(tmp_path, text, expected):
         ("a0: &a0 {x: 1}\n" + "\n".join(f"a{i}: &a{i} {{<<: *a{i - 1}, y{i}: 1}}" for i in range(1, 500)), "10,000"),
         ("\n".join(f"key{i}: {i}" for i in range(200_000)), "must not hold more than 262,144 bytes"),
         ("[" + "a," * 20_000 + "]", "must not hold more than 10,000 values"),
-        ("train: {steps: " + "1" * 100_000 + "x}", "model = "),  # whether it is a number once took 100 s
+        (
+            "train: {steps: " + "1" * 100_000 + "x}",
+            "section model is missing",
+        ),  # whether it is a number once took 100 s
         ("train: {steps: 0x" + "f" * 5000 + "}", "a number must have at most 128 bits"),
         ("train: {steps: 1" + ":1" * 50_000 + "}", "a number must have at most 128 bits"),
         ("{" + ", ".join(f"{i * (2**61 - 1)}: 1" for i in range(3000)) + "}", "unknown configuration key '0'"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from nsa_compile.cli import _run
+from nsa_compile.cli import _run, main
 from nsa_compile.config import flatten, load_config
 
 PACKAGED = str(Path(__file__).parent.parent / "configs" / "shakespeare_cpu.yaml")
@@ -70,9 +71,13 @@ def test_keys_lists_every_key_with_what_the_schema_says(capsys):
     assert rows["train.steps"]["type"] == "integer ≥ 1"
     assert rows["train.steps"]["default"] == 300
     assert rows["model.dim"] | {"required": True} == rows["model.dim"]
-    assert rows["model.pattern.window"]["meaning"].startswith("w, tokens of the sliding window")
-    assert "key or column with the text" in rows["data.text_field"]["meaning"]
+    assert rows["model.pattern.window"]["meaning"].startswith("Tokens of the sliding window, w,")
+    assert rows["data.text_field"]["meaning"] == "Key or column with the text, for JSON lines and Parquet"
+    assert len({row["meaning"] for row in rows.values()}) == len(rows)
     for key, row in rows.items():
+        # A sentence or a phrase of its own, not the key said again or a piece of another's.
+        assert re.fullmatch(r"[A-Z][^`\n]{14,}[^.;:`\s]", row["meaning"]), (key, row["meaning"])
+        assert "None" not in row["meaning"], "a file says null"
         if not row["required"]:
             json.dumps(row["default"])
             assert row["type"], key
@@ -83,6 +88,26 @@ def test_keys_of_one_section(capsys):
     assert code == 0
     assert "model.pattern.window" in out
     assert "train.steps" not in out
+
+
+@pytest.mark.parametrize(
+    ("incomplete", "expected"),
+    [
+        ("train.se", ["train.seq_len="]),
+        ("train.dtype=", ["train.dtype=float32", "train.dtype=bf16"]),
+        ("model.pattern.index_convention=p", ["model.pattern.index_convention=paper_v2"]),
+        ("optim.fused=t", ["optim.fused=true"]),
+        ("train.steps=", []),
+        ("nothing=", []),
+    ],
+)
+def test_a_shell_completes_keys_and_values(incomplete, expected, monkeypatch, capsys):
+    monkeypatch.setenv("_NSA_COMPILE_COMPLETE", "zsh_complete")
+    monkeypatch.setenv("COMP_WORDS", f"nsa-compile train --set {incomplete}")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.splitlines()[1::3] == expected
 
 
 @pytest.mark.parametrize(

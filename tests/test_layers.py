@@ -27,8 +27,10 @@ LAYERS = [
     {"passes"},
     {"ops"},
     {"inductor_files"},
-    {"compiler_cache", "cli"},
-    {"files", "errors", "page", "loop", "modes", "ranges", "streams"},
+    {"compiler_cache", "cli", "page"},
+    {"extras"},
+    {"files", "errors", "loop", "modes", "ranges", "streams"},
+    {"scan_capture"},
     {"workarounds"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import dataclasses
 import io
 import logging
 import pickle
@@ -555,6 +556,34 @@ def output_that_is_a_number(compile):
 @program
 def output_of_none(compile):
     return trained(compile(lambda x: scan(lambda c, row: (c + row, None), x.new_zeros(D), x)), rows())
+
+
+@program
+def output_of_a_class_of_torch(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c + row, row.max(-1)), x.new_zeros(D), x)), rows())
+
+
+@program
+def repeats_by_a_tensor(compile):
+    def run(x):
+        times = torch.tensor([1, 2, 0, 1])
+        return scan(lambda c, row: (c, row.repeat_interleave(times)), x.new_zeros(D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def carry_of_a_dataclass(compile):
+    @dataclasses.dataclass
+    class State:
+        mean: Tensor
+
+    return trained(compile(lambda x: scan(lambda c, row: (State(c.mean + row), row), State(x.new_zeros(D)), x)), rows())
+
+
+@program
+def statistics_that_check_their_input(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c, torch.cov(row.view(2, -1))), x.new_zeros(D), x)), rows())
 
 
 @program
@@ -1617,13 +1646,3 @@ def test_any_sequence_of_batch_sizes_and_lengths(dynamic, caplog, monkeypatch):
     assert all(s.batched for report, _ in reports for s in report.scans)
     with pytest.raises(ValueError, match="scan: xs have length 0"):
         fast(rows(2, 0, D))
-
-
-def test_the_code_of_the_page_runs():
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert blocks
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    namespace: dict[str, Any] = {"__name__": "__docs__"}
-    for block in blocks:
-        exec(block, namespace)

@@ -117,7 +117,7 @@ class Run:
 
 
 def identity(record: dict[str, Any]) -> list[Any]:
-    """What has to be the same for a record to be gone on with."""
+    """What must be the same before a record may be continued."""
     environment = record["environment"]
     return [record["settings"], environment["machine"], environment["packages"], environment["git"]["sha"]]
 

@@ -1,4 +1,4 @@
-"""Token streams to train on: the packaged plays, synthetic tasks, local files, or random bytes under that very name."""
+"""Token streams to train on: the packaged plays, synthetic tasks, local files, or random bytes, by name."""
 
 from nsa_compile.data.corpus import Corpus, load_corpus
 from nsa_compile.data.sampling import BatchSampler, Resumable, evenly_spaced_batches

@@ -34,7 +34,7 @@ Document = Iterable[str]
 
 
 def find_files(name: str) -> list[Path]:
-    """The files that ``data.name`` stands for: itself, or those of a directory, sorted by name, without descending.
+    """The files that ``data.name`` stands for: itself, or those of a directory, sorted by name, without subdirectories.
 
     Raises:
         UserError: there is no such file, or none of a readable kind.

@@ -12,7 +12,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Source(Protocol):
-    """Something that has a sequence of tokens for every position of a stream."""
+    """A source with a sequence of tokens for every position of a stream."""
 
     def sequence(self, index: int, length: int) -> Tokens:
         """Tokens ``[length]`` of the ``index``-th sequence; always the same for the same index."""
@@ -26,7 +26,7 @@ class Resumable(Protocol):
         """The place this process is at, as plain values."""
 
     def restore(self, states: Sequence[Any], position: int) -> None:
-        """Go on where the processes that had these states were, after `position` sequences of all together.
+        """Continue where the processes with these states were, after `position` sequences of all together.
 
         Raises:
             CheckpointError: the states are not those of this source.

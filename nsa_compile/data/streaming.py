@@ -248,7 +248,7 @@ class PackedDocuments:
         return PackedState(origin=self._origin, loads=self._loads, lanes=lanes).model_dump()
 
     def restore(self, states: Sequence[Any], position: int) -> None:
-        """Go on where the processes that had these states were, after `position` sequences of all lanes together.
+        """Continue where the processes with these states were, after `position` sequences of all lanes together.
 
         Raises:
             CheckpointError: the states are not those of such a stream.
@@ -331,7 +331,7 @@ class PackedDocuments:
         waiting = sum(lane.available for lane in self._lanes.values())
         if waiting > MAX_WAITING:
             raise UserError(
-                f"{waiting:,} tokens of the stream wait for their turn, and {MAX_WAITING:,} may: some sequences of a "
+                f"{waiting:,} tokens of the stream are waiting, and {MAX_WAITING:,} may: some sequences of a "
                 "batch get texts of far more tokens to a character than others; shuffle the documents"
             )
 
@@ -425,7 +425,7 @@ def _placed(open_files: Opener, first: int) -> Iterator[tuple[Place, Any]]:
 
 
 class _Fetcher:
-    """Iterates in a thread of its own, ahead of who takes, since nothing else can leave a read that hangs.
+    """Iterates in a thread of its own, ahead of its consumer: only so can a read that hangs be abandoned.
 
     Args:
         open_items: makes what is iterated over, in the thread.

@@ -126,7 +126,7 @@ def open_cache(data: DataSection) -> TokenCache:
                 try:
                     return TokenCache(directory, *_open(directory, recipe), built=False)
                 except Damaged as error:
-                    _tell(f"cache '{directory}' is damaged ({error}): making it anew")
+                    _tell(f"cache '{directory}' is damaged ({error}): making it again")
             _build(directory, recipe)
             return TokenCache(directory, *_open(directory, recipe), built=True)
 

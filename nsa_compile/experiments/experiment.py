@@ -1,4 +1,4 @@
-"""The three kinds of experiment: their arms, and what may be concluded of their runs.
+"""The three kinds of experiment: their arms, and the conclusions from their runs.
 
 A caller makes a plan, has it run by `run_experiment`, and gets plain data: the same as ``experiment.json``.
 """
@@ -147,7 +147,7 @@ def _why_no_effect(key: str, arm: Arm) -> str:
 
 
 def _buckets_in_effect(arms: Sequence[Arm]) -> tuple[str, ...]:
-    """What must be known of buckets that are compared and are not as large as was asked for."""
+    """A note about compared buckets that are smaller than asked for."""
     if len({arm.config.ddp.bucket_mb for arm in arms}) == 1:
         return ()
     return tuple(
@@ -165,7 +165,7 @@ def scaling_plan(
     strong: bool = False,
     steps: int | None = None,
 ) -> Plan:
-    """The same configuration on several numbers of processes, the smallest of which is what others are held against.
+    """The same configuration on several numbers of processes; the smallest is the baseline.
 
     Each process gets ``train.batch_size`` sequences (weak scaling), or with `strong` its share of them. The threads of
     a process are the same in every arm, or few processes would look slow beside many.

@@ -21,8 +21,10 @@ def _experiment_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that every experiment has, but for ``--set`` and ``--nproc``."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr."),
-        click.option("--out", metavar="DIR", help="For runs and results; one that is there goes on."),
-        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order of runs."),
+        click.option("--out", metavar="DIR", help="Directory for runs and results; an experiment in it continues."),
+        click.option(
+            "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the order of runs."
+        ),
         click.option(
             "--window", type=click.IntRange(min=2), default=50, show_default=True, help="Steps at the end that count."
         ),
@@ -49,7 +51,7 @@ def _nproc_option(default: int) -> Callable[[Any], Any]:
 
 
 @click.command()
-@_set_option("--set", "By which B differs from A; several make one variant.")
+@_set_option("--set", "Key that B changes; several make one variant.")
 @click.option("--base-set", "base", metavar="KEY=VALUE", multiple=True, help="Override one key for both.")
 @_nproc_option(1)
 @_experiment_options
@@ -61,7 +63,7 @@ def ab(
     steps: int | None,
     **others: Any,
 ) -> None:
-    """Compare the throughput of a configuration (A) with that of the same and some keys changed (B).
+    """Compare the throughput of a configuration (A) with that of a changed one (B).
 
     \b
     nsa-compile ab --set optim.fused=true --base-set optim.fused=false --steps 100
@@ -148,9 +150,13 @@ def _run(plan: Plan, repeats: int, window: int, seed: int, out: str | None, as_j
 
     run = plan.arms[0].config.run
     directory = Path(out) if out else Path(run.dir) / f"{plan.kind}-{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    record = run_experiment(
-        plan, directory, repeats=repeats, window=window, seed=seed, tell=lambda line: click.echo(line, err=True)
-    )
+    try:
+        record = run_experiment(
+            plan, directory, repeats=repeats, window=window, seed=seed, tell=lambda line: click.echo(line, err=True)
+        )
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
+        click.echo(f"\nstopped; go on with the same command and --out {directory}", err=True)
+        raise
     files = write_views(record, directory)
     if as_json:
         click.echo(json.dumps(record, indent=2))

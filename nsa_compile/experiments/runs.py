@@ -111,7 +111,7 @@ class Results:
 
 
 def base_overrides(config_path: str | None, overrides: Sequence[str], steps: int | None) -> list[str]:
-    """The ``--set`` options of every arm: the user's, and what makes a run of a few steps one to be timed.
+    """The ``--set`` options of every arm: the user's, and those that make a short run fit to be timed.
 
     Raises:
         UserError: the configuration is wrong.

@@ -20,7 +20,7 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 @click.group(cls=SuggestingGroup)
 def launch() -> None:
-    """Print a job file that trains on several nodes and goes on from its newest checkpoint when started again.
+    """Print a job file that trains on several nodes and, when started again, resumes from its newest checkpoint.
 
     \b
     nsa-compile launch slurm --nodes 4 --nproc 8 --config my_run.yaml --time 12:00:00 | sbatch

@@ -64,7 +64,10 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
                 return EXIT_CODES[stop.signal]
             died = ", ".join(f"rank {rank} {_ending(code)}" for rank, code in sorted(codes.items()))
             if FAILED in codes.values() and not _has_stepped(directory, begin):
-                print(f"error: {died} before the first step, and would again", file=sys.stderr)
+                print(
+                    f"error: {died} before the first step; it is not started again, for it would fail again",
+                    file=sys.stderr,
+                )
                 return FAILED
             if attempt < restarts:
                 print(f"{died}; starting again (restart {attempt + 1} of {restarts})", file=sys.stderr)
@@ -79,7 +82,7 @@ def _has_stepped(directory: Path, since: float) -> bool:
 
 
 def _last_stall(directory: Path) -> float:
-    """When the watchdog last found a rank that lived and did not get on; 0 for never."""
+    """When the watchdog last found a live rank that had stalled; 0 for never."""
     findings = JsonlReader(directory / WATCHDOG_FILE).rows()
     stalls = [row for row in findings if str(row.get("rule")).startswith(("silent", "stalled-"))]
     return max((row["time"] for row in stalls if isinstance(row.get("time"), float)), default=0.0)
@@ -139,7 +142,7 @@ def watched(config: RunConfig, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _forwarded_signals(grace_s: int) -> Iterator[StopRequest]:
-    """Hand signals on to the processes: what asks them to stop, and SIGUSR1, at which they write their stacks.
+    """Forward signals to the processes: those that ask them to stop, and SIGUSR1, on which they write their stacks.
 
     Those that have not left `grace_s` seconds after they were first asked to are killed.
     """

@@ -1,4 +1,4 @@
-"""Where a run lies and where it goes on, settled before it starts. Imports no torch."""
+"""The directory of a run and the checkpoint it resumes from, settled before it starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nsa_compile.train.records.run_directory import create_run_directory, lock_r
 
 @dataclass(frozen=True)
 class Start:
-    """The directory of a run, and the checkpoint it goes on from."""
+    """The directory of a run, and the checkpoint it resumes from."""
 
     directory: Path
     checkpoint: Checkpoint | None
@@ -25,7 +25,7 @@ class Start:
 
 @contextlib.contextmanager
 def open_run(config: RunConfig, found: FoundRun) -> Iterator[Start]:
-    """Be the only one to work on the run that was found, or on a new one.
+    """Open the run that was found, or a new one, for this process alone.
 
     Raises:
         UserError: somebody else works on it, or it is longer than configured.
@@ -37,7 +37,7 @@ def open_run(config: RunConfig, found: FoundRun) -> Iterator[Start]:
 
 
 def restart_run(config: RunConfig, directory: Path) -> Start:
-    """Go on with a run that somebody else has opened: from its newest good checkpoint, or from the start.
+    """Resume a run that another process has opened: from its newest good checkpoint, or from the start.
 
     Raises:
         CheckpointError: it has checkpoints, and none is good.

@@ -109,7 +109,7 @@ def run_worker(world: World, config: RunConfig, resume: str, run_dir: Path | Non
 
 
 def _settle(opened: contextlib.ExitStack, world: World, config: RunConfig, resume: str, run_dir: Path | None) -> Any:
-    """What rank 0 finds: a start, or the error that keeps it from starting."""
+    """What rank 0 settles: a start, or the error that prevents it."""
     from nsa_compile.launch.start import open_run, restart_run
     from nsa_compile.train.checkpoints.resume import find_run
 

@@ -33,7 +33,8 @@ PACKAGES = {
     "pyarrow": ("Parquet files", "data"),
     "torchao": ("low-bit optimizers, float8 and int8 products", "torchao"),
     "tensorboard": ("TensorBoard's event files", "tensorboard"),
-    "nvtx": ("ranges in NVIDIA's profilers", None),
+    "nvtx": ("ranges in NVIDIA's profilers", "lab"),
+    "hypothesis": ("nsa-compile verify", "lab"),
 }
 LEAST_DISK = 2 * 10**9
 LEAST_MEMORY = 2 * 10**9
@@ -198,7 +199,7 @@ def _compiler_cache() -> Iterator[Finding]:
             "compiled programs",
             "warning",
             f"{len(broken)} broken, as a killed compiler or a damaged disk leaves them, such as '{broken[0]}'",
-            f"delete '{first}'; what it holds is compiled anew",
+            f"delete '{first}'; what it holds is compiled again",
         )
 
 

@@ -41,7 +41,7 @@ def git_revision() -> dict[str, Any]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given; the CPU always has."""
+    """Wait until the device has finished its work; the CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

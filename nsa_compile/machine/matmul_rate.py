@@ -161,7 +161,7 @@ def best_of(rates: Sequence[MatmulRate]) -> float:
 
 
 def busy(rates: Sequence[MatmulRate]) -> str | None:
-    """What several measurements of one machine say of other work on it, on one line; None where they agree."""
+    """One line if several measurements of one machine differ so much that it had other work; None if they agree."""
     usual = [rate.usual for rate in rates]
     if min(usual) >= max(IDLE * max(rate.best for rate in rates), LEAST_OF_PEAK * best_of(rates)):
         return None
@@ -173,7 +173,7 @@ def busy(rates: Sequence[MatmulRate]) -> str | None:
 
 
 def impossible(mfu: float | None) -> str | None:
-    """Why a fraction of the peak says nothing, on one line; None where it can be."""
+    """Why a fraction of the peak is impossible, on one line; None if it is possible."""
     if mfu is None or mfu <= 1:
         return None
     return f"MFU {mfu:.1%} is impossible: the machine's peak was mis-measured, and nothing can be concluded from it"

@@ -69,29 +69,27 @@ def ordered_branches(branches: object) -> tuple[Branch, ...]:
 class SparsePattern:
     """Which keys a query sees: the paper's block sizes and counts.
 
-    Attributes:
-        compress_block: ``l``, tokens pooled into one compressed key (eq. 7).
-        compress_stride: ``d``, tokens between the starts of neighbouring compressed blocks; divides ``l`` and ``l'``.
-        select_block: ``l'``, tokens of one selection block (eq. 9).
-        num_selected: ``n``, selection blocks a query attends to, forced ones included (eq. 11).
-        window: ``w``, tokens of the sliding window, the query's own included (section 3.3.3).
-        num_initial: blocks at the start of the sequence that are always selected; they count towards ``n``.
-        num_local: blocks up to and including the query's own that are always selected; they count towards ``n``.
-        index_convention: index of the compressed block in eq. 9: ``"minus"`` is ``(l'/d)·j + m − n``, ``"paper_v2"``
-            the index as printed in the paper's second version, ``(l'/d)·j − m − n``.
-
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
     """
 
     compress_block: int = 32
+    """Tokens pooled into one compressed key, ``l`` (eq. 7)."""
     compress_stride: int = 16
+    """Tokens between the starts of neighbouring compressed blocks, ``d``; divides ``l`` and ``l'``."""
     select_block: int = 64
+    """Tokens of one selection block, ``l'`` (eq. 9)."""
     num_selected: int = 16
+    """Selection blocks that a query attends to, ``n``, those that are always selected included (eq. 11)."""
     window: int = 512
+    """Tokens of the sliding window, ``w``, the query's own included (section 3.3.3)."""
     num_initial: int = 1
+    """Blocks at the start of the sequence that are always selected; they count towards ``n``."""
     num_local: int = 2
+    """Blocks up to and including the query's own that are always selected; they count towards ``n``."""
     index_convention: IndexConvention = "minus"
+    """Index of the compressed block in eq. 9: minus is (l'/d)·j + m − n, paper_v2 the index as printed in the paper's
+    second version, (l'/d)·j − m − n."""
 
     def __post_init__(self) -> None:
         for name in ("compress_block", "compress_stride", "select_block", "num_selected", "window", "num_local"):
@@ -115,48 +113,45 @@ class SparsePattern:
 class NSAConfig:
     """A decoder-only transformer whose attention is NSA, or dense for comparison.
 
-    Attributes:
-        vocab_size: ``V``, number of token ids.
-        dim: width of the residual stream.
-        n_layers: transformer blocks.
-        n_heads: ``Hq``, query heads.
-        n_kv_heads: ``G``, key/value heads; each serves ``Hq / G`` query heads, which select the same blocks (eq. 10).
-        head_dim: ``d_k``, width of a query or key head; even, because RoPE rotates pairs.
-        v_head_dim: ``d_v``, width of a value head; ``None`` means ``head_dim``.
-        pattern: block sizes and counts.
-        phi: the block compression of eq. 7, ``"mlp"`` (with intra-block position embedding) or ``"mean"``.
-        shared_kv: one key/value projection for the three branches, where the paper has one for each.
-        branches: the branches of eq. 5 that are there, for ablation; others have no parameters and add nothing.
-            ``"selected"`` needs ``"compressed"``, from whose weights it selects.
-        attention: ``"nsa"``, or ``"dense"`` for causal attention over all tokens.
-        mlp_hidden: hidden width of the SwiGLU feed-forward;
-            ``None`` means 8/3 · ``dim``, rounded up to a multiple of 32.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: epsilon of the RMS norms.
-        tie_embeddings: the output projection shares the embedding's weight.
-        phi_hidden: hidden width of the compression MLP; ``None`` means twice the head's width.
-
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
     """
 
     vocab_size: int
+    """Number of token ids, ``V``."""
     dim: int
+    """Width of the residual stream."""
     n_layers: int
+    """Number of transformer blocks."""
     n_heads: int
+    """Number of query heads, ``Hq``."""
     n_kv_heads: int
+    """Number of key/value heads, ``G``; each serves ``Hq / G`` query heads, which select the same blocks (eq. 10)."""
     head_dim: int
+    """Width of a query or key head, ``d_k``; even, because RoPE rotates pairs."""
     v_head_dim: int | None = None
+    """Width of a value head, ``d_v``; null takes head_dim."""
     pattern: SparsePattern = field(default_factory=SparsePattern)
+    """Block sizes and counts."""
     phi: Phi = "mlp"
+    """How a block is compressed (eq. 7): by an MLP with a position embedding within the block, or by the mean."""
     shared_kv: bool = False
+    """Whether the three branches share one key/value projection; the paper has one for each."""
     branches: tuple[Branch, ...] = BRANCHES
+    """Branches of eq. 5 that the model has; others have no parameters and add nothing. selected needs compressed, from
+    whose weights it selects."""
     attention: Attention = "nsa"
+    """Attention of the model: nsa, or dense for causal attention over all tokens."""
     mlp_hidden: int | None = None
+    """Hidden width of the SwiGLU feed-forward; null takes 8/3 · dim, rounded up to a multiple of 32."""
     rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
     norm_eps: float = 1e-6
+    """Epsilon of the RMS norms."""
     tie_embeddings: bool = False
+    """Whether the output projection shares the embedding's weight."""
     phi_hidden: int | None = None
+    """Hidden width of the compression MLP; null takes twice the head's width."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim"):

@@ -7,6 +7,7 @@ Model FLOPs utilisation (MFU) is this number times tokens per second, divided by
 from __future__ import annotations
 
 from nsa_compile.models.config import NSAConfig, SparsePattern
+from nsa_compile.ops.flops import causal_pairs, compressed_pairs, selected_pairs, window_pairs
 
 
 def compressed_blocks(pattern: SparsePattern, seq_len: int) -> int:
@@ -17,33 +18,23 @@ def compressed_blocks(pattern: SparsePattern, seq_len: int) -> int:
 def visible_compressed(pattern: SparsePattern, seq_len: int) -> int:
     """Query-key pairs of the compressed branch: blocks ``j`` with ``j·d + l − 1 ≤ t``, summed over ``t < seq_len``."""
     blocks = compressed_blocks(pattern, seq_len)
-    first_block_queries = seq_len - pattern.compress_block + 1
-    return blocks * first_block_queries - pattern.compress_stride * blocks * (blocks - 1) // 2
+    return compressed_pairs(seq_len, blocks, pattern.compress_block, pattern.compress_stride)
 
 
 def visible_selected(pattern: SparsePattern, seq_len: int) -> int:
     """Query-key pairs of the selected branch: ``n`` blocks, the query's own only up to itself, summed over ``t``."""
-    block, count = pattern.select_block, pattern.num_selected
-    dense = min(seq_len, count * block)  # up to here every block is selected
-    full_blocks, rest = divmod(seq_len - dense, block)
-    own_block = full_blocks * _triangle(block) + _triangle(rest)
-    return _triangle(dense) + (seq_len - dense) * (count - 1) * block + own_block
+    return selected_pairs(seq_len, seq_len, pattern.num_selected, pattern.select_block)
 
 
 def visible_window(pattern: SparsePattern, seq_len: int) -> int:
     """Query-key pairs of the sliding window: ``min(t + 1, w)`` summed over ``t < seq_len``."""
-    full = min(seq_len, pattern.window)
-    return _triangle(full) + (seq_len - full) * pattern.window
-
-
-def _triangle(n: int) -> int:
-    return n * (n + 1) // 2
+    return window_pairs(seq_len, seq_len, pattern.window)
 
 
 def attention_pairs(config: NSAConfig, seq_len: int) -> int:
     """Query-key pairs one head of one layer works on in a sequence of ``seq_len`` tokens."""
     if config.attention == "dense":
-        return _triangle(seq_len)
+        return causal_pairs(seq_len, seq_len)
     visible = {"compressed": visible_compressed, "selected": visible_selected, "window": visible_window}
     return sum(visible[branch](config.pattern, seq_len) for branch in config.branches)
 

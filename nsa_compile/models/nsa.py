@@ -272,8 +272,12 @@ def nsa_attention(
 
     Args:
         q: `[B, S, Hq, D]`.
-        k_cmp, k_slc, k_win: `[B, S, G, D]`; v_cmp, v_slc, v_win: `[B, S, G, Dv]`. `k_win = v_win = None` lets the
-            window branch read the keys and values of the selected one.
+        k_cmp: `[B, S, G, D]`, the keys of the compressed branch.
+        v_cmp: `[B, S, G, Dv]`, its values.
+        k_slc: keys of the selected branch.
+        v_slc: its values.
+        k_win: keys of the window branch; None, as `v_win`, lets it read those of the selected one.
+        v_win: its values.
         gates: `[B, S, Hq, 3]`, already activated, in the order compressed, selected, window; of fewer `branches`, one
             column for each.
         pattern: block sizes, number of blocks and window.

@@ -32,7 +32,7 @@ NOTS = {aten.bitwise_not.default, aten.logical_not.default}
 
 
 class Unrecognised(Exception):
-    """What about a softmax is not attention as the pass knows it."""
+    """Why a softmax is not an attention that the pass can raise, and the node that shows it."""
 
     def __init__(self, why: str, node: fx.Node) -> None:
         super().__init__(why)

@@ -45,7 +45,7 @@ from nsa_compile.passes.scans import (
     find_scans,
     trace_to_aten,
 )
-from nsa_compile.passes.zero_gradients import ask_for_zero_gradients
+from nsa_compile.passes.zero_gradients import match_results
 
 Times = tuple[int, ...]
 
@@ -70,7 +70,7 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
         report.batched = True
         report.carries = [type(c).__name__ for c in site.record.carries]
         report.guards_kept, report.guards_dropped = guards(site, site.record)
-        ask_for_zero_gradients(site, batched)
+        match_results(site, batched)
         inline_graph(site.owner, site.node, batched, inputs)
         context.match(site.node.name, f"{site.record.length} steps became {report.nodes_after} operators")
         changed = True

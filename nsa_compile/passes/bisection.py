@@ -1,4 +1,4 @@
-"""Searching the pipeline for what makes a program go wrong."""
+"""Search the pipeline for the pass or rewrite that makes a program wrong."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 class Unchecked(Exception):
-    """A program that cannot be compared with its loop; says why."""
+    """A program that cannot be compared with its loop, with the reason."""
 
 
 def wide(value: Any) -> Any:

@@ -34,7 +34,7 @@ def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
             op, place, why = explain(facts)
             declined = Declined(why)
             declined.op, declined.location = op, place
-            context.decline(site.node.name, declined)
+            context.decline(site.node.name, declined, "keeps a copy of a cache for each step of {}")
         if dropped:
             context.match(site.node.name, f"dropped the guards of {', '.join(sorted(dropped))}")
         changed = True

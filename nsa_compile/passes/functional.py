@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import TracingContext
 from torch._higher_order_ops.scan import scan_op
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -30,6 +31,7 @@ from nsa_compile.passes.loops import keep_loops
 from nsa_compile.passes.rewriting import KEPT, replace_graph
 from nsa_compile.passes.scans import (
     ESCAPES,
+    WRITTEN,
     BodyInterpreter,
     Declined,
     applies_functorch,
@@ -46,7 +48,9 @@ from nsa_compile.passes.scans import (
     trace_to_aten,
 )
 from nsa_compile.passes.verifier import snapshot
-from nsa_compile.workarounds import HonestBatchNorm, ScanNotCompiled
+from nsa_compile.passes.zero_gradients import has_gradient, match_outputs
+from nsa_compile.scan_capture import ScanNotCompiled
+from nsa_compile.workarounds import HonestBatchNorm
 
 log = logging.getLogger("nsa_compile")
 
@@ -74,6 +78,14 @@ class WriteBack:
     def copied(self, inputs: Sequence[Any]) -> list[Any]:
         """What the functional graph is called with: copies of the inputs that are written to."""
         return [x.clone() if i in self.inputs else x for i, x in enumerate(inputs)]
+
+    def examples(self, inputs: Sequence[Any]) -> list[Any]:
+        """Stand-ins for what `copied` makes: torch has not seen the copies and would let their sizes vary."""
+        context = TracingContext.try_get()
+        if context is None or context.fake_mode is None:
+            return self.copied(inputs)
+        copies = zip(inputs, self.copied(inputs), strict=True)
+        return [c if c is x else context.fake_mode.from_tensor(c, static_shapes=True) for x, c in copies]
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A function that leaves behind what the captured graph did, from one that runs the functional graph."""
@@ -227,6 +239,7 @@ class _Observer(fx.Interpreter):
         super().__init__(gm, garbage_collect_values=False)  # so that no memory is used twice
         self.effects = effects
         self.known: set[int] = set()
+        self.versions: dict[fx.Node, int] = {}  # of the results, when they were made
         self.with_gradient: set[int] = set()
 
     def run_node(self, n: fx.Node) -> Any:
@@ -240,6 +253,8 @@ class _Observer(fx.Interpreter):
                 self.effects.hazard = Declined("it writes to a tensor that has a gradient, where autograd is off", n)
         if watch.draws:
             self.effects.random.add(n)
+        if isinstance(result, Tensor):
+            self.versions[n] = result._version
         self.known |= {memory(x) for x in _tensors(result)}
         self.with_gradient |= {memory(x) for x in _tensors(result) if x.requires_grad}
         return result
@@ -267,6 +282,9 @@ def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise Declined(f"it cannot be run on fake tensors: {line}") from error
         after = [(x.shape, x.stride(), memory(x)) if isinstance(x, Tensor) else None for x in fakes]
+    for node, version in observer.versions.items():
+        if observer.env[node]._version != version:  # a write through `.data` is seen by nobody, in eager mode too
+            node.meta[WRITTEN] = True
     seen_outside = {memory(x) for x in _tensors(outputs)}
     _mark_escaping(gm, {n for n, x in observer.env.items() if isinstance(x, Tensor) and memory(x) in seen_outside})
     if not effects.writes or effects.hazard is not None:
@@ -365,8 +383,8 @@ _layouts: dict[str, list[tuple[tuple[int, ...], torch.dtype, torch.device]]] = {
     "nsa_compile::captured_scan", mutates_args=(), schema="(Tensor[] tensors, str name) -> Tensor[]"
 )
 def captured_scan(tensors: Sequence[Tensor], name: str) -> list[Tensor]:
-    """Stands for a scan while the graph around it is traced."""
-    raise NotImplementedError("a stand-in for a scan was run; this is a defect of nsa-compile")
+    """Stands for a scan while the graph around it is traced. What reads no input of the graph is not fake there."""
+    return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in _layouts[name]]
 
 
 @captured_scan.register_fake
@@ -421,8 +439,11 @@ def _functionalize(gm: fx.GraphModule, effects: Effects) -> WriteBack:
             del _layouts[name]
     written = [inputs.index(n) for n in _take_out_copies(lowered, tensors, effects)]
     captured = snapshot(gm)
+    (outputs,) = gm.graph.output_node().args
+    with_gradient = {i: has_gradient(n) for i, n in enumerate(outputs) if isinstance(n, fx.Node)}
     replace_graph(gm, lowered, tensors)
     _put_scans_back(gm, scans)
+    match_outputs(gm, with_gradient)
     return WriteBack(written, effects.views, captured)
 
 

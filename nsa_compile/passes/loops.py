@@ -12,10 +12,10 @@ from nsa_compile import modes
 from nsa_compile.ops.loop import LoopNotTraced, Program, register, run_loop
 from nsa_compile.ops.loop.step import Layout
 from nsa_compile.passes.rewriting import delete_unused_graphs
-from nsa_compile.passes.scans import ScanSite, example, find_scans, location, scan_results, subgraphs
-from nsa_compile.workarounds import ScanNotCompiled
+from nsa_compile.passes.scans import WRITTEN, ScanSite, example, find_scans, location, scan_results, subgraphs
+from nsa_compile.scan_capture import ScanNotCompiled
 
-__all__ = ["keep_loops", "layouts_of_step"]
+__all__ = ["keep_loops"]
 
 
 def keep_loops(gm: fx.GraphModule) -> None:
@@ -32,7 +32,7 @@ def keep_loops(gm: fx.GraphModule) -> None:
         graph.recompile()
 
 
-def layouts_of_step(site: ScanSite) -> list[Layout]:
+def _layouts_of_step(site: ScanSite) -> list[Layout]:
     """What a step of the loop reads: carries, rows of xs, additional inputs."""
     carries = [Layout.standard(example(n)) for n in site.init]
     rows = [Layout.standard(example(n)[0]) for n in site.xs]
@@ -42,14 +42,18 @@ def layouts_of_step(site: ScanSite) -> list[Layout]:
 def _keep(site: ScanSite) -> None:
     inputs = [*site.init, *site.xs, *site.additional]
     n_init, n_xs, autocast = len(site.init), len(site.xs), modes.autocast_at(site.node)
-    program = Program(site.body, layouts_of_step(site), n_init, n_xs, site.length, autocast, sorted(site.read))
+    read = sorted(site.read)
+    with_gradient = [i for i in read if scan_results(site.node)[i].requires_grad]
+    layouts = _layouts_of_step(site)
+    program = Program(site.body, layouts, n_init, n_xs, site.length, autocast, read, with_gradient)
     try:  # so that what cannot be traced is said now, and here
         program.graphs(_differentiable(inputs))
     except LoopNotTraced as error:
         place = location(site.node)
         raise ScanNotCompiled(f"the step of the scan at {place} cannot be compiled: {error.reason}") from error
     with site.owner.graph.inserting_before(site.node):
-        node = site.owner.graph.call_function(run_loop, (register(program), inputs))
+        own = [_copied(n) if WRITTEN in n.meta else n for n in inputs]
+        node = site.owner.graph.call_function(run_loop, (register(program), own))
     node.meta = {k: v for k, v in site.node.meta.items() if k != "val"}
     node.meta["example_value"] = scan_results(site.node)
     site.node.replace_all_uses_with(node)
@@ -57,6 +61,13 @@ def _keep(site: ScanSite) -> None:
     site.owner.graph.erase_node(site.node)
     if not body.users:
         site.owner.graph.erase_node(body)
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """A loop keeps its inputs for the backward pass, whether that needs them or not; a write would be found there."""
+    copied = node.graph.call_function(torch.clone, (node,))
+    copied.meta = {"example_value": example(node)}
+    return copied
 
 
 def _differentiable(inputs: Sequence[fx.Node]) -> list[bool]:

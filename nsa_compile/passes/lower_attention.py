@@ -35,7 +35,16 @@ from nsa_compile.passes.markers import BRANCHES, label_of, set_label
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.report import AttentionChoice
 from nsa_compile.passes.rewriting import eliminate_dead_code, inline_tensors
-from nsa_compile.passes.scans import aten, example, fake_inputs, find_scans, location, subgraphs, trace_to_aten
+from nsa_compile.passes.scans import (
+    aten,
+    example,
+    fake_inputs,
+    find_scans,
+    location,
+    reshape_views,
+    subgraphs,
+    trace_to_aten,
+)
 
 ATTENTION = nodes.attention._opoverload
 SELECT = nodes.select_blocks._opoverload
@@ -65,6 +74,7 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
             context.report.attention.append(AttentionChoice(_branch_of(group), what, name))
             _replace(graph, group, fn)
             replaced.update(group)
+            reshape_views(graph)  # its result may have other strides
             context.match(where, f"{what}: {name}")
             changed = True
     return changed

@@ -174,14 +174,13 @@ class PassContext:
         self.rewrites += 1
         self.current.matches.append(f"{where}: {what}")
 
-    def decline(self, scan: str, declined: Declined) -> None:
+    def decline(self, scan: str, declined: Declined, did: str = "left {} alone") -> None:
         """Record that something was left alone, and why."""
         decline = Decline(self.current.name, declined.op, declined.location, declined.reason)
         self.current.declines.append(decline)
         self.scan(scan).declines.append(decline)
-        log.warning(
-            "%s left %s alone: %s (%s at %s)", self.current.name, scan, declined.reason, declined.op, declined.location
-        )
+        said = f"{self.current.name} {did.format(scan)}"
+        log.warning("%s: %s (%s at %s)", said, declined.reason, declined.op, declined.location)
 
     def leave(self, declined: Declined) -> None:
         """Record that a part of a step stays as it is; that keeps no scan from being batched."""

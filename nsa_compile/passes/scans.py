@@ -23,11 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_compile import modes
 from nsa_compile.passes.rewriting import eliminate_dead_code
 from nsa_compile.passes.step_values import StepValue
+from nsa_compile.scan_capture import why_not_traced
 from nsa_compile.workarounds import DATA, HonestBatchNorm
 
 aten = torch.ops.aten
 
 RECORD = "nsa_scan"
+# In the meta of a captured node: the graph writes to it, or to what shares its memory.
+WRITTEN = "nsa_written"
 # In the meta of what a scan yields: the caller gets it, or a view of it.
 ESCAPES = "nsa_escapes"
 
@@ -336,14 +339,15 @@ def _lower(body: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
         if applies_functorch(node):
             raise Declined("the step applies a transform of torch.func, such as vmap", node)
 
+    interpreter = BodyInterpreter(body)
+
     def run(*args: Tensor) -> list[Tensor]:
-        return list(BodyInterpreter(body).run(*args))
+        return list(interpreter.run(*args))
 
     try:
         lowered = trace_to_aten(torch.func.functionalize(run, remove="mutations"), inputs)
     except Exception as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Declined(f"the step cannot be traced to ATen operators: {first_line}") from error
+        raise Declined(f"it cannot be traced: {why_not_traced(error)}", interpreter.at) from error
     for node in lowered.graph.nodes:
         if not isinstance(node.target, OpOverload):
             continue
@@ -376,8 +380,10 @@ class BodyInterpreter(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self.grad_enabled = True
+        self.at: fx.Node | None = None  # what runs now, or failed
 
     def run_node(self, n: fx.Node) -> Any:
+        self.at = n
         if n.target is torch._C._set_grad_enabled:
             self.grad_enabled = bool(n.args[0])
             return None
@@ -397,8 +403,7 @@ class BodyInterpreter(fx.Interpreter):
 
 # Not `lift_fresh_copy`: it makes a literal a tensor of whoever traces the graph next.
 _COPIES = {aten.clone.default, aten.alias.default}
-# A view holds for the strides it was traced with; once copies are gone, only a reshape is sure to run.
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def escaping(gm: fx.GraphModule) -> set[fx.Node]:
@@ -414,6 +419,13 @@ def escaping(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
+def reshape_views(gm: fx.GraphModule) -> None:
+    """A view holds for the strides it was traced with; where others may come, only a reshape is sure to run."""
+    for view in _VIEWS:
+        for node in gm.graph.find_nodes(op="call_function", target=view):
+            node.target = aten.reshape.default
+
+
 def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
     """Drop copies: they kept the loop's outputs from aliasing its inputs, and do nothing in a functional graph."""
     for node in gm.graph.nodes:
@@ -421,12 +433,11 @@ def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
             continue
         if node.target in _COPIES:
             node.replace_all_uses_with(node.args[0])
-        elif node.target in _VIEWS:
-            node.target = aten.reshape.default
         elif node.target is aten.view.dtype and getattr(node.args[0], "target", None) is aten.view.dtype:
             original = node.args[0].args[0]
             if example(original).dtype == node.args[1]:
                 node.replace_all_uses_with(original)
+    reshape_views(gm)
     eliminate_dead_code(gm)
     gm.recompile()
 

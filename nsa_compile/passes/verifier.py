@@ -124,7 +124,8 @@ class _Propagation(fx.Interpreter):
                     f"node {n.name} ({n.target}) has a stale shape: meta says {_describe(promised)}, "
                     f"it yields {_describe(result)}",
                 )
-            n.meta["example_value"] = result
+            had_gradient = isinstance(promised, Tensor) and promised.requires_grad
+            n.meta["example_value"] = result.detach().requires_grad_() if had_gradient else result
         return result
 
 

@@ -1,85 +1,99 @@
-"""Gradients that are zero: a batched scan asks for them where its loop does.
+"""Gradients that are zero, or none: a result has a gradient as compiled where it has one as captured.
 
-What is known before the program runs takes part in no gradient any more: a write that a known predicate leaves out, a
-first value of which no row is left. The loop's result still has a gradient, of zeros, and `backward()` may be called on
-it. The batched result would have none, so it is tied to an input that has one, by a choice that never takes it.
+What is known before the program runs takes part in no gradient: a write that a known predicate leaves out, a first
+value of which no row is left, a tensor that is overwritten as a whole. Eager mode's result still has a gradient, of
+zeros, and `backward()` may be called on it. The compiled result would have none, so it is tied to an input that has
+one, by a choice that never takes it. A result that has none, such as a row that is read before it is written, is
+detached.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 
-from nsa_compile.ops.loop import LoopNotTraced
-from nsa_compile.ops.loop.step import results_with_gradient
 from nsa_compile.passes.attention_masks import NodeBuilder
-from nsa_compile.passes.loops import layouts_of_step
-from nsa_compile.passes.scans import ScanSite, aten, example
+from nsa_compile.passes.scans import ScanSite, aten, example, scan_results
 
-__all__ = ["ask_for_zero_gradients"]
+__all__ = ["has_gradient", "match_outputs", "match_results"]
 
 
-def ask_for_zero_gradients(site: ScanSite, batched: fx.GraphModule) -> None:
-    """Tie the results of a batched scan that have lost their gradient to an input, in place."""
-    inputs = [*site.init, *site.xs, *site.additional]
+def match_results(site: ScanSite, batched: fx.GraphModule) -> None:
+    """Let those results of a batched scan have a gradient that had one as captured, in place."""
     known: dict[fx.Node, bool] = {}
-    wanted = [_has_gradient(n, known) for n in inputs]
-    if not torch.is_grad_enabled() or not any(wanted):
+    inputs = [*site.init, *site.xs, *site.additional]
+    given = zip(batched.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    captured = [x.requires_grad for x in scan_results(site.node)]
+    _match(batched, {i: captured[i] for i in sorted(site.read)}, {p: _has_gradient(n, known) for p, n in given})
+
+
+def match_outputs(gm: fx.GraphModule, captured: Mapping[int, bool]) -> None:
+    """Let those outputs of a graph have a gradient that had one as captured, in place."""
+    _match(gm, captured, {})
+
+
+def _match(gm: fx.GraphModule, captured: Mapping[int, bool], known: dict[fx.Node, bool]) -> None:
+    if not torch.is_grad_enabled():
         return
-    placeholders = batched.graph.find_nodes(op="placeholder")
-    output = batched.graph.output_node()
-    results: list[fx.Node] = list(output.args[0])
-    reached = dict(zip(placeholders, wanted, strict=True))
-    without = [i for i, x in enumerate(results) if _differentiable(x) and not _has_gradient(x, reached)]
-    lost = site.read.intersection(without)
-    if lost:
-        lost &= set(_of_the_loop(site, wanted))
-    anchor = next((p for p, flag in zip(placeholders, wanted, strict=True) if flag and _differentiable(p)), None)
-    if not lost or anchor is None:
+    output = gm.graph.output_node()
+    results: list[Any] = list(output.args[0])
+    now = {i: _has_gradient(results[i], known) for i in captured if _differentiable(results[i])}
+    for i, has in now.items():
+        if has and not captured[i]:
+            results[i] = NodeBuilder(gm, output)(aten.detach.default, results[i])
+    _tie(gm, results, [i for i, has in now.items() if captured[i] and not has], known)
+    output.args = (results,)
+    gm.recompile()
+
+
+def _tie(gm: fx.GraphModule, results: list[Any], places: Sequence[int], known: dict[fx.Node, bool]) -> None:
+    inputs = (p for p in gm.graph.find_nodes(op="placeholder") if _has_gradient(p, known) and _differentiable(p))
+    if not places or (anchor := next(inputs, None)) is None:
         return
-    build = NodeBuilder(batched, output)
+    build = NodeBuilder(gm, gm.graph.output_node())
     never = build(aten.full.default, [], False, dtype=torch.bool, device=example(anchor).device)
     total = build(aten.sum.default, anchor)
-    for i in sorted(lost):
-        tie = build(aten._to_copy.default, total, dtype=example(results[i]).dtype, device=example(results[i]).device)
+    for i in places:
+        like = example(results[i])
+        tie = build(aten._to_copy.default, total, dtype=like.dtype, device=like.device)
         results[i] = build(aten.where.self, never, tie, results[i])
-    output.args = (results,)
-    batched.recompile()
 
 
 def _has_gradient(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
-    """Whether a node has a gradient: what Dynamo has seen of it, or, of what a pass has put there, that an operand has
-    one."""
+    """Whether a node has a gradient: of an ATen operator, that an operand has one; else what Dynamo has seen of it."""
     todo = [node]
     while todo:
         n = todo[-1]
-        put_there = isinstance(n.target, OpOverload) or n.target is operator.getitem
-        missing = [m for m in n.all_input_nodes if m not in known] if put_there else []
+        computed = isinstance(n.target, OpOverload) or (n.target is operator.getitem and not _is_captured(n))
+        missing = [m for m in n.all_input_nodes if m not in known] if computed else []
         if n not in known and missing:
             todo += missing
             continue
         if n not in known:
-            seen = isinstance(x := n.meta.get("example_value"), Tensor) and x.requires_grad
-            passes_on = put_there and n.target is not aten.detach.default and _differentiable(n)
-            known[n] = seen or (passes_on and any(known[m] for m in n.all_input_nodes))
+            passes_on = n.target is not aten.detach.default and _differentiable(n)
+            known[n] = passes_on and any(known[m] for m in n.all_input_nodes) if computed else has_gradient(n)
         todo.pop()
     return known[node]
 
 
-def _differentiable(node: fx.Node) -> bool:
-    values: Any = node.meta.get("val", node.meta.get("example_value"))
+def has_gradient(node: fx.Node) -> bool:
+    """Whether a captured node has a gradient."""
+    captured = _is_captured(node)
+    value = scan_results(node.args[0])[node.args[1]] if captured else node.meta.get("example_value")
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _is_captured(node: fx.Node) -> bool:
+    """One of the results of a scan, or of a region."""
+    return node.target is operator.getitem and isinstance(node.args[0].target, HigherOrderOperator)
+
+
+def _differentiable(node: Any) -> bool:
+    values: Any = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, fx.Node) else None
     found: Sequence[Any] = values if isinstance(values, (tuple, list)) else [values]
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in found)
-
-
-def _of_the_loop(site: ScanSite, wanted: Sequence[bool]) -> Sequence[int]:
-    """The results that have a gradient in the loop; none, if that cannot be found out."""
-    try:
-        return results_with_gradient(site.body, layouts_of_step(site), len(site.init), site.length, wanted)
-    except LoopNotTraced:
-        return []

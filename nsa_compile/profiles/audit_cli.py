@@ -38,8 +38,8 @@ def attention(
 ) -> None:
     """Run each layer of a configured model once and tell which operator and backend computed its attentions.
 
-    Seen in the events that ran, forward and backward, and in the dispatch of this package's operators; nothing is
-    derived from the configuration. Exit code 1 where something slower ran than should have, with the reason.
+    Observed, not derived from the configuration: the events that ran, forward and backward, and the dispatch of this
+    package's operators. Exit code 1 if an attention fell back to something slower, with the reason.
 
     \b
     nsa-compile audit attention

@@ -105,7 +105,7 @@ NESTED = option(
 
 @dataclass(frozen=True)
 class Output:
-    """Where a benchmark runs and what becomes of its rows."""
+    """Where a benchmark runs, and where its rows go."""
 
     device: str
     threads: int | None
@@ -245,7 +245,7 @@ def prefill(
 ) -> None:  # fmt: skip
     """Time forward and backward of a whole model: run as written, token by token, and compiled; and dense.
 
-    A loop that does not fit into memory or time is left out and said to be.
+    A loop that does not fit into memory or time is not measured, and the table says so.
 
     \b
     nsa-compile bench prefill

@@ -166,7 +166,7 @@ def _step_table(rows: Sequence[Row]) -> str:
 
 
 def _doubts(row: Row) -> list[str]:
-    """Why figures of a row say less than they seem to."""
+    """Why the figures of a row are in doubt."""
     mfus = [row[name].get("mfu") for name in ("sparse", "dense")]
     return [doubt for doubt in (row["busy"], *map(impossible, mfus)) if doubt]
 

@@ -57,7 +57,7 @@ def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:
             slowness, where the loop is the slowest.
         options: further options to compile with, such as `nested="eager"` or `disable=[...]`.
 
-    A program of several graphs is told about by the graph compiled last; `stop_after` counts in each.
+    For a program of several graphs, the answer is about the graph compiled last; `stop_after` counts in each.
 
     Raises:
         ValueError: an unknown option, or a value it cannot take.
@@ -93,7 +93,7 @@ def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:
         while (trial := after_passes(bad, none + more)).problem is None:
             if trial.rewrites < none + more:  # all there are, and yet it does not fail
                 raise UserError(
-                    "the check failed and then did not on the same program; it must judge the same every time"
+                    "the check failed once and passed once on the same program; make it judge the same every time"
                 )
             fine, more = none + more, more * 2
         wrong = first_failing(lambda count: after_passes(bad, count).problem is not None, fine, none + more)

@@ -50,7 +50,7 @@ class Slow:
 
     Each call times the two in turns, forward and backward, with compilation and a first run excluded. Slow is what
     takes more than `factor` times as long, by the medians of `repeats` runs, and is in its fastest run slower than the
-    other in its slowest. `verdict` tells of the latest comparison.
+    other in its slowest. `verdict` describes the latest comparison.
     """
 
     def __init__(self, probe: Probe, *, factor: float, repeats: int, disable: Sequence[str], nested: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from nsa_compile.files import replace
-from nsa_compile.page import render
+from nsa_compile import page
+from nsa_compile.page import Code, Columns, Items, Text
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,11 @@ def write_page(
         rows: as `side_by_side` makes them.
         matches: what the pass recorded.
     """
-    page = render(
-        "nsa_compile.profiles", "graph_diff.html", name=name, directory=path, problems=[], what=what, graphs=graphs,
-        rows=rows, matches=matches,
-    )  # fmt: skip
-    replace(path, page.encode())
+    lines = [Text("Left before, right after. What both have in common is folded.", "quiet"), Columns(rows)]
+    blocks = [
+        Text(f"{what}."),
+        Items(matches),
+        *(lines if rows else []),
+        *(Code(graph, f"The whole graph {when}") for when, graph in graphs),
+    ]
+    page.write_page(path, name, path, blocks)

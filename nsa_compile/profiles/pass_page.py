@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from nsa_compile.files import replace
-from nsa_compile.page import embed, png, render
+from nsa_compile import page
+from nsa_compile.page import Cell, Chart, Code, Heading, Items, Table, Text
 from nsa_compile.profiles.measure import show
 from nsa_compile.profiles.rendering import with_unit
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
-
-FORWARD, BACKWARD = "#2b59c3", "#d9822b"
 
 
 def label(row: Row) -> str:
@@ -119,27 +117,52 @@ def row_findings(row: Row, with_name: bool = False) -> list[tuple[str, str]]:
 
 def write_profile_page(path: Path, record: Mapping[str, Any], graphs: Sequence[str]) -> None:
     """Write the record with its pictures and graphs as one HTML page that needs nothing else."""
-    rows = record["prefixes"]
-    pictures = [(name, caption, embed(png(figure))) for name, caption, figure in figures(record)]
-    shown = [
-        {
-            "label": label(row),
-            "work": work_cells(row),
-            "cost": cost_cells(row),
-            "findings": row_findings(row),
-            "before": row["graph_before"],
-            "after": row["graph_after"],
-        }
-        for row in rows
+    rows, machine, eager = record["prefixes"], record["machine"], record["eager_error"]
+    charts = [Chart(CAPTIONS[name], page.draw(make)[0], name) for name, make in figures(record)]
+    last_row = [*[""] * (len(COST) - 2), f"{eager['value']:.2g}", f"{eager['gradient']:.2g}"]
+    measured = [
+        ("matrix products", f"{machine['flops_per_s'] / 1e9:.1f} GFLOP/s, measured"),
+        ("copies", f"{machine['bytes_per_s'] / 1e9:.1f} GB/s read and written, measured"),
     ]
-    page = render(
-        "nsa_compile.profiles", "pass_profile.html", name="Passes", directory=path, problems=[],
-        headline=headline(record), rows=shown, work=WORK, cost=COST, notes=notes(record).splitlines(),
-        pictures=pictures, eager=record["eager_error"],
-        graphs=[(title(rows, n), graph) for n, graph in enumerate(graphs)],
-        machine=record["machine"], environment=record["environment"],
-    )  # fmt: skip
-    replace(path, page.encode())
+    environment = [*record["environment"]["machine"].items(), *record["environment"]["packages"].items()]
+    blocks = [
+        Text(f"{headline(record)}."),
+        Heading("What each pass did"),
+        Table(
+            [[label(row), *work_cells(row), *_links(row)] for row in rows],
+            ("passes", *WORK, "before", "after"),
+            left=1,
+        ),
+        Heading("What the block costs after it"),
+        Table(
+            [*([label(row), *cost_cells(row)] for row in rows), ["the eager loop", *last_row]],
+            ("after", *COST),
+            left=1,
+        ),
+        *(Text(note, "quiet") for note in notes(record).splitlines()),
+        Heading("Pictures" if charts else "No pictures: nothing could be measured"),
+        *charts,
+        Heading("Matches and declines"),
+        *(block for row in rows for block in _findings(row)),
+        Heading("Graphs"),
+        Text("Readable Python, with the source lines that the nodes come from.", "quiet"),
+        *(Code(graph, title(rows, n), f"graph-{n}") for n, graph in enumerate(graphs)),
+        Heading("Machine"),
+        Table([*measured, *((name, str(value)) for name, value in environment)]),
+    ]
+    page.write_page(path, "Passes", path, blocks)
+
+
+def _links(row: Row) -> list[str | Cell]:
+    """To the graphs before and after a pass."""
+    numbers = (row["graph_before"], row["graph_after"])
+    return ["" if n is None else Cell(f"graph {n}", href=f"#graph-{n}") for n in numbers]
+
+
+def _findings(row: Row) -> list[page.Block]:
+    found = row_findings(row)
+    items = [Cell(f"{kind}: {text}", "bad" if kind == "decline" else "") for kind, text in found]
+    return [Heading(label(row), level=3), Items(items)] if found else []
 
 
 def title(rows: Sequence[Row], number: int) -> str:
@@ -159,45 +182,38 @@ CAPTIONS = {
 }
 
 
-def figures(record: Mapping[str, Any]) -> list[tuple[str, str, Figure]]:
-    """Name, caption and picture of what there are figures for."""
+def figures(record: Mapping[str, Any]) -> list[tuple[str, Callable[[], Figure]]]:
+    """Name and maker of the pictures of what there are figures for."""
     rows = record["prefixes"]
     estimated = [row for row in rows if row["estimate"]]
     timed = [row for row in rows if "median_s" in row["forward"]]
     placed = [row for row in timed if row["estimate"] and row["estimate"]["flops"]]
-    made = {}
+    made: dict[str, Callable[[], Figure]] = {}
     if timed:
-        made["time"] = _waterfall(timed)
+        made["time"] = lambda: _waterfall(timed)
     if placed:
-        made["roofline"] = _roofline(placed, record["machine"])
+        made["roofline"] = lambda: _roofline(placed, record["machine"])
     if estimated:
-        made["graphs"] = _sizes(estimated)
-    return [(name, CAPTIONS[name], figure) for name, figure in made.items()]
-
-
-def _figure(height: float) -> tuple[Figure, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, height), layout="constrained")
-    return figure, figure.subplots()
+        made["graphs"] = lambda: _sizes(estimated)
+    return list(made.items())
 
 
 def _waterfall(rows: Sequence[Row]) -> Figure:
-    figure, axes = _figure(0.6 + 0.5 * (len(rows) + 1))
+    figure, axes = page.axes(0.6 + 0.3 * (len(rows) + 1))
     totals = [(row["forward"]["median_s"] + row["backward"]["median_s"]) * 1e3 for row in rows]
     floor = min(totals) / 2
     names = [label(row) for row in rows]
-    axes.barh(names[0], totals[0] - floor, left=floor, color=FORWARD)
+    axes.barh(names[0], totals[0] - floor, left=floor)
     for name, before, after in zip(names[1:], totals, totals[1:], strict=False):
-        axes.barh(name, abs(after - before), left=min(before, after), color="#1a7f4b" if after < before else "#b3261e")
-        axes.plot([after, after], [name, name], marker="|", markersize=22, color="black")
-    axes.barh("in the end", totals[-1] - floor, left=floor, color=FORWARD)
+        axes.barh(name, abs(after - before), left=min(before, after), color="C2" if after < before else "C3")
+        axes.plot([after, after], [name, name], marker="|", markersize=14, color=axes.xaxis.label.get_color())
+    axes.barh("in the end", totals[-1] - floor, left=floor, color="C0")
     ends = [totals[0], *map(max, totals, totals[1:]), totals[-1]]  # where each bar ends on the right
     for name, total, end in zip([*names, "in the end"], [*totals, totals[-1]], ends, strict=True):
-        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": "small"}
+        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
         axes.annotate(f"{total:,.{1 if total >= 10 else 3}f} ms", (end, name), **place)
     axes.set_xscale("log")
-    axes.set_xlim(floor, max(totals) * 2.5)
+    axes.set_xlim(floor, max(totals) * 6)  # room for the numbers
     axes.invert_yaxis()
     axes.set_xlabel("forward + backward, ms")
     axes.grid(True, axis="x", linewidth=0.3, alpha=0.6)
@@ -207,7 +223,7 @@ def _waterfall(rows: Sequence[Row]) -> Figure:
 def _roofline(rows: Sequence[Row], machine: Mapping[str, float]) -> Figure:
     import numpy as np
 
-    figure, axes = _figure(5)
+    figure, axes = page.axes(3.6)
     points = [
         (r["estimate"]["flops"] / r["estimate"]["bytes_moved"], r["estimate"]["flops"] / r["forward"]["median_s"])
         for r in rows
@@ -215,7 +231,7 @@ def _roofline(rows: Sequence[Row], machine: Mapping[str, float]) -> Figure:
     ridge = machine["flops_per_s"] / machine["bytes_per_s"]
     intensities = np.geomspace(min(ridge, *(x for x, _ in points)) / 4, max(ridge, *(x for x, _ in points)) * 4, 200)
     roof = np.minimum(machine["flops_per_s"], intensities * machine["bytes_per_s"])
-    axes.plot(intensities, roof / 1e9, color="black", linewidth=1.2)
+    axes.plot(intensities, roof / 1e9, color=axes.xaxis.label.get_color(), linewidth=1.2)
     for index, (row, (intensity, rate)) in enumerate(zip(rows, points, strict=True)):
         axes.plot(intensity, rate / 1e9, "o", color=f"C{index % 10}", label=label(row))
     axes.set_xscale("log")
@@ -223,23 +239,23 @@ def _roofline(rows: Sequence[Row], machine: Mapping[str, float]) -> Figure:
     axes.set_xlabel("arithmetic intensity, FLOP/byte")
     axes.set_ylabel("GFLOP/s")
     axes.grid(True, which="both", linewidth=0.3, alpha=0.6)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="x-small")
     return figure
 
 
 def _sizes(rows: Sequence[Row]) -> Figure:
-    figure, axes = _figure(0.8 + 0.55 * len(rows))
+    figure, axes = page.axes(0.8 + 0.4 * len(rows))
     places = list(range(len(rows)))
-    for offset, name, values, color in (
-        (-0.2, "nodes", [row["nodes_after"] for row in rows], FORWARD),
-        (0.2, "operators run", [row["estimate"]["operators"] for row in rows], BACKWARD),
+    for offset, name, values in (
+        (-0.2, "nodes", [row["nodes_after"] for row in rows]),
+        (0.2, "operators run", [row["estimate"]["operators"] for row in rows]),
     ):
-        bars = axes.barh([p + offset for p in places], values, height=0.38, label=name, color=color)
-        axes.bar_label(bars, [f"{value:,}" for value in values], padding=4, fontsize="small")
+        bars = axes.barh([p + offset for p in places], values, height=0.38, label=name)
+        axes.bar_label(bars, [f"{value:,}" for value in values], padding=4)
     axes.set_yticks(places, [label(row) for row in rows])
     axes.set_xscale("log")
-    axes.margins(x=0.15)
+    axes.margins(x=0.25)
     axes.invert_yaxis()
     axes.grid(True, axis="x", linewidth=0.3, alpha=0.6)
-    axes.legend(fontsize="small", loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2)
     return figure

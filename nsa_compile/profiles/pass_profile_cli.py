@@ -17,7 +17,7 @@ from nsa_compile.files import write_json
 @run_options
 @click.option(
     "--seq-len", type=click.IntRange(min=1), default=256, show_default=True,
-    help="Tokens of the block; train.seq_len plays no part, since early prefixes are loops over them.",
+    help="Tokens of the block. train.seq_len is not used: early prefixes loop over the tokens.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=2), default=5, show_default=True, help="Timed runs of each prefix.")
 @click.option(
@@ -37,8 +37,8 @@ def passes(
     """Compile one block of a configured model after 0, 1, 2, … passes, and measure each.
 
     Time of the pass, nodes and operators, matches and declines, estimated arithmetic, traffic and memory; measured time
-    forward and backward, peak memory, kernels, and the error against the uncompiled block in float64. Compiling seven
-    programs takes some minutes on two cores at the first time.
+    forward and backward, peak memory, kernels, and the error against the uncompiled block in float64. The first
+    time, compiling the programs takes some minutes on two cores.
 
     \b
     nsa-compile profile passes --out profile

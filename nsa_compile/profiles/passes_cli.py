@@ -24,7 +24,7 @@ def passes() -> None:
 
     \b
     nsa-compile passes list
-    nsa-compile passes explain
+    nsa-compile passes explain my_step.py
     nsa-compile passes explain --config my_run.yaml --set train.seq_len=256
     nsa-compile passes diff batch_prefill
     nsa-compile passes bisect --check numeric
@@ -54,23 +54,31 @@ def list_passes(as_json: bool) -> None:
     click.echo(json.dumps({"passes": rows}, indent=2))
 
 
-@passes.command(short_help="What each pass does to a model.")
+@passes.command(short_help="What each pass does to a program or a model.")
+@click.argument("script", metavar="[SCRIPT]", required=False)
 @click.option("--config", "config_path", metavar="FILE", help="Run configuration; without it, the packaged run.")
 @click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set train.seq_len=256."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")
-def explain(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Compile one block of a configured model and tell what each pass did to its graph.
+def explain(script: str | None, config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Run the Python program SCRIPT and tell what each pass did to every graph that it compiles.
 
     Times, nodes, matches, estimated cost, and for everything left alone the operation, its source line and the reason.
-    No C++ compiler is needed: the rewritten graph is run as it is.
+
+    Without SCRIPT, the same for one block of a configured model. That needs no C++ compiler: the rewritten graph is run
+    as it is.
 
     \b
-    nsa-compile passes explain
-    nsa-compile passes explain --set 'compile.disable=[eliminate_guards]'
+    nsa-compile passes explain my_step.py
     nsa-compile passes explain --config my_run.yaml --json
+    nsa-compile passes explain --set 'compile.disable=[eliminate_guards]'
     """
+    if script is not None:
+        if config_path or overrides:
+            raise UserError(f"'{script}' compiles its own program, so --config and --set do not apply; leave them out")
+        _explain_script(script, as_json)
+        return
     # Everything a user can get wrong is found before torch is imported.
     from nsa_compile.config import load_config
 
@@ -94,6 +102,47 @@ def explain(config_path: str | None, overrides: tuple[str, ...], as_json: bool) 
     click.echo(f"{what}. Equal blocks compile once.\n\n{render_report(report, carry_names)}")
 
 
+def _explain_script(script: str, as_json: bool) -> None:
+    """Print the reports of all that a Python program compiles, after what it prints itself."""
+    import contextlib
+    import runpy
+    import sys
+    from unittest import mock
+
+    if not Path(script).is_file():
+        raise UserError(f"there is no file '{script}'; give the path of a Python program")
+
+    from nsa_compile import backend
+    from nsa_compile.profiles.rendering import render_report
+
+    with (
+        backend.explained() as reports,
+        mock.patch.object(sys, "argv", [script]),
+        mock.patch.object(sys, "path", [str(Path(script).resolve().parent), *sys.path]),
+        contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
+    ):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise UserError(
+                f"'{script}' failed: {type(error).__name__}: {first}; python {script} shows where"
+            ) from None
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                raise UserError(f"'{script}' left with {left.code!r}; python {script} shows why") from None
+    if not reports:
+        raise UserError(
+            f"'{script}' compiled nothing; call a function made by nsa_compile.compile or "
+            'torch.compile(..., backend="nsa_compile") in it'
+        )
+    if as_json:
+        click.echo(json.dumps({"script": script, "reports": [report.to_dict() for report in reports]}, indent=2))
+        return
+    for number, report in enumerate(reports, start=1):
+        click.echo(f"Graph {number} of {len(reports)} that {script} compiled.\n\n{render_report(report)}\n")
+
+
 def explain_model(config: RunConfig, **options: Any) -> tuple[Report, list[str]]:
     """The report of compiling one block of `config`'s model, and the names of the caches its loop carries.
 
@@ -108,7 +157,7 @@ def explain_model(config: RunConfig, **options: Any) -> tuple[Report, list[str]]
 
     torch.manual_seed(config.run.seed)
     model = NSATransformer(dataclasses.replace(config.model, n_layers=1))
-    # Without the cache: a kept result would tell of an earlier compilation, in another place of the source perhaps.
+    # Without the cache: a kept result has the source lines of an earlier compilation.
     nsa_compile.compile_blocks(
         model, nested="eager", disable=config.compile.disable, cache=False, estimate=True, **options
     )
@@ -141,7 +190,7 @@ def diff(
 ) -> None:
     """Show what one pass did to the graph of a block of a configured model, with the model's own source lines.
 
-    Left the graph before the pass, right after it; what both have in common is folded.
+    The graph before the pass stands on the left, after it on the right; equal lines are folded.
 
     \b
     nsa-compile passes diff batch_prefill --set train.seq_len=256

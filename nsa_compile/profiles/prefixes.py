@@ -245,7 +245,7 @@ def measure_within(
 
 
 def _take_along(kept: Path, compiled: Path) -> None:
-    """Give a new directory for compiled programs what serves any of them and is slow to make; all are whole files."""
+    """Copy into a new directory what every one for compiled programs needs and is slow to make; all are whole files."""
     headers = inductor_files.header_directory(kept)
     with contextlib.suppress(OSError):  # then they are made anew
         make_private(headers)
@@ -256,7 +256,7 @@ def _take_along(kept: Path, compiled: Path) -> None:
 def _watch(
     limit_s: float, compiled: str, work: Work, results: Results, measure: Callable[[Work, set[int], Send], None]
 ) -> str | None:
-    """Why the process did not come to its end; None where it did."""
+    """Why the process did not finish; None if it did."""
     with _process(compiled) as (process, connection):
         with contextlib.suppress(BrokenPipeError):  # what is wrong shows when its messages are read
             connection.send((measure, work, results.given_up))

@@ -98,7 +98,7 @@ class Errors:
 
 
 def errors(actual: Sequence[Tensor], loop: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype) -> Errors:
-    """Judge an outcome by the oracle and by what the eager loop, in the same precision, is off by."""
+    """Judge an outcome by the oracle and by the error of the eager loop in the same precision."""
     half_unit = torch.finfo(dtype).eps / 2 * max(map(_rms, exact))
     bands = [_rms(a - x) / (TOLERATED * _rms(e - x) + half_unit) for a, e, x in zip(actual, loop, exact, strict=True)]
     together = [torch.cat([x.flatten() for x in outcome[1:]]) for outcome in (actual, exact)]

@@ -38,7 +38,7 @@ profile.add_command(passes)
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Steps before, the first of them compiles.",
+    help="Steps before those; the first one compiles.",
 )
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
 @click.option("--out", metavar="DIR", help="Where the files go; without it, a new directory in run.dir.")
@@ -57,8 +57,8 @@ def step(
     """Run a few warm training steps under torch's profiler and say what they spend their time on.
 
     Time by phase and branch, forward and backward apart, operators, the share of Python, host syncs, data loading. The
-    exit code is 1 where a check failed: a Python hot spot, a host sync in the step, a sum that is not the whole. Of
-    several processes, those of --nproc or of torchrun, the first one is told about, with what it sent and waited for.
+    exit code is 1 where a check failed: a Python hot spot, a host sync in the step, a sum that is not the whole. With
+    several processes, the report is about the first, with what it sent and what it waited for.
 
     \b
     nsa-compile profile step

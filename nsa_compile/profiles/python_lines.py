@@ -101,7 +101,7 @@ class LineTracer:
 
 
 def _place(frame: FrameType | None) -> Place | None:
-    """The innermost line that is nobody's library, or None where torch's machinery is at work inside of it."""
+    """The innermost line outside of libraries, or None where torch's machinery runs inside it."""
     while frame is not None and _is_library(frame.f_code):
         if frame.f_code.co_filename.startswith(_MACHINERY) or _is_generated(frame.f_code):
             return None

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa_compile.files import replace
-from nsa_compile.page import embed, png, render
+from nsa_compile import page
+from nsa_compile.page import Chart, Heading, Table, Text
 from nsa_compile.profiles.attribution import BRANCHES, OTHER
 from nsa_compile.profiles.step_views import (
     OPERATOR_HEADERS,
@@ -23,65 +23,70 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write_page(profile: Mapping[str, Any], directory: Path) -> Path:
+def write_page(profile: Mapping[str, Any], directory: Path) -> None:
     """Write ``profile.html`` to a directory; without matplotlib it has no pictures, and says so."""
-    problems, pictures = [], []
+    problems, charts = [], []
     try:
-        for caption, figure in (
-            ("Time of a step by phase and range, ms; mean of the profiled steps.", _ranges(profile)),
-            (f"The {TOP_OPERATORS} operators that took longest, ms a step.", _operators(profile)),
-        ):
-            pictures.append((caption, embed(png(figure))))
+        charts = [
+            Chart("Time of a step by phase and range, ms; mean of the profiled steps.", _ranges(profile)),
+            Chart(f"The {TOP_OPERATORS} operators that took longest, ms a step.", _operators(profile)),
+        ]
     except ImportError:
         problems.append("no pictures: matplotlib is not installed; pip install 'nsa-compile[plots]' brings it")
-    page = render(
-        "nsa_compile.profiles",
-        "step_page.html",
-        name="Where a training step's time goes",
-        directory=directory,
-        problems=problems,
-        pictures=pictures,
-        checks=check_rows(profile),
-        summary=summary_rows(profile),
-        tables=[(RANGE_HEADERS, range_rows(profile)), (OPERATOR_HEADERS, operator_rows(profile))],
-        trace=profile["trace"],
-    )
-    path = directory / "profile.html"
-    replace(path, page.encode())
-    return path
+    checks = [(page.Cell("ok" if ok else "FAIL", "good" if ok else "bad"), text) for ok, text in check_rows(profile)]
+    blocks = [
+        Heading("Found"),
+        Table(checks),
+        Heading("Profiled"),
+        Table(summary_rows(profile)),
+        Text(
+            f"The whole trace, for Perfetto or chrome://tracing: {profile['trace']}. Every figure below comes from it.",
+            "quiet",
+        ),
+        Heading("Pictures"),
+        *charts,
+        Heading("Figures"),
+        Table(range_rows(profile), RANGE_HEADERS, left=2),
+        Table(operator_rows(profile), OPERATOR_HEADERS, left=2),
+        Text(
+            "A range's time is that outside of ranges within it. "
+            "What is computed again for the backward pass counts as backward.",
+            "quiet",
+        ),
+    ]
+    page.write_page(directory / "profile.html", "Where a training step's time goes", directory, blocks, problems)
 
 
-def _ranges(profile: Mapping[str, Any]) -> Figure:
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
+def _ranges(profile: Mapping[str, Any]) -> page.Markup:
+    def make() -> Figure:
+        figure, axes = page.axes(3.4)
+        phases = list(profile["phases"])
+        colors = {name: f"C{index}" for index, name in enumerate(BRANCHES)} | {OTHER: "darkgray"}
+        labelled: set[str] = set()
+        left = dict.fromkeys(phases, 0.0)
+        for row in profile["ranges"]:
+            phase, branch, width = row["phase"], row["branch"], row["mean_s"] * 1e3
+            label = None if branch in labelled else "rest" if branch == OTHER else branch
+            axes.barh(phase, width, left=left[phase], color=colors[branch], label=label)
+            labelled.add(branch)
+            left[phase] += width
+        axes.set_ylim(len(phases) - 0.5, -0.5)
+        axes.set_xlabel("ms")
+        figure.legend(loc="outside lower center", ncols=3)
+        return figure
 
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-    axes = figure.subplots()
-    phases = list(profile["phases"])
-    colors = {name: colormaps["tab10"](index) for index, name in enumerate(BRANCHES)} | {OTHER: "lightgray"}
-    labelled: set[str] = set()
-    left = dict.fromkeys(phases, 0.0)
-    for row in profile["ranges"]:
-        phase, branch, width = row["phase"], row["branch"], row["mean_s"] * 1e3
-        label = None if branch in labelled else "rest" if branch == OTHER else branch
-        axes.barh(phase, width, left=left[phase], color=colors[branch], label=label, edgecolor="white", linewidth=0.5)
-        labelled.add(branch)
-        left[phase] += width
-    axes.set_ylim(len(phases) - 0.5, -0.5)
-    axes.set_xlabel("ms")
-    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
-    return figure
+    return page.draw(make)[0]
 
 
-def _operators(profile: Mapping[str, Any]) -> Figure:
-    from matplotlib.figure import Figure
+def _operators(profile: Mapping[str, Any]) -> page.Markup:
+    def make() -> Figure:
+        rows = profile["operators"][:TOP_OPERATORS]
+        figure, axes = page.axes(0.8 + 0.25 * len(rows))
+        axes.barh(range(len(rows)), [row["mean_s"] * 1e3 for row in rows])
+        names = [name if len(name) <= 28 else f"{name[:14]}…{name[-13:]}" for name, *_ in operator_rows(profile)]
+        axes.set_yticks(range(len(rows)), names)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlabel("ms")
+        return figure
 
-    rows = profile["operators"][:TOP_OPERATORS]
-    figure = Figure(figsize=(6.4, 0.8 + 0.28 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    names = [row[0] for row in operator_rows(profile)]
-    axes.barh(range(len(rows)), [row["mean_s"] * 1e3 for row in rows])
-    axes.set_yticks(range(len(rows)), names, fontsize="small")
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("ms")
-    return figure
+    return page.draw(make)[0]

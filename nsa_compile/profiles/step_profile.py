@@ -144,7 +144,7 @@ def _seconds(moments: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def _check_sum(attribution: dict[str, Any], wall: Sequence[float]) -> dict[str, Any]:
-    """Whether what the trace adds up to is what the clock says."""
+    """Whether the sum of the trace agrees with the clock."""
     measured = statistics.fmean(wall)
     residual = (attribution["step"]["sum_s"] - measured) / measured
     return {"ok": abs(residual) <= TOLERANCE, "value": residual, "limit": TOLERANCE}

@@ -61,7 +61,7 @@ def attention_statistics(model: NSATransformer, tokens: Tensor) -> list[LayerSta
 
 
 class _Unobserved(Exception):
-    """The compiler has not made of the attention what could be looked at."""
+    """The compiled attention has no form whose selection can be observed."""
 
 
 class _Selections(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The records of a run: what rank 0 logs and writes, and what the other ranks leave to it."""
+"""The records of a run, which rank 0 logs and writes for all ranks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ from nsa_compile.train.records.run_directory import HeldDirectory, loss_of_direc
 from nsa_compile.train.records.tensorboard import TensorBoard
 from nsa_compile.train.steps import StepResult
 from nsa_compile.train.watch.halt import clear_halt
+
+# The bar itself takes what 80 columns leave.
+BAR = "{percentage:3.0f}% {bar} {n_fmt} of {total_fmt}, {remaining} left{postfix}"
 
 
 class Journal:
@@ -71,7 +74,7 @@ class Journal:
             # tqdm is silent where stderr is no terminal; the logged lines remain.
             total, done = config.train.steps, resumed_at or 0
             self._bar = opened.enter_context(
-                tqdm(total=total, initial=done, unit="step", disable=None, file=sys.stderr)
+                tqdm(total=total, initial=done, bar_format=BAR, dynamic_ncols=True, disable=None, file=sys.stderr)
             )
             shape = config.train
             self._run_directory = opened.enter_context(HeldDirectory(directory))
@@ -118,7 +121,7 @@ class Journal:
             if not self._overlaps:
                 self.log(f"[ddp] {result.overlap.sent_bytes / 1e6:,.1f} MB of gradients sent by each process a step")
             self._overlaps.append(result.overlap)
-        self._bar.set_postfix_str(f"loss {row.loss:.3f}, {row.tokens_per_s:,.0f} tokens/s, MFU {row.mfu:.1%}")
+        self._bar.set_postfix_str(f"loss {row.loss:.3f}, {row.tokens_per_s:,.0f} tokens/s")
         self._bar.update()
         if row.step % self.config.train.log_every == 0:
             self.steps.flush()
@@ -182,14 +185,14 @@ class Journal:
         return self._lost
 
     def _lost_part(self) -> str | None:
-        """That a file of the records, or the directory of the checkpoints, is gone while the rest is there."""
+        """A line if a record file, or the directory of the checkpoints, is missing while the rest is there."""
         parts = {log.path: log.lost() for log in (self.steps, self.evaluations, self._attention)}
         parts[self._checkpoints.path] = self._checkpoints.became()
         for path, became in parts.items():
             if became is not None:
                 return (
                     f"'{path}' {became} while the run was at work: what it held is lost to the run, which ends here; "
-                    "put it back and go on with --resume, or start anew"
+                    "put it back and use --resume, or start a new run"
                 )
         return None
 

@@ -51,7 +51,7 @@ from nsa_compile.train.journal import Journal
 from nsa_compile.train.low_precision import convert_linear_layers
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer
-from nsa_compile.train.phases import OTHER, PhaseTimer
+from nsa_compile.train.phases import OTHER, CompileClock, PhaseTimer
 from nsa_compile.train.records.plots import plot_losses
 from nsa_compile.train.records.rows import EvalRow, StepRow, finite_or_none, phase_columns, throughput
 from nsa_compile.train.records.run_directory import HeldDirectory, loss_of_directory
@@ -185,6 +185,7 @@ class Trainer:
         resumed_at = None if resumed is None else first_step
         step = first_step
         with (
+            CompileClock() as self.compiling,
             stop_on_signals() as self.signals,
             Journal(self.config, self.directory, self.world, resumed_at) as journal,
         ):
@@ -287,11 +288,12 @@ class Trainer:
     def _step(self, journal: Journal, step: int) -> bool:
         """Do the `step`-th step and what comes after it, and return whether it was saved."""
         config, shape = self.config, self.config.train
-        start = time.perf_counter()
+        start, compiled = time.perf_counter(), self.compiling.seconds
         indices, batches, lr, result = self.take_step(step)
         seconds = time.perf_counter() - start
+        compiled = self.compiling.seconds - compiled
         phases = self.timer.step_done()
-        rate = self.tokens_per_step / seconds
+        rate = self.tokens_per_step / (seconds - compiled)
         mfu = rate * self.flops_per_token / self.peak_flops
         memory = peak_memory(self.device)
         row = StepRow(step, result.loss, lr, result.grad_norm, rate, mfu, seconds, memory, **phase_columns(phases))

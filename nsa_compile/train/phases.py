@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +10,36 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from torch._dynamo.callback import CallbackArgs, callback_handler
 
 from nsa_compile import ranges
 from nsa_compile.train.records.rows import PHASES
 
 OTHER = "other"
+
+
+class CompileClock:
+    """Seconds in which torch compiled, or a compiled block was compared with its loop, since the clock was entered."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> CompileClock:
+        callback_handler.register_start_callback(self._begin)
+        callback_handler.register_end_callback(self._end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ValueError):  # torch._dynamo.reset() has removed them
+            callback_handler.remove_start_callback(self._begin)
+            callback_handler.remove_end_callback(self._end)
+
+    def _begin(self, _: CallbackArgs) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, _: CallbackArgs) -> None:
+        self.seconds += time.perf_counter() - self._began
 
 
 class PhaseTimer:

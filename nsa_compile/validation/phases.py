@@ -7,18 +7,21 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nsa_compile.experiments.runs import base_overrides
 from nsa_compile.files import replace, write_json
 from nsa_compile.machine.environment import describe_environment, git_revision
 from nsa_compile.machine.matmul_rate import MatmulRate, busy, impossible
-from nsa_compile.page import png
+from nsa_compile.page import draw
 from nsa_compile.train.distributed.buckets import effective_bucket_mb
 from nsa_compile.train.records.plots import loss_figure
 from nsa_compile.train.report.run_record import RunRecord, latest_layers, read_run
 from nsa_compile.train.watch.heartbeat import heartbeat_path
 from nsa_compile.validation.runbook import Phase, Plan, Work
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # A process among others is no faster than alone; this much is left to chance.
 MOST_EFFICIENT = 1.1
@@ -366,9 +369,13 @@ def run_of(work: Work, summary: dict[str, Any], *, on_noise: bool = False) -> Ru
     picture, caption = record.directory / "loss.png", "loss of the run on the configured data"
     if on_noise and picture.exists():
         picture, caption = work.folder / "loss_on_random_bytes.png", f"loss on random bytes: {NO_FALL}"
-        drawing = loss_figure(record.steps, record.evals, record.summary["best_unigram_loss"])
-        drawing.suptitle(caption, color="firebrick", fontsize="medium", wrap=True)
-        replace(picture, png(drawing))
+
+        def make() -> Figure:
+            drawing = loss_figure(record.steps, record.evals, record.summary["best_unigram_loss"])
+            drawing.suptitle(caption, color="firebrick", fontsize="medium", wrap=True)
+            return drawing
+
+        replace(picture, draw(make)[1])
     for name in (
         "training.csv",
         "val.csv",

@@ -237,7 +237,7 @@ def load_plan(directory: Path) -> Plan:
     if document.get("git") != git_revision():
         raise UserError(
             f"'{directory}' is a validation of another revision of nsa-compile; "
-            "its phases would not be about one program: begin a new validation"
+            "its phases must be of one program; begin a new validation"
         )
     processes = document.get("processes")
     if not isinstance(processes, int) or processes < 1:
@@ -270,7 +270,7 @@ def kept_outcome(directory: Path, phase: str) -> Outcome | None:
     try:
         return Outcome.from_dict(_read(path))
     except (KeyError, TypeError):
-        raise UserError(f"'{path}' is not what a phase came to; delete the folder that it lies in and go on") from None
+        raise UserError(f"'{path}' is not the outcome of a phase; delete its folder and resume again") from None
 
 
 def _run(plan: Plan, phase: Phase) -> Outcome:
@@ -308,5 +308,5 @@ def _read(path: Path) -> dict[str, Any]:
         if not isinstance(document, dict):
             raise ValueError("it must hold an object")
     except (OSError, ValueError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}; delete the folder that it lies in and go on") from None
+        raise UserError(f"'{path}' cannot be read: {error}; delete its folder and resume again") from None
     return document

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     default="quick",
     show_default=True,
     type=click.Choice(["quick", "full"]),
-    help="How much work to put in: ten minutes on two cores, or the figures that are worth quoting.",
+    help="Ten minutes on two cores, or the runs that give figures worth quoting.",
 )
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
 @click.option("--out", metavar="DIR", help="The directory to make; RUN.DIR/validate-NAME-TIME without it.")
@@ -46,7 +46,7 @@ def validate(
     """Carry out the validation runbook for a configuration and say GO or NO-GO.
 
     Preflight, parity of selected attention, equivalence of what is compiled, baseline, bucket sweep, attention audit,
-    profile, scaling, fused optimizer, and a longer run under the watchdog. What is asked for is in the section `accept`
+    profile, scaling, fused optimizer, and a longer run under the watchdog. The targets are in the section `accept`
     of the configuration. The report is written after every phase: report.md, report.html and report.json. Exit code 1
     with NO-GO.
 

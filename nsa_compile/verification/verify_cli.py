@@ -14,14 +14,18 @@ NAMES = ("paths", "future", "gradients", "passes", "operators")
 
 
 @click.command()
-@click.option("--minutes", type=FiniteRange(min=0, min_open=True), help="Time for all of them; 2 without it.")
-@click.option("--examples", type=click.IntRange(min=1), help="Instead of a time: examples of each property.")
+@click.option("--minutes", type=FiniteRange(min=0, min_open=True), help="Minutes for all properties; 2 by default.")
+@click.option("--examples", type=click.IntRange(min=1), help="Examples of each property, instead of a time.")
 @click.option(
-    "--property", "properties", type=click.Choice(NAMES), multiple=True, help="Check this one only; several are taken."
+    "--property",
+    "properties",
+    type=click.Choice(NAMES),
+    multiple=True,
+    help="Check only this property; may be given several times.",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where; train.device without it.")
-@click.option("--dtype", type=click.Choice(["float32", "bf16", "float64"]), help="Precision; train.dtype without it.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random examples.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to check; train.device by default.")
+@click.option("--dtype", type=click.Choice(["float32", "bf16", "float64"]), help="Precision; train.dtype by default.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random examples.")
 @run_options
 def verify(
     config_path: str | None,

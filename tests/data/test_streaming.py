@@ -278,7 +278,7 @@ def test_what_waits_is_bounded(monkeypatch):
     # One text in two has four bytes a character, and goes to the same lane every time.
     texts = ["𝄞" * 100, "x" * 100] * 100
     source = PackedDocuments(places(texts), ByteTokenizer(), 2)
-    with pytest.raises(UserError, match="tokens of the stream wait for their turn, and 3,000 may"):
+    with pytest.raises(UserError, match="tokens of the stream are waiting, and 3,000 may"):
         source.sequence(2000, 50)
 
 

@@ -23,18 +23,15 @@ from nsa_compile.experiments.experiment import (
     sweep_plan,
 )
 from nsa_compile.experiments.runs import Failure, Results, RunResult, read_run, run_order
-from nsa_compile.experiments.views import render_page, render_text, write_views
+from nsa_compile.experiments.views import render_text, write_views
 from nsa_compile.train.records.run_directory import lock_run_directory
+from tests import processes
 
 COMMAND = [sys.executable, "-m", "nsa_compile"]
 
 
 def words(option: str, overrides: list[str]) -> list[str]:
     return [word for override in overrides for word in (option, override)]
-
-
-def nsa_compile(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
 
 
 def results_of(plan, rates: dict[str, list[float]], failures=()) -> Results:
@@ -173,6 +170,19 @@ def test_a_sweep_of_buckets_records_what_they_come_to(tiny_overrides, tmp_path):
     assert alone["arms"][0]["sizes"]["bucket_mb"] is None
 
 
+def test_the_table_fits_into_100_columns_and_says_what_b_is(tiny_overrides, tmp_path):
+    plan = ab_plan(None, ["train.dtype=bf16", "optim.fused=false"], tiny_overrides())
+    record = conclude(plan, results_of(plan, {"A": [1e9] * 4, "B": [9e8] * 4}), tmp_path, 4, 50, 0)
+    table, same, _ = render_text(record).split("\n\n")
+    assert max(map(len, table.splitlines())) <= 100
+    assert max(map(len, same.splitlines())) <= 100
+    assert "A: as configured" in table
+    assert "B: train.dtype=bf16," in table
+    assert "optim.fused=false" in table
+    assert [name in table for name in ("dtype", "layers", "window")] == [True, False, False]
+    assert "layers 1" in same
+
+
 def test_doubts_of_runs_are_told(tiny_overrides, tmp_path):
     plan = ab_plan(None, ["train.dtype=bf16"], tiny_overrides())
     results = results_of(plan, {"A": [1000.0] * 4, "B": [900.0] * 4})
@@ -189,7 +199,8 @@ def test_only_rounds_that_all_arms_have_are_compared(tiny_overrides, tmp_path):
     assert record["comparisons"][0]["pairs"] == 2
     assert record["comparisons"][0]["ratio"] == pytest.approx(1)
     assert "too few" in record["verdict"]
-    page = render_page(record, tmp_path, None)
+    write_views(record, tmp_path)
+    page = (tmp_path / "experiment.html").read_text()
     assert "&lt;b&gt;loss is not finite" in page
     empty = conclude(plan, Results(failures=[failure]), tmp_path, 3, 50, 0)
     assert empty["verdict"] == "no verdict: no finished run of A, B"
@@ -232,7 +243,7 @@ def finished(tmp_path_factory):
     base = [f"{key}={value}" for key, value in {**TINY_RUN, "run.dir": str(directory)}.items()]
     arguments = ["ab", *words("--base-set", base), "--set", "train.dtype=bf16", "--steps", "6", "--repeats", "1"]
     out = directory / "out"
-    first = nsa_compile(*arguments, "--out", str(out), "--json")
+    first = processes.run(*arguments, "--out", str(out), "--json")
     return base, arguments, out, first
 
 
@@ -271,7 +282,7 @@ def test_an_experiment_leaves_a_record_a_picture_and_a_page(finished):
 def test_what_is_finished_is_not_run_again_and_another_round_is_added(finished):
     _, arguments, out, first = finished
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*/*/summary.json")}
-    again = nsa_compile(*arguments[:-1], "2", "--out", str(out), "--json")
+    again = processes.run(*arguments[:-1], "2", "--out", str(out), "--json")
     assert again.returncode == 0, again.stderr
     record = json.loads(again.stdout)
     assert [len(arm["runs"]) for arm in record["arms"]] == [2, 2]
@@ -284,7 +295,7 @@ def test_what_is_finished_is_not_run_again_and_another_round_is_added(finished):
 
 def test_a_directory_with_another_experiment_is_refused(finished):
     base, _, out, _ = finished
-    other = nsa_compile("sweep", "optim.lr", "1e-3", "2e-3", "--nproc", "1", *words("--set", base), "--out", str(out))
+    other = processes.run("sweep", "optim.lr", "1e-3", "2e-3", "--nproc", "1", *words("--set", base), "--out", str(out))
     assert other.returncode == 2
     assert other.stderr.strip().count("\n") == 0
     assert "holds another experiment (ab: A, B); choose another place with --out DIR" in other.stderr
@@ -298,9 +309,11 @@ def test_two_do_not_work_on_one_experiment(tiny_overrides, tmp_path):
 
 def test_a_failing_run_is_named_with_what_it_said_last(tiny_overrides, tmp_path):
     """The loss of B is not finite from the start; A goes on."""
-    plan = ab_plan(None, ["optim.lr=1e30", "optim.clip=null"], tiny_overrides(**{"optim.warmup": 0}), steps=6)
-    told: list[str] = []
-    record = run_experiment(plan, tmp_path / "out", repeats=2, tell=told.append)
+    base = words("--base-set", tiny_overrides(**{"optim.warmup": 0}))
+    changes = words("--set", ["optim.lr=1e30", "optim.clip=null"])
+    place = ("--out", str(tmp_path / "out"), "--json")
+    result = processes.run("ab", *base, *changes, "--steps", "6", "--repeats", "2", *place)
+    record, told = json.loads(result.stdout), result.stderr.splitlines()
     (failure,) = record["failures"]
     assert (failure["arm"], failure["exit_code"]) == ("B", 3)
     assert "loss = nan" in failure["last_line"]
@@ -332,12 +345,13 @@ def test_ctrl_c_leaves_what_is_finished_and_no_process(tiny_overrides, tmp_path)
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
+    assert f"go on with the same command and --out {out}" in stderr
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 
 
 def test_several_processes_and_their_threads(tiny_overrides, tmp_path):
-    result = nsa_compile(
+    result = processes.run(
         "scaling", "--nproc", "1", "2", *words("--set", tiny_overrides()), "--steps", "4", "--repeats", "1",
         "--out", str(tmp_path / "out"), "--json",
     )  # fmt: skip
@@ -366,7 +380,7 @@ def test_several_processes_and_their_threads(tiny_overrides, tmp_path):
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(arguments, message, tmp_path):
-    result = nsa_compile(*arguments, "--out", str(tmp_path / "out"))
+    result = processes.run(*arguments, "--out", str(tmp_path / "out"))
     assert result.returncode == 2
     assert result.stderr.strip().count("\n") == 0, result.stderr
     assert message in result.stderr

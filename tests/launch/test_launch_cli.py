@@ -160,6 +160,15 @@ def test_k8s_manifests_fit_together(capsys, tmp_path):
     assert load_config(str(path)) == load_config(None, ["train.steps=70"])
 
 
+def test_names_that_yaml_takes_for_something_else_stay_names(capsys):
+    text = launch(capsys, "k8s", "--image", "15", "--claim", "1.5", *SIZES, "--name", "no")
+    config_map, _, job = yaml.safe_load_all(text)
+    pod = job["spec"]["template"]["spec"]
+    assert config_map["metadata"]["name"] == job["metadata"]["name"] == "no"
+    assert pod["containers"][0]["image"] == "15"
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "1.5"
+
+
 def test_a_config_file_is_handed_on(capsys, tmp_path):
     path = tmp_path / "my run.yaml"
     path.write_text(load_config().to_yaml(), encoding="utf-8")

@@ -51,13 +51,13 @@ def at_rate(rate):
 @pytest.mark.parametrize("fastest", [256, 512, 1024])
 def test_the_best_of_several_sizes_counts(clock, fastest):
     clock["seconds"] = at_rate(lambda side, threads: threads * (2e11 if side == fastest else 1e11))
-    assert measure_matmul(CPU).peak == pytest.approx(8e11)
+    assert measure_matmul(CPU, seconds=0.5).peak == pytest.approx(8e11)
 
 
 def test_a_busy_machine_has_the_peak_of_its_threads_all_the_same(clock):
     """Neighbours take the cores whenever threads wait for each other; one thread has its time slice to itself."""
     clock["seconds"] = at_rate(lambda side, threads: 1e11 if threads == 1 else 5e9)
-    rate = measure_matmul(CPU)
+    rate = measure_matmul(CPU, seconds=0.5)
     assert rate == MatmulRate(pytest.approx(4e11), pytest.approx(5e9), pytest.approx(5e9), 4)
     assert clock["threads"] == 4
     assert "busy with something else" in busy([rate, rate])
@@ -72,11 +72,11 @@ def test_a_neighbour_that_takes_turns_shows(clock, threads):
         return 2 * side**3 / (threads * 1e11) * (12 if next(turn) % 5 == 4 else 1)
 
     clock["seconds"] = seconds
-    rate = measure_matmul(CPU)
+    rate = measure_matmul(CPU, seconds=0.5)
     assert rate.peak == pytest.approx(threads * 1e11)
     assert rate.usual < 0.55 * rate.best
     clock["seconds"] = at_rate(lambda side, threads: threads * 1e11)
-    idle = measure_matmul(CPU)
+    idle = measure_matmul(CPU, seconds=0.5)
     assert idle.usual == pytest.approx(idle.peak)
     assert busy([idle, idle]) is None
     assert busy([idle, rate]) is not None
@@ -84,9 +84,9 @@ def test_a_neighbour_that_takes_turns_shows(clock, threads):
 
 def test_the_fastest_of_the_dtypes_counts_and_threads_beyond_the_cores_do_not(clock):
     clock["seconds"] = at_rate(lambda side, threads: threads * 1e11)
-    alone = measure_matmul(CPU, (torch.float32, torch.bfloat16))
+    alone = measure_matmul(CPU, (torch.float32, torch.bfloat16), seconds=0.5)
     assert alone.peak == pytest.approx(4e11)
-    sharing = [measure_matmul(CPU, processes=2)] * 2  # eight threads on four cores
+    sharing = [measure_matmul(CPU, seconds=0.5, processes=2)] * 2  # eight threads on four cores
     assert total(sharing).peak == pytest.approx(alone.peak)
 
 

@@ -35,9 +35,9 @@ def gradients(model: NSATransformer, tokens: torch.Tensor) -> list[torch.Tensor]
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
-def test_compiled_blocks_select_once_and_give_the_same_bits(selected, nested):
-    model = tiny_model(n_layers=2).float()
+@pytest.mark.parametrize(("nested", "changes"), [("aot_eager", {}), ("inductor", {"phi": "mean", "shared_kv": True})])
+def test_compiled_blocks_select_once_and_give_the_same_bits(selected, nested, changes):
+    model = tiny_model(n_layers=2, **changes).float()
     nsa_compile.compile_blocks(model, attention="sparse", nested=nested)
     tokens = tokens_for(model, 2, 33)
     plain = gradients(model, tokens)

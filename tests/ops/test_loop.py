@@ -16,6 +16,7 @@ import nsa_compile
 from nsa_compile import modes, scan
 from nsa_compile.ops.loop import LoopNotTraced, Program, program, register, run_loop
 from nsa_compile.ops.loop.step import Layout
+from tests.strategies import few
 
 
 def lstm(x, w, b):
@@ -89,9 +90,10 @@ def results_and_gradients(function: Any, inputs: list[Tensor], wanted: list[bool
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("nested", ["eager", "aot_eager"])
+@few(8)
 @given(data=st.data())
-def test_equals_the_loop(loop, nested, data):
+def test_equals_the_loop(loop, data):
+    nested = data.draw(st.sampled_from(["eager", "aot_eager"]))
     length = data.draw(st.integers(1, 5))
     wanted = [data.draw(st.booleans()) for _ in range(3)]
     torch.manual_seed(data.draw(st.integers(0, 100)))

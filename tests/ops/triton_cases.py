@@ -386,6 +386,7 @@ def check_refusals(operator: str) -> None:
 
 # Compilation without a GPU. The launchers run on the CPU or on meta tensors, and a launch is recorded, not made.
 
+ARCHITECTURES = (80, 90)
 SHARED_MEMORY = 99 * 1024  # bytes a program may have on every GPU since Ampere
 OWN = {"window": "nsa_compile.ops.triton_common"}  # compressed launches these beside its own
 
@@ -406,7 +407,8 @@ PAPER = {
 
 
 def compile_all(operator: str, deep: bool) -> int:
-    """With the sizes of paper and presets no kernel spills; deep: what the other cases launch compiles, too."""
+    """With the sizes of paper and presets no kernel spills, on one architecture each; deep: on both, and what the other
+    cases launch compiles, too."""
     import triton
 
     from nsa_compile.errors import UserError
@@ -420,12 +422,13 @@ def compile_all(operator: str, deep: bool) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as cache:
         triton.knobs.cache.dir = cache
-        launches = [launch for case in PAPER[operator] for launch in _launches(operator, case, "meta")]
-        assert launches
-        for launch, arch in itertools.product(launches, (80, 90)):
-            report = compile_launch(operator, launch, arch)
-            print(report)
-            failed += report.spills > 0 or report.shared > SHARED_MEMORY
+        for case, arch in zip(PAPER[operator], itertools.cycle(ARCHITECTURES), strict=False):
+            launches = _launches(operator, case, "meta")
+            assert launches
+            for launch, compiled_for in itertools.product(launches, ARCHITECTURES if deep else (arch,)):
+                report = compile_launch(operator, launch, compiled_for)
+                print(report)
+                failed += report.spills > 0 or report.shared > SHARED_MEMORY
         for case in CASES[operator] if deep else ():
             for launch in _launches(operator, case, "cpu"):
                 report = compile_launch(operator, launch, 80)

@@ -49,7 +49,7 @@ def opened(monkeypatch):
     ("nested", "attention", "changes"),
     [
         ("aot_eager", "sparse", {}),
-        ("aot_eager", "dense", {}),
+        ("aot_eager", "dense", {"phi": "mean", "shared_kv": True}),
         ("inductor", "sparse", {"phi": "mean", "shared_kv": True}),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
 from nsa_compile import scan
@@ -350,3 +351,137 @@ def test_two_arguments_that_become_one(caplog):
         torch.testing.assert_close(fast(a, a[:]), run(b, b[:]))
         torch.testing.assert_close(a, b)
     assert caplog.text.count("shares its memory with another one") == 1
+
+
+def has_gradients(run, *inputs):
+    """Which results have a gradient, as written and compiled."""
+    return [[y.requires_grad for y in function(*inputs)] for function in (run, *(compiled(run, n) for n in NESTED))]
+
+
+NESTED = ("eager", "aot_eager")
+
+
+def test_results_have_a_gradient_where_the_loop_has_one():
+    """A row that is read before anything is written has none; a write that no step reaches has one, of zeros."""
+
+    def run(x, w):
+        def step(c, r):
+            here = torch.arange(2).view(-1, 1) == r["t"]
+            first = torch.where(here, r["x"] @ w, c["first"])
+            return {"late": torch.where(r["t"] >= 1, first, c["late"]), "first": first}, c["first"].sum(0)
+
+        init = {"late": x.new_zeros(2, D), "first": x.new_zeros(2, D)}
+        final, y = scan(step, init, {"x": x, "t": torch.arange(len(x))})
+        return final["late"], final["first"], y
+
+    for length in (1, 2):
+        eager, *compiled_ones = has_gradients(run, rows(length, D), rows(D, D).requires_grad_())
+        assert eager == [True, True, length > 1]
+        assert compiled_ones == [eager, eager]
+
+
+def test_a_result_that_is_overwritten_as_a_whole_still_asks_for_its_gradient():
+    def run(x, w):
+        y = scan(lambda c, row: (c * 0.5 + row, c * w), x.new_zeros(D), x)[1]
+        y.copy_(x * 2)
+        return (y,)
+
+    eager, *compiled_ones = has_gradients(run, rows(3, D), rows(D).requires_grad_())
+    assert compiled_ones == [eager, eager] == [[True], [True]]
+
+
+def test_a_write_to_a_piece_of_a_result_without_gradient():
+    """Dynamo was told that every result of a scan has a gradient, and autograd forbids writes to pieces of such."""
+
+    def run(x, w):
+        final, y = scan(lambda c, row: (c + 1, row * w), x.new_zeros(D), x)
+        final.chunk(2)[0].zero_()
+        return final, y
+
+    equal_gradients(run, rows(3, D), rows(D).requires_grad_())
+
+
+def test_a_weight_that_is_updated_behind_a_loop_whose_gradient_nobody_asks_for():
+    """The loop kept the weight for a backward pass that does not need it, and found it changed there."""
+
+    def run(x, w):
+        final, y = scan(lambda c, row: (c * row, row @ w), x[0] + 1, x)
+        with torch.no_grad():
+            w.mul_(0.9)
+        y.abs_()
+        return final
+
+    gradients = []
+    for function in (run, compiled(run, fullgraph=True)):
+        x = rows(3, D).requires_grad_()
+        gradients.append(torch.autograd.grad(function(x, rows(D, D).requires_grad_() + 0).sum(), [x]))
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize(("first", "where"), [(0, slice(None, None, 2)), (1, 0)], ids=["strided", "row of a view"])
+def test_the_sizes_of_an_input_that_is_written_to_do_not_vary(first, where):
+    """Torch took the copy that is handed on for a tensor of varying size, and had no name for it in its guards."""
+
+    def run(x):
+        y = x * 1.5
+        x[where] = 0.5
+        scan(lambda c, row: (c, {}), {}, y)
+        return {}
+
+    x, y = rows(3 + first, 1, 2, 2)[first:], rows(3 + first, 1, 2, 2)[first:]
+    compiled(run, "aot_eager", fullgraph=True, dynamic=False)(x)
+    run(y)
+    torch.testing.assert_close(x, y)
+
+
+def test_a_scan_over_constants_beside_a_write_is_batched():
+    def run(x):
+        x.add_(1)
+        return x + scan(lambda c, t: (c, t * 2), torch.zeros(D), torch.arange(5.0))[1].sum()
+
+    torch.testing.assert_close(compiled(run, fullgraph=True)(rows(D)), run(rows(D)))
+    assert nsa_compile.last_report().left_alone is None
+
+
+def test_a_step_traced_within_a_checkpointed_region(monkeypatch):
+    """Tracing saved tensors in the region's name; it was computed again in the middle of its own forward pass."""
+
+    def run(x, w):
+        return checkpoint(lambda x: scan(lambda c, row: (c * 0.5 + row @ w, c), x[0], x)[1], x, use_reentrant=False)
+
+    monkeypatch.setattr("nsa_compile.passes.loops._differentiable", lambda inputs: [])  # so that it is traced late
+    equal_gradients(run, rows(3, D).requires_grad_(), rows(D, D).requires_grad_())
+
+
+def test_a_write_to_one_of_two_arguments_that_share_memory_is_refused_in_one_line():
+    """AOTAutograd's own assertion came out, of inputs by number. Eager mode runs it."""
+
+    def run(a, b, w):
+        b.mul_(2)
+        return scan(lambda c, row: (c * 0.5 + row * w, c), a[0] * 0, a)[1]
+
+    base = rows(4, D)
+    with pytest.raises(RuntimeError, match="share memory, the function writes to one of them"):
+        compiled(run, "aot_eager", fullgraph=True)(base[:3].detach(), base[1:].detach(), rows(D).requires_grad_())
+
+
+def test_a_weight_written_through_data_behind_a_loop():
+    """Autograd does not see such a write, so eager gradients are those of the weight as it is when they are taken."""
+
+    def run(x, w):
+        y = scan(lambda c, row: (c * row, row @ w), x[0], x)[1]
+        w.data.add_(0.1)
+        return (y,)
+
+    equal_gradients(run, rows(3, D).requires_grad_(), rows(D, D).requires_grad_())
+
+
+def test_batch_normalization_of_nothing():
+    """The operator that says what it writes refuses an empty batch; eager mode takes one."""
+
+    def run(x, mean, variance):
+        y = scan(lambda c, row: (c, row * 2), x.new_zeros(()), x)[1]
+        return torch.nn.functional.batch_norm(y.reshape(-1, D), mean, variance, training=True), mean, variance
+
+    given = [(rows(3, 0, D), torch.zeros(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64)) for _ in range(2)]
+    torch.testing.assert_close(compiled(run, fullgraph=True)(*given[0]), run(*given[1]))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import nsa_compile
 from tests.step_programs import CLAIMS, Program, loop_over_the_future, run_loop, step_programs, values_and_grads
+from tests.strategies import few
 
 
 def equal(actual: tuple[list, list], expected: tuple[list, list]) -> bool:
@@ -78,6 +79,7 @@ def check(program: Program, nested: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CLAIMS)
+@few(7)
 @given(data=st.data())
 def test_compiled_program_equals_its_loop(kind, data):
     program = data.draw(step_programs(kind))

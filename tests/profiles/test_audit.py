@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from nsa_compile.passes.scans import Decline
 from nsa_compile.profiles.attribution import Event
 from nsa_compile.profiles.audit import MATH, PLAIN, Observed, audit_attention, find_fallbacks, recognise
 from nsa_compile.profiles.audit_cli import render_audit, spans
+from tests import processes
 
 # The passes run, and what they make is run as it is.
 COMPILED = {"compile.enabled": "true", "compile.nested": "eager", "train.seq_len": 16}
@@ -191,8 +190,7 @@ def test_the_command_prints_one_object_and_leaves_with_the_verdict(tiny_override
         sets = [word for override in tiny_overrides(**changes) for word in ("--set", override)]
         return ["audit", "attention", *sets, *options]
 
-    command = [sys.executable, "-m", "nsa_compile", *arguments("--json", **{"train.seq_len": 8})]
-    loop = subprocess.run(command, capture_output=True, text=True, check=False)
+    loop = processes.run(*arguments("--json", **{"train.seq_len": 8}))
     assert loop.returncode == 1, loop.stderr
     assert json.loads(loop.stdout)["schema"] == 1
 

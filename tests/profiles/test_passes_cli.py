@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 import nsa_compile
 from nsa_compile.cli import cli
+from nsa_compile.errors import UserError
 from nsa_compile.passes.pipeline import pipeline
 from nsa_compile.passes.report import Guard, Report, ScanReport
 from nsa_compile.profiles.rendering import render_report, with_unit
@@ -132,6 +133,8 @@ def passes_command(*arguments: str, **environment: str) -> subprocess.CompletedP
         (["explain", "--config", "missing.yaml"], "configuration file 'missing.yaml' does not exist"),
         (["explain", "--set", "train.seqlen=64"], "did you mean 'train.seq_len'?"),
         (["explain", "--set", "compile.disable=[resolve]"], "compile.disable"),
+        (["explain", "missing.py"], "there is no file 'missing.py'; give the path of a Python program"),
+        (["explain", "my.py", "--set", "train.seq_len=64"], "--config and --set do not apply; leave them out"),
     ],
 )
 def test_a_users_mistake_is_one_line_found_before_torch_is_imported(arguments, expected, tmp_path):
@@ -149,3 +152,54 @@ def test_explain_in_a_process_of_its_own_needs_no_compiler(tiny_overrides):
     result = passes_command("explain", "--json", *sets, PATH="/nowhere", CXX="no-such-compiler")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["report"]["scans"][0]["batched"]
+
+
+def explain_script(tmp_path, source, *flags):
+    path = tmp_path / "program.py"
+    path.write_text(f"import torch, nsa_compile\n{source}", encoding="utf-8")
+    return CliRunner().invoke(cli, ["passes", "explain", str(path), *flags], catch_exceptions=False)
+
+
+RECURRENCES = """
+def average(xs):
+    return nsa_compile.scan(lambda c, x: (c + x, c * x), xs[0] * 0, xs)[1]
+
+f = nsa_compile.compile(average, nested="eager")
+for length in (3, 4):
+    f(torch.randn(length))
+print("done")
+"""
+
+
+def test_explain_tells_of_every_graph_that_a_script_compiles(tmp_path):
+    for _ in range(2):  # the second time nothing is taken from the cache either
+        torch._dynamo.reset()
+        output = explain_script(tmp_path, RECURRENCES).stdout
+        assert output.startswith("done\nGraph 1 of 2 that ")
+        assert "STAYED A LOOP of 3 steps" in output
+        assert "STAYED A LOOP of 4 steps" in output
+        assert "program.py:4" in output
+        assert "Cache hit" not in output
+        assert "estimated forward cost after" in output
+
+
+def test_explain_of_a_script_as_json_leaves_stdout_to_the_reports(tmp_path):
+    explained = json.loads(explain_script(tmp_path, RECURRENCES, "--json").stdout)
+    reports = [Report.from_dict(report) for report in explained["reports"]]
+    assert [report.scans[0].length for report in reports] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("", "compiled nothing; call a function made by nsa_compile.compile"),
+        ("raise KeyError('x')", "failed: KeyError: 'x'; python "),
+        ("nsa_compile.compile(", "failed: SyntaxError: "),
+        ("raise SystemExit('stop')", "left with 'stop'; python "),
+    ],
+)
+def test_a_script_that_cannot_be_explained_is_one_line(tmp_path, source, expected):
+    with pytest.raises(UserError) as error:
+        explain_script(tmp_path, source)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,8 +14,9 @@ from nsa_compile.models.transformer import SwiGLU
 from nsa_compile.profiles.attribution import BRANCHES
 from nsa_compile.profiles.step_profile import profile_step
 from nsa_compile.profiles.step_views import check_rows, render_step
+from tests import processes
 
-COMMAND = [sys.executable, "-m", "nsa_compile", "profile", "step"]
+COMMAND = ["profile", "step"]
 # Large enough that operators take most of the time without a compiler.
 DENSE = {
     "model.attention": "dense",
@@ -112,9 +111,7 @@ def test_compiled_blocks_show_their_branches_in_both_directions(tiny_overrides, 
     sets = tiny_overrides(**{"compile.enabled": "true", "compile.nested": "aot_eager", "data.name": "uniform"})
     options = [word for override in sets for word in ("--set", override)]
     out = tmp_path / "profile"
-    result = subprocess.run(
-        [*COMMAND, *options, "--steps", "3", "--out", str(out), "--json"], capture_output=True, text=True, check=False
-    )
+    result = processes.run(*COMMAND, *options, "--steps", "3", "--out", str(out), "--json")
     # So small a model is mostly Python, and that may be found; it must run and add up.
     assert result.returncode in (0, 1), result.stderr
     profile = json.loads(result.stdout)
@@ -136,7 +133,7 @@ def test_compiled_blocks_show_their_branches_in_both_directions(tiny_overrides, 
 def test_of_two_processes_the_first_tells_what_was_sent(tiny_overrides, tmp_path):
     overrides = [word for override in tiny_overrides(**DENSE) for word in ("--set", override)]
     arguments = [*overrides, "--nproc", "2", "--steps", "2", "--warmup", "1", "--out", str(tmp_path / "out"), "--json"]
-    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+    result = processes.run(*COMMAND, *arguments)
     assert result.returncode in (0, 1), result.stderr  # two processes on one core may keep each other's Python waiting
     profile = json.loads(result.stdout)
     assert profile["settings"]["processes"] == 2
@@ -149,9 +146,7 @@ def test_of_two_processes_the_first_tells_what_was_sent(tiny_overrides, tmp_path
 
 def test_mistakes_are_found_before_anything_runs(tmp_path):
     (tmp_path / "file").touch()
-    result = subprocess.run(
-        [*COMMAND, "--out", str(tmp_path / "file" / "x")], capture_output=True, text=True, check=False
-    )
+    result = processes.run(*COMMAND, "--out", str(tmp_path / "file" / "x"))
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "--out" in result.stderr

@@ -17,7 +17,7 @@ from nsa_compile.errors import UserError
 from nsa_compile.machine.preflight import check_run
 from nsa_compile.models import NSATransformer
 from nsa_compile.train.low_precision import LINEAR_LAYERS, convert_linear_layers
-from tests.train.checkpoints.test_resume import train
+from tests.processes import train
 
 pytest.importorskip("torchao")
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 
 import pytest
 
 from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
 from nsa_compile.machine.matmul_rate import MatmulRate
+from nsa_compile.page import markdown
 from nsa_compile.train import loop
 from nsa_compile.train.records.run_directory import create_run_directory
-from nsa_compile.train.report.report_page import render_page
+from nsa_compile.train.report.report_page import blocks
 from nsa_compile.train.report.run_record import read_run
 from nsa_compile.train.report.summary import render
 
@@ -51,7 +53,7 @@ def test_doubts_stand_beside_the_figures(train):
     assert "busy with something else" in busy
     assert "is impossible" in impossible
     assert render(summary).count("\ndoubt ") == 2
-    page = render_page(read_run(directory), [])
+    page = markdown("Run", blocks(read_run(directory), []))
     assert "busy with something else" in page
     assert "matmul rates" not in page
 
@@ -60,3 +62,14 @@ def test_doubts_stand_beside_the_figures(train):
 def test_doubts_that_are_none_are_no_crash(train, doubts):
     summary, _ = train(*[MatmulRate(1e11, 1e11, 8e10, 1)] * 2)
     assert render(summary | {"doubts": doubts}).count("\ndoubt ") == (2 if isinstance(doubts, list) else 0)
+
+
+def test_an_interrupted_run_names_the_command_that_goes_on_with_it(train):
+    summary, directory = train(*[MatmulRate(1e11, 1e11, 8e10, 1)] * 2)
+    assert "go on with" not in render(summary)
+    summary |= {"interrupted": True, "stopped_by": "SIGINT", "run_dir": f"{directory} 2", "processes": 2}
+    (line,) = [line for line in render(summary | {"strategy": "ddp"}).splitlines() if line.startswith("go on with")]
+    assert shlex.split(line)[3:] == [
+        *("nsa-compile", "train", "--config", f"{directory} 2/config.resolved.yaml"),
+        *("--resume", f"{directory} 2", "--nproc", "2"),
+    ]

@@ -29,7 +29,8 @@ from nsa_compile.train.optim import learning_rate, make_optimizer, plain_tensors
 from nsa_compile.train.state import TrainingState
 from nsa_compile.train.steps import train_step
 from tests.conftest import with_fault
-from tests.train.checkpoints.test_resume import assert_equal_runs, train
+from tests.processes import train
+from tests.train.checkpoints.test_resume import assert_equal_runs
 
 CPU = torch.device("cpu")
 QUANTIZED = ["adamw8bit", "adamw4bit"]
@@ -216,9 +217,13 @@ def test_a_quantized_state_of_something_else_is_refused(tiny_overrides, damage, 
     assert all(map(torch.equal, before, refused.model.parameters()))
 
 
+def compile_nothing() -> None:
+    """What the fixture `eager` does here, for a process of its own."""
+    torch.compiler.set_stance("force_eager")
+
+
 @pytest.mark.usefixtures("eager")
-def test_a_killed_run_that_goes_on_equals_an_undisturbed_one(tiny_overrides, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # what the fixture `eager` does here
+def test_a_killed_run_that_goes_on_equals_an_undisturbed_one(tiny_overrides, tmp_path):
     changes = {"train.steps": 8, "train.save_every": 2, "train.log_every": 99, "train.sample_tokens": 0}
     changes |= {"optim.name": "adamw4bit", "model.attention": "dense"}
     overrides = tiny_overrides(**changes)
@@ -226,9 +231,9 @@ def test_a_killed_run_that_goes_on_equals_an_undisturbed_one(tiny_overrides, tmp
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     run(config, load_corpus(config), undisturbed)
-    result = train(overrides, env=with_fault("kill@0:7", tmp_path / "once"))
+    result = train(overrides, env=with_fault("kill@0:7", tmp_path / "once"), first=compile_nothing)
     assert result.returncode == -signal.SIGKILL
-    result = train(overrides, "--resume", "auto")
+    result = train(overrides, "--resume", "auto", first=compile_nothing)
     assert result.returncode == 0, result.stderr
     assert "torchao" not in result.stderr  # none of its messages
     assert json.loads(result.stdout)["resumed_from"] in (2, 4, 6)
@@ -236,16 +241,15 @@ def test_a_killed_run_that_goes_on_equals_an_undisturbed_one(tiny_overrides, tmp
     assert_equal_runs(directory, undisturbed)
 
 
-def test_two_processes_train_as_one_and_the_update_is_compiled(tiny_overrides, monkeypatch):
+def test_two_processes_train_as_one_and_the_update_is_compiled(tiny_overrides):
     """With torchao's update and the blocks both compiled in the same processes, where one process compiles neither."""
     pytest.importorskip("torchao")
     changes = {"train.steps": 3, "train.sample_tokens": 0, "optim.name": "adamw4bit", "ddp.compress": "none"}
     overrides = tiny_overrides(**changes, **{"compile.enabled": "true", "compile.nested": "aot_eager"})
     overrides.append("model.attention=dense")
     found = []
-    for disabled, arguments in (("1", []), ("0", ["--nproc", "2"])):
-        monkeypatch.setenv("TORCHDYNAMO_DISABLE", disabled)
-        result = train(overrides, *arguments)
+    for first, arguments in ((compile_nothing, []), (None, ["--nproc", "2"])):
+        result = train(overrides, *arguments, first=first)
         assert result.returncode == 0, result.stderr
         assert "adamw4bit compiles its update in the first step" in result.stderr
         with (Path(json.loads(result.stdout)["run_dir"]) / "training.csv").open(encoding="utf-8") as file:

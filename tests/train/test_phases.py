@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_compile.train import phases as phases_module
-from nsa_compile.train.phases import PhaseTimer
+from nsa_compile.train.phases import CompileClock, PhaseTimer
 from nsa_compile.train.records.rows import PHASES, StepRow, phase_columns
 
 CPU = torch.device("cpu")
@@ -186,3 +186,21 @@ def test_on_the_gpu_the_devices_time_is_counted_and_nothing_waits():
         torch.cuda.synchronize()
     assert phases["forward"] > 2 * queued
     assert sum(phases.values()) < time.perf_counter() - start
+
+
+def test_the_clock_of_compilations_counts_nothing_else():
+    def slow(gm, inputs):
+        time.sleep(0.05)
+        return gm.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=slow)
+    with CompileClock() as clock:
+        compiled(torch.ones(2))
+        after_first = clock.seconds
+        compiled(torch.ones(2))
+        time.sleep(0.05)
+    assert after_first >= 0.05
+    assert clock.seconds == after_first
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + 2, backend=slow)(torch.ones(2))
+    assert clock.seconds == after_first, "it was left"

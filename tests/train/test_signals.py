@@ -1,7 +1,8 @@
-"""Signals and readers that are lost: the run saves and leaves with the README's exit code, or goes on."""
+"""Signals and readers that are lost: the run saves and leaves with the documented exit code, or goes on."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -11,22 +12,19 @@ from pathlib import Path
 
 from nsa_compile.train.checkpoints.files import checkpoint_paths, verify_checkpoint
 from tests.conftest import with_fault
+from tests.processes import Command, sets
 
-COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
 LONG = {"train.steps": 400, "train.save_every": 0, "train.eval_every": 400, "train.log_every": 1}
 
 
 def begin(overrides, *arguments, **options):
-    sets = [word for override in overrides for word in ("--set", override)]
-    return subprocess.Popen(
-        [*COMMAND, "train", *sets, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    return Command("train", *sets(overrides), *arguments, **options)
 
 
 def test_a_terminal_that_is_closed_is_a_reason_to_save(tiny_overrides, tmp_path):
     environment = with_fault("hup@0:3", tmp_path / "once")
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)}  # also where the tests are under nohup
-    process = begin(tiny_overrides(**LONG), "--json", env=environment, **heard)
+    heard = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where the tests are under nohup
+    process = begin(tiny_overrides(**LONG), "--json", env=environment, first=heard)
     stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 75, stderr
     summary = json.loads(stdout)
@@ -36,25 +34,24 @@ def test_a_terminal_that_is_closed_is_a_reason_to_save(tiny_overrides, tmp_path)
 
 def test_under_nohup_the_terminal_may_go(tiny_overrides, tmp_path):
     environment = with_fault("hup@0:1", tmp_path / "once")
-    ignored = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
-    process = begin(tiny_overrides(**{"train.steps": 2}), env=environment, **ignored)
+    ignored = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    process = begin(tiny_overrides(**{"train.steps": 2}), env=environment, first=ignored)
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     assert not (tmp_path / "once").exists()
 
 
 def test_sigterm_before_the_first_step_leaves_with_75_and_nothing_half_done(tiny_overrides, tmp_path):
-    process = begin(tiny_overrides(**LONG), env=with_fault("early@0:1", tmp_path / "once"))
-    _, stderr = process.communicate(timeout=240)
-    assert process.returncode == 75, stderr
-    assert stderr == "stopped before the first step: there is nothing to save\n"
+    command = [sys.executable, "-m", "nsa_compile", "train", *sets(tiny_overrides(**LONG))]
+    environment = with_fault("early@0:1", tmp_path / "once")
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=240)
+    assert result.returncode == 75, result.stderr
+    assert result.stderr == "stopped before the first step: there is nothing to save\n"
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_outlives_the_readers_of_its_output(tiny_overrides, tmp_path):
     process = begin(tiny_overrides(**{**LONG, "train.steps": 4}))
-    assert process.stderr is not None
-    assert process.stdout is not None
     process.stdout.close()
     assert process.stderr.readline()  # as head -1 does
     process.stderr.close()
@@ -66,7 +63,6 @@ def test_a_run_outlives_the_readers_of_its_output(tiny_overrides, tmp_path):
 
 def test_sigusr1_to_the_launcher_writes_the_stacks_of_all_and_the_run_goes_on(tiny_overrides, tmp_path):
     process = begin(tiny_overrides(**LONG), "--json", "--nproc", "2")
-    assert process.stderr is not None
     asked, lines = 0, []
     for line in process.stderr:
         lines.append(line)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,12 @@ import pytest
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from nsa_compile.train.checkpoints.files import checkpoint_paths
 from tests.conftest import TINY_RUN, with_fault
-from tests.train.checkpoints.test_resume import assert_equal_runs, column, train
+from tests.processes import train
+from tests.train.checkpoints.test_resume import assert_equal_runs, column
+from tests.train.faults import faulty_stream
 
 pytest.importorskip("datasets")
 
-FAULTY = [sys.executable, str(Path(__file__).parent / "faults" / "faulty_stream.py")]
 LONG = {"train.steps": 10, "train.save_every": 3, "train.eval_every": 5, "train.log_every": 1, "train.keep_last": 9}
 LONG |= {"ddp.compress": "none"}
 PER_FILE = 700
@@ -70,9 +70,8 @@ def forget_after(run, step):
 
 
 def faulty(fault, place, overrides, *arguments):
-    sets = [word for override in overrides for word in ("--set", override)]
-    command = [*FAULTY, fault, str(place), "train", "--json", *sets, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    program = functools.partial(faulty_stream.main, fault, place)
+    return train(overrides, *arguments, program=program)
 
 
 def test_a_killed_run_goes_on_bit_for_bit_through_a_failure_of_the_stream(overrides, undisturbed, tmp_path):

@@ -102,7 +102,7 @@ def test_finished_phases_are_not_run_again(plan):
 def test_an_outcome_that_cannot_be_read_is_one_line(plan, content):
     run(plan, Phase("one", "One", good))
     (plan.directory / "one" / "outcome.json").write_text(content)
-    with pytest.raises(UserError, match=r"one/outcome\.json' .*; delete the folder that it lies in and go on"):
+    with pytest.raises(UserError, match=r"one/outcome\.json' .*; delete its folder and resume again"):
         run(plan, Phase("one", "One", good))
 
 

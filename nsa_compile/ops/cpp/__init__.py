@@ -101,7 +101,7 @@ def load(operator: str) -> ctypes.CDLL:
 
 @cache
 def _load_all() -> dict[str, ctypes.CDLL]:
-    """All operators at once: whoever uses one uses the others, and three compilers together are faster than in turn."""
+    """All operators at once: a program that uses one uses the others, and compiling three in parallel is faster."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     kept = kernel_directory(inductor_files.prepare())
@@ -138,7 +138,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("kernel '%s' cannot be used (%s); it is compiled anew", path, error)
+        logger.warning("kernel '%s' cannot be used (%s); it is compiled again", path, error)
         with suppress(OSError):
             path.unlink()
         return None

@@ -25,7 +25,10 @@ __all__ = ["LoopNotTraced", "Program", "program", "register", "run_loop"]
 
 
 class Program:
-    """A loop: its step, the layouts of what the step reads, its length, and which of its results are read."""
+    """A loop: its step, the layouts of what the step reads, its length, and which of its results are read.
+
+    Results that had a gradient as captured (`with_gradient`) have one, though it may be zero in what is left of a step.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,9 @@ class Program:
         length: int,
         autocast: modes.Autocast,
         read: Sequence[int],
+        with_gradient: Sequence[int] = (),
     ) -> None:
+        self.with_gradient = tuple(with_gradient)
         self.body, self.inputs, self.autocast, self.read = body, tuple(inputs), autocast, tuple(read)
         self.n_init, self.n_xs, self.length = n_init, n_xs, length
         self._graphs: dict[tuple[bool, ...], StepGraphs] = {}
@@ -55,7 +60,9 @@ class Program:
         return self._graphs[key]
 
     def digest(self) -> str:
-        shape = f"{self.inputs}|{self.n_init}|{self.n_xs}|{self.length}|{self.autocast}|{self.read}"
+        shape = (
+            f"{self.inputs}|{self.n_init}|{self.n_xs}|{self.length}|{self.autocast}|{self.read}|{self.with_gradient}"
+        )
         text = f"{shape}|{torch.__version__}\n{_text(self.body)}"
         if " at 0x" in text:  # an object without a name: nothing but this process knows what it does
             text = uuid.uuid4().hex
@@ -71,7 +78,7 @@ _programs: dict[str, Program] = {}
 
 
 def register(loop: Program) -> str:
-    """Make a program known, and return the name by which the operator finds it."""
+    """Register a program, and return the name by which the operator finds it."""
     key = loop.digest()
     _programs.setdefault(key, loop)
     return key
@@ -121,7 +128,8 @@ class _Differentiable(torch.autograd.Function):
         step = program(key).graphs(ctx.differentiable)
         outputs = _operator(key, ctx.differentiable)(list(tensors), key, ctx.differentiable)
         results = outputs[: program(key).n_init + len(step.ys)]
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(results) if i not in step.with_gradient))
+        with_gradient = {*step.with_gradient, *program(key).with_gradient}
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(results) if i not in with_gradient))
         # Nothing else: somebody may write to an input that backward does not need.
         _, xs, additional = program(key).split(tensors)
         read = [*(xs[i] for i in step.rows_read), *(additional[i] for i in step.additional_read)]

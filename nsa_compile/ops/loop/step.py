@@ -24,12 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
-from torch.utils._python_dispatch import _disable_current_modes
 
 from nsa_compile import modes
-from nsa_compile.workarounds import DATA, why_not_traced
+from nsa_compile.scan_capture import ResultsOf, propagate_gradients, run_body, why_not_traced
 
-__all__ = ["Layout", "LoopNotTraced", "StepGraphs", "results_with_gradient", "trace_step"]
+__all__ = ["Layout", "LoopNotTraced", "StepGraphs", "trace_step"]
 
 aten = torch.ops.aten
 
@@ -130,10 +129,10 @@ def trace_step(
     wanted = [bool(flag) and x.differentiable for flag, x in zip(differentiable, inputs, strict=False)]
     wanted += [False] * (len(inputs) - len(wanted))
     # Torch's own modes may be under way: the operator that asks is itself traced.
-    with _disable_current_modes(), tracing(None), preserve_node_meta(), modes.restored(), modes.under(autocast):
+    with modes.unobserved(), tracing(None), preserve_node_meta(), modes.restored(), modes.under(autocast):
         try:
             results_of = _results_of(body, inputs)
-            wanted, with_gradient = _propagate_gradients(results_of, n_init, length, wanted)
+            wanted, with_gradient = propagate_gradients(results_of, n_init, length, wanted)
             results = results_of(tuple(wanted))
             tangents = tuple(i for i, (_, has_gradient) in enumerate(results) if has_gradient)
             joint = _trace_joint(body, inputs, wanted, [results[i][0] for i in tangents], tangents)
@@ -149,50 +148,11 @@ def trace_step(
         return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, with_gradient, wanted)
 
 
-ResultsOf = Callable[[tuple[bool, ...]], list[tuple[Layout, bool]]]
-
-
-def results_with_gradient(
-    body: fx.GraphModule, inputs: Sequence[Layout], n_init: int, length: int, wanted: Sequence[bool]
-) -> tuple[int, ...]:
-    """Which results of a loop over a step, carries and ys, have a gradient; arguments as for `trace_step`.
-
-    Raises:
-        LoopNotTraced: the step cannot be run on fake tensors.
-    """
-    flags = [flag and x.differentiable for flag, x in zip(wanted, inputs, strict=True)]
-    with _disable_current_modes(), tracing(None), modes.restored():
-        try:
-            return _propagate_gradients(_results_of(body, inputs), n_init, length, flags)[1]
-        except Exception as error:
-            raise LoopNotTraced(why_not_traced(error)) from error
-
-
-def _propagate_gradients(
-    results_of: ResultsOf, n_init: int, length: int, first: Sequence[bool]
-) -> tuple[list[bool], tuple[int, ...]]:
-    """Which inputs have a gradient at some step, and which results after the last one.
-
-    A carry may get a gradient at one step and lose it at another: the two of a swap, say.
-    """
-    now, ever, stacked = list(first), list(first), set[int]()
-    for _ in range(length):
-        results = [has_gradient for _, has_gradient in results_of(tuple(now))]
-        stacked |= {i for i in range(n_init, len(results)) if results[i]}
-        before, now = now, [*results[:n_init], *first[n_init:]]
-        if now == before:
-            break
-        ever = [a or b for a, b in zip(ever, now, strict=True)]
-    return ever, (*(i for i in range(n_init) if now[i]), *sorted(stacked))
-
-
 def _results_of(body: fx.GraphModule, inputs: Sequence[Layout]) -> ResultsOf:
-    """The layout of each result of a step, and whether it has a gradient, by which inputs have one."""
-
     @cache
     def results(wanted: tuple[bool, ...]) -> list[tuple[Layout, bool]]:
         leaves = [x.requires_grad_(flag) for x, flag in zip(_fakes(inputs), wanted, strict=True)]
-        return [(Layout.of(x), x.requires_grad) for x in _run(body, leaves)]
+        return [(Layout.of(x), x.requires_grad) for x in run_body(body, leaves)]
 
     return results
 
@@ -201,22 +161,6 @@ def _fakes(layouts: Sequence[Layout]) -> list[Tensor]:
     """Stand-ins that are not allocated. Their mode is left again: a constant that a step makes stays real."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         return [x.empty() for x in layouts]
-
-
-def _run(body: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Tensor]:
-    with torch.enable_grad():
-        return list(_Body(body).run(*inputs))
-
-
-class _Body(fx.Interpreter):
-    """Runs a body. A checkpointed region keeps nothing that would have to be computed again, so it is just run."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.higher_order.tag_activation_checkpoint:
-            return _Body(args[0]).run(*args[1:])
-        if target is DATA:
-            return args[0].detach()
-        return super().call_function(target, args, kwargs)
 
 
 def _trace_joint(
@@ -230,7 +174,7 @@ def _trace_joint(
 
     def joint(*tensors: Tensor) -> list[Tensor | None]:
         primals = [x.detach().requires_grad_(flag) for x, flag in zip(tensors[: len(inputs)], wanted, strict=True)]
-        outputs = _run(body, primals)
+        outputs = run_body(body, primals)
         leaves = [x for x, flag in zip(primals, wanted, strict=True) if flag]
         gradients: Iterable[Tensor | None] = [None] * len(leaves)
         if tangents:

@@ -1,4 +1,4 @@
-"""Selected attention by ranges of tokens, version 1: one query after the other, what its blocks mean spelled out.
+"""Selected attention by ranges of tokens, version 1: one query after the other, with its blocks spelled out.
 
 The indices of a query become token ranges [start, end), clipped after the query, sorted and merged, and the query
 attends to the tokens in them. Slow, differentiable by autograd, and sharing no code with the operator: it is what

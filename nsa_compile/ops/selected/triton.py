@@ -83,7 +83,7 @@ def _measured() -> dict[str, list[dict[str, Any]]]:
 
 
 def forget_measured() -> None:
-    """Read the table of orders anew: for who has just written to it."""
+    """Read the table of orders again, after it was written."""
     _measured.cache_clear()
 
 

@@ -143,7 +143,7 @@ class CheckpointWriter:
         self.check()
 
     def check(self) -> None:
-        """Tell of an error as soon as there is one, without waiting.
+        """Raise a writer's error as soon as there is one, without waiting.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.

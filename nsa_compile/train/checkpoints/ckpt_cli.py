@@ -40,7 +40,7 @@ def ckpt() -> None:
 @click.argument("run")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def list_checkpoints(run: str, as_json: bool) -> None:
-    """List step, size, age and validation loss; the best has the lowest loss, the last is where a run would go on.
+    """List step, size, age and validation loss; the best has the lowest loss, a run resumes from the last.
 
     \b
     nsa-compile ckpt ls runs/shakespeare-cpu-20260101-120000 --json

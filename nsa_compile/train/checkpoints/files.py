@@ -86,7 +86,7 @@ class Checkpoint:
 
     @property
     def note(self) -> str | None:
-        """What has to be said of a checkpoint that is used as it is; ``None`` for nothing."""
+        """A remark on a checkpoint that is used as it is, or ``None``."""
         if self.sealed:
             return None
         return (

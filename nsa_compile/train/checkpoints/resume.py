@@ -1,4 +1,4 @@
-"""Where a run goes on: settled without torch, from names, manifests and configurations."""
+"""Where a run resumes: settled without torch, from names, manifests and configurations."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def find_run(config: RunConfig, request: str) -> FoundRun:
 
 
 def newest_good_checkpoint(found: FoundRun) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint to go on from, read whole, and a warning for each newer one that is damaged.
+    """The checkpoint to resume from, read whole, and a warning for each newer one that is damaged.
 
     Raises:
         CheckpointError: the one that was named, or every one of the run, is damaged.
@@ -108,7 +108,7 @@ def first_difference(config: RunConfig, saved: Any) -> str | None:
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
-    """Whether two values are the same; theirs may be anything, even what compares to neither true nor false."""
+    """Whether two values are equal; the saved one may be anything, even a value whose comparison is no boolean."""
     if isinstance(ours, list):
         return isinstance(theirs, list) and len(ours) == len(theirs) and all(map(_equal, ours, theirs))
     return (theirs is None or isinstance(theirs, str | int | float)) and bool(ours == theirs)

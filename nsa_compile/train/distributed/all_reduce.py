@@ -1,4 +1,4 @@
-"""DDP's all-reduce of gradients: in few bytes, and observed."""
+"""DDP's all-reduce of gradients: compressed, and timed."""
 
 # No postponed annotations here: DDP compares those of a hook with the types themselves.
 import time

@@ -68,7 +68,7 @@ def leave_group() -> None:
 def share_model(
     model: NSATransformer, config: DDPSection, world: World, device: torch.device, hook: AllReduceHook | None
 ) -> nn.Module:
-    """The model as it is called in training: wrapped in DDP, sharded in place by FSDP2, or, alone, as it is.
+    """The model to call in training: wrapped in DDP, sharded in place by FSDP2, or unchanged on one process.
 
     The blocks must have been compiled before. One by one, so that gradients become ready block by block and are sent
     while the backward pass goes on; the whole model in one graph would hand them over together.

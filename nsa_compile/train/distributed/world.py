@@ -116,7 +116,7 @@ def check_world(config: RunConfig, size: int, local_size: int) -> None:
 
 
 def check_device(config: RunConfig) -> None:
-    """Make sure that there is a GPU if the configuration asks for one; for what is no run, but computes as one does.
+    """Make sure that there is a GPU if the configuration asks for one; for commands that compute as a run does.
 
     Raises:
         UserError: there is none.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa_compile import page
 from nsa_compile.files import replace
-from nsa_compile.page import png
 from nsa_compile.train.records.rows import PHASES, EvalRow, LayerStatistics, StepRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# More than these are a line.
+MOST_DOTS = 50
 
 Layers = Sequence[tuple[int, LayerStatistics]]
 """Statistics with the step they were taken at, ascending."""
@@ -20,10 +24,10 @@ Layers = Sequence[tuple[int, LayerStatistics]]
 def plot_losses(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], best_unigram_loss: float) -> bool:
     """Draw training and held-out loss over the steps; False where matplotlib is not installed."""
     try:
-        figure = loss_figure(steps, evals, best_unigram_loss)
+        _, content = page.draw(lambda: loss_figure(steps, evals, best_unigram_loss))
     except ImportError:
         return False
-    replace(path, png(figure))
+    replace(path, content)
     return True
 
 
@@ -33,7 +37,8 @@ def loss_figure(
     """Training and held-out loss, the yardstick where it is known, and where the run was resumed."""
     figure, axes = _figure()
     axes.plot([row.step for row in steps], [row.loss for row in steps], linewidth=0.8, label="training")
-    axes.plot([row.step for row in evals], [row.val_loss for row in evals], marker="o", label="held out")
+    marker = "o" if len(evals) <= MOST_DOTS else ""
+    axes.plot([row.step for row in evals], [row.val_loss for row in evals], marker=marker, label="held out")
     if best_unigram_loss is not None:
         axes.axhline(best_unigram_loss, linestyle="--", color="gray", label="best unigram model")
     for index, step in enumerate(resumed):
@@ -72,15 +77,11 @@ def run_figures(
         )
 
 
-def _figure(rows: int = 1, columns: int = 1, height: float = 4) -> tuple[Figure, Any]:
-    from matplotlib.figure import Figure
-
-    # A Figure of its own, without pyplot: no global state and no display needed.
-    figure = Figure(figsize=(8, height), layout="constrained")
-    axes = figure.subplots(rows, columns, sharex=True)
+def _figure(height: float = 2.8, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+    figure, axes = page.axes(height, rows, columns, sharex=True)
     for lowest in [axes] if rows == columns == 1 else axes.reshape(rows, columns)[-1]:
         lowest.set_xlabel("optimizer step")
-        lowest.xaxis.get_major_locator().set_params(integer=True)
+        lowest.xaxis.get_major_locator().set_params(integer=True, nbins=6 // columns)
     return figure, axes
 
 
@@ -94,7 +95,7 @@ def _accuracy(evals: Sequence[EvalRow]) -> Figure:
 
 
 def _optimizer(steps: Sequence[StepRow]) -> Figure:
-    figure, (upper, lower) = _figure(rows=2, height=5)
+    figure, (upper, lower) = _figure(4, rows=2)
     upper.plot([row.step for row in steps], [row.lr for row in steps])
     upper.set_ylabel("learning rate")
     lower.semilogy([row.step for row in steps], [row.grad_norm for row in steps], linewidth=0.8)
@@ -113,14 +114,17 @@ def _throughput(steps: Sequence[StepRow]) -> Figure:
 def _phases(steps: Sequence[StepRow]) -> Figure:
     figure, axes = _figure()
     measured = [row for row in steps if row.other_s is not None]
-    seconds = [[getattr(row, f"{name}_s") or 0.0 for row in measured] for name in PHASES]
-    axes.stackplot([row.step for row in measured], seconds, labels=PHASES, step="mid")
+    # As many columns as a picture has room for, each the mean of its steps.
+    parts = [measured[i : i + -(-len(measured) // 400)] for i in range(0, len(measured), -(-len(measured) // 400))]
+    seconds = [
+        [statistics.fmean(getattr(row, f"{name}_s") or 0.0 for row in part) for part in parts] for name in PHASES
+    ]
+    axes.stackplot([part[0].step for part in parts], seconds, labels=PHASES, step="mid")
     axes.set_ylabel("seconds a step")
     # A first step that compiled would press all others onto the axis.
     totals = sorted(sum(values) for values in zip(*seconds, strict=True))
     axes.set_ylim(0, 1.5 * totals[round(0.95 * (len(totals) - 1))] or None)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
@@ -134,28 +138,28 @@ def _memory(steps: Sequence[StepRow]) -> Figure:
 
 
 def _gates(layers: Layers) -> Figure:
-    figure, grid = _figure(rows=2, columns=3, height=5)
-    for column, branch in enumerate(("compressed", "selected", "window")):
-        for axes, kind in zip(grid[:, column], ("gate", "share"), strict=True):
+    figure, grid = _figure(5, rows=3, columns=2)
+    for line, branch in zip(grid, ("compressed", "selected", "window"), strict=True):
+        for axes, kind in zip(line, ("gate", "share"), strict=True):
             _by_layer(axes, layers, f"{kind}_{branch}")
             axes.set_ylim(-0.02, 1.02)
-        grid[0, column].set_title(branch)
-    grid[0, 0].set_ylabel("mean gate")
-    grid[1, 0].set_ylabel("share of the output")
+        line[0].set_ylabel(branch)
+    grid[0, 0].set_title("mean gate")
+    grid[0, 1].set_title("share of the output")
     _layer_legend(figure, grid[0, 0])
     return figure
 
 
 def _selection(layers: Layers) -> Figure:
-    figure, grid = _figure(rows=1, columns=3, height=3.2)
+    figure, grid = _figure(5, rows=3)
     for axes, name, title in zip(
         grid,
         ("distance_p50", "selection_entropy", "beyond_window"),
-        ("median distance, tokens", "entropy / maximum", "beyond the window"),
+        ("distance, tokens", "entropy / max.", "beyond window"),
         strict=True,
     ):
         _by_layer(axes, layers, name)
-        axes.set_title(title)
+        axes.set_ylabel(title)
         if name == "distance_p50":
             _from_zero(axes)
         else:
@@ -169,20 +173,23 @@ def _from_zero(axes: Any) -> None:
 
 
 def _by_layer(axes: Any, layers: Layers, name: str) -> None:
-    from matplotlib import colormaps
+    from matplotlib.colors import LinearSegmentedColormap
 
+    # From the first layer to the last, readable on white and on black.
+    colors = LinearSegmentedColormap.from_list("layers", ["#2f7fd1", "#b0559f", "#e0822a"])
     numbers = sorted({row.layer for _, row in layers})
     for index, layer in enumerate(numbers):
         measured = [
             (step, getattr(row, name)) for step, row in layers if row.layer == layer and getattr(row, name) is not None
         ]
         if measured:
-            color = colormaps["viridis"](index / max(1, len(numbers)))
-            axes.plot(*zip(*measured, strict=True), marker=".", color=color, label=f"layer {layer}")
+            color = colors(index / max(1, len(numbers) - 1))
+            marker = "." if len(measured) <= MOST_DOTS else ""
+            axes.plot(*zip(*measured, strict=True), marker=marker, color=color, label=f"layer {layer}")
 
 
 def _layer_legend(figure: Figure, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 8:  # the colours are in order: the ends say it all
         handles, labels = [handles[0], handles[-1]], [labels[0], labels[-1]]
-    figure.legend(handles, labels, loc="outside right center")
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)

@@ -32,8 +32,8 @@ class StepRow:
         loss: in nats per token.
         lr: learning rate of the step.
         grad_norm: before clipping.
-        tokens_per_s: all tokens of the step, by its seconds.
-        mfu: model FLOPs utilisation, as a fraction.
+        tokens_per_s: all tokens of the step, by its seconds without those in which something was compiled.
+        mfu: model FLOPs utilisation at that rate, as a fraction.
         seconds: wall time of the step.
         memory_bytes: peak so far, of the process on the CPU (resident) and of torch's allocations on CUDA.
         data_s, forward_s, backward_s, communication_s, optimizer_s, other_s: how ``seconds`` are spent.

@@ -95,7 +95,7 @@ def loss_of_directory(held: HeldDirectory) -> str | None:
         return None
     line = f"run directory '{held.path}' {became} while the run was at work"
     if became == "was deleted":
-        return f"{line}: its records and checkpoints are lost; start it anew"
+        return f"{line}: its records and checkpoints are lost; start it again"
     return f"{line}: what came after its last checkpoint is lost; go on with --resume and the directory's new name"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nsa_compile.errors import UserError
 from nsa_compile.files import make_directory, replace
-from nsa_compile.page import embed, png, render
+from nsa_compile.page import Block, Chart, Code, Heading, Table, Text, draw, size, write_page
 from nsa_compile.train.checkpoints.files import best_checkpoint
 from nsa_compile.train.records.plots import run_figures
 from nsa_compile.train.report.run_record import RunRecord, environment_rows, latest_layers
@@ -27,65 +28,111 @@ def write_report(record: RunRecord, path: Path) -> list[Path]:
     Raises:
         UserError: they cannot be written.
     """
-    pictures = _draw(record)
+    charts, pictures = _draw(record)
     folder = path.with_name(f"{path.stem}_plots")
-    files = []
     try:
         make_directory(folder)
-        for name, _, content in pictures:
-            files.append(folder / f"{name}.png")
-            replace(files[-1], content)
-        replace(path, render_page(record, pictures).encode("utf-8", errors="replace"))
+        for name, content in pictures.items():
+            replace(folder / f"{name}.png", content)
+        write_page(path, record.directory.absolute().name, record.directory, blocks(record, charts), record.problems)
     except OSError as error:
         raise UserError(
             f"the report cannot be written to '{path}': {error.strerror or error}; choose another place with --out FILE"
         ) from None
-    return files
+    return [folder / f"{name}.png" for name in pictures]
 
 
-def render_page(record: RunRecord, pictures: list[tuple[str, str, bytes]]) -> str:
-    """The page, with ``pictures`` as name, caption and PNG. Whatever comes from the run is escaped."""
+def blocks(record: RunRecord, charts: Sequence[Block]) -> list[Block]:
+    """What the page shows."""
+    environments: list[Block] = [
+        block
+        for name, content in record.environments.items()
+        for block in (Heading(name, level=3), Table(list(environment_rows(content))))
+    ]
+    return [
+        Heading("Summary"),
+        Table([("status", record.status), *_summary_rows(record)]),
+        Heading("Curves"),
+        *(charts or [Text("No step has been recorded.")]),
+        Heading("Gates and selection"),
+        *_statistics(record),
+        Heading("Checkpoints"),
+        _checkpoints(record),
+        Heading("Watchdog"),
+        *_findings(record),
+        Heading("Environment"),
+        *(environments or [Text("Not recorded.")]),
+        Heading("Configuration"),
+        Code(record.config_text or "Not recorded."),
+    ]
+
+
+COLUMNS = {
+    "layer": "layer",
+    "gate_compressed": "gate: cmp",
+    "gate_selected": "slc",
+    "gate_window": "win",
+    "share_compressed": "share: cmp",
+    "share_selected": "slc",
+    "share_window": "win",
+    "gate_entropy": "entropy: gates",
+    "selection_entropy": "selection",
+    "distance_mean": "distance: mean",
+    "distance_p10": "10 %",
+    "distance_p50": "50 %",
+    "distance_p90": "90 %",
+    "beyond_window": "beyond window",
+}
+
+
+def _statistics(record: RunRecord) -> list[Block]:
+    step, layers = latest_layers(record)
+    if not layers:
+        return [Text("None recorded: the run has dense attention, log.stats_every = 0, or has not come that far.")]
+    return [
+        Text(
+            f"Of each layer after step {step}: mean gates and shares of the output's norm by branch. Entropies are "
+            "fractions of their maximum; distances are in tokens, of blocks chosen freely."
+        ),
+        Table([[_cell(layer[name]) for name in COLUMNS] for layer in layers], list(COLUMNS.values()), left=1),
+    ]
+
+
+def _checkpoints(record: RunRecord) -> Block:
     best = best_checkpoint(record.checkpoints)
-    statistics_step, layers = latest_layers(record)
-    return render(
-        __package__,
-        "report.html",
-        name=record.directory.absolute().name,
-        directory=record.directory,
-        problems=record.problems,
-        summary=[("status", record.status), *_summary_rows(record)],
-        pictures=[(name, caption, embed(content)) for name, caption, content in pictures],
-        statistics_step=statistics_step,
-        layers=[{name: _cell(value) for name, value in layer.items()} for layer in layers],
-        checkpoints=[
-            {
-                "step": checkpoint.step,
-                "size": f"{checkpoint.bytes / 1e6:,.1f} MB",
-                "created": _date(checkpoint.created),
-                "val_loss": _cell(checkpoint.val_loss),
-                "best": checkpoint is best,
-            }
-            for checkpoint in record.checkpoints
-        ],
-        finding_count=len(record.findings),
-        findings=[finding | {"time": _date(finding["time"])} for finding in record.findings[-MAX_FINDINGS:]],
-        environments={name: list(environment_rows(content)) for name, content in record.environments.items()},
-        config_text=record.config_text,
-    )
+    rows = [
+        (str(c.step), size(c.bytes), _date(c.created), _cell(c.val_loss), "best" if c is best else "")
+        for c in record.checkpoints
+    ]
+    return Table(rows, ("step", "size", "written", "validation loss", ""), left=1) if rows else Text("None.")
 
 
-def _draw(record: RunRecord) -> list[tuple[str, str, bytes]]:
-    """Name, caption and PNG of every picture; one that cannot be drawn goes to the problems."""
+def _findings(record: RunRecord) -> list[Block]:
+    count = len(record.findings)
+    if not count:
+        return [Text("No findings.")]
+    shown = record.findings[-MAX_FINDINGS:]
+    left_out = f", of which the last {len(shown)} are shown" if len(shown) < count else ""
+    rows = [(_date(finding["time"]), str(finding["rule"]), str(finding["message"])) for finding in shown]
+    return [
+        Text(f"{count} {'finding' if count == 1 else 'findings'}{left_out}."),
+        Table(rows, ("time", "rule", "message")),
+    ]
+
+
+def _draw(record: RunRecord) -> tuple[list[Block], dict[str, bytes]]:
+    """Every picture as a chart of the page and as PNG; one that cannot be drawn goes to the problems."""
     unigram = record.summary["best_unigram_loss"]
-    pictures = []
+    charts: list[Block] = []
+    pictures = {}
     for name, caption, make in run_figures(record.steps, record.evals, record.layers, unigram, record.resumed):
         try:
-            content = png(make())
+            vectors, pictures[name] = draw(make)
         except (ValueError, ArithmeticError) as error:  # values that no axis can hold
             record.problems.append(f"{name}.png cannot be drawn: {error}")
         else:
-            pictures.append((name, caption, content))
-    return pictures
+            charts.append(Chart(caption, vectors, name))
+    return charts, pictures
 
 
 def _summary_rows(record: RunRecord) -> list[tuple[str, str]]:

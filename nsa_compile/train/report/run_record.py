@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.files import open_regular
+from nsa_compile.page import size
 from nsa_compile.train.checkpoints.files import Checkpoint, checkpoint_paths, read_checkpoint
 from nsa_compile.train.records.rows import EvalRow, LayerStatistics, StepRow, row_parser, throughput
 from nsa_compile.train.records.run_directory import lock_run_directory
@@ -110,7 +111,18 @@ def environment_rows(environment: dict[str, Any], prefix: str = "") -> Iterator[
         if isinstance(value, dict):
             yield from environment_rows(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", str(value)
+            yield f"{prefix}{name}", _with_unit(name, value)
+
+
+def _with_unit(name: str, value: Any) -> str:
+    """A value of an environment as people read it, by what its name says it is."""
+    if not _is_number(value):
+        return str(value)
+    if name.endswith("_flops"):
+        return f"{value / 1e9:,.1f} GFLOP/s"
+    if name.endswith("_bytes"):
+        return size(value)
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 
 def _text(record: RunRecord, name: str, required: bool = True) -> str | None:

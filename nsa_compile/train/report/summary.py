@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
+
+from nsa_compile.page import size
 
 
 def render(summary: dict[str, Any]) -> str:
@@ -15,10 +18,18 @@ def render(summary: dict[str, Any]) -> str:
         ("status", status),
         *size_and_result_rows(summary),
         ("files", summary["run_dir"]),
+        ("go on with", _resume(summary) if summary["interrupted"] else ""),
         *(("note", note) for note in summary["notes"]),
     ]
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows if value != "")
+
+
+def _resume(summary: Mapping[str, Any]) -> str:
+    """The command that goes on with an interrupted run."""
+    place = summary["run_dir"]
+    words = ["nsa-compile", "train", "--config", f"{place}/config.resolved.yaml", "--resume", place]
+    return shlex.join([*words, *(("--nproc", str(summary["processes"])) if summary.get("processes", 1) > 1 else ())])
 
 
 def size_and_result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -68,7 +79,7 @@ def _processes(summary: dict[str, Any]) -> str:
     text = f"{summary['processes']}, {summary['strategy']}"
     if "gradient_bytes" in summary:
         text += (
-            f"; {summary['gradient_bytes'] / 1e6:,.1f} MB of gradients a step each ({summary['compress']}), the first "
+            f"; {size(summary['gradient_bytes'])} of gradients a step each ({summary['compress']}), the first "
             f"sent after {summary['first_all_reduce']:.0%} of the backward pass"
         )
     return text

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import click
 
-from nsa_compile.config import WatchdogSection, load_config
+from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import UserError
 from nsa_compile.train.records.jsonl import to_json
 from nsa_compile.train.watch.halt import HALT_EXIT_CODE
@@ -54,7 +54,8 @@ def watch(
     nsa-compile watch runs/shakespeare-cpu-20260101-120000 --set watchdog.stall_s=60 --action dump
     """
     directory = Path(run)
-    config = _limits(directory, overrides)
+    run_config = _config(directory, overrides)
+    config, steps = run_config.watchdog, run_config.train.steps
     files, watchdog = HeartbeatFiles(directory), Watchdog(config)
     screen = _Screen()
     said: list[Finding] = []
@@ -65,7 +66,7 @@ def watch(
         fresh = watchdog.observe(state)
         said += fresh
         if not as_json:
-            screen.show(_table(state))
+            screen.show(f"{_progress(state, steps)}\n\n{_table(state)}")
         for finding in fresh:
             if action and finding.severity != "degraded":
                 Actions(directory).take(action, finding, state)
@@ -80,14 +81,21 @@ def watch(
         status = "ended" if state.ended and not broken else "broken" if broken else "running"
         ranks = [_row(rank, time.time()) for rank in state.ranks]
         findings = [vars(finding) for finding in said]
-        report = {"run": run, "status": status, "ranks": ranks, "findings": findings}
+        report = {
+            "run": run,
+            "status": status,
+            "steps": steps,
+            "left_s": _left(state, steps),
+            "ranks": ranks,
+            "findings": findings,
+        }
         click.echo(json.dumps(to_json(report), indent=2))
     if broken:
         ctx.exit(HALT_EXIT_CODE)
 
 
-def _limits(directory: Path, overrides: tuple[str, ...]) -> WatchdogSection:
-    """The run's own limits, changed as the user says."""
+def _config(directory: Path, overrides: tuple[str, ...]) -> RunConfig:
+    """The run's own configuration, with the limits changed as the user says."""
     path = directory / "config.resolved.yaml"
     if not path.is_file():
         raise UserError(f"'{directory}' must be the directory of a run, with '{path.name}' in it; see ls runs")
@@ -97,7 +105,7 @@ def _limits(directory: Path, overrides: tuple[str, ...]) -> WatchdogSection:
                 f"--set '{override}' must begin with 'watchdog.': a run that is being watched keeps its configuration; "
                 "leave it out"
             )
-    config = load_config(str(path), overrides).watchdog
+    config = load_config(str(path), overrides)
     if not heartbeat_ranks(directory):
         raise UserError(
             f"run '{directory}' has no heartbeat_rank0.jsonl yet; wait for its training to start, "
@@ -125,6 +133,33 @@ class _Screen:
     def keep(self) -> None:
         """Leave what is on the screen."""
         self._lines = 0
+
+
+def _progress(run: RunState, steps: int) -> str:
+    """`473 of 40,000 steps, 3 h 20 min left`, by the slowest rank."""
+    left = _left(run, steps)
+    time_left = "" if left is None or run.ended else f", {duration(left)} left"
+    return f"{_done(run):,} of {steps:,} steps{time_left}"
+
+
+def _left(run: RunState, steps: int) -> float | None:
+    """Seconds that the remaining steps take at the pace of the last ones; None before there is a pace."""
+    pace = max((state.step_seconds() for state in run.ranks), default=0.0)
+    return max(0, steps - _done(run)) * pace if pace else None
+
+
+def _done(run: RunState) -> int:
+    return 0 if run.missing else min(state.last.step if state.last else 0 for state in run.ranks)
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units: `3 h 20 min`, `5 min 7 s`, `42 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    first = next((i for i, (count, _) in enumerate(parts) if count), 3)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count or unit == parts[first][1])
 
 
 def _table(run: RunState) -> str:

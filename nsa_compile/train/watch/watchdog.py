@@ -84,7 +84,7 @@ class Watchdog:
             self._began, self._looked_at, self._last_active, self.active = run.began, {}, {}, []
         now = self._clock()
         before = {_key(finding) for finding in self.active}
-        self.active = [*self._stalls(run, now), *self._divergence(run.ranks), *self._degradation(run.ranks)]
+        self.active = [*self._stalls(run, now), *self._by_rank(run.ranks)]
         fresh = []
         for finding in self.active:
             key = _key(finding)
@@ -180,36 +180,23 @@ class Watchdog:
             return self._config.pause_s
         return max(self._config.stall_s, self._config.stall_factor * state.step_seconds())
 
-    def _divergence(self, ranks: Sequence[RankState]) -> list[Finding]:
-        found = []
-        for state in ranks:
-            if text := self._rising_loss(state):
-                found.append(Finding("diverging", "diverged", (state.rank,), f"rank {state.rank}: {text}"))
-            # All that came since the last look, at the first look the newest: what lies further back is history.
-            fresh = state.step_count - self._looked_at.get(state.rank, state.step_count)
-            self._looked_at[state.rank] = state.step_count
-            rows = list(state.steps)[-max(1, fresh) :]
-            broken = next((row for row in rows if not _is_finite(row)), None)
-            if broken:
-                text = (
-                    f"rank {state.rank}: loss = {broken.loss} and gradient norm = {broken.grad_norm} "
-                    f"at step {broken.step} must be finite"
-                )
-                found.append(Finding("nonfinite", "diverged", (state.rank,), text))
-        return _merged(found)
-
-    def _degradation(self, ranks: Sequence[RankState]) -> list[Finding]:
-        rules = {
-            "throughput": self._low_throughput,
-            "gates": self._collapsed_gates,
-            "memory": self._growing_memory,
-        }
+    def _by_rank(self, ranks: Sequence[RankState]) -> list[Finding]:
         return _merged(
-            Finding(rule, "degraded", (state.rank,), f"rank {state.rank}: {text}")
-            for rule, describe in rules.items()
+            Finding(rule, severity, (state.rank,), f"rank {state.rank}: {text}")
+            for rule, severity, describe in RULES
             for state in ranks
-            if (text := describe(state))
+            if (text := describe(self, state))
         )
+
+    def _not_finite(self, state: RankState) -> str | None:
+        # All that came since the last look, at the first look the newest: what lies further back is history.
+        fresh = state.step_count - self._looked_at.get(state.rank, state.step_count)
+        self._looked_at[state.rank] = state.step_count
+        rows = list(state.steps)[-max(1, fresh) :]
+        broken = next((row for row in rows if not math.isfinite(row.loss) or not math.isfinite(row.grad_norm)), None)
+        if broken is None:
+            return None
+        return f"loss = {broken.loss} and gradient norm = {broken.grad_norm} at step {broken.step} must be finite"
 
     def _rising_loss(self, state: RankState) -> str | None:
         count = self._config.loss_steps
@@ -271,6 +258,16 @@ class Watchdog:
     def _after_warmup(self, state: RankState) -> list[StepBeat]:
         dropped = state.step_count - len(state.steps)  # the oldest rows are not kept
         return list(state.steps)[max(0, self._config.warmup_steps - dropped) :]
+
+
+# What is found in the rows of one rank: name, severity, and what describes it, None where there is nothing to say.
+RULES: tuple[tuple[str, Severity, Callable[[Watchdog, RankState], str | None]], ...] = (
+    ("diverging", "diverged", Watchdog._rising_loss),
+    ("nonfinite", "diverged", Watchdog._not_finite),
+    ("throughput", "degraded", Watchdog._low_throughput),
+    ("gates", "degraded", Watchdog._collapsed_gates),
+    ("memory", "degraded", Watchdog._growing_memory),
+)
 
 
 class Actions:
@@ -396,10 +393,6 @@ def _names(ranks: Iterable[int]) -> str:
     numbers = sorted(ranks)
     shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
-
-
-def _is_finite(row: StepBeat) -> bool:
-    return math.isfinite(row.loss) and math.isfinite(row.grad_norm)
 
 
 def _share(gates: Sequence[float] | None, index: int) -> float | None:

@@ -29,16 +29,11 @@ from nsa_compile.train.records.jsonl import JsonlReader
 from nsa_compile.train.records.run_directory import lock_run_directory
 from nsa_compile.train.state import TrainingState
 from nsa_compile.train.watch.heartbeat import heartbeat_path
+from tests import processes
 from tests.conftest import TINY_RUN, with_fault
+from tests.processes import train
 
-COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
 LONG = {"train.steps": 14, "train.save_every": 3, "train.eval_every": 4, "train.log_every": 99, "train.keep_last": 9}
-
-
-def train(overrides, *arguments, **options):
-    sets = [word for override in overrides for word in ("--set", override)]
-    command = [*COMMAND, "train", "--json", *sets, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def column(path, name):
@@ -375,7 +370,7 @@ def test_the_named_checkpoint_is_not_exchanged_for_another(tiny_overrides, finis
 
 
 def ckpt(*arguments):
-    return subprocess.run([*COMMAND, "ckpt", *arguments], capture_output=True, text=True, check=False)
+    return processes.run("ckpt", *arguments)
 
 
 def test_ckpt_lists_verifies_and_prunes(finished):

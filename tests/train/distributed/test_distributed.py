@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,11 @@ from nsa_compile.train.distributed.all_reduce import AllReduceHook
 from nsa_compile.train.distributed.group import leave_group, share_model, whole
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.steps import train_step
+from tests import processes
 from tests.conftest import TINY_RUN, with_fault
 
 CPU = torch.device("cpu")
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=3, window=4)
-COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
 VARIANTS = {
     "plain": {},
     "accumulated": {"accumulate": 3},
@@ -50,6 +51,11 @@ def gradients(model, batches, trained=None, hook=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     result = train_step(trained or model, optimizer, batches, 1.0, None, CPU, "float32", hook=hook)
     return {name: before[name] - whole(p.detach()) for name, p in model.named_parameters()}, result
+
+
+def in_processes(function: Callable[[int, int, str], None], size: int, folder: Path) -> None:
+    """Call it in `size` processes, with the rank of each; they are forked as those of `processes` are."""
+    mp.start_processes(function, (size, str(folder)), nprocs=size, start_method="forkserver")
 
 
 def compare_with_one_process(rank: int, size: int, folder: str) -> None:
@@ -91,7 +97,7 @@ def compare_with_one_process(rank: int, size: int, folder: str) -> None:
 def outcomes(request, tmp_path_factory):
     """What every rank found, and how many there are."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(compare_with_one_process, (request.param, str(folder)), nprocs=request.param)
+    in_processes(compare_with_one_process, request.param, folder)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(request.param)], request.param
 
 
@@ -133,7 +139,7 @@ def measure_overlap(rank: int, size: int, folder: str) -> None:
 
 
 def test_gradients_are_sent_before_half_of_the_backward_pass_has_run(tmp_path):
-    mp.spawn(measure_overlap, (2, str(tmp_path)), nprocs=2)
+    in_processes(measure_overlap, 2, tmp_path)
     for rank in range(2):
         assert np.median(json.loads((tmp_path / f"overlap{rank}.json").read_text())) < 0.5
 
@@ -170,9 +176,7 @@ def test_a_group_is_left_while_a_thread_of_it_still_has_a_tensor(tmp_path):
 
 
 def train(overrides, *arguments, **options):
-    sets = [word for override in overrides for word in ("--set", override)]
-    command = [*COMMAND, "train", "--json", *sets, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, **options)
+    result = processes.train(overrides, *arguments, **options)
     return result.returncode, result.stdout, result.stderr
 
 
@@ -295,7 +299,7 @@ def test_a_port_in_use_is_a_mistake(tiny_overrides):
 
 
 def test_processes_of_torchrun_are_picked_up(tiny_overrides):
-    sets = [word for override in tiny_overrides(**{"train.steps": 2}) for word in ("--set", override)]
+    sets = processes.sets(tiny_overrides(**{"train.steps": 2}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = subprocess.run(
         [*command, "-m", "nsa_compile", "train", "--json", *sets], capture_output=True, text=True, check=False

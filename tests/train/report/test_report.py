@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +16,11 @@ import pytest
 
 from nsa_compile.cli import _run
 from nsa_compile.config import load_config
+from nsa_compile.page import render
 from nsa_compile.train.checkpoints.checkpoint import save_checkpoint
 from nsa_compile.train.records.rows import PHASES, CsvLog, EvalRow, JsonLog, LayerStatistics, StepRow, phase_columns
 from nsa_compile.train.records.run_directory import lock_run_directory
-from nsa_compile.train.report.report_page import render_page
+from nsa_compile.train.report.report_page import blocks
 from nsa_compile.train.report.run_record import read_run
 
 pytest.importorskip("matplotlib")
@@ -84,7 +85,8 @@ def report(directory: Path, *arguments: str) -> tuple[int, Page]:
 def page_without_pictures(directory: Path, tmp_path: Path) -> Page:
     """Drawing is what takes the time."""
     path = tmp_path / "page.html"
-    path.write_text(render_page(read_run(directory), []), encoding="utf-8")
+    record = read_run(directory)
+    path.write_text(render(directory.name, directory, blocks(record, []), record.problems), encoding="utf-8")
     return Page(path)
 
 
@@ -96,16 +98,29 @@ def test_the_page_needs_nothing_but_itself(make_run):
     directory = make_run()
     code, page = report(directory)
     assert code == 0
-    references = [value for name, value in page.attributes if name in ("src", "href", "srcset", "data", "action")]
-    assert len(references) == 8
-    for reference in references:
-        head, _, content = reference.partition(",")
-        assert head == "data:image/png;base64"
-        assert base64.b64decode(content).startswith(b"\x89PNG")
+    references = {value for name, value in page.attributes if name in ("src", "href", "srcset", "data", "action")}
+    own = {f"#{value}" for name, value in page.attributes if name == "id"}
+    assert references, "charts have markers"
+    assert references <= own
+    assert page.elements.count("svg") == 8
     assert not {"script", "link", "iframe", "object", "form"} & set(page.elements)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     names = {"loss", "accuracy", "optimizer", "throughput", "phases", "memory", "gates", "selection"}
     assert {path.stem for path in (directory / "report_plots").iterdir()} == names
+
+
+def test_charts_have_text_and_the_colours_of_the_theme(make_run):
+    directory = make_run()
+    report(directory)
+    content = (directory / "report.html").read_text(encoding="utf-8")
+    charts = re.findall("<svg.*?</svg>", content, re.DOTALL)
+    assert all(">optimizer step</text>" in chart for chart in charts)
+    for chart in charts:
+        assert not re.search(r"(?:fill|stroke): (?:#[01]{6}|black|white)", chart), "unseen in the dark, or in the light"
+        # A phone shows about 360 of a picture's units: letters of 9 are legible there.
+        assert 300 < float(chart.split()[3]) < 380
+    declared = set(re.findall(r"(--[a-z0-9]+):", content))
+    assert set(re.findall(r"var\((--[a-z0-9]+)\)", content)) <= declared
 
 
 def test_the_page_tells_every_size_and_result(make_run):
@@ -125,6 +140,7 @@ def test_the_page_tells_every_size_and_result(make_run):
         "best",
         "num_selected: 3",
         "machine.device",
+        "100.0 GFLOP/s",
     ):
         assert expected in page.text
     assert "Missing or damaged" not in page.text
@@ -212,7 +228,7 @@ DAMAGES = [
     ("env.json", b'{"a":' * 5000 + b"1" + b"}" * 5000, "env.json cannot be read"),
     ("summary.json", b'{"steps": 6, "parameters": "many"}', "summary.json: parameters must be a number"),
     ("summary.json", b'{"steps": 6, "mfu": NaN, "notes": [NaN]}', None),
-    ("config.resolved.yaml", b"train: {steps: -1}", "config.resolved.yaml: model"),
+    ("config.resolved.yaml", b"train: {steps: -1}", "config.resolved.yaml: the section model is missing"),
     ("config.resolved.yaml", b"\xff\xfe: [", "config.resolved.yaml: configuration file"),
     ("checkpoints/step-00000006/manifest.json", b"{}", "checkpoints/step-00000006: "),
 ]

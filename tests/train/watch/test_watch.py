@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,8 @@ from nsa_compile.config import load_config
 from nsa_compile.train.records.jsonl import JsonlReader
 from nsa_compile.train.watch.halt import halt_reason
 from nsa_compile.train.watch.heartbeat import heartbeat_path, stacks_path
-from nsa_compile.train.watch.run_state import HeartbeatFiles, present_attempt
+from nsa_compile.train.watch.run_state import HeartbeatFiles, RankState, RunState, present_attempt
+from nsa_compile.train.watch.watch_cli import _progress, duration
 from nsa_compile.train.watch.watchdog import WATCHDOG_FILE, Actions, run_watchdog
 
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()", "watch"]
@@ -162,12 +164,31 @@ def test_a_table_has_a_line_for_each_rank(directory, start):
     start("never", "never")
     result = watch(directory, "--once")
     assert (result.returncode, result.stderr) == (0, "")
-    header, _, *lines = result.stdout.splitlines()
+    progress, _, header, _, *lines = result.stdout.splitlines()
+    assert re.fullmatch(r"\d+ of 4 steps, 0 s left", progress), "it does more than it was to do"
     assert header.split() == ["rank", "step", "phase", "since", "loss", "tokens/s", "memory", "mean", "gates"]
     assert [line.split()[0] for line in lines] == ["0", "1"]
     assert "1.5000" in lines[1]
     assert "c 0.20 s 0.30 w 0.50" in lines[1]
     assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(12_010, "3 h 20 min"), (42.4, "42 s"), (307, "5 min 7 s"), (90_000, "1 d 1 h"), (3600, "1 h"), (0, "0 s")],
+)
+def test_a_time_is_told_in_two_units(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_what_is_left_goes_by_the_slowest_rank():
+    states = []
+    for rank, pace in ((0, 1.0), (1, 30.0)):
+        state = RankState(rank, step_count=73, last=SimpleNamespace(step=473))
+        state.steps.extend(SimpleNamespace(time=pace * step) for step in range(1, 74))
+        states.append(state)
+    assert _progress(RunState(states), 40_000) == "473 of 40,000 steps, 13 d 17 h left"
+    assert _progress(RunState(states[:1], [1]), 40_000) == "0 of 40,000 steps, 11 h 6 min left"
 
 
 def test_in_a_terminal_a_table_is_drawn_over_the_one_before(directory, start):
@@ -178,7 +199,7 @@ def test_in_a_terminal_a_table_is_drawn_over_the_one_before(directory, start):
     with subprocess.Popen([*COMMAND, str(directory)], stdout=terminal, preexec_fn=listen) as process:
         os.close(terminal)
         text = b""
-        while text.count(b"\x1b[3A\x1b[J") < 2:
+        while text.count(b"\x1b[5A\x1b[J") < 2:
             text += os.read(screen, 4096)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130

@@ -1,0 +1,26 @@
+"""What the trainer and the laboratory import beyond what the compiler needs, and the extra that brings it."""
+
+from __future__ import annotations
+
+from nsa_compile.errors import UserError
+
+# Module to package, where the two differ.
+TRAIN = {"click": "", "packaging": "", "psutil": "", "pydantic": "", "tabulate": "", "tqdm": "", "yaml": "pyyaml"}
+LAB = {"hypothesis": "", "matplotlib": "", "nvtx": ""}
+TRAIN_COMMANDS = ("ckpt", "config", "data", "doctor", "launch", "train", "watch")
+
+
+def missing_extra(error: ModuleNotFoundError, command: str) -> UserError | None:
+    """The error for the user where an import failed for want of an extra; None where it failed for another reason.
+
+    Args:
+        error: what the import raised.
+        command: the first word of the command line; empty for the command line itself.
+    """
+    module = (error.name or "").partition(".")[0]
+    if module not in TRAIN | LAB:
+        return None
+    extra = "train" if module in TRAIN and command in ("", *TRAIN_COMMANDS) else "lab"
+    name = f"nsa-compile {command}".rstrip()
+    package = (TRAIN | LAB)[module] or module
+    return UserError(f"{name} needs {package}; install it with: pip install 'nsa-compile[{extra}]'")
