@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from nsa_compile.config import RunConfig
+from nsa_compile.launch.worker import LOST_CONTACT
 from nsa_compile.train.records.jsonl import JsonlReader
 from nsa_compile.train.signals import EXIT_CODES, StopRequest, handled
 from nsa_compile.train.watch.halt import HALT_EXIT_CODE as STALLED
@@ -30,7 +31,9 @@ from nsa_compile.train.watch.watchdog import WATCHDOG_FILE, Actions, run_watchdo
 # An exception that nobody expected.
 FAILED = 1
 # A process that ends with one of these has said why, and would end so again.
-FINAL_CODES = frozenset({2, 3, 4, 5, *EXIT_CODES.values()})
+FINAL_CODES = frozenset({2, 3, 4, 5})
+# The agent ends the processes that are left by SIGTERM when the first is gone: that is not why the run ended.
+STOPPED = frozenset(EXIT_CODES.values())
 
 
 def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[str]) -> int:
@@ -62,6 +65,11 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
                 return said[0]
             if stop.signal is not None:
                 return EXIT_CODES[stop.signal]
+            if asked := [code for code in codes.values() if code in STOPPED]:
+                # Somebody's signal to one process stops all of them, or makes the others lose contact with it.
+                if STOPPED.union({LOST_CONTACT}).issuperset(codes.values()):
+                    return asked[0]
+                codes = {rank: code for rank, code in codes.items() if code not in STOPPED}
             died = ", ".join(f"rank {rank} {_ending(code)}" for rank, code in sorted(codes.items()))
             if FAILED in codes.values() and not _has_stepped(directory, begin):
                 print(

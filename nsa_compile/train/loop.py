@@ -186,7 +186,7 @@ class Trainer:
         step = first_step
         with (
             CompileClock() as self.compiling,
-            stop_on_signals() as self.signals,
+            stop_on_signals(self.world.size > 1) as self.signals,
             Journal(self.config, self.directory, self.world, resumed_at) as journal,
         ):
             journal.write_provenance(self.device, self.peak_flops, self.bucket_mb)

@@ -54,10 +54,14 @@ def leave_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
+def stop_on_signals(one_of_several: bool = False) -> Iterator[StopRequest]:
     """Turn the first Ctrl-C, SIGTERM or SIGHUP into a request to stop after the current step.
 
     A Ctrl-C after that stops at once. Another SIGTERM does not: its sender has SIGKILL for impatience.
+
+    Args:
+        one_of_several: an error of this process is felt by the others, and the first to be gone makes whoever started
+            them end this one by SIGTERM: it leaves by its error all the same.
     """
     stop = StopRequest()
 
@@ -76,6 +80,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
             stop.signal = before.came  # its exception was lost where exceptions are: in a finalizer, for example
         try:
             yield stop
+        except Exception:
+            stop.leaving |= one_of_several
+            raise
         finally:
             if stop.leaving:
                 previous.update(dict.fromkeys(previous.keys() - {"SIGINT"}, signal.SIG_IGN))

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nsa_compile.config import load_config
+from nsa_compile.launch import launcher
 from tests import processes
 from tests.conftest import TINY_RUN, cold_cache, with_fault
 
@@ -133,9 +135,11 @@ def test_steps_that_are_not_finite_are_skipped_by_all(tiny_overrides, tmp_path, 
     assert all(loss != "nan" for _, loss in found[4:])
 
 
-def test_a_mistake_in_the_code_is_not_tried_again(tiny_overrides, tmp_path):
-    code, _, stderr = finish(start(tiny_overrides(**LONG), fault="crash@0:1", once=tmp_path / "once"))
-    assert code == 1
+@pytest.mark.parametrize("slow", ["0", "1"])
+def test_a_mistake_in_the_code_is_not_tried_again(tiny_overrides, tmp_path, slow):
+    """Whoever is slow to leave is ended by the agent with SIGTERM: the run was not asked to stop."""
+    code, _, stderr = finish(start(tiny_overrides(**LONG), fault="crash@0:1", once=tmp_path / "once", LINGER=slow))
+    assert code == 1, stderr
     assert "ValueError: a planted fault" in stderr
     assert "before the first step; it is not started again" in stderr
 
@@ -232,3 +236,18 @@ def test_a_corrupt_compile_cache_is_not_trusted(tiny_overrides, tmp_path):
     second = processes.train(overrides, env=environment)
     assert second.returncode == 0, second.stderr
     assert losses(json.loads(first.stdout)["run_dir"]) == losses(json.loads(second.stdout)["run_dir"])
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ({0: 75, 1: 75}, 75),  # one of them was asked, and they agreed
+        ({0: 76, 1: 75}, 75),  # one of them was asked before the first step
+        ({0: 1, 1: 75}, 1),  # the agent ended the other
+        ({0: 75, 1: 3}, 3),
+    ],
+)
+def test_what_the_agent_ended_is_not_why_the_run_ended(tiny_overrides, tmp_path, monkeypatch, codes, expected):
+    overrides = [*tiny_overrides(**LONG), "watchdog.enabled=false"]
+    monkeypatch.setattr(launcher, "run_processes", lambda config, nproc, command: codes)
+    assert launcher.launch(load_config(None, overrides), tmp_path, 2, ()) == expected
