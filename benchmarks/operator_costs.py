@@ -31,10 +31,10 @@ from tabulate import tabulate
 from torch import Tensor
 
 import nsa_compile.passes
+from nsa_compile.ir import attention as nodes
 from nsa_compile.ops import compressed_attention, flops, force_implementation, selected_attention, window_attention
 from nsa_compile.ops.compressed.selection import select_blocks
 from nsa_compile.ops.dispatch import implementation
-from nsa_compile.passes import attention as nodes
 from nsa_compile.profiles.measure import SEED, interleave, make_record, write_record
 
 COSTS = Path(nsa_compile.passes.__file__).parent / "operator_costs.json"

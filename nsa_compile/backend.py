@@ -13,15 +13,16 @@ from torch import Tensor, fx, nn
 
 from nsa_compile import cache, inductor_files, modes
 from nsa_compile.compiler_cache import errors_named
-from nsa_compile.passes import markers, verifier
-from nsa_compile.passes.aliases import hand_on_originals
-from nsa_compile.passes.capture import specialize_shapes
-from nsa_compile.passes.first_call import FirstCall
-from nsa_compile.passes.functional import WriteBack, make_functional
-from nsa_compile.passes.loops import keep_loops
+from nsa_compile.ir import markers
+from nsa_compile.ir.scans import Declined
+from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline
 from nsa_compile.passes.report import Report
-from nsa_compile.passes.scans import Declined
+from nsa_compile.program.aliases import hand_on_originals
+from nsa_compile.program.first_call import FirstCall
+from nsa_compile.program.functional import WriteBack, make_functional
+from nsa_compile.program.loops import keep_loops
+from nsa_compile.program.sizes import specialize_shapes
 from nsa_compile.scan_capture import ScanNotCompiled, mend_dynamo
 
 mend_dynamo()

@@ -28,9 +28,9 @@ from torch.fx._graph_pickler import Options as PicklerOptions
 from nsa_compile import compiler_cache
 from nsa_compile.errors import UserError
 from nsa_compile.files import read_sealed, write_sealed
+from nsa_compile.ir.scans import find_scans, subgraphs
 from nsa_compile.passes.pipeline import Options, Uncacheable, pipeline_key
 from nsa_compile.passes.report import Report
-from nsa_compile.passes.scans import find_scans, subgraphs
 
 log = logging.getLogger("nsa_compile")
 

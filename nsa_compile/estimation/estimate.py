@@ -21,13 +21,13 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa_compile
+from nsa_compile.analyses.estimate import peak_of
 from nsa_compile.backend import optimize, parse_options, specialize_shapes
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 from nsa_compile.models import NSAConfig, NSATransformer
 from nsa_compile.models.flops import forward_flops_per_token
 from nsa_compile.models.transformer import Block
-from nsa_compile.passes.estimate import peak_of
 from nsa_compile.train.low_precision import convert_linear_layers
 from nsa_compile.train.optim import make_optimizer
 

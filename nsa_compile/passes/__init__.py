@@ -7,6 +7,7 @@ ORDER = (
     "eliminate_guards",
     "raise_attention",
     "fuse_selection_scatter",
+    "index_cache",
     "batch_prefill",
     "lower_attention",
     "annotate_ranges",

@@ -28,9 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from nsa_compile.passes.markers import PARENTS, label_of, set_label
+from nsa_compile.ir.aten import aten
+from nsa_compile.ir.markers import PARENTS, label_of, set_label
+from nsa_compile.ir.scans import find_scans, subgraphs
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.scans import aten, find_scans, subgraphs
 
 BRANCHES = ("nsa.cmp", "nsa.sel", "nsa.sel.ranges_v2", "nsa.win", "nsa.attention")
 MODULES = {

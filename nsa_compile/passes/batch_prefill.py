@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,28 +29,32 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
-from nsa_compile.passes.attention import attention, select_blocks
-from nsa_compile.passes.eliminate_guards import guarded_views
-from nsa_compile.passes.known import promotes_by_rank
-from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.resolve_carries import Invariant, Known, Latest, Rows, declined_if_it_fails, first_line
-from nsa_compile.passes.rewriting import inline_graph
-from nsa_compile.passes.scans import (
+from nsa_compile.analyses.known import promotes_by_rank
+from nsa_compile.ir.aten import arguments, aten, operand
+from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
+from nsa_compile.ir.carries import Invariant, Known, Latest, Rows
+from nsa_compile.ir.lowering import trace_to_aten
+from nsa_compile.ir.rewriting import inline_graph
+from nsa_compile.ir.scans import (
     ESCAPES,
     Declined,
     ScanRecord,
     ScanSite,
-    aten,
+    declined_if_it_fails,
     example,
     fake_inputs,
     find_scans,
-    trace_to_aten,
+    first_line,
+    place_of,
+    results,
 )
-from nsa_compile.passes.zero_gradients import match_results
+from nsa_compile.ir.zero_gradients import match_results
+from nsa_compile.passes.eliminate_guards import guarded_views
+from nsa_compile.passes.pipeline import PassContext, register
 
 Times = tuple[int, ...]
 
-_ATTENTION = (attention._opoverload, select_blocks._opoverload)
+_ATTENTION = (ATTENTION, SELECT)
 
 
 @register("batch_prefill", requires=("carries",))
@@ -100,7 +105,7 @@ def trace_batched(site: ScanSite, record: ScanRecord, max_guard_bytes: int) -> f
     with declined_if_it_fails("the step cannot be batched", site.node):
         # vmap's own decompositions hold in-place operators (squeeze_); the graph shall hold none.
         graph = trace_to_aten(torch.func.functionalize(batched, remove="mutations"), fakes)
-        escaping = {user.args[1] for user in site.node.users if ESCAPES in user.meta}
+        escaping = {place_of(user) for user in site.node.users if ESCAPES in user.meta}
         _keep_outputs_apart(graph, escaping if torch.is_grad_enabled() else ())
     return graph
 
@@ -114,7 +119,7 @@ def _keep_outputs_apart(graph: fx.GraphModule, escaping: Collection[int]) -> Non
     output = graph.graph.output_node()
     taken = set(graph.graph.find_nodes(op="placeholder") + graph.graph.find_nodes(op="get_attr"))
     outputs = []
-    for i, value in enumerate(output.args[0]):
+    for i, value in enumerate(results(graph)):
         source = value
         while source.op == "call_function" and _may_alias(source):
             source = source.all_input_nodes[0]
@@ -227,13 +232,14 @@ class BatchedBody:
         if node in self.update_of:
             return self._after(node, self.update_of[node], times)
         if node.op == "get_attr":
-            return operator.attrgetter(node.target)(self.site.body), False
+            return operator.attrgetter(str(node.target))(self.site.body), False
         if node.target in _ATTENTION:
             with fx.traceback.set_current_meta(node):
                 return self._attention(node, times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
         # torch.vmap then leaves the padding index out of the gradient (torch 2.13).
-        if node.target is aten.embedding.default and operands[node.args[0]][1] and (*node.args, -1)[2] != -1:
+        padded = node.target is aten.embedding.default and arguments(node).padding_idx != -1
+        if padded and operands[operand(node)][1]:
             raise Declined("embedding with a padding_idx in weights that differ from step to step", node)
         with fx.traceback.set_current_meta(node):
             return self._apply(node, operands, len(times))
@@ -242,8 +248,8 @@ class BatchedBody:
         """One operator, batched over the operands that have steps."""
         with_steps = [n for n, (_, has_steps) in operands.items() if has_steps]
         if node.target is operator.getitem:
-            source, has_steps = operands[node.args[0]]
-            return source[node.args[1]], has_steps
+            source, has_steps = operands[operand(node)]
+            return source[place_of(node)], has_steps
         if not with_steps:
             return self._call(node, {n: tensor for n, (tensor, _) in operands.items()}), False
         if node.target in (aten.bmm.default, aten.baddbmm.default):
@@ -268,35 +274,34 @@ class BatchedBody:
 
         Over all steps, and with keys that are the same at all of them, a mask that is known by kind is never computed.
         """
-        selecting = node.target is select_blocks._opoverload
-        count = 2 if selecting else 3  # of q and the caches; masks and indices follow, up to five in all
-        q, *caches = (self.value(x, times) for x in node.args[:count])
-        together = not any(has_steps for _, has_steps in caches)
-        by_kind = together and times == self.all_times and (selecting or node.args[6] != "opaque")
-        indices = None if selecting else node.args[4]
-        narrowing = [
-            None if x is None or (by_kind and x is not indices) else self._spread(self.value(x, times), len(times))
-            for x in node.args[count:5]
-        ]
-        rest = node.args[5:]
-        queries = self._spread(q, len(times))
+        run: Any = node.target
+        call: Any = SelectCall.of(node) if node.target is SELECT else AttentionCall.of(node)
+        caches = {name: self.value(getattr(call, name), times) for name in ("k", "v") if hasattr(call, name)}
+        narrowing = {name: x for name in call.TENSORS[1 + len(caches) :] if (x := getattr(call, name)) is not None}
+        together = not any(has_steps for _, has_steps in caches.values())
+        if together and times == self.all_times and not isinstance(call.kind, Opaque):
+            narrowing = {name: x for name, x in narrowing.items() if name == "indices"}
+        queries = self._spread(self.value(call.q, times), len(times))
+        narrow = {name: self._spread(self.value(x, times), len(times)) for name, x in narrowing.items()}
+        batched = replace(call, **dict.fromkeys(call.TENSORS[1 + len(caches) :]))
         if together:
             # [S, N, 1, ...] -> [N, S, ...]; one tensor for all who read it, so that they are seen to belong together
-            key = (node.args[0], times)
+            key = (call.q, times)
             if key not in self.queries:
                 self.queries[key] = queries.squeeze(2).transpose(0, 1)
-            inputs = [self.queries[key], *(x for x, _ in caches)]
-            inputs += [None if x is None else x.squeeze(2).transpose(0, 1) for x in narrowing]
-            return node.target(*inputs, *rest).transpose(0, 1).unsqueeze(2)
+            caches = {name: x for name, (x, _) in caches.items()}
+            narrow = {name: x.squeeze(2).transpose(0, 1) for name, x in narrow.items()}
+            batched = replace(batched, q=self.queries[key], **caches, **narrow)
+            return run(*batched.args).transpose(0, 1).unsqueeze(2)
         # Each step sees caches of its own: [S, N, 1, ...] -> [S * N, 1, ...]
         sequences = queries.shape[1]
 
         def fold(x: Tensor) -> Tensor:
             return x.expand(len(times), sequences, *x.shape[2:]).flatten(0, 1)
 
-        inputs = [fold(queries), *(fold(self._spread(x, len(times))) for x in caches)]
-        inputs += [None if x is None else fold(x) for x in narrowing]
-        return node.target(*inputs, *rest).unflatten(0, (len(times), sequences))
+        spread = {name: self._spread(x, len(times)) for name, x in caches.items()}
+        folded = {name: fold(x) for name, x in {"q": queries, **spread, **narrow}.items()}
+        return run(*replace(batched, **folded).args).unflatten(0, (len(times), sequences))
 
     @staticmethod
     def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -445,9 +450,10 @@ def _casts_of_numbers(node: fx.Node) -> dict[fx.Node, torch.dtype]:
     They weigh less in the common dtype than tensors with dimensions do, which they become when batched: vmap would
     compute `where(mask, float64, float32[D])` in float64, and compare an int64 with int8s without wrapping around.
     """
-    if torch.Tag.pointwise not in node.target.tags or not promotes_by_rank(node):
+    target: Any = node.target
+    if torch.Tag.pointwise not in target.tags or not promotes_by_rank(node):
         return {}
-    conditions = {node.args[i] for i, a in enumerate(node.target._schema.arguments) if a.name in ("condition", "mask")}
+    conditions = {node.args[i] for i, a in enumerate(target._schema.arguments) if a.name in ("condition", "mask")}
     operands = [x for x in node.args if isinstance(x, fx.Node | int | float) and x not in conditions]
     common = example(node).dtype
     if common == torch.bool:
@@ -526,9 +532,9 @@ def _pick(init: Tensor, rows: Tensor, source: list[int]) -> Tensor:
 def _batched_bmm(node: fx.Node, operands: dict[fx.Node, tuple[Any, bool]]) -> Tensor:
     """`[b, m, k] @ [b, k, n]` at S steps. An operand that is the same at all steps is not copied S times: the steps
     join the rows (or columns) of the other one."""
-    added = node.args[0] if node.target is aten.baddbmm.default else None
-    a_node, b_node = node.args[-2:] if added is None else node.args[1:3]
-    (a, a_steps), (b, b_steps) = operands[a_node], operands[b_node]
+    added = operand(node) if node.target is aten.baddbmm.default else None
+    first = 0 if added is None else 1
+    (a, a_steps), (b, b_steps) = operands[operand(node, first)], operands[operand(node, first + 1)]
     if a_steps and b_steps:
         product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
     elif a_steps:

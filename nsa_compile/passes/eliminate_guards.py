@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.passes.magnitudes import given_magnitudes
+from nsa_compile.analyses.magnitudes import given_magnitudes
+from nsa_compile.analyses.staleness import Facts, analyse, explain
+from nsa_compile.ir.aten import aten
+from nsa_compile.ir.carries import Rows
+from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example, find_scans
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.resolve_carries import Rows
-from nsa_compile.passes.scans import Declined, ScanRecord, ScanSite, aten, example, find_scans
-from nsa_compile.passes.staleness import Facts, analyse, explain
 
 
 @register("eliminate_guards", requires=("carries",))

@@ -13,40 +13,26 @@ After:
     index   = select_blocks(q_cmp, k_cmp, ...)               # importance, ranking and top-n in one
     out     = attention(q, k, v, causal, indices = index)
 
-The two halves are separate: where the scores are computed in another way than by eq. 8 to 11, the attention still
-becomes one on indices, and they stay as they are. A window around a position that is known at run time only becomes
-attention on the indices of its rows (`moving_rows.py`). What each element of the mask and of the scores comes from is
-computed by running the operators between on element numbers.
+The two halves are separate (`analyses/ranking.py` finds both): where the scores are computed in another way than by
+eq. 8 to 11, the attention still becomes one on indices, and they stay as they are.
 """
 
 from __future__ import annotations
 
-import math
-import operator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.passes.attention import attention, select_blocks
-from nsa_compile.passes.attention_masks import (
-    MOVES,
-    Factor,
-    NodeBuilder,
-    Unrecognised,
-    constant,
-    mask_tensor,
-    moved,
-    side_of_where,
-)
-from nsa_compile.passes.moving_rows import find_window, read_window
+from nsa_compile.analyses.masks import Unrecognised, mask_tensor
+from nsa_compile.analyses.ranking import Ranking, Selection, find_ranking, find_selection
+from nsa_compile.analyses.softmax import AttentionRecord, raised
+from nsa_compile.ir.aten import aten
+from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
+from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_node
+from nsa_compile.ir.scans import Declined, ScanRecord, example, find_steps, location
 from nsa_compile.passes.pipeline import PassContext, register
-from nsa_compile.passes.raise_attention import ATTENTION, AttentionRecord, weights_from
-from nsa_compile.passes.rewriting import eliminate_dead_code
-from nsa_compile.passes.scans import Declined, ScanRecord, ancestors, aten, example, find_steps, location
-from nsa_compile.passes.step_values import StepMask, step_mask
 
 
 @register("fuse_selection_scatter", requires=("attention",))
@@ -55,23 +41,19 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
     changed = False
     for step in find_steps(gm):
         record = step.record
-        for node in [n for n in step.body.graph.nodes if ATTENTION in n.meta and n.meta[ATTENTION].mask.data]:
+        for node in list(step.body.graph.nodes):
+            known = raised(node)
+            if known is None or not known.mask.data:
+                continue
             try:
                 with unset_fake_temporarily(), torch.no_grad():
-                    selection = find_selection(node, record)
-                    ranking = find_ranking(selection, step.body, record, context)
+                    selection = find_selection(node, known, record)
+                    ranking = _ranking_of(selection, step.body, record, context)
             except Unrecognised as found:
-                with unset_fake_temporarily(), torch.no_grad():
-                    window = find_window(node, node.meta[ATTENTION].mask.data, record)
-                if window is None:
-                    context.leave(Declined(found.why, found.node))
-                elif context.may_rewrite():
-                    replace_attention(node, read_window(NodeBuilder(step.body, node), node, window))
-                    context.match(step.name, f"window of {window.width} at {location(node)}")
-                    changed = True
+                context.leave(Declined(found.why, found.node))
                 continue
             if context.may_rewrite():
-                rewrite(step.body, node, selection, ranking, record)
+                rewrite(step.body, node, known, selection, ranking, record)
                 what = "importance, ranking and mask" if ranking else "mask"
                 context.match(step.name, f"{what} of blocks of {selection.block} at {location(node)}")
                 changed = True
@@ -81,357 +63,49 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
     return changed
 
 
-@dataclass(frozen=True)
-class Selection:
-    """A mask that is a scatter of block indices."""
-
-    scatter: fx.Node  # [N, Nb], booleans
-    indices: fx.Node  # [N, n]
-    taken: fx.Node | None  # [N, n], which of the indices count; None: all
-    block: int  # tokens a block
-    rows: int  # N
-    others: tuple[Factor, ...]  # the rest of the mask
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Scores that are those of eq. 8 to 11."""
-
-    source: fx.Node  # the compressed attention
-    allowed: tuple[fx.Node, bool]  # a condition, and whether it is negated
-    forced: tuple[fx.Node, bool] | None
-    offsets: tuple[int, ...]
-    factors: tuple[int, ...]
-    num_initial: int
-    num_local: int
-
-
-# -- the mask
-
-
-def find_selection(node: fx.Node, record: ScanRecord) -> Selection:
-    """The scatter behind the mask of an attention node.
-
-    Raises:
-        Unrecognised: the mask is no scatter of whole blocks.
-    """
-    known: AttentionRecord = node.meta[ATTENTION]
-    found = [f for f in known.mask.data if not f.negated and f.node.target in (aten.scatter.src, aten.scatter.value)]
-    if not found:
-        raise Unrecognised("its mask depends on data, and is no scatter of block indices", node)
-    if len(found) > 1:
-        raise Unrecognised("its mask is that of several scatters of block indices", node)
-    (factor,) = found
-    scatter = factor.node
-    if len(scatter.users) > 1 and any(u.target not in MOVES for u in scatter.users):
-        raise Unrecognised("its block mask is used by something else as well", scatter)
-    base, dim, indices, source = scatter.args
-    shape = example(scatter).shape
-    if constant(base, record) != 0.0 or dim % len(shape) != len(shape) - 1 or not isinstance(indices, fx.Node):
-        raise Unrecognised("its block mask is not scattered into zeros along the last dimension", scatter)
-    if example(indices).shape[:-1] != shape[:-1]:
-        raise Unrecognised("its scatter takes a part of the indices only", scatter)
-    if scatter.target is aten.scatter.value and not source:
-        raise Unrecognised("its scatter removes blocks instead of choosing them", scatter)
-    if not _unique(indices):
-        raise Unrecognised("its block indices are not those of a sort or of top-k, so one may come twice", scatter)
-    block = _block_size(factor, node, record)
-    return Selection(
-        scatter,
-        indices,
-        source if isinstance(source, fx.Node) else None,
-        block,
-        shape[:-1].numel(),
-        (*known.mask.known_factors, *(f for f in known.mask.data if f is not factor)),
-    )
-
-
-def _unique(indices: Any) -> bool:
-    while indices.target is aten.slice.Tensor or indices.target is aten._to_copy.default:
-        indices = indices.args[0]
-    return indices.target is operator.getitem and indices.args[0].target in (
-        aten.sort.stable,
-        aten.sort.default,
-        aten.topk.default,
-    )
-
-
-def _block_size(factor: Factor, node: fx.Node, record: ScanRecord) -> int:
-    """Tokens a block, if token p of each row reads block p // size of the scatter's row."""
-    q, k = node.args[:2]
-    rows, _, heads, _ = example(q).shape
-    keys = example(k).shape[1]
-    shape = example(factor.node).shape
-    blocks = shape[-1]
-    numbers = factor.spread(torch.arange(shape.numel()).reshape(shape), record).reshape(rows, heads, keys)
-    if shape[:-1].numel() != rows or blocks < 2:
-        raise Unrecognised("its block mask is not one for each group of heads", factor.node)
-    first = numbers[0, 0]
-    size = int((first == first[0]).sum())
-    expected = torch.arange(rows)[:, None, None] * blocks + torch.arange(keys) // size
-    if not torch.equal(numbers, expected.expand_as(numbers)):
-        raise Unrecognised("its block mask is not spread over the tokens in blocks of one size", factor.node)
-    return size
-
-
-# -- the ranking
-
-
-def find_ranking(
-    selection: Selection, body: fx.GraphModule, record: ScanRecord, context: PassContext
-) -> Ranking | None:
+def _ranking_of(selection: Selection, body: fx.GraphModule, record: ScanRecord, context: PassContext) -> Ranking | None:
     """How the indices were ranked, if that is eq. 8 to 11; a note in the report if it is not."""
     try:
-        return _find_ranking(selection, body, record)
+        return find_ranking(selection, body, record)
     except Unrecognised as found:
         context.leave(Declined(f"the ranking of its blocks stays as it is: {found.why}", found.node))
         return None
 
 
-def _find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord) -> Ranking:
-    sort, count = _sorted_scores(selection)
-    score = sort.args[0]
-    rows, blocks = selection.rows, example(score).shape[-1]
-    _check_taken(selection, sort, count)
-    allowed, score = _bounded(score, -math.inf, record)
-    if allowed is None:
-        raise Unrecognised("no mask keeps blocks of the future out", sort)
-    forced, score = _bounded(score, math.inf, record)
-    allowed_steps = _by_block(*allowed, example(sort.args[0]).shape, record)
-    forced_steps = None if forced is None else _by_block(*forced, example(sort.args[0]).shape, record)
-    num_initial, num_local = _forced_counts(allowed_steps, forced_steps, selection.block, sort)
-    for condition in (allowed, forced):
-        if condition is not None and example(condition[0]).numel() != blocks:
-            raise Unrecognised("the conditions on its blocks are not written as one boolean a block", sort)
-    source, leaves = _weights_below(score, body, record)
-    kind, params = source.args[6], source.args[7]
-    if kind != "blocks" or source.meta[ATTENTION].mask.data or selection.block % params[1]:
-        raise Unrecognised("its scores do not come from attention to compressed blocks", score)
-    terms = _linear(score, leaves, record)
-    offsets, factors = _stencil(terms, source, rows, blocks, selection.block // params[1], score)
-    return Ranking(source, allowed, forced, offsets, factors, num_initial, num_local)
-
-
-def _sorted_scores(selection: Selection) -> tuple[fx.Node, int]:
-    """The sort behind the indices, and how many of them it keeps."""
-    node: Any = selection.indices
-    count = example(node).shape[-1]
-    if node.target is aten.slice.Tensor:
-        if not _takes_first(node):
-            raise Unrecognised("it takes other blocks than the first of the sorted ones", selection.indices)
-        node = node.args[0]
-    if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target is not aten.sort.stable:
-        raise Unrecognised("it does not take the order of a stable sort, so ties are open", node)
-    sort = node.args[0]
-    stable = sort.kwargs.get("stable", sort.args[1] if len(sort.args) > 1 else False)
-    dim = sort.kwargs.get("dim", sort.args[2] if len(sort.args) > 2 else -1)
-    descending = sort.kwargs.get("descending", sort.args[3] if len(sort.args) > 3 else False)
-    if not stable or not descending or dim % example(sort.args[0]).dim() != example(sort.args[0]).dim() - 1:
-        raise Unrecognised("it does not sort the blocks of a row stably, the best first", sort)
-    return sort, count
-
-
-def _takes_first(node: fx.Node) -> bool:
-    """Whether a slice takes the first elements of each row, one after the other."""
-    x: Any
-    dim: Any
-    x, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
-    return bool(dim % example(x).dim() == example(x).dim() - 1 and start in (0, None) and step == 1)
-
-
-def _check_taken(selection: Selection, sort: fx.Node, count: int) -> None:
-    """That exactly the blocks with a score above -inf are taken."""
-    taken = selection.taken
-    if taken is None:
-        raise Unrecognised("it takes n blocks even where fewer are allowed", selection.scatter)
-    values: Any = taken.args[0] if taken.target is aten.gt.Scalar and taken.args[1] == -math.inf else None
-    if isinstance(values, fx.Node) and values.target is aten.slice.Tensor and _takes_first(values):
-        values = values.args[0] if example(values).shape[-1] == count else None
-    if not isinstance(values, fx.Node) or values.target is not operator.getitem or values.args != (sort, 0):
-        raise Unrecognised("which blocks are taken depends on something else than their scores", selection.scatter)
-
-
-def _bounded(score: fx.Node, bound: float, record: ScanRecord) -> tuple[tuple[fx.Node, bool] | None, fx.Node]:
-    """`(condition, negated)` under which a score is kept (bound -inf) or set (bound inf), and the score inside."""
-    found = side_of_where(score, record)
-    if found is None or found.constant != bound:
-        return None, score
-    # The condition of the constant; for -inf, the opposite one is that of what is kept.
-    negated = found.constant_if_true == (bound < 0)
-    return (found.condition, negated), found.value
-
-
-def _by_block(condition: fx.Node, negated: bool, shape: torch.Size, record: ScanRecord) -> StepMask:
-    value: Any = record.known.get(condition, record.constant.get(condition))
-    mask = None if value is None else step_mask(value, record.length)
-    if mask is None:
-        raise Unrecognised("a condition on its blocks is not known at every step", condition)
-    spread = (~mask if negated else mask).map(lambda x: x.expand(shape).reshape(-1, shape[-1]))
-    return spread.map(lambda x: x[0]) if bool((spread.start == spread.start[:1]).all()) else spread
-
-
-def _forced_counts(allowed: StepMask, forced: StepMask | None, block: int, sort: fx.Node) -> tuple[int, int]:
-    """How many first and last blocks are always taken."""
-    j = torch.arange(allowed.shape[-1])
-    length = allowed.length
-    expected = StepMask.inside(j * block, torch.full_like(j, length), length)
-    if len(j) * block < length:
-        raise Unrecognised("some steps lie behind the last of its blocks", sort)
-    if allowed.start.dim() != 1 or not _equal(allowed, expected):
-        raise Unrecognised("the blocks that are allowed are not those up to the current one", sort)
-    if forced is None:
-        return 0, 0
-    both = allowed & forced
-    if both is None or both.start.dim() != 1 or bool(both.outside.any()):
-        raise Unrecognised("the blocks that are always taken are not the first and the last ones", sort)
-    ends = [
-        (int(b) - int(i) * block) // block for i, a, b in zip(j, both.start, both.stop, strict=True) if a < b < length
-    ]
-    candidates = {ends[-1]} if ends else {0, len(j)}
-    for num_local in sorted(candidates):
-        for num_initial in range(min(len(j), 64) + 1):
-            stop = torch.where(j < num_initial, length, (j + num_local) * block)
-            if _equal(both, StepMask.inside(j * block, stop, length)):
-                return num_initial, num_local
-    raise Unrecognised("the blocks that are always taken are not the first and the last ones", sort)
-
-
-def _equal(a: StepMask, b: StepMask) -> bool:
-    return all(torch.equal(getattr(a, x), getattr(b, x)) for x in ("start", "stop", "outside"))
-
-
-def _weights_below(score: fx.Node, body: fx.GraphModule, record: ScanRecord) -> tuple[fx.Node, dict[fx.Node, Tensor]]:
-    """The one attention whose weights a score is computed from, and these weights under all their names."""
-    inputs = ancestors([score])
-    for node in body.graph.nodes:
-        if ATTENTION in node.meta and node.meta[ATTENTION].softmax in inputs:
-            known: AttentionRecord = node.meta[ATTENTION]
-            computed = torch.promote_types(example(node.args[0]).dtype, torch.float32)
-            if example(known.softmax).dtype != computed:
-                raise Unrecognised(f"its weights are rounded, and those of an attention node are {computed}", score)
-            return node, weights_from(known.softmax, known.scores, record)
-    raise Unrecognised("its scores are not computed from the weights of an attention", score)
-
-
-# A linear combination of weights: factors, and for each element the number of the weight it takes, -1 for none.
-Terms = list[tuple[float, Tensor]]
-
-
-def _linear(node: Any, leaves: dict[fx.Node, Tensor], record: ScanRecord) -> Terms:
-    """A value as a linear combination of attention weights.
-
-    Raises:
-        Unrecognised: it is none, or not evidently.
-    """
-    if constant(node, record) == 0.0:
-        return []
-    if not isinstance(node, fx.Node):
-        raise Unrecognised("a number is added to its scores", next(iter(leaves)))
-    if node in leaves:
-        return [(1.0, leaves[node])]
-    if example(node).dtype != example(next(iter(leaves))).dtype:
-        raise Unrecognised("its scores are rounded on their way", node)
-    target = node.target
-    if target is aten.zeros_like.default:
-        return []
-    if target is aten.detach.default:
-        return _linear(node.args[0], leaves, record)
-    if target is aten._to_copy.default:
-        return _linear(node.args[0], leaves, record)
-    if target in MOVES:
-        return [(c, moved(node, x, record)) for c, x in _linear(node.args[0], leaves, record)]
-    if target is aten.constant_pad_nd.default and constant((*node.args, 0)[2], record) == 0.0:
-        return [
-            (c, torch.nn.functional.pad(x, node.args[1], value=-1)) for c, x in _linear(node.args[0], leaves, record)
-        ]
-    if target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
-        shape = example(node).shape
-        terms = _linear(node.args[0], leaves, record) + _linear(node.args[1], leaves, record)
-        return [(c, x.expand(shape)) for c, x in terms]
-    if target in (aten.mul.Tensor, aten.mul.Scalar):
-        a, b = node.args
-        factor, value = (constant(a, record), b) if constant(b, record) is None else (constant(b, record), a)
-        if factor is not None:
-            return [(c * factor, x) for c, x in _linear(value, leaves, record)]
-    if target is aten.sum.dim_IntList:
-        return _summed(node, leaves, record)
-    raise Unrecognised(f"its scores are computed with {target}, which is not taken for a sum of weights", node)
-
-
-def _summed(node: fx.Node, leaves: dict[fx.Node, Tensor], record: ScanRecord) -> Terms:
-    dims = sorted({d % example(node.args[0]).dim() for d in node.args[1]}, reverse=True)
-    keepdim = len(node.args) > 2 and node.args[2]
-    terms = _linear(node.args[0], leaves, record)
-    for dim in dims:
-        terms = [
-            (c, x.narrow(dim, i, 1) if keepdim else x.select(dim, i)) for c, x in terms for i in range(x.shape[dim])
-        ]
-    return terms
-
-
-def _stencil(
-    terms: Terms, source: fx.Node, rows: int, blocks: int, ratio: int, score: fx.Node
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The offsets and factors with which block j weighs the compressed blocks around `j * ratio`, over all heads."""
-    heads, keys = example(source.args[0]).shape[2], example(source.args[1]).shape[1]
-    own_row = torch.arange(rows)[:, None]
-    j = torch.arange(blocks)
-    factors: dict[int, list[float]] = {}
-    for factor, numbers in terms:
-        numbers = numbers.reshape(rows, blocks)
-        there = numbers >= 0
-        if not bool(there.any()):
-            continue
-        key, line = numbers % keys, numbers // keys
-        offset, head = int((key - j * ratio)[there][0]), int((line % heads)[there][0])
-        expected = j * ratio + offset
-        inside = ((expected >= 0) & (expected < keys)).expand_as(there)
-        right = (key == expected) & (line == own_row * heads + head)
-        if not torch.equal(there, inside) or not bool(right[there].all()):
-            raise Unrecognised("its scores do not weigh the compressed blocks around each block alike", score)
-        factors.setdefault(offset, [0.0] * heads)[head] += factor
-    for values in factors.values():
-        if any(v != values[0] for v in values) or values[0] != int(values[0]) or values[0] <= 0:
-            raise Unrecognised("its scores do not weigh all heads alike, by positive whole numbers", score)
-    if not factors:
-        raise Unrecognised("its scores weigh no compressed block", score)
-    offsets = tuple(sorted(factors))
-    return offsets, tuple(int(factors[o][0]) for o in offsets)
-
-
-# -- the new nodes
-
-
 def rewrite(
-    body: fx.GraphModule, node: fx.Node, selection: Selection, ranking: Ranking | None, record: ScanRecord
+    body: fx.GraphModule,
+    node: fx.Node,
+    known: AttentionRecord,
+    selection: Selection,
+    ranking: Ranking | None,
+    record: ScanRecord,
 ) -> None:
     """Give an attention node indices in the place of the part of its mask that depends on data."""
     build = NodeBuilder(body, node)
-    if ranking is None:
-        indices = selection.indices
-        if selection.taken is not None:
-            none = build(aten.full_like.default, indices, -1)
-            indices = build(aten.where.self, selection.taken, indices, none)
-        indices = build(aten.reshape.default, indices, [selection.rows, 1, example(indices).shape[-1]])
-    else:
-        indices = _ranked(build, selection, ranking)
-    q, k, v, _, _, scale, *_ = node.args
-    known = node.meta[ATTENTION].mask
-    keys = example(k).shape[1]
-    mask = mask_tensor(build, selection.others, (example(q).shape[0], example(q).shape[2]), keys, record)
-    kind, params = (known.kind, list(known.params)) if len(known.data) == 1 else ("opaque", [])
-    new = build(attention._opoverload, q, k, v, mask, indices, scale, kind, params, selection.block)
-    replace_attention(node, new)
+    call = AttentionCall.of(node)
+    rows, _, heads, _ = example(call.q).shape
+    keys = example(call.k).shape[1]
+    new = replace(
+        call,
+        mask=mask_tensor(build, selection.others, (rows, heads), keys, record),
+        indices=_indices(build, selection) if ranking is None else _ranked(build, selection, ranking),
+        kind=known.mask.kind if len(known.mask.data) == 1 else Opaque(),
+        select_block=selection.block,
+    )
+    replace_node(node, build(ATTENTION, *new.args))
 
 
-def replace_attention(node: fx.Node, new: fx.Node) -> None:
-    """Let one attention node take the place of another."""
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)
+def _indices(build: NodeBuilder, selection: Selection) -> fx.Node:
+    """The indices as they were ranked, -1 for those that do not count: `[N, 1, n]`."""
+    indices = selection.indices
+    if selection.taken is not None:
+        none = build(aten.full_like.default, indices, -1)
+        indices = build(aten.where.self, selection.taken, indices, none)
+    return build(aten.reshape.default, indices, [selection.rows, 1, example(indices).shape[-1]])
 
 
 def _ranked(build: NodeBuilder, selection: Selection, ranking: Ranking) -> fx.Node:
-    q, k, _, mask, _, scale, _, params, _ = ranking.source.args
+    """The node that ranks the blocks and selects the best: `[N, 1, n]`."""
     blocks = example(selection.scatter).shape[-1]
 
     def by_block(condition: fx.Node, negated: bool) -> fx.Node:
@@ -439,13 +113,20 @@ def _ranked(build: NodeBuilder, selection: Selection, ranking: Ranking) -> fx.No
         return build(aten.bitwise_not.default, row) if negated else row
 
     allowed = by_block(*ranking.allowed)
-    forced = build(aten.zeros_like.default, allowed) if ranking.forced is None else by_block(*ranking.forced)
-    return build(
-        select_blocks._opoverload,
-        *(q, k, mask, allowed, forced, scale, params, selection.block, blocks),
-        list(ranking.offsets),
-        list(ranking.factors),
-        example(selection.indices).shape[-1],
-        ranking.num_initial,
-        ranking.num_local,
+    call = SelectCall(
+        q=ranking.source.q,
+        k=ranking.source.k,
+        mask=ranking.source.mask,
+        allowed=allowed,
+        forced=build(aten.zeros_like.default, allowed) if ranking.forced is None else by_block(*ranking.forced),
+        scale=ranking.source.scale,
+        kind=ranking.kind,
+        select_block=selection.block,
+        num_blocks=blocks,
+        offsets=ranking.offsets,
+        factors=ranking.factors,
+        num_selected=example(selection.indices).shape[-1],
+        num_initial=ranking.num_initial,
+        num_local=ranking.num_local,
     )
+    return build(SELECT, *call.args)

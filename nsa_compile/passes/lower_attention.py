@@ -18,38 +18,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from nsa_compile.ir import attention as eager
+from nsa_compile.ir.aten import aten
+from nsa_compile.ir.attention import ATTENTION, SELECT, All, AttentionCall, Blocks, Opaque, SelectCall, Window
+from nsa_compile.ir.lowering import reshape_views, trace_to_aten
+from nsa_compile.ir.markers import BRANCHES, label_of, set_label
+from nsa_compile.ir.rewriting import eliminate_dead_code, inline_tensors
+from nsa_compile.ir.scans import example, fake_inputs, find_scans, location, subgraphs
 from nsa_compile.ops import cpp, flops
 from nsa_compile.ops.compressed import compressed_attention
 from nsa_compile.ops.selected import selected_attention
 from nsa_compile.ops.window import window_attention
-from nsa_compile.passes import attention as nodes
-from nsa_compile.passes.markers import BRANCHES, label_of, set_label
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.report import AttentionChoice
-from nsa_compile.passes.rewriting import eliminate_dead_code, inline_tensors
-from nsa_compile.passes.scans import (
-    aten,
-    example,
-    fake_inputs,
-    find_scans,
-    location,
-    reshape_views,
-    subgraphs,
-    trace_to_aten,
-)
 
-ATTENTION = nodes.attention._opoverload
-SELECT = nodes.select_blocks._opoverload
-# What batch_prefill puts between the two.
+# What batch_prefill puts between a selection and the attention to what it selects.
 LAYOUT = {aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim}
+
+Call = AttentionCall[fx.Node] | SelectCall[fx.Node]
+
+
+class Implementation(NamedTuple):
+    """How to compute a node: a name for reports, the function, and the nodes it stands for."""
+
+    name: str
+    run: Callable[..., list[Tensor]]
+    nodes: list[fx.Node]
 
 
 @register("lower_attention")
@@ -63,21 +66,27 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
             if node.target not in (ATTENTION, SELECT) or node in replaced or not context.may_rewrite():
                 continue
             if in_loop:
-                name, fn, group = "a step of a loop", _one_query(node), [node]
+                chosen = Implementation("a step of a loop", _one_query(call_of(node)), [node])
             else:
-                name, fn, group = choose(node, context.options.attention)
+                chosen = choose(node, context.options.attention)
+            group = chosen.nodes
             # An attention and the selection from its weights, in whatever order, belong to the attention.
             label = _range_of(next((n for n in group if n.target is ATTENTION), group[0]))
             for member in group:
                 set_label(member, label)
-            where, what = location(node), " and ".join(_describe(n) for n in group)
-            context.report.attention.append(AttentionChoice(_branch_of(group), what, name))
-            _replace(graph, group, fn)
+            where, what = location(node), " and ".join(_describe(call_of(n)) for n in group)
+            context.report.attention.append(AttentionChoice(_branch_of(group), what, chosen.name))
+            _replace(graph, chosen)
             replaced.update(group)
             reshape_views(graph)  # its result may have other strides
-            context.match(where, f"{what}: {name}")
+            context.match(where, f"{what}: {chosen.name}")
             changed = True
     return changed
+
+
+def call_of(node: fx.Node) -> Call:
+    """The arguments of an attention node or a selection."""
+    return AttentionCall.of(node) if node.target is ATTENTION else SelectCall.of(node)
 
 
 def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
@@ -86,22 +95,28 @@ def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
     for graph in subgraphs(gm):
         dropped = False
         for node in graph.graph.find_nodes(op="call_function", target=ATTENTION):
-            indices = node.args[4]
-            while indices is not None and indices.target in LAYOUT:
-                indices = indices.args[0]
-            if indices is None or indices.target is not SELECT or node.args[3] is not None:
+            call = AttentionCall.of(node)
+            source: Any = call.indices
+            while source is not None and source.target in LAYOUT:
+                source = source.args[0]
+            if source is None or source.target is not SELECT or call.mask is not None:
                 continue
-            blocks, selected = indices.args[8], indices.args[11]
-            causal = node.args[6] == "window" and node.args[7][0] >= example(node.args[0]).shape[1]
-            if selected >= blocks and causal and context.may_rewrite():
-                context.match(location(node), f"all {blocks} blocks are selected: no indices")
+            selection = SelectCall.of(source)
+            takes_all = selection.num_selected >= selection.num_blocks
+            if takes_all and _is_causal(call) and context.may_rewrite():
+                context.match(location(node), f"all {selection.num_blocks} blocks are selected: no indices")
                 set_label(node, _range_of(node))  # of the selected branch all the same
-                node.update_arg(4, None)
+                node.args = replace(call, indices=None).args
                 dropped = True
         if dropped:
             eliminate_dead_code(graph)  # the ranking, if nobody else reads it
         changed |= dropped
     return changed
+
+
+def _is_causal(call: AttentionCall[fx.Node]) -> bool:
+    """Whether a call's mask keeps every key up to the query's own."""
+    return isinstance(call.kind, Window) and call.kind.size >= example(call.q).shape[1]
 
 
 def _range_of(node: fx.Node) -> str:
@@ -110,9 +125,10 @@ def _range_of(node: fx.Node) -> str:
         return known
     if node.target is SELECT:
         return "nsa.sel"
-    if node.args[4] is not None:
+    call = AttentionCall.of(node)
+    if call.indices is not None:
         return "nsa.sel.ranges_v2"
-    return {"blocks": "nsa.cmp", "window": "nsa.win"}.get(node.args[6], "nsa.attention")
+    return {Blocks: "nsa.cmp", Window: "nsa.win"}.get(type(call.kind), "nsa.attention")
 
 
 def _branch_of(group: list[fx.Node]) -> str:
@@ -121,47 +137,47 @@ def _branch_of(group: list[fx.Node]) -> str:
     return "selection" if attention is None else BRANCHES.get(_range_of(attention), "attention")
 
 
-def _describe(node: fx.Node) -> str:
-    q, k = (example(x).shape for x in node.args[:2])
-    if node.target is SELECT:
-        return f"selection of {node.args[11]} of {node.args[8]} blocks for {q[1]} queries"
-    kind, params = node.args[6:8]
-    masks = {"window": "window of {}", "blocks": "blocks of {}, stride {}", "all": "no mask", "opaque": "opaque mask"}
-    chosen = "" if node.args[4] is None else f", {example(node.args[4]).shape[-1]} selected blocks of {node.args[8]}"
-    return f"attention of {q[1]} queries to {k[1]} keys ({masks[kind].format(*params)}{chosen})"
+def _describe(call: Call) -> str:
+    queries, keys = example(call.q).shape[1], example(call.k).shape[1]
+    if isinstance(call, SelectCall):
+        return f"selection of {call.num_selected} of {call.num_blocks} blocks for {queries} queries"
+    blocks = "" if call.indices is None else f", {_selected_blocks(call)} selected blocks of {call.select_block}"
+    return f"attention of {queries} queries to {keys} keys ({call.kind}{blocks})"
+
+
+def _selected_blocks(call: AttentionCall[fx.Node]) -> int:
+    assert call.indices is not None
+    return example(call.indices).shape[-1]
 
 
 # -- the choice
 
-Choice = tuple[str, Callable[..., Any], list[fx.Node]]
 
-
-def choose(node: fx.Node, wish: str) -> Choice:
-    """An implementation for a node over a whole sequence: its name, its function, and the nodes it stands for."""
-    if node.target is SELECT:
-        partner = next((n for n in node.args[0].users if _same_scores(n, node)), None)
-        return _compressed(node, partner) if _prefers_sparse(node, wish) else _dense(node)
-    _, _, _, mask, indices, _, kind, params, _ = node.args
-    if indices is not None and example(node.args[0]).shape[1] == 1:
-        return "rows of the selected blocks", _one_query(node), [node]
-    if mask is not None or kind in ("opaque", "all") or not _prefers_sparse(node, wish):
-        return _dense(node)
-    queries = example(node.args[0]).shape[1]
-    if indices is not None:
-        return _selected(node) if kind == "window" and params[0] >= queries else _dense(node)
-    if kind == "blocks":
-        partner = next((n for n in node.args[0].users if n.target is SELECT and _same_scores(node, n)), None)
+def choose(node: fx.Node, wish: str) -> Implementation:
+    """An implementation for a node over a whole sequence."""
+    call = call_of(node)
+    if isinstance(call, SelectCall):
+        partner = next((n for n in call.q.users if n.target is ATTENTION and _same_scores(n, node)), None)
+        return _compressed(node, partner) if _prefers_sparse(call, wish) else _dense(node, call)
+    queries = example(call.q).shape[1]
+    if call.indices is not None and queries == 1:
+        return Implementation("rows of the selected blocks", _one_query(call), [node])
+    if call.mask is not None or isinstance(call.kind, Opaque | All) or not _prefers_sparse(call, wish):
+        return _dense(node, call)
+    if call.indices is not None:
+        return _selected(node, call) if _is_causal(call) else _dense(node, call)
+    if isinstance(call.kind, Blocks):
+        partner = next((n for n in call.q.users if n.target is SELECT and _same_scores(node, n)), None)
         return _compressed(partner, node)
-    return _window(node)
+    return _window(node, call, call.kind)
 
 
 def _same_scores(attention: fx.Node, selection: fx.Node) -> bool:
     """Whether an attention has the scores that a selection ranks."""
-    if attention.target is not ATTENTION or attention.args[3] is not None or attention.args[4] is not None:
+    a, b = AttentionCall.of(attention), SelectCall.of(selection)
+    if a.mask is not None or a.indices is not None:
         return False
-    return attention.args[:2] == selection.args[:2] and (attention.args[5], *attention.args[6:8]) == (
-        selection.args[5], "blocks", selection.args[6],
-    )  # fmt: skip
+    return (a.q, a.k, a.scale, a.kind) == (b.q, b.k, b.scale, b.kind)
 
 
 @cache
@@ -169,34 +185,41 @@ def _costs() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "operator_costs.json").read_text())
 
 
-def _prefers_sparse(node: fx.Node, wish: str) -> bool:
+def _prefers_sparse(call: Call, wish: str) -> bool:
     """Whether the operator that follows the mask is faster than dense attention, or asked for."""
-    if node.target is SELECT and node.args[2] is not None:
+    read = (call.q, call.k) if isinstance(call, SelectCall) else (call.q, call.k, call.v)
+    if isinstance(call, SelectCall) and call.mask is not None:
         return False
-    if len({example(x).dtype for x in node.args[: 2 if node.target is SELECT else 3]}) > 1:
+    if len({example(x).dtype for x in read}) > 1:
         return False  # the operators want one dtype
     if wish != "auto":
         return wish == "sparse"
-    q, k = (example(x) for x in node.args[:2])
+    q, k = example(call.q), example(call.k)
     queries, keys = q.shape[1], k.shape[1]
-    if node.target is SELECT or node.args[6] == "blocks":
-        params = node.args[6] if node.target is SELECT else node.args[7]
-        operator, pairs = "compressed", flops.compressed_pairs(queries, keys, *params)
-    elif node.args[4] is not None:
-        size = example(node.args[4]).shape[-1] * node.args[8]
-        operator, pairs = "selected", flops.window_pairs(queries, keys, size)
-    else:
-        operator, pairs = "window", flops.window_pairs(queries, keys, node.args[7][0])
     costs = _costs().get(_machine(q.device.type), UNMEASURED)
-    if node.target is SELECT or not _fits_sdpa(node):
-        dense = "dense_scores"
-    else:
-        dense = "dense_causal" if node.args[7][0] >= queries == keys else "dense"
 
     def cost(name: str, pairs: int) -> float:
         return costs[name]["per_query"] * queries + costs[name]["per_pair"] * pairs
 
-    return cost(operator, pairs) < cost(dense, queries * keys)
+    return cost(*_sparse_work(call, queries, keys)) < cost(_dense_name(call, queries, keys), queries * keys)
+
+
+def _sparse_work(call: Call, queries: int, keys: int) -> tuple[str, int]:
+    """The operator that follows a mask, and how many pairs of queries and keys it computes."""
+    if isinstance(call.kind, Blocks):
+        return "compressed", flops.compressed_pairs(queries, keys, call.kind.size, call.kind.stride)
+    assert isinstance(call, AttentionCall)
+    if call.indices is not None:
+        return "selected", flops.window_pairs(queries, keys, _selected_blocks(call) * call.select_block)
+    assert isinstance(call.kind, Window)
+    return "window", flops.window_pairs(queries, keys, call.kind.size)
+
+
+def _dense_name(call: Call, queries: int, keys: int) -> str:
+    """What dense attention costs goes by: whether its scores go through memory, and whether it is causal."""
+    if isinstance(call, SelectCall) or not _fits_sdpa(call):
+        return "dense_scores"
+    return "dense_causal" if _is_causal(call) and queries == keys else "dense"
 
 
 def _machine(device: str) -> str:
@@ -218,103 +241,101 @@ UNMEASURED = {
 # -- the implementations, on `q [N, S, m, D]`, `k [N, T, D]`, `v [N, T, Dv]`
 
 
-def _window(node: fx.Node) -> Choice:
-    scale, window = node.args[5], node.args[7][0]
+def _window(node: fx.Node, call: AttentionCall[fx.Node], kind: Window) -> Implementation:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [window_attention(q, k.unsqueeze(2), v.unsqueeze(2), kind.size, call.scale)[0]]
 
-    def fn(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        return [window_attention(q, k.unsqueeze(2), v.unsqueeze(2), window, scale)[0]]
-
-    return "window_attention", fn, [node]
+    return Implementation("window_attention", run, [node])
 
 
-def _selected(node: fx.Node) -> Choice:
-    scale, block = node.args[5], node.args[8]
+def _selected(node: fx.Node, call: AttentionCall[fx.Node]) -> Implementation:
+    def run(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[Tensor]:
+        k, v, indices = (x.unsqueeze(2) for x in (k, v, indices))
+        return [selected_attention(q, k, v, indices, call.select_block, call.scale)[0]]
 
-    def fn(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[Tensor]:
-        return [selected_attention(q, k.unsqueeze(2), v.unsqueeze(2), indices.unsqueeze(2), block, scale)[0]]
-
-    return "selected_attention", fn, [node]
+    return Implementation("selected_attention", run, [node])
 
 
-def _compressed(selection: fx.Node | None, attention: fx.Node | None) -> Choice:
+def _compressed(selection: fx.Node | None, attention: fx.Node | None) -> Implementation:
     """Attention to compressed blocks, the selection from its weights, or both in one."""
     ranking: list[Any] = [1, [], [], 0, 0, 0]
-    params: Any
     if selection is not None:
-        scale, params, select_block, _, offsets, factors, *counts = selection.args[5:]
-        ranking = [select_block, offsets, factors, *counts]
-    else:
-        assert attention is not None
-        scale, params = attention.args[5], attention.args[7]
-    block, stride = params
+        ranked = SelectCall.of(selection)
+        counts = (ranked.num_selected, ranked.num_initial, ranked.num_local)
+        ranking = [ranked.select_block, list(ranked.offsets), list(ranked.factors), *counts]
+    group = [n for n in (attention, selection) if n is not None]
+    call = call_of(group[0])
+    assert isinstance(call.kind, Blocks)
+    block, stride, scale = call.kind.size, call.kind.stride, call.scale
 
-    def fn(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         out, _, indices = compressed_attention(q, k.unsqueeze(2), v.unsqueeze(2), block, stride, scale, *ranking)
         found = [out] if attention is not None else []
         return found + ([indices.squeeze(2)] if selection is not None else [])
 
-    group = [n for n in (attention, selection) if n is not None]
     name = "compressed_attention" + (" with selection" if selection is not None else "")
     if attention is None:
-        return name, lambda q, k: fn(q, k, k), group  # nobody reads the output
-    return name, fn, group
+        return Implementation(name, lambda q, k: run(q, k, k), group)  # nobody reads the output
+    return Implementation(name, run, group)
 
 
-def _dense(node: fx.Node) -> Choice:
+def _dense(node: fx.Node, call: Call) -> Implementation:
     """Dense attention; SDPA where the mask allows it to be used."""
-    rest = node.args[5:]
-    if node.target is SELECT:
-        return "dense scores", lambda *tensors: [nodes.rank_blocks(*_refill(node, tensors), *rest)], [node]
-    scale, kind, params, block = rest
+    if isinstance(call, SelectCall):
+        return Implementation("dense scores", lambda *tensors: [eager.rank_blocks(_refill(call, tensors))], [node])
 
-    def fn(*tensors: Tensor) -> list[Tensor]:
-        q, k, v, mask, indices = _refill(node, tensors)
-        if not _fits_sdpa(node):
-            return [nodes.dense(q, k, v, mask, indices, scale, kind, params, block)]
-        if params[0] >= q.shape[1] == k.shape[1]:
-            return [_sdpa(q, k, v, None, scale, is_causal=True)]
-        keep = nodes.keep_mask(q, k, mask, indices, kind, params, block)
-        return [_sdpa(q, k, v, keep, scale, is_causal=False)]
+    def run(*tensors: Tensor) -> list[Tensor]:
+        given = _refill(call, tensors)
+        if not _fits_sdpa(call):
+            return [eager.dense(given)]
+        if _is_causal(call) and given.q.shape[1] == given.k.shape[1]:
+            return [_sdpa(given, None, is_causal=True)]
+        return [_sdpa(given, eager.keep_mask(given), is_causal=False)]
 
-    return "dense", fn, [node]
+    return Implementation("dense", run, [node])
 
 
-def _fits_sdpa(node: fx.Node) -> bool:
+def _fits_sdpa(call: AttentionCall[fx.Node]) -> bool:
     """A row that sees nothing would be NaN; each query sees at least itself through a window. SDPA wants one dtype.
 
     In low precision SDPA may be taken apart into float32 products, which an ambient autocast would round again.
     """
-    q, k, v = (example(x) for x in node.args[:3])
-    by_window = node.args[6] == "window" and node.args[3] is None and node.args[4] is None
+    q, k, v = (example(x) for x in (call.q, call.k, call.v))
+    by_window = isinstance(call.kind, Window) and call.mask is None and call.indices is None
     precise = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.float64)
     return by_window and k.shape[1] >= q.shape[1] and precise
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float, *, is_causal: bool) -> Tensor:
-    heads = q.shape[2]
-    k, v = (x.unsqueeze(1).expand(-1, heads, -1, -1) for x in (k, v))
+def _sdpa(call: AttentionCall[Tensor], keep: Tensor | None, *, is_causal: bool) -> Tensor:
+    heads = call.q.shape[2]
+    k, v = (x.unsqueeze(1).expand(-1, heads, -1, -1) for x in (call.k, call.v))
     keep = None if keep is None else keep.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=keep, is_causal=is_causal, scale=scale)
+    out = F.scaled_dot_product_attention(
+        call.q.transpose(1, 2), k, v, attn_mask=keep, is_causal=is_causal, scale=call.scale
+    )
     return out.transpose(1, 2)
 
 
-def _one_query(node: fx.Node) -> Callable[..., Any]:
+def _one_query(call: Call) -> Callable[..., list[Tensor]]:
     """One step: dense, or over the rows of the selected blocks alone."""
-    rest = node.args[5:]
-    if node.target is SELECT:
-        return lambda *tensors: [nodes.rank_blocks(*_refill(node, tensors), *rest)]
-    step = nodes.dense if node.args[4] is None else nodes.gathered
-    return lambda *tensors: [step(*_refill(node, tensors), *rest)]
+    if isinstance(call, SelectCall):
+        return lambda *tensors: [eager.rank_blocks(_refill(call, tensors))]
+    step = eager.dense if call.indices is None else eager.gathered
+    return lambda *tensors: [step(_refill(call, tensors))]
 
 
-def _refill(node: fx.Node, tensors: tuple[Tensor, ...]) -> list[Tensor | None]:
-    """The tensor arguments of a node, with None where it has none."""
-    given = iter(tensors)
-    return [next(given) if isinstance(x, fx.Node) else None for x in node.args[:5]]
+def _inputs(call: Call) -> dict[str, fx.Node]:
+    """The tensors that a call has."""
+    return {name: x for name in call.TENSORS if (x := getattr(call, name)) is not None}
 
 
-def _replace(graph: fx.GraphModule, group: list[fx.Node], fn: Callable[..., Any]) -> None:
+def _refill(call: Any, tensors: tuple[Tensor, ...]) -> Any:
+    """A call of nodes, with tensors in their place."""
+    return replace(call, **dict(zip(_inputs(call), tensors, strict=True)))
+
+
+def _replace(graph: fx.GraphModule, chosen: Implementation) -> None:
     # An attention and the selection from its weights read the same queries and keys; the attention reads values, too.
-    inputs = [x for x in group[0].args[:5] if isinstance(x, fx.Node)]
-    traced = trace_to_aten(fn, fake_inputs(inputs), decompose_sdpa=False)
-    inline_tensors(graph, group, traced, inputs)
+    inputs = list(_inputs(call_of(chosen.nodes[0])).values())
+    traced = trace_to_aten(chosen.run, fake_inputs(inputs), decompose_sdpa=False)
+    inline_tensors(graph, chosen.nodes, traced, inputs)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile import ranges
+from nsa_compile.analyses.estimate import Estimate, estimate
 from nsa_compile.files import write_json
+from nsa_compile.ir.scans import Decline, Declined, find_scans, name_scans_apart, subgraphs
 from nsa_compile.ops import cpp
 from nsa_compile.passes import ORDER, verifier
-from nsa_compile.passes.estimate import Estimate, estimate
 from nsa_compile.passes.report import Guard, PassReport, Report, ScanReport
-from nsa_compile.passes.scans import Decline, Declined, find_scans, name_scans_apart, subgraphs
 
 log = logging.getLogger("nsa_compile")
 
@@ -344,10 +344,10 @@ def pipeline_key(options: Options) -> str:
 def _own_sources() -> list[Path]:
     """The passes, the operators they put into graphs, what captures graphs, and what keeps the results."""
     package = Path(__file__).parent.parent
-    operators = [p for p in (package / "ops").rglob("*") if p.suffix in (".py", ".cpp", ".h", ".cu")]
-    passes = [p for p in Path(__file__).parent.iterdir() if p.suffix in (".py", ".json")]
-    modules = [package / f"{name}.py" for name in ("backend", "cache", "loop", "modes", "ranges", "workarounds")]
-    return sorted([*passes, *operators, *modules])
+    folders = [package / name for name in ("analyses", "ir", "ops", "passes", "program")]
+    modules = ("backend", "cache", "loop", "modes", "ranges", "scan_capture", "workarounds")
+    inside = [p for folder in folders for p in folder.rglob("*") if p.suffix in (".py", ".json", ".cpp", ".h", ".cu")]
+    return sorted([*inside, *(package / f"{name}.py" for name in modules)])
 
 
 def _source_of(entry: Pass) -> str:

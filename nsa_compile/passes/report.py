@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from nsa_compile.passes.estimate import Estimate
-from nsa_compile.passes.scans import Decline
+from nsa_compile.analyses.estimate import Estimate
+from nsa_compile.ir.scans import Decline
 
 SCHEMA = 5
 

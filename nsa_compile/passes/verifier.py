@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from nsa_compile.passes.scans import RECORD, example, find_scans, on_fake_inputs, subgraphs
+from nsa_compile.ir.scans import RECORD, example, find_scans, on_fake_inputs, subgraphs
 
 
 class VerificationError(RuntimeError):

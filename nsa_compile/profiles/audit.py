@@ -28,10 +28,10 @@ import nsa_compile
 from nsa_compile import ranges
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
+from nsa_compile.ir.markers import BRANCHES
 from nsa_compile.machine.environment import describe_environment
 from nsa_compile.models import NSATransformer
 from nsa_compile.ops.dispatch import Use, observe
-from nsa_compile.passes.markers import BRANCHES
 from nsa_compile.passes.report import Report
 from nsa_compile.profiles.attribution import Event, read_trace, segments
 from nsa_compile.profiles.measure import interleave, named_kernels, random_tokens

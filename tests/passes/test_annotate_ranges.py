@@ -9,8 +9,9 @@ import torch
 
 import nsa_compile
 from nsa_compile import ranges
+from nsa_compile.ir import markers
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
-from nsa_compile.passes import markers, verifier
+from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options
 
 PATTERN = SparsePattern(compress_block=8, compress_stride=4, select_block=8, num_selected=3, window=8)

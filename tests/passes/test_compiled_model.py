@@ -12,8 +12,8 @@ from torch._ops import HigherOrderOperator
 
 import nsa_compile
 from nsa_compile.config import load_config
+from nsa_compile.ir.scans import subgraphs
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
-from nsa_compile.passes.scans import subgraphs
 from nsa_compile.verification.oracle import nsa_branches_oracle
 from tests.models.test_nsa import EXAMPLE, PATTERN, tiny_model, tokens_for
 from tests.passes.test_pipeline_nsa import assert_whole, attention, compiled

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
+from nsa_compile.analyses.estimate import Estimate, estimate, peak_of
 from nsa_compile.models import nsa_attention
 from nsa_compile.passes import pipeline
-from nsa_compile.passes.estimate import Estimate, estimate, peak_of
 from nsa_compile.passes.report import Report
 from tests.models.test_nsa import EXAMPLE
 

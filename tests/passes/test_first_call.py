@@ -8,9 +8,9 @@ from torch import Tensor, fx, nn
 
 import nsa_compile
 from nsa_compile.errors import Miscompiled
-from nsa_compile.passes import first_call
-from nsa_compile.passes.eager_loop import EagerLoop
 from nsa_compile.passes.pipeline import register
+from nsa_compile.program import first_call
+from nsa_compile.program.eager_loop import EagerLoop
 
 
 def seeded(*shape: int, seed: int = 0, **options) -> Tensor:
@@ -394,7 +394,7 @@ def test_long_loops_make_their_first_steps_only(monkeypatch):
 
 def test_memory_for_gradients_is_bounded(monkeypatch):
     """Where all steps together would keep too much, each segment of the loop is computed again."""
-    from nsa_compile.passes import eager_loop
+    from nsa_compile.program import eager_loop
 
     monkeypatch.setattr(eager_loop, "KEPT_ELEMENTS", 10)
     segments = []

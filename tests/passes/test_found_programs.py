@@ -449,7 +449,7 @@ def test_a_step_traced_within_a_checkpointed_region(monkeypatch):
     def run(x, w):
         return checkpoint(lambda x: scan(lambda c, row: (c * 0.5 + row @ w, c), x[0], x)[1], x, use_reentrant=False)
 
-    monkeypatch.setattr("nsa_compile.passes.loops._differentiable", lambda inputs: [])  # so that it is traced late
+    monkeypatch.setattr("nsa_compile.program.loops._differentiable", lambda inputs: [])  # so that it is traced late
     equal_gradients(run, rows(3, D).requires_grad_(), rows(D, D).requires_grad_())
 
 

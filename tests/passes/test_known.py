@@ -10,9 +10,10 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from nsa_compile.passes import known
-from nsa_compile.passes.scans import ScanRecord, example, trace_to_aten
-from nsa_compile.passes.step_values import Choice, Separable, StepMask, Table
+from nsa_compile.analyses import known
+from nsa_compile.ir.lowering import trace_to_aten
+from nsa_compile.ir.scans import ScanRecord, example
+from nsa_compile.ir.step_values import Choice, Separable, StepMask, Table
 
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -13,14 +13,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch.utils import _pytree as pytree
 
+from nsa_compile.ir import attention as nodes
+from nsa_compile.ir.aten import aten
+from nsa_compile.ir.scans import example, find_scans
 from nsa_compile.loop import scan as nsa_scan
 from nsa_compile.models import SparsePattern, nsa_attention
 from nsa_compile.ops import cpp
-from nsa_compile.passes import attention as nodes
 from nsa_compile.passes import lower_attention
 from nsa_compile.passes.pipeline import Options, run_pipeline
 from nsa_compile.passes.report import Report
-from nsa_compile.passes.scans import aten, example, find_scans
 from nsa_compile.verification.oracle import importance, select
 from tests.attention_programs import (
     AttentionProgram,
@@ -276,6 +277,9 @@ def node_arguments(draw, kinds=("window", "blocks", "all", "opaque")) -> tuple:
     return leaf(N, S, m, D), leaf(N, T, D), leaf(N, T, Dv), mask, pick(None, indices), 0.7, kind, params, block
 
 
+call = nodes.AttentionCall.from_args
+
+
 def one_by_one(q, k, v, mask, indices, scale, kind, params, block) -> Tensor:
     """Attention, query by query and key by key."""
     out = []
@@ -299,7 +303,7 @@ def one_by_one(q, k, v, mask, indices, scale, kind, params, block) -> Tensor:
 def test_the_node_is_attention_in_values_and_gradients(arguments):
     leaves = arguments[:3]
     results = []
-    for fn in (nodes.attention, nodes.dense, one_by_one):
+    for fn in (nodes.attention, lambda *args: nodes.dense(call(*args)), one_by_one):
         out = fn(*arguments)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
         loss = (out * weight).sum() + sum(0.0 * x.sum() for x in leaves)
@@ -315,7 +319,8 @@ def test_gathered_rows_are_enough(arguments):
         return
     q, indices = q[:, :1], indices[:, :1]
     mask = None if mask is None else mask[:, :1]
-    actual, expected = (fn(q, k, v, mask, indices, *rest) for fn in (nodes.gathered, nodes.dense))
+    given = call(q, k, v, mask, indices, *rest)
+    actual, expected = nodes.gathered(given), nodes.dense(given)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
     grads = [torch.autograd.grad(out.square().sum(), (k, v)) for out in (actual, expected)]
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
@@ -370,7 +375,9 @@ def test_blocks_are_ranked_as_on_paper(seed, d, ratio, n, initial, local):
     q, k = torch.randn(1, S, 2, 3, generator=rng).double(), torch.randn(1, keys, 3, generator=rng).double()
     offsets = sorted({i - j for i in range(ratio) for j in range(2)})
     factors = [sum(i - j == o for i in range(ratio) for j in range(2)) for o in offsets]
-    actual = nodes.rank_blocks(q, k, None, None, None, 0.5, [l, d], block, blocks, offsets, factors, n, initial, local)
+    actual = nodes.select_blocks(
+        q, k, None, None, None, 0.5, [l, d], block, blocks, offsets, factors, n, initial, local
+    )
     assert actual.shape == (1, S, n)
     for t in range(S):
         visible = torch.arange(keys) * d + l - 1 <= t

@@ -13,7 +13,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
-from nsa_compile.passes.scans import find_scans
+from nsa_compile.ir.scans import find_scans
 from tests.models.test_nsa import tiny_model, tokens_for
 from tests.passes.test_pipeline_nsa import assert_whole, compiled, loss_and_grads
 

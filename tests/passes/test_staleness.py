@@ -19,11 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from nsa_compile.passes import magnitudes, staleness
-from nsa_compile.passes.magnitudes import MAGNITUDES, Magnitude, Magnitudes, floor_level
-from nsa_compile.passes.scans import ScanRecord, aten
-from nsa_compile.passes.staleness import CASTS, CLEAN, FINITE, INDEXED, MOVEMENT, RULES, SOFTMAX, Analysis, Facts
-from nsa_compile.passes.step_values import Choice, Separable, StepMask, Table
+from nsa_compile.analyses import magnitudes, staleness
+from nsa_compile.analyses.magnitudes import MAGNITUDES, Magnitude, Magnitudes, floor_level
+from nsa_compile.analyses.staleness import CASTS, CLEAN, FINITE, MOVEMENT, RULES, Analysis, Facts
+from nsa_compile.ir.aten import PICKED, PLACED, SOFTMAX, aten
+from nsa_compile.ir.scans import ScanRecord
+from nsa_compile.ir.step_values import Choice, Separable, StepMask, Table
 
 S = 3  # steps
 LOWEST = torch.finfo(torch.float64).min
@@ -505,7 +506,7 @@ CASES: dict[Any, list[Case]] = {
     A.baddbmm.default: [product((2, 2, 3), (2, 3, 1), (2, 2, 1))],
     A._softmax.default: [unary(1, False), unary(0, False), Case(lambda d: [d.floats((3,))], lambda x: (x, 0, False))],
     A._safe_softmax.default: [unary(1), unary(0)],
-    **{target: picked(target) for target in INDEXED},
+    **{target: picked(target) for target in PICKED},
     A.embedding.default: [Case(lambda d: [d.floats((3, 2)), d.rows((2,), 3)], lambda x, i: (x, i))],
     A.view.default: [moves([3, 2])],
     A._unsafe_view.default: [moves([3, 2])],
@@ -532,7 +533,7 @@ CASES: dict[Any, list[Case]] = {
     A.split.Tensor: [replace(unary(2, 1), item=0)],
     A.split_with_sizes.default: [replace(unary([1, 2], 1), item=1)],
     A.unbind.int: [replace(unary(0), item=0)],
-    **{target: placed(target) for target in magnitudes._PLACED},
+    **{target: placed(target) for target in PLACED},
     A.tril.default: [unary()],
     A.triu.default: [unary(1)],
     A.sort.default: [replace(unary(), item=0)],
@@ -565,7 +566,7 @@ CASES: dict[Any, list[Case]] = {
     ),
 }  # fmt: skip
 
-TABLES = {*RULES, *MOVEMENT, *FINITE, *CASTS, *INDEXED, *SOFTMAX, *MAGNITUDES}
+TABLES = {*RULES, *MOVEMENT, *FINITE, *CASTS, *PICKED, *SOFTMAX, *MAGNITUDES}
 
 
 def test_every_rule_is_checked():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_compile.passes.step_values import Choice, Separable, StepMask, Table, compare, separable, step_mask
+from nsa_compile.ir.step_values import Choice, Separable, StepMask, Table, compare, separable, step_mask
 
 S, N = 7, 12
 

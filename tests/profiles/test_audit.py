@@ -11,9 +11,9 @@ import nsa_compile
 from nsa_compile.cli import main
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
+from nsa_compile.ir.scans import Decline
 from nsa_compile.ops import dispatch, force_implementation, window_attention
 from nsa_compile.passes.report import PassReport, Report, ScanReport
-from nsa_compile.passes.scans import Decline
 from nsa_compile.profiles.attribution import Event
 from nsa_compile.profiles.audit import MATH, PLAIN, Observed, audit_attention, find_fallbacks, recognise
 from nsa_compile.profiles.audit_cli import render_audit, spans

@@ -9,8 +9,8 @@ from torch import fx
 from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
 from nsa_compile.errors import Miscompiled
-from nsa_compile.passes import first_call
 from nsa_compile.passes.pipeline import register
+from nsa_compile.program import first_call
 from nsa_compile.train.checkpoints.resume import first_difference
 from nsa_compile.train.loop import run
 from nsa_compile.train.records.run_directory import create_run_directory

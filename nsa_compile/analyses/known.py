@@ -17,8 +17,23 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from nsa_compile.passes.scans import ScanRecord, ScanSite, ancestors, aten, constant_value, example, on_cpu
-from nsa_compile.passes.step_values import (
+from nsa_compile.ir.aten import (
+    ADD,
+    AND,
+    COMPARISONS,
+    COPIED,
+    MASKED_FILL,
+    MUL,
+    NOT,
+    OR,
+    PICKED,
+    REARRANGED,
+    SUB,
+    WHERE,
+    aten,
+)
+from nsa_compile.ir.scans import ScanRecord, ScanSite, ancestors, constant_value, example, on_cpu
+from nsa_compile.ir.step_values import (
     INTEGERS,
     MODERATE,
     Choice,
@@ -142,7 +157,8 @@ def _tables_fit(operands: list[fx.Node], record: ScanRecord) -> bool:
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Tensor:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-    return node.target(*args, **on_cpu(kwargs))
+    target: Any = node.target
+    return target(*args, **on_cpu(kwargs))
 
 
 def _call_each_step(node: fx.Node, record: ScanRecord) -> Tensor:
@@ -178,26 +194,8 @@ def promotes_by_rank(node: fx.Node) -> bool:
 # -- evaluation in closed form
 
 
-COMPARISONS = {
-    getattr(getattr(aten, op), overload): op
-    for op in ("lt", "le", "gt", "ge", "eq", "ne")
-    for overload in ("Tensor", "Scalar")
-}
-_AND = {aten.bitwise_and.Tensor, aten.logical_and.default}
-_OR = {aten.bitwise_or.Tensor, aten.logical_or.default}
-_NOT = {aten.bitwise_not.default, aten.logical_not.default}
-_ADD = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
-_MUL = {aten.mul.Tensor, aten.mul.Scalar}
-_WHERE = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
-_MASKED_FILL = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
-# Operators that only move elements of their first argument, and casts that keep their values.
-_MOVEMENT = {
-    aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
-    aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.slice.Tensor, aten.select.int, aten.unfold.default, aten.repeat.default, aten.flip.default,
-    aten.roll.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.index_select.default,
-    aten.index.Tensor, aten.gather.default,
-}  # fmt: skip
+# Operators that only move elements of their first argument.
+_MOVEMENT = REARRANGED | COPIED | PICKED
 
 
 def _in_closed_form(node: fx.Node, record: ScanRecord) -> StepValue | None:
@@ -209,21 +207,21 @@ def _in_closed_form(node: fx.Node, record: ScanRecord) -> StepValue | None:
         return _moved(node, record)
     if target in COMPARISONS and (mask := _compared(node, operands, length)) is not None:
         return mask
-    if target in _ADD and len(node.args) == 2 and node.kwargs.get("alpha", 1) == 1:
+    if target in ADD | SUB and len(node.args) == 2 and node.kwargs.get("alpha", 1) == 1:
         a, b = (separable(x, length) if x is not None else None for x in operands[:2])
         if a is not None and b is not None:
-            sign = _ADD[target]
+            sign = 1 if target in ADD else -1
             return _exact(Separable(a.steps + sign * b.steps, a.rows + sign * b.rows), node)
-    if target in _MUL and (product := _scaled(operands[0], operands[1], length)) is not None:
+    if target in MUL and (product := _scaled(operands[0], operands[1], length)) is not None:
         return _exact(product, node)
-    if example(node).dtype == torch.bool and target in _AND | _OR | _NOT:
-        masks = [step_mask(x, length) if x is not None else None for x in operands]
-        if any(m is None for m in masks):
+    if example(node).dtype == torch.bool and target in AND | OR | NOT:
+        masks: list[Any] = [step_mask(x, length) if x is not None else None for x in operands]
+        if None in masks:
             return None
-        return ~masks[0] if target in _NOT else masks[0] & masks[1] if target in _AND else masks[0] | masks[1]
-    if target in _WHERE:
+        return ~masks[0] if target in NOT else masks[0] & masks[1] if target in AND else masks[0] | masks[1]
+    if target in WHERE:
         return _choice(node, operands[0], operands[1], operands[2], length)
-    if target in _MASKED_FILL:
+    if target in MASKED_FILL:
         return _choice(node, operands[1], operands[2], operands[0], length)
     if target is aten._to_copy.default and isinstance(operands[0], Separable):
         if example(node).dtype == torch.bool:
@@ -256,7 +254,8 @@ def _compared(node: fx.Node, operands: list[Any], length: int) -> StepValue | No
     a, b = (separable(x, length) if x is not None else None for x in operands[:2])
     if a is None or b is None:
         return None
-    common = torch.result_type(*(example(x) if isinstance(x, fx.Node) else x for x in node.args[:2]))
+    compared: Any = [example(x) if isinstance(x, fx.Node) else x for x in node.args[:2]]
+    common = torch.result_type(*compared)
     if not (_fits(a, common) and _fits(b, common)):
         return None
     return compare(COMPARISONS[node.target], a, b)

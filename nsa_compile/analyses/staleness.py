@@ -36,8 +36,9 @@ Whatever is not understood makes its result stale for good.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -47,11 +48,32 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from nsa_compile.passes.known import LIMIT
-from nsa_compile.passes.magnitudes import Magnitude, Magnitudes, floor_level, unmeasured
-from nsa_compile.passes.resolve_carries import Latest, Rows
-from nsa_compile.passes.scans import ScanRecord, aten, example, location
-from nsa_compile.passes.step_values import Separable, StepMask, StepValue, Table
+from nsa_compile.analyses.known import LIMIT
+from nsa_compile.analyses.magnitudes import Magnitude, Magnitudes, floor_level, unmeasured
+from nsa_compile.ir.aten import (
+    AND,
+    COMPARISONS,
+    COPIED,
+    JOINED,
+    MASKED_FILL,
+    MATMUL,
+    MATMUL_ADD,
+    MUL,
+    NOT,
+    OR,
+    PICKED,
+    REARRANGED,
+    SOFTMAX,
+    SUB,
+    WHERE,
+    XOR,
+    arguments,
+    aten,
+    operand,
+)
+from nsa_compile.ir.carries import Latest, Rows
+from nsa_compile.ir.scans import ScanRecord, example, location, results
+from nsa_compile.ir.step_values import Separable, StepMask, StepValue, Table
 
 Steps = Tensor  # int64, broadcastable to the value's shape
 Interval = tuple[Steps, Steps]  # first and last step; empty where the last is before the first
@@ -213,9 +235,7 @@ class Analysis:
         stale = [f for f in inputs if f.stale]
         if not stale:
             return CLEAN
-        ready = stale[0].ready
-        for f in stale[1:]:
-            ready = torch.maximum(ready, f.ready)
+        ready = functools.reduce(torch.maximum, (f.ready for f in stale if f.ready is not None))
         sources = frozenset().union(*(f.sources for f in stale))
         return Facts(ready=ready, sources=sources, trail=next((f.trail for f in stale if f.trail), None))
 
@@ -249,7 +269,7 @@ class Analysis:
 
     def _move(self, node: fx.Node, steps: dict[fx.Node, Steps | None], padding: int = 0) -> Steps:
         def operand(n: fx.Node) -> Tensor:
-            if node.target in INDEXED and n is not node.args[0]:
+            if node.target in PICKED and n is not node.args[0]:
                 return self.record.constant[n]  # the index itself; _picked() saw to it that it is one
             value = steps.get(n)
             return (torch.tensor(0) if value is None else value).expand(example(n).shape)
@@ -264,14 +284,15 @@ class Analysis:
             args = (*args[:2], padding)  # ready at step 0 and claiming nothing, whatever is padded with
         if node.target in (aten.view.default, aten._unsafe_view.default):
             return args[0].reshape(args[1])
-        return node.target(*args, **kwargs)
+        target: Any = node.target
+        return target(*args, **kwargs)
 
     def reduce(self, node: fx.Node, dims: Any, keepdim: bool) -> Facts:
         """A reduction is ready when all it reads is."""
         f = self.of(node.args[0])
-        if not f.stale:
+        if f.ready is None:
             return CLEAN
-        shape = example(node.args[0]).shape
+        shape = example(operand(node)).shape
         dims = list(range(len(shape))) if dims in (None, []) else [d % len(shape) for d in pytree.tree_leaves(dims)]
         ready = f.ready.expand(shape).amax(dims, keepdim=keepdim) if shape else f.ready
         return Facts(ready=ready, sources=f.sources, trail=f.trail)
@@ -316,7 +337,7 @@ class Analysis:
 
     def _hidden_before(self, f: Facts, start: Steps) -> Facts:
         """Staleness of a value nobody looks at before `start`."""
-        if not f.stale:
+        if f.ready is None:
             return f
         ready = torch.where(start >= f.ready, 0, f.ready)
         return replace(f, ready=ready) if bool((ready > 0).any()) else CLEAN
@@ -347,7 +368,7 @@ class Analysis:
     def _silence(self, f: Facts, *, by_arithmetic: bool = False) -> Facts:
         """An element that is exactly zero, or at a floor, until it is ready is never stale."""
         until = _union(f.zero, f.fill)
-        if not f.stale or until is None:
+        if f.ready is None or until is None:
             return f
         ready = torch.where(until >= f.ready, 0, f.ready)
         met = f.sources if by_arithmetic and bool((ready < f.ready).any()) else frozenset[str]()
@@ -404,10 +425,10 @@ class Analysis:
 
     def softmax(self, node: fx.Node) -> Facts:
         """Floors become exact zeros beside a score that stands out; safe softmax makes zeros of -inf alone, too."""
-        value, dim = node.args[0], node.args[1]
+        value, dim = operand(node), arguments(node).dim
         f = self.of(value)
         shape = example(value).shape
-        if f.stale:
+        if f.ready is not None:
             if self.magnitudes.found[node] is None:
                 return self.lost(node, MAY_BE_INFINITE)
             ready = f.ready.expand(shape).amax(dim, keepdim=True) if shape else f.ready
@@ -443,7 +464,7 @@ class Analysis:
     def known_gather(self, node: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Facts:
         """Rows picked by numbers known at each step: clean if each is written by the time it is read."""
         f = self.of(value)
-        if not f.stale:
+        if f.ready is None:
             return CLEAN
         index_steps = self.record.known.get(index)
         if index_steps is None or example(index).numel() * self.record.length > LIMIT:
@@ -617,7 +638,7 @@ def _add(analysis: Analysis, node: fx.Node) -> Facts:
             surely_kept=_intersect(analysis.kept(a, node), analysis.kept(b, node)),
         )
         facts = analysis._silence(facts, by_arithmetic=True)
-    finite = math.isfinite(node.kwargs.get("alpha", 1))
+    finite = math.isfinite(arguments(node).alpha)
     return replace(facts, zero=_both(of_a.zero, of_b.zero)) if finite else facts
 
 
@@ -654,7 +675,7 @@ def _masked_fill(analysis: Analysis, node: fx.Node) -> Facts:
 def _to_copy(analysis: Analysis, node: fx.Node) -> Facts:
     """A cast keeps zeros and floors; a boolean turned into a number is zero while it is false."""
     f = analysis.of(node.args[0])
-    to, source = example(node).dtype, example(node.args[0]).dtype
+    to, source = example(node).dtype, example(operand(node)).dtype
     if source == torch.bool:
         number = Facts(ready=f.ready, zero=f.can_be_true, sources=f.sources, trail=f.trail)
         return f if to == torch.bool else analysis._silence(number)
@@ -673,9 +694,8 @@ def _reduction(analysis: Analysis, node: fx.Node) -> Facts:
     if node.target in _EXTREMES and analysis.of(node.args[0]).stale and not analysis.is_finite(node.args[0]):
         # The gradient is shared among the elements that are the extreme; where that is NaN, there are none.
         return analysis.lost(node, f"{node.target} may find a NaN, and its gradient is then 0 / 0 in every row")
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    keepdim = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-    return analysis.reduce(node, dims, bool(keepdim))
+    reduced = vars(arguments(node))
+    return analysis.reduce(node, reduced.get("dim"), reduced.get("keepdim", False))
 
 
 def _matmul(analysis: Analysis, node: fx.Node) -> Facts:
@@ -693,13 +713,13 @@ def _softmax(analysis: Analysis, node: fx.Node) -> Facts:
 
 def _index_select(analysis: Analysis, node: fx.Node) -> Facts:
     """index_select and gather: `(value, dim, index)`."""
-    value, dim, index = cast("tuple[fx.Node, int, fx.Node]", node.args[:3])
-    return _picked(analysis, node, value, [(dim % max(1, example(value).dim()), index)])
+    picked = arguments(node)
+    return _picked(analysis, node, picked.self, [(picked.dim % max(1, example(picked.self).dim()), picked.index)])
 
 
 def _index(analysis: Analysis, node: fx.Node) -> Facts:
-    value, indices = node.args
-    return _picked(analysis, node, value, [(dim, i) for dim, i in enumerate(indices) if i is not None])
+    indices = enumerate(arguments(node).indices)
+    return _picked(analysis, node, operand(node), [(dim, i) for dim, i in indices if i is not None])
 
 
 def _picked(analysis: Analysis, node: fx.Node, value: fx.Node, indices: list[tuple[int, fx.Node]]) -> Facts:
@@ -722,68 +742,42 @@ def _move(analysis: Analysis, node: fx.Node) -> Facts:
     return analysis.movement(node) if any(analysis.of(n).says_anything for n in node.all_input_nodes) else CLEAN
 
 
-SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
-CASTS = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default}
-INDEXED = {aten.index_select.default, aten.index.Tensor, aten.gather.default}
-MOVEMENT = CASTS | INDEXED | {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
-    aten.t.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.unfold.default, aten.cat.default,
-    aten.stack.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.constant_pad_nd.default,
-}  # fmt: skip
+CASTS = COPIED | {aten._to_copy.default}
+MOVEMENT = REARRANGED | CASTS | PICKED | JOINED | {aten.constant_pad_nd.default}
 
 # Pointwise operators that take finite values to finite values, in their derivatives too. Others, such as exp, may turn
 # a stale row into an infinity, which a later zero does not silence.
-FINITE = {
-    aten.sub.Tensor, aten.sub.Scalar, aten.add.Scalar, aten.rsub.Scalar, aten.tanh.default, aten.sigmoid.default,
-    aten.relu.default, aten.silu.default, aten.gelu.default, aten.leaky_relu.default, aten.abs.default,
-    aten.sin.default, aten.cos.default, aten.erf.default, aten.sign.default, aten.floor.default, aten.ceil.default,
-    aten.round.default, aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default,
-    aten.clamp_max.default, aten.hardtanh.default, aten.softplus.default,
-    aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
-    aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar,
-    aten.bitwise_xor.Tensor, aten.logical_xor.default,
+FINITE = SUB | XOR | COMPARISONS.keys() | {
+    aten.add.Scalar, aten.rsub.Scalar, aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.silu.default,
+    aten.gelu.default, aten.leaky_relu.default, aten.abs.default, aten.sin.default, aten.cos.default,
+    aten.erf.default, aten.sign.default, aten.floor.default, aten.ceil.default, aten.round.default,
+    aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
+    aten.hardtanh.default, aten.softplus.default,
 }  # fmt: skip
 
-RULES: dict[Any, Callable[[Analysis, fx.Node], Facts]] = {
-    aten.bitwise_and.Tensor: _and,
-    aten.logical_and.default: _and,
-    aten.bitwise_or.Tensor: _or,
-    aten.logical_or.default: _or,
-    aten.bitwise_not.default: _not,
-    aten.logical_not.default: _not,
-    aten.mul.Tensor: _mul,
-    aten.mul.Scalar: _mul,
-    aten.add.Tensor: _add,
-    aten.div.Tensor: _div,
-    aten.neg.default: _neg,
-    aten.where.self: _where,
-    aten.where.ScalarOther: _where,
-    aten.where.ScalarSelf: _where,
-    aten.where.Scalar: _where,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
-    aten._to_copy.default: _to_copy,
-    aten.sum.dim_IntList: _reduction,
-    aten.mean.dim: _reduction,
-    aten.amax.default: _reduction,
-    aten.amin.default: _reduction,
-    aten.sum.default: _reduction,
-    aten.mean.default: _reduction,
-    aten.max.default: _reduction,
-    aten.min.default: _reduction,
-    aten.mm.default: _matmul,
-    aten.bmm.default: _matmul,
-    aten.mv.default: _matmul,
-    aten.dot.default: _matmul,
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _addmm,
-    aten._softmax.default: _softmax,
-    aten._safe_softmax.default: _softmax,
-    aten.index_select.default: _index_select,
-    aten.gather.default: _index_select,
-    aten.index.Tensor: _index,
-} | dict.fromkeys(MOVEMENT - INDEXED - {aten._to_copy.default}, _move)
+_BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
+    _and: AND,
+    _or: OR,
+    _not: NOT,
+    _mul: MUL,
+    _add: {aten.add.Tensor},
+    _div: {aten.div.Tensor},
+    _neg: {aten.neg.default},
+    _where: WHERE,
+    _masked_fill: MASKED_FILL,
+    _to_copy: {aten._to_copy.default},
+    _reduction: {
+        aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.sum.default, aten.mean.default,
+        aten.max.default, aten.min.default,
+    },
+    _matmul: MATMUL | {aten.dot.default},
+    _addmm: MATMUL_ADD,
+    _softmax: SOFTMAX,
+    _index_select: {aten.index_select.default, aten.gather.default},
+    _index: {aten.index.Tensor},
+    _move: MOVEMENT - PICKED - {aten._to_copy.default},
+}  # fmt: skip
+RULES = {target: rule for rule, targets in _BY_RULE.items() for target in targets}
 
 
 def analyse(
@@ -798,8 +792,7 @@ def analyse(
     far as said, as long as each step makes it so of what is: supposed at first, and taken back where it proves wrong.
     """
     carries = body.graph.find_nodes(op="placeholder")[: len(record.carries)]
-    updates = body.graph.output_node().args[0][: len(record.carries)]
-    updates = [u.args[0] if u.target is aten.clone.default else u for u in updates]
+    updates = [operand(u) if u.target is aten.clone.default else u for u in results(body)[: len(record.carries)]]
     infinite = {carry for carry in carries if not _is_finite(given.get(carry, unmeasured(carry)))}
     hollow = dict.fromkeys(carries, frozenset[str]())
     while True:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from nsa_compile.passes.attention_masks import NodeBuilder
-from nsa_compile.passes.scans import ScanSite, aten, example, scan_results
+from nsa_compile.ir.aten import aten, operand
+from nsa_compile.ir.rewriting import NodeBuilder
+from nsa_compile.ir.scans import ScanSite, example, place_of, results, scan_results
 
 __all__ = ["has_gradient", "match_outputs", "match_results"]
 
@@ -40,18 +41,17 @@ def match_outputs(gm: fx.GraphModule, captured: Mapping[int, bool]) -> None:
 def _match(gm: fx.GraphModule, captured: Mapping[int, bool], known: dict[fx.Node, bool]) -> None:
     if not torch.is_grad_enabled():
         return
-    output = gm.graph.output_node()
-    results: list[Any] = list(output.args[0])
-    now = {i: _has_gradient(results[i], known) for i in captured if _differentiable(results[i])}
+    output, values = gm.graph.output_node(), results(gm)
+    now = {i: _has_gradient(values[i], known) for i in captured if _differentiable(values[i])}
     for i, has in now.items():
         if has and not captured[i]:
-            results[i] = NodeBuilder(gm, output)(aten.detach.default, results[i])
-    _tie(gm, results, [i for i, has in now.items() if captured[i] and not has], known)
-    output.args = (results,)
+            values[i] = NodeBuilder(gm, output)(aten.detach.default, values[i])
+    _tie(gm, values, [i for i, has in now.items() if captured[i] and not has], known)
+    output.args = (values,)
     gm.recompile()
 
 
-def _tie(gm: fx.GraphModule, results: list[Any], places: Sequence[int], known: dict[fx.Node, bool]) -> None:
+def _tie(gm: fx.GraphModule, values: list[Any], places: Sequence[int], known: dict[fx.Node, bool]) -> None:
     inputs = (p for p in gm.graph.find_nodes(op="placeholder") if _has_gradient(p, known) and _differentiable(p))
     if not places or (anchor := next(inputs, None)) is None:
         return
@@ -59,9 +59,9 @@ def _tie(gm: fx.GraphModule, results: list[Any], places: Sequence[int], known: d
     never = build(aten.full.default, [], False, dtype=torch.bool, device=example(anchor).device)
     total = build(aten.sum.default, anchor)
     for i in places:
-        like = example(results[i])
+        like = example(values[i])
         tie = build(aten._to_copy.default, total, dtype=like.dtype, device=like.device)
-        results[i] = build(aten.where.self, never, tie, results[i])
+        values[i] = build(aten.where.self, never, tie, values[i])
 
 
 def _has_gradient(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
@@ -84,13 +84,13 @@ def _has_gradient(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
 def has_gradient(node: fx.Node) -> bool:
     """Whether a captured node has a gradient."""
     captured = _is_captured(node)
-    value = scan_results(node.args[0])[node.args[1]] if captured else node.meta.get("example_value")
+    value = scan_results(operand(node))[place_of(node)] if captured else node.meta.get("example_value")
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def _is_captured(node: fx.Node) -> bool:
     """One of the results of a scan, or of a region."""
-    return node.target is operator.getitem and isinstance(node.args[0].target, HigherOrderOperator)
+    return node.target is operator.getitem and isinstance(operand(node).target, HigherOrderOperator)
 
 
 def _differentiable(node: Any) -> bool:

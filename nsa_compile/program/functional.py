@@ -27,28 +27,26 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
-from nsa_compile.passes.loops import keep_loops
-from nsa_compile.passes.rewriting import KEPT, replace_graph
-from nsa_compile.passes.scans import (
+from nsa_compile.ir.aten import aten
+from nsa_compile.ir.lowering import BodyInterpreter, applies_functorch, escaping, refuse_strided_writes, trace_to_aten
+from nsa_compile.ir.rewriting import KEPT, replace_graph
+from nsa_compile.ir.scans import (
     ESCAPES,
     WRITTEN,
-    BodyInterpreter,
     Declined,
-    applies_functorch,
-    aten,
-    escaping,
+    ScanSite,
     example,
     fake_inputs,
     find_scans,
     is_single_step,
     location,
-    refuse_strided_writes,
+    results,
     scan_results,
     subgraphs,
-    trace_to_aten,
 )
+from nsa_compile.ir.zero_gradients import has_gradient, match_outputs
 from nsa_compile.passes.verifier import snapshot
-from nsa_compile.passes.zero_gradients import has_gradient, match_outputs
+from nsa_compile.program.loops import keep_loops
 from nsa_compile.scan_capture import ScanNotCompiled
 from nsa_compile.workarounds import HonestBatchNorm
 
@@ -333,8 +331,7 @@ def _note_views(
         if isinstance(fake, Tensor) and memory(fake) in written and real[memory(x)] > 1:
             effects.hazard = Declined("it writes to an input that shares its memory with another input", node)
     by_memory = {memory(x): n for n, x in zip(placeholders, fakes, strict=True) if isinstance(x, Tensor)}
-    (nodes,) = gm.graph.output_node().args
-    for i, (node, value) in enumerate(zip(nodes, outputs, strict=True)):
+    for i, (node, value) in enumerate(zip(results(gm), outputs, strict=True)):
         base = by_memory.get(memory(value)) if isinstance(value, Tensor) else None
         if base is None or memory(value) not in written:
             continue
@@ -439,8 +436,7 @@ def _functionalize(gm: fx.GraphModule, effects: Effects) -> WriteBack:
             del _layouts[name]
     written = [inputs.index(n) for n in _take_out_copies(lowered, tensors, effects)]
     captured = snapshot(gm)
-    (outputs,) = gm.graph.output_node().args
-    with_gradient = {i: has_gradient(n) for i, n in enumerate(outputs) if isinstance(n, fx.Node)}
+    with_gradient = {i: has_gradient(n) for i, n in enumerate(results(gm)) if isinstance(n, fx.Node)}
     replace_graph(gm, lowered, tensors)
     _put_scans_back(gm, scans)
     match_outputs(gm, with_gradient)
@@ -466,7 +462,7 @@ def _take_out_copies(lowered: fx.GraphModule, inputs: Sequence[fx.Node], effects
         else:
             raise Declined(f"functionalization leaves {node.target} in it", effects.writes[0])
     output = lowered.graph.output_node()
-    output.args = ([*output.args[0], *values],)
+    output.args = ([*results(lowered), *values],)
     return written
 
 
@@ -474,7 +470,8 @@ def _put_scans_back(gm: fx.GraphModule, scans: dict[str, tuple[fx.Node, fx.Graph
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.nsa_compile.captured_scan.default):
         tensors, name = node.args
         old, body = scans[name]
-        a, b = len(old.args[1]), len(old.args[1]) + len(old.args[2])
+        scan = ScanSite(gm, old)
+        a, b = len(scan.init), len(scan.init) + len(scan.xs)
         held = f"{name}_body"
         gm.add_submodule(held, body)
         with gm.graph.inserting_before(node):

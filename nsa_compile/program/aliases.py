@@ -7,14 +7,15 @@ its carries, so what reads one of these is given the original again, or the same
 from __future__ import annotations
 
 import operator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.passes.functional import memory
-from nsa_compile.passes.scans import ScanSite, ancestors, example, fake_inputs, find_scans
+from nsa_compile.ir.aten import operand
+from nsa_compile.ir.scans import ScanSite, ancestors, example, fake_inputs, find_scans, place_of, results
+from nsa_compile.program.functional import memory
 
 __all__ = ["hand_on_originals"]
 
@@ -27,7 +28,7 @@ def hand_on_originals(gm: fx.GraphModule) -> None:
     for site in find_scans(gm):
         if site.owner is not gm:  # a checkpointed region may not return its inputs
             continue
-        finals = [n for n in site.node.users if n.target is operator.getitem and n.args[1] < len(site.init)]
+        finals = [n for n in site.node.users if n.target is operator.getitem and place_of(n) < len(site.init)]
         for final in finals:
             original = _Originals(site).after_last_step(final)
             if original is not None:
@@ -42,13 +43,12 @@ class _Originals:
     def __init__(self, site: ScanSite) -> None:
         self.site = site
         self.carries, self.rows, self.additional = site.placeholders()
-        (outputs,) = site.body.graph.output_node().args
-        self.updates = [_uncopied(x) for x in outputs[: len(self.carries)]]
+        self.updates = [_uncopied(x) for x in results(site.body)[: len(self.carries)]]
 
     def after_last_step(self, final: fx.Node) -> fx.Node | None:
         """The tensor that a final carry is, or a view of it put behind the scan; None if a step computed it."""
         path: list[tuple[fx.Node, list[fx.Node]]] = []  # placeholders of steps, and the views taken of them
-        update, step = self.updates[final.args[1]], self.site.length - 1
+        update, step = self.updates[place_of(final)], self.site.length - 1
         while True:
             views = self._views(update)
             if views is None or sum(len(v) for _, v in path) + len(views) > MOST_VIEWS:
@@ -106,16 +106,17 @@ class _Originals:
 def _uncopied(node: fx.Node) -> fx.Node:
     """What the capture of a scan has made a copy of (`loop._own`)."""
     copied = node.target == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format
-    return cast("fx.Node", node.args[0]) if copied else node
+    return operand(node) if copied else node
 
 
 def _run(nodes: list[fx.Node], values: dict[fx.Node, Any]) -> Any:
     for node in nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        target: Any = node.target
         if node.op == "call_method":
-            values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+            values[node] = getattr(args[0], target)(*args[1:], **kwargs)
         elif node.op == "call_function":
-            values[node] = node.target(*args, **kwargs)
+            values[node] = target(*args, **kwargs)
         else:
             raise NotImplementedError(node.op)
     return values[nodes[-1]]

@@ -1,31 +1,89 @@
-"""Rows of a cache around a position that is known at run time only, as in a step that generates one token.
+"""index_cache: a step reads and writes the rows of a cache that it needs, whatever the position.
 
-`(p <= t) & (p > t - w)` keeps w keys wherever t is, and which ones is an addition: the step reads w rows, not the whole
-cache. `where(p == t, new, cache)` writes one row; where the cache is updated in place, that need not touch the others.
+Before, in a step that generates one token at a position t known at run time only:
+
+    cache = where(p == t, new, cache)                   # writes all rows
+    out   = attention(q, k, v, mask = (p <= t) & (p > t - w))   # reads all rows
+
+After:
+
+    cache = index_copy(cache, t, new)                   # writes one row where the cache is updated in place
+    out   = attention(q, k, v, mask, indices = t - w + 1 … t)   # reads w rows
+
 Nothing is assumed of t: a row is read if it can be kept, and kept if the mask, computed as it was written, says so; a
 position that no row has writes nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.passes.attention import attention
-from nsa_compile.passes.attention_masks import MOVES, Factor, NodeBuilder, Unrecognised, moved
-from nsa_compile.passes.known import COMPARISONS
-from nsa_compile.passes.scans import ScanRecord, aten, example
+from nsa_compile.analyses.masks import MOVES, Factor, Unrecognised, moved
+from nsa_compile.analyses.softmax import raised
+from nsa_compile.ir.aten import ADD, COMPARISONS, SUB, aten
+from nsa_compile.ir.attention import ATTENTION, AttentionCall, Opaque
+from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_node
+from nsa_compile.ir.scans import ScanRecord, Step, example, find_steps, location
+from nsa_compile.passes.pipeline import PassContext, register
 
-_ADD = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
 _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}
 _MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
 
+@register("index_cache", requires=("carries",))
+def index_cache(gm: fx.GraphModule, context: PassContext) -> bool:
+    """Read and write single rows of caches where a step masks all others, at a position known at run time only."""
+    changed = False
+    for step in find_steps(gm):
+        # Both are tried; the rows of a loop's caches are written once it is batched.
+        written = step.body is gm and _write_rows(step, context)
+        if _read_rows(step, context) or written:
+            eliminate_dead_code(step.body)
+            step.body.recompile()
+            changed = True
+    return changed
+
+
+def _read_rows(step: Step, context: PassContext) -> bool:
+    """Give attention under a window that moves with the position the indices of its rows."""
+    changed = False
+    for node in list(step.body.graph.nodes):
+        known = raised(node)
+        if known is None or not known.mask.data:
+            continue
+        with unset_fake_temporarily(), torch.no_grad():
+            window = find_window(node, known.mask.data, step.record)
+        if window is not None and context.may_rewrite():
+            replace_node(node, read_window(NodeBuilder(step.body, node), node, window))
+            context.match(step.name, f"window of {window.width} at {location(node)}")
+            changed = True
+    return changed
+
+
+def _write_rows(step: Step, context: PassContext) -> bool:
+    """Where an input is set to itself with one row replaced, write that row: the backend then leaves the rest alone."""
+    changed = False
+    for copied in step.body.graph.find_nodes(op="call_function", target=aten.copy.default):
+        cache, node = cast(Any, copied.args[:2])
+        with unset_fake_temporarily(), torch.no_grad():
+            write = find_write(node, step.record)
+        if write is None or write.cache is not cache or not context.may_rewrite():
+            continue
+        written = write_row(NodeBuilder(step.body, node), write)
+        for old in (node, copied):
+            old.replace_all_uses_with(written)
+        context.match(step.name, f"one row is written at {location(node)}")
+        changed = True
+    return changed
+
+
 @dataclass(frozen=True)
-class Window:
+class KeyRange:
     """The keys `base + first <= p < base + first + width`."""
 
     base: fx.Node  # one integer
@@ -33,10 +91,9 @@ class Window:
     width: int
 
 
-def find_window(node: fx.Node, factors: tuple[Factor, ...], record: ScanRecord) -> Window | None:
+def find_window(node: fx.Node, factors: tuple[Factor, ...], record: ScanRecord) -> KeyRange | None:
     """A window narrower than the cache that holds all an attention node can keep, if its mask has one."""
-    _, k, *_ = cast(Any, node.args)
-    keys = example(k).shape[1]
+    keys = example(AttentionCall.of(node).k).shape[1]
     lower: dict[fx.Node, int] = {}
     upper: dict[fx.Node, int] = {}
     for factor in factors:
@@ -47,20 +104,21 @@ def find_window(node: fx.Node, factors: tuple[Factor, ...], record: ScanRecord) 
             upper[base] = min(offset, upper.get(base, offset))
         else:
             lower[base] = max(offset, lower.get(base, offset))
-    windows = [Window(base, lower[base], upper[base] - lower[base] + 1) for base in lower if base in upper]
+    windows = [KeyRange(base, lower[base], upper[base] - lower[base] + 1) for base in lower if base in upper]
     return min((w for w in windows if 0 < w.width < keys), key=lambda w: w.width, default=None)
 
 
-def read_window(build: NodeBuilder, node: fx.Node, window: Window) -> fx.Node:
+def read_window(build: NodeBuilder, node: fx.Node, window: KeyRange) -> fx.Node:
     """The attention node with the rows of a window as its indices: blocks of one token."""
-    q, k, v, mask, _, scale, *_ = cast(Any, node.args)
+    call = AttentionCall.of(node)
+    queries = example(call.q)
     rows = build(
         aten.arange.start_step, window.first, window.first + window.width, 1,
-        dtype=torch.int64, device=example(q).device,
+        dtype=torch.int64, device=queries.device,
     )  # fmt: skip
     rows = build(aten.add.Tensor, rows, build(aten.reshape.default, window.base, []))
-    rows = build(aten.expand.default, build(aten.reshape.default, rows, [1, 1, -1]), [example(q).shape[0], -1, -1])
-    return build(attention._opoverload, q, k, v, mask, rows, scale, "opaque", [], 1)
+    rows = build(aten.expand.default, build(aten.reshape.default, rows, [1, 1, -1]), [queries.shape[0], -1, -1])
+    return build(ATTENTION, *replace(call, indices=rows, kind=Opaque(), select_block=1).args)
 
 
 @dataclass(frozen=True)
@@ -180,10 +238,10 @@ def _affine(x: Any, record: ScanRecord) -> _Affine | None:
             return _Affine(inner.base, inner.sign, moved(x, inner.rows.expand(example(source).shape), record))
         except Unrecognised:
             return None
-    if x.target in _ADD and x.kwargs.get("alpha", 1) == 1:
+    if x.target in ADD | SUB and x.kwargs.get("alpha", 1) == 1:
         a, b = (_affine(y, record) for y in x.args[:2])
         if a is not None and b is not None:
-            total = a.plus(b) if _ADD[x.target] == 1 else a.minus(b)
+            total = a.plus(b) if x.target in ADD else a.minus(b)
             if total is not None:
                 return total
     return _Affine(x, 1, torch.zeros((), dtype=torch.int64)) if example(x).numel() == 1 else None

@@ -9,26 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.passes.rewriting import inherit_meta
-from nsa_compile.passes.scans import ScanRecord, aten, example
-from nsa_compile.passes.step_values import StepMask, step_mask
+from nsa_compile.ir.aten import AND, MASKED_FILL, NOT, REARRANGED, WHERE, arguments, aten, operand
+from nsa_compile.ir.attention import All, Blocks, MaskKind, Opaque, Window
+from nsa_compile.ir.rewriting import NodeBuilder
+from nsa_compile.ir.scans import ScanRecord, example
+from nsa_compile.ir.step_values import StepMask, step_mask
 
-MOVES = {
-    aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
-    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
-    aten.repeat.default, aten.slice.Tensor, aten.index_select.default, aten.select.int,
-}  # fmt: skip
-WHERE = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
-FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
-ANDS = {aten.bitwise_and.Tensor, aten.logical_and.default}
-NOTS = {aten.bitwise_not.default, aten.logical_not.default}
+# Movement that masks and scores are followed through.
+MOVES = REARRANGED - {aten.unfold.default, aten.flip.default, aten.roll.default} | {aten.index_select.default}
 
 
 class Unrecognised(Exception):
@@ -67,8 +62,7 @@ class Mask:
     known: StepMask | None  # [T], or [N * m, T] where heads differ; None if it keeps everything
     known_factors: tuple[Factor, ...]
     data: tuple[Factor, ...]
-    kind: str
-    params: tuple[int, ...]
+    kind: MaskKind
 
 
 @dataclass(frozen=True)
@@ -85,17 +79,17 @@ def is_float_cast(node: fx.Node) -> bool:
     """A cast between floating dtypes: it may round, but to no coarser numbers than attention is computed in."""
     if node.target is not aten._to_copy.default:
         return False
-    return example(node).dtype.is_floating_point and example(node.args[0]).dtype.is_floating_point
+    return example(node).dtype.is_floating_point and example(operand(node)).dtype.is_floating_point
 
 
 def side_of_where(node: fx.Node, record: ScanRecord) -> Side | None:
     """`where` or `masked_fill` with a constant, or None if a node is neither."""
-    if node.target in FILLS:
-        value, condition, filled = node.args
-        number = constant(filled, record)
-        return None if number is None else Side(condition, True, number, value)
+    if node.target in MASKED_FILL:
+        fill = arguments(node)
+        number = constant(fill.value, record)
+        return None if number is None else Side(fill.mask, True, number, fill.self)
     if node.target in WHERE:
-        condition, if_true, if_false = node.args
+        condition, if_true, if_false = cast(Any, node.args)
         for number, value, at_true in (
             (constant(if_true, record), if_false, True),
             (constant(if_false, record), if_true, False),
@@ -122,7 +116,8 @@ def moved(node: fx.Node, x: Tensor, record: ScanRecord) -> Tensor:
     args, kwargs = fx.node.map_arg(
         (node.args, dict(node.kwargs)), lambda n: x if n is node.args[0] else record.constant[n]
     )
-    return node.target(*args, **kwargs)
+    target: Any = node.target
+    return target(*args, **kwargs)
 
 
 def conjunction(factors: list[Factor], record: ScanRecord) -> Mask:
@@ -142,8 +137,7 @@ def conjunction(factors: list[Factor], record: ScanRecord) -> Mask:
             todo += parts
         elif not any(same_factor(factor, other, record) for other in data):  # a condition may be written twice
             data.append(factor)
-    kind, params = classify(known, record.length)
-    return Mask(known, tuple(known_factors), tuple(data), kind, params)
+    return Mask(known, tuple(known_factors), tuple(data), classify(known, record.length))
 
 
 def _known_factor(factor: Factor, record: ScanRecord) -> StepMask | None:
@@ -173,31 +167,31 @@ def _parts(factor: Factor, record: ScanRecord) -> list[Factor]:
     if factor.additive and node.target in WHERE:
         removes_if_true = constant(node.args[1], record) == -math.inf
         moves = (here, *factor.moves)
-        return [replace(factor, node=node.args[0], negated=removes_if_true, additive=False, moves=moves)]
-    if factor.additive and node.target in FILLS:
-        return [replace(factor, node=node.args[1], negated=True, additive=False, moves=(here, *factor.moves))]
-    source = node.args[0]
+        return [replace(factor, node=operand(node), negated=removes_if_true, additive=False, moves=moves)]
+    if factor.additive and node.target in MASKED_FILL:
+        return [replace(factor, node=operand(node, 1), negated=True, additive=False, moves=(here, *factor.moves))]
+    source = operand(node)
     if node.target in MOVES and all(n is source or n in record.constant for n in node.all_input_nodes):
         return [replace(factor, node=source, moves=((example(source).shape, node), *factor.moves))]
     if node.target is aten._to_copy.default and factor.additive:
         return [replace(factor, node=source)]
-    if node.target in NOTS:
+    if node.target in NOT:
         return [replace(factor, node=source, negated=not factor.negated)]
-    if node.target in ANDS and not factor.negated:
+    if node.target in AND and not factor.negated:
         return [replace(factor, node=n, moves=(here, *factor.moves)) for n in node.args[:2] if isinstance(n, fx.Node)]
     return []
 
 
-def classify(known: StepMask | None, length: int) -> tuple[str, tuple[int, ...]]:
+def classify(known: StepMask | None, length: int) -> MaskKind:
     """The kind of a mask that is known at every step, by its values."""
     if known is None:
-        return "all", ()
+        return All()
     if known.shape[0] > 1 or bool(known.outside.any()):
-        return "opaque", ()
+        return Opaque()
     start, stop = known.start[0], known.stop[0]
     keys = torch.arange(len(start))
     if bool((start == 0).all()) and bool((stop == length).all()):
-        return "all", ()
+        return All()
 
     def is_inside(first: Tensor, end: Tensor) -> bool:
         expected = StepMask.inside(first, end, length)
@@ -205,12 +199,12 @@ def classify(known: StepMask | None, length: int) -> tuple[str, tuple[int, ...]]
 
     window = int(stop[0])
     if start[0] == 0 and window > 0 and is_inside(keys, keys + (length if window == length else window)):
-        return "window", (window,)
+        return Window(window)
     first = int(start[0])
     stride = int(start[1]) - first if len(start) > 1 and stop[1] > 0 else length
     if stop[0] == length and stride > 0 and is_inside(keys * stride + first, torch.full_like(keys, length)):
-        return "blocks", (first + 1, stride)
-    return "opaque", ()
+        return Blocks(first + 1, stride)
+    return Opaque()
 
 
 def same_mask(a: Mask, b: Mask, record: ScanRecord) -> bool:
@@ -236,24 +230,6 @@ def same_factor(a: Factor, b: Factor, record: ScanRecord) -> bool:
         return False
     numbers = torch.arange(example(a.node).numel()).reshape(example(a.node).shape)
     return torch.equal(a.spread(numbers, record), b.spread(numbers, record))
-
-
-class NodeBuilder:
-    """Adds nodes before one of a body, with their fake values and its source line."""
-
-    def __init__(self, body: fx.GraphModule, before: fx.Node) -> None:
-        self.body, self.before = body, before
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.body.graph.inserting_before(self.before):
-            node = self.body.graph.call_function(target, args, kwargs)
-        fakes = fx.node.map_arg(args, example)
-        around = map(example, (*node.all_input_nodes, *self.before.all_input_nodes))
-        mode = next(x.fake_mode for x in around if isinstance(x, FakeTensor))
-        with mode, torch.no_grad():
-            node.meta["val"] = target(*fakes, **kwargs)
-        inherit_meta(node, self.before)
-        return node
 
 
 def mask_tensor(

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from nsa_compile.passes.scans import on_fake_inputs
+from nsa_compile.ir.scans import on_fake_inputs
 
 
 @dataclass(frozen=True)

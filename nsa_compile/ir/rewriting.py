@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nsa_compile.ir.scans import example, place_of, results
 
 LIFT = torch.ops.aten.lift_fresh_copy.default
 # In the meta of a node that stays even if nobody reads it: it draws random numbers, say.
@@ -55,7 +58,7 @@ def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, in
     outputs = _copy_nodes(owner, node, graph, inputs)
     for user in list(node.users):
         assert user.target is operator.getitem, f"{node.name} has a user that is no getitem: {user.format_node()}"
-        _take_place(outputs[user.args[1]], user)
+        _take_place(outputs[place_of(user)], user)
         owner.graph.erase_node(user)
     _erase(owner, [node])
 
@@ -65,12 +68,12 @@ def replace_graph(owner: fx.GraphModule, graph: fx.GraphModule, inputs: Sequence
     output = owner.graph.output_node()
     before = [n for n in owner.graph.nodes if n.op not in ("placeholder", "output")]
     outputs = _copy_nodes(owner, output, graph, inputs)
-    old_outputs = output.args[0]
+    old_outputs = results(owner)
     for old, new in zip(old_outputs, outputs, strict=False):
         if isinstance(new, fx.Node) and old.op != "placeholder":
             _take_place(new, old)
     # A size has become a number.
-    same = [x if isinstance(new, fx.Node) else new for x, new in zip(output.args[0], outputs, strict=False)]
+    same = [x if isinstance(new, fx.Node) else new for x, new in zip(results(owner), outputs, strict=False)]
     output.args = ((*same, *outputs[len(old_outputs) :]),)
     for node in reversed(before):
         owner.graph.erase_node(node)
@@ -131,8 +134,7 @@ def _copy_nodes(
                 copied.meta["example_value"] = operator.attrgetter(inner.target)(graph)
             inherit_meta(copied, node)
             mapped[inner] = _lifted(copied, inner) if inner.op == "get_attr" else copied
-    (outputs,) = graph.graph.output_node().args
-    return [mapped[x] if isinstance(x, fx.Node) else x for x in outputs]
+    return [mapped[x] if isinstance(x, fx.Node) else x for x in results(graph)]
 
 
 def _lifted(copied: fx.Node, inner: fx.Node) -> fx.Node:
@@ -165,3 +167,27 @@ def _adopt(owner: fx.GraphModule, tensor: torch.Tensor) -> str:
         count += 1
     setattr(owner, f"_nsa_constant_{count}", tensor)
     return f"_nsa_constant_{count}"
+
+
+def replace_node(old: fx.Node, new: fx.Node) -> None:
+    """Let one node take the place of another."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+class NodeBuilder:
+    """Adds nodes before one of a body, with their fake values and its source line."""
+
+    def __init__(self, body: fx.GraphModule, before: fx.Node) -> None:
+        self.body, self.before = body, before
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.body.graph.inserting_before(self.before):
+            node = self.body.graph.call_function(target, args, kwargs)
+        fakes = fx.node.map_arg(args, example)
+        around = map(example, (*node.all_input_nodes, *self.before.all_input_nodes))
+        mode = next(x.fake_mode for x in around if isinstance(x, FakeTensor))
+        with mode, torch.no_grad():
+            node.meta["val"] = target(*fakes, **kwargs)
+        inherit_meta(node, self.before)
+        return node

@@ -18,8 +18,26 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.passes.scans import ScanRecord, ScanSite, aten, constant_value, example
-from nsa_compile.passes.step_values import Choice, Separable, StepMask, StepValue
+from nsa_compile.ir.aten import (
+    ADD,
+    COPIED,
+    DIV,
+    JOINED,
+    MASKED_FILL,
+    MATMUL,
+    MATMUL_ADD,
+    MUL,
+    PICKED,
+    PLACED,
+    REARRANGED,
+    SORTED,
+    SPLIT,
+    SUB,
+    WHERE,
+    aten,
+)
+from nsa_compile.ir.scans import ScanRecord, ScanSite, constant_value, example
+from nsa_compile.ir.step_values import Choice, Separable, StepMask, StepValue
 
 
 @dataclass(frozen=True)
@@ -462,39 +480,27 @@ def _item(sizes: Magnitudes, node: Any) -> Magnitude | None:
     return sizes.of(node.args[0])
 
 
-_PLACED = (
-    aten.scatter.src, aten.scatter.value, aten.index_put.default, aten._unsafe_index_put.default,
-    aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default,
-)  # fmt: skip
-_MOVED = (
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
-    aten.t.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.unfold.default, aten.cat.default,
-    aten.stack.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.index_select.default,
-    aten.index.Tensor, aten.gather.default, aten.clone.default, aten.detach.default, aten.alias.default,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.embedding.default,
-)  # fmt: skip
-_CHOSEN = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.max.dim, aten.min.dim)
-_SORTED = (aten.sort.default, aten.sort.stable, aten.topk.default)
+_MOVED = REARRANGED | COPIED | PICKED | JOINED | SPLIT | {aten.embedding.default}
+_CHOSEN = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.max.dim, aten.min.dim}
 
 MAGNITUDES: dict[Any, Rule] = {
     **dict.fromkeys(_MOVED, _moved),
-    **dict.fromkeys(_PLACED, _placed),
-    **dict.fromkeys(_CHOSEN + _SORTED, _extreme),
+    **dict.fromkeys(PLACED, _placed),
+    **dict.fromkeys(_CHOSEN | SORTED, _extreme),
     operator.getitem: _item,
     aten.constant_pad_nd.default: _padded,
     aten.tril.default: _zeroed,
     aten.triu.default: _zeroed,
     aten._to_copy.default: _cast,
-    **dict.fromkeys((aten.where.self, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf), _select),
-    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _fill),
-    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _add),
-    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar), _sub),
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _mul),
-    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _div),
+    **dict.fromkeys(WHERE, _select),
+    **dict.fromkeys(MASKED_FILL, _fill),
+    **dict.fromkeys(ADD, _add),
+    **dict.fromkeys(SUB | {aten.rsub.Scalar}, _sub),
+    **dict.fromkeys(MUL, _mul),
+    **dict.fromkeys(DIV, _div),
     aten.neg.default: _negated,
-    **dict.fromkeys((aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default), _matmul),
-    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _addmm),
+    **dict.fromkeys(MATMUL | {aten.dot.default}, _matmul),
+    **dict.fromkeys(MATMUL_ADD, _addmm),
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _sum),
     **dict.fromkeys((aten.maximum.default, aten.minimum.default), _greater),
     **dict.fromkeys(
@@ -523,8 +529,6 @@ MAGNITUDES: dict[Any, Rule] = {
 }  # fmt: skip
 
 # Operators whose derivatives are zeros and ones: smooth whatever their operands are.
-_LINEAR = {
-    *_MOVED, *_PLACED, *_SORTED, operator.getitem, aten.constant_pad_nd.default, aten.tril.default, aten.triu.default,
-    aten._to_copy.default, aten.where.self, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
-    aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+_LINEAR = _MOVED | PLACED | SORTED | WHERE | MASKED_FILL | {
+    operator.getitem, aten.constant_pad_nd.default, aten.tril.default, aten.triu.default, aten._to_copy.default,
 }  # fmt: skip

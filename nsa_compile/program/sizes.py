@@ -12,7 +12,7 @@ from torch._higher_order_ops.scan import scan_op
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from nsa_compile.passes.scans import subgraphs
+from nsa_compile.ir.scans import subgraphs
 
 log = logging.getLogger("nsa_compile")
 

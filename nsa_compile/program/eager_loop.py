@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from nsa_compile.passes.scans import find_scans
+from nsa_compile.ir.scans import find_scans
 
 __all__ = ["EagerLoop", "Unchecked", "cost_of_step", "in_double", "used_results", "wide", "without_regions"]
 

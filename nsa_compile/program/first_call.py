@@ -28,8 +28,10 @@ from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from nsa_compile import modes
 from nsa_compile.errors import Miscompiled
+from nsa_compile.ir.scans import find_scans
 from nsa_compile.passes.bisection import first_failing, passes_asked_for, without_passes
-from nsa_compile.passes.eager_loop import (
+from nsa_compile.passes.pipeline import Options
+from nsa_compile.program.eager_loop import (
     EagerLoop,
     Unchecked,
     cost_of_step,
@@ -38,8 +40,6 @@ from nsa_compile.passes.eager_loop import (
     wide,
     without_regions,
 )
-from nsa_compile.passes.pipeline import Options
-from nsa_compile.passes.scans import find_scans
 
 log = logging.getLogger("nsa_compile")
 

@@ -1,0 +1,376 @@
+"""A softmax as attention: up from it to the product of queries and keys, down to the product with the values.
+
+Which element of which value is which is not guessed from reshapes and permutations but computed, by running them on
+element numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from nsa_compile.analyses.masks import (
+    MOVES,
+    Factor,
+    Mask,
+    Unrecognised,
+    conjunction,
+    constant,
+    is_float_cast,
+    moved,
+    same_mask,
+    side_of_where,
+)
+from nsa_compile.analyses.staleness import Analysis
+from nsa_compile.ir.aten import MASKED_FILL, MATMUL, WHERE, arguments, aten, operand
+from nsa_compile.ir.rewriting import NodeBuilder
+from nsa_compile.ir.scans import ScanRecord, example
+from nsa_compile.ir.step_values import StepMask
+
+# Elements of a tensor of element numbers.
+TRACE_LIMIT = 2**25
+
+
+@dataclass(frozen=True)
+class Product:
+    """Rows `[N, m, ·]` times columns `[N, ·, T]`, as a node has it: the other way round, if `flipped`."""
+
+    node: fx.Node
+    flipped: bool
+
+    @property
+    def written(self) -> tuple[int, int, int]:
+        """The shape as it is written, with all three dimensions; mv has a matrix of one column."""
+        *batch, rows, columns = *example(self.node).shape, *([1] if self.node.target is aten.mv.default else [])
+        return math.prod(batch), rows, columns
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`[N, m, T]`."""
+        n, a, b = self.written
+        return (n, b, a) if self.flipped else (n, a, b)
+
+    def numbers(self) -> Tensor:
+        """For each element of the node, its number in `[N, m, T]`."""
+        numbers = torch.arange(example(self.node).numel()).reshape(self.shape)
+        return (numbers.transpose(1, 2) if self.flipped else numbers).reshape(example(self.node).shape)
+
+    def operands(self, build: NodeBuilder) -> tuple[fx.Node, fx.Node]:
+        """`[N, m, ·]` and `[N, ·, T]`."""
+        a: Any
+        b: Any
+        a, b = self.node.args[:2]
+        if self.node.target is aten.mv.default:
+            b = build(aten.unsqueeze.default, b, 1)
+        if example(a).dim() == 2:  # one sequence
+            a, b = (build(aten.unsqueeze.default, x, 0) for x in (a, b))
+        if self.flipped:
+            a, b = (build(aten.transpose.int, x, 1, 2) for x in (b, a))
+        return a, b
+
+
+@dataclass
+class Scores:
+    """The way from the product of queries and keys to a softmax."""
+
+    product: Product
+    scale: float = 1.0
+    factors: list[Factor] = field(default_factory=list)
+    infinite: bool = True  # everything removed was set to -inf, not to the lowest number
+    never_nan: bool = True  # for all that is known, no query is left with nothing but -inf
+
+
+@dataclass(frozen=True)
+class AttentionRecord:
+    """What the passes know of an attention node; it lives in the node's meta: see `raised`."""
+
+    softmax: fx.Node
+    scores: Scores
+    mask: Mask
+
+
+_RECORD = "nsa_attention"
+
+
+def raised(node: fx.Node) -> AttentionRecord | None:
+    """What is known of an attention node that `raise_attention` has made."""
+    return node.meta.get(_RECORD)
+
+
+def remember(node: fx.Node, record: AttentionRecord) -> None:
+    """Let an attention node carry what is known of it."""
+    node.meta[_RECORD] = record
+
+
+def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
+    """From a softmax up to the product of queries and keys.
+
+    Raises:
+        Unrecognised: there is something on the way that is no part of attention.
+    """
+    value: Any
+    dim: Any
+    value, dim = softmax.args[:2]
+    masked: list[tuple[fx.Node, fx.Node, bool, bool]] = []  # scores, condition, negated, additive
+    result = Scores(Product(softmax, False))
+    while value.target not in MATMUL:
+        target = value.target
+        floor: Any = -math.inf
+        if target in MOVES or is_float_cast(value):
+            value = value.args[0]
+        elif target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+            value = _scaled(value, result, record)
+        elif (side := side_of_where(value, record)) is not None:
+            masked.append((side.value, side.condition, side.constant_if_true, False))
+            value, floor = side.value, side.constant
+        elif target is aten.add.Tensor and value.kwargs.get("alpha", 1) == 1:
+            scores, condition = _additive(value, record)
+            masked.append((scores, condition, False, True))
+            value = scores
+        else:
+            raise Unrecognised(f"its scores come from {target}", value if isinstance(value, fx.Node) else softmax)
+        if not isinstance(value, fx.Node):
+            raise Unrecognised("its scores are a constant", softmax)
+        level = _floor_of(floor, example(value).dtype, record)
+        if level is None:
+            raise Unrecognised("masked scores are set to something else than -inf or the lowest number", value)
+        result.infinite &= level == -math.inf
+        if level != -math.inf and result.scale != 1:
+            raise Unrecognised("its scores are scaled after they were masked with the lowest number", value)
+    if example(value).numel() == 0:
+        raise Unrecognised("there are no keys to attend to", value)
+    if example(value).numel() > TRACE_LIMIT:
+        raise Unrecognised(f"a step has more than {TRACE_LIMIT} scores", value)
+    if example(softmax).dtype == torch.float64 and example(value).dtype != torch.float64:
+        raise Unrecognised("its softmax is more precise than float32, its scores are not", softmax)
+    for flipped in (False, True):  # queries times keys, or keys times queries
+        result.product = Product(value, flipped)
+        numbers = {value: result.product.numbers()}
+        last = _number(numbers, operand(softmax), record).movedim(dim, -1)
+        if any(n.numel() != example(value).numel() for n in numbers.values()):
+            raise Unrecognised("scores are dropped or repeated on the way to its softmax", softmax)
+        if last.shape[-1] == result.product.shape[-1] and torch.equal(last.flatten(), torch.arange(last.numel())):
+            break
+    else:
+        raise Unrecognised("its softmax does not run over the keys, one query after the other", softmax)
+    if any(not torch.equal(numbers[x].flatten(), torch.arange(numbers[x].numel())) for x, *_ in masked):
+        raise Unrecognised("its scores are masked in another layout than that of keys by queries", softmax)
+    result.factors = [
+        Factor(condition, negated, numbers[scores], last.shape[-1], additive)
+        for scores, condition, negated, additive in masked
+    ]
+    return result
+
+
+def check_scores(softmax: fx.Node, scores: Scores, analysis: Analysis) -> None:
+    """That the scores that masks keep stand out from what masks put in the place of others."""
+    size = analysis.magnitudes.of(softmax.args[0])
+    if not scores.factors:
+        return
+    if size is None or not size.stands_out:
+        raise Unrecognised("its scores may be infinite, or as low as masked ones", softmax)
+    scores.never_nan = softmax.target is aten._safe_softmax.default or size.finite or analysis.one_is_kept(softmax)
+
+
+def _number(numbers: dict[fx.Node, Tensor], node: fx.Node, record: ScanRecord) -> Tensor:
+    """For each element of a node on the way, its number in the product."""
+    chain = []
+    while node not in numbers:
+        chain.append(node)
+        node = _scores_operand(node, record)
+    value = numbers[node]
+    for step in reversed(chain):
+        if step.target in MOVES:
+            value = moved(step, value, record)
+        numbers[step] = value
+    return value
+
+
+def _scores_operand(node: fx.Node, record: ScanRecord) -> fx.Node:
+    """The operand of a node on the way that is the scores."""
+    if (side := side_of_where(node, record)) is not None:
+        return side.value
+    if node.target is aten.add.Tensor:
+        return _additive(node, record)[0]
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar) and constant(node.args[0], record) is not None:
+        return cast(fx.Node, node.args[1])
+    return cast(fx.Node, node.args[0])
+
+
+def _scaled(node: fx.Node, result: Scores, record: ScanRecord) -> fx.Node:
+    a: Any
+    b: Any
+    a, b = node.args[:2]
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar) and constant(a, record) is not None:
+        a, b = b, a
+    factor = constant(b, record)
+    if factor is None or not 0 < factor < math.inf:
+        raise Unrecognised("its scores are multiplied by something else than a positive number", node)
+    result.scale = result.scale / factor if "div" in str(node.target) else result.scale * factor
+    return a
+
+
+def _floor_of(value: Any, dtype: torch.dtype, record: ScanRecord) -> float | None:
+    """-inf or the lowest number of a dtype, if that is what a value is."""
+    number = constant(value, record)
+    if number == -math.inf:
+        return number
+    lowest = torch.finfo(dtype).min if dtype.is_floating_point else None
+    return number if lowest is not None and number is not None and number <= lowest else None
+
+
+def _additive(node: fx.Node, record: ScanRecord) -> tuple[fx.Node, fx.Node]:
+    """`(scores, mask)` of a sum with a mask of zeros and -inf."""
+    for scores, mask in (node.args[:2], node.args[1::-1]):
+        if isinstance(mask, fx.Node) and isinstance(scores, fx.Node) and _is_additive_mask(mask, record):
+            return scores, mask
+    raise Unrecognised("something else than a mask of zeros and -inf is added to its scores", node)
+
+
+def _is_additive_mask(mask: Any, record: ScanRecord) -> bool:
+    while mask.target in MOVES or mask.target is aten._to_copy.default:
+        mask = mask.args[0]
+    if mask.target in WHERE:
+        return {constant(x, record) for x in mask.args[1:3]} == {-math.inf, 0.0}
+    if mask.target in MASKED_FILL:
+        return constant(mask.args[0], record) == 0.0 and constant(mask.args[2], record) == -math.inf
+    return False
+
+
+def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Product]:
+    """The products of the weights of a softmax with values.
+
+    Raises:
+        Unrecognised: there is none, or the weights are changed on the way.
+    """
+    found: list[Product] = []
+    problem = Unrecognised("its weights are not multiplied with values", softmax)
+    for node, numbers, masked in weights_below(softmax, record):
+        for user in node.users:
+            if user.target not in MATMUL:
+                continue
+            output = Product(user, flipped=user.args[1] is node)
+            try:
+                _check_order(output, node, numbers, scores)
+                _check_final(softmax, scores, masked, record)
+                found.append(output)
+            except Unrecognised as why:
+                problem = why
+    if not found:
+        raise problem
+    return found
+
+
+def check_read_by(outputs: list[Product], softmax: fx.Node, record: ScanRecord) -> None:
+    """That nothing but the outputs reads the weights: scores that stay for others would be computed twice."""
+    readers = {output.node for output in outputs} | {name for name, *_ in weights_below(softmax, record)}
+    for name, *_ in weights_below(softmax, record):
+        if any(user not in readers for user in name.users):
+            raise Unrecognised("its weights are used by something else as well", softmax)
+
+
+Weights = list[tuple[fx.Node, Tensor, list[Factor]]]
+
+
+def weights_below(softmax: fx.Node, record: ScanRecord) -> Weights:
+    """The weights of a softmax under all their names: moved, cast, masked once more.
+
+    For each name, the number that each element has in the product of queries and keys, and the conditions under which
+    it was not set to zero.
+    """
+    shape = example(softmax).shape
+    dim = arguments(softmax).dim % len(shape)
+    order = torch.arange(shape.numel()).reshape(*[s for i, s in enumerate(shape) if i != dim], shape[dim])
+    found: Weights = [(softmax, order.movedim(-1, dim), [])]
+    for node, numbers, masked in found:  # grows while it is walked
+        for user in node.users:
+            if is_float_cast(user):
+                found.append((user, numbers, masked))
+            elif user.target in MOVES and user.args[0] is node and len(user.all_input_nodes) == 1:
+                found.append((user, moved(user, numbers, record), masked))
+            elif (factor := _weight_mask(user, node, numbers, shape[dim], record)) is not None:
+                found.append((user, numbers, [*masked, factor]))
+    return found
+
+
+def weights_from(softmax: fx.Node, scores: Scores, record: ScanRecord) -> dict[fx.Node, Tensor]:
+    """The names of the weights under which they are zero where nothing is kept, with the numbers of their elements.
+
+    Weights that were cast belong to them only as long as they keep their dtype: rounded ones may rank differently.
+    """
+    final = {}
+    rounded: set[fx.Node] = set()
+    for node, numbers, masked in weights_below(softmax, record):
+        if example(node).dtype != example(softmax).dtype or any(n in rounded for n in node.all_input_nodes):
+            rounded.add(node)
+            continue
+        try:
+            _check_final(softmax, scores, masked, record)
+        except Unrecognised:
+            continue
+        final[node] = numbers
+    return final
+
+
+def _weight_mask(user: fx.Node, node: fx.Node, numbers: Tensor, keys: int, record: ScanRecord) -> Factor | None:
+    """The condition that sets weights to zero, if that is what a user of them does."""
+    side = side_of_where(user, record)
+    if side is not None and side.value is node and side.constant == 0.0:
+        return Factor(side.condition, side.constant_if_true, numbers, keys)
+    if user.target is aten.mul.Tensor:
+        (other,) = [x for x in user.args if x is not node] or [None]
+        if isinstance(other, fx.Node) and (condition := _as_condition(other)) is not None:
+            return Factor(condition, False, numbers, keys)
+    return None
+
+
+def _as_condition(node: fx.Node) -> fx.Node | None:
+    """The boolean behind a mask that weights are multiplied with."""
+    if example(node).dtype == torch.bool:
+        return node
+    if node.target is aten._to_copy.default and example(operand(node)).dtype == torch.bool:
+        return operand(node)
+    return None
+
+
+def _check_order(output: Product, weights: fx.Node, numbers: Tensor, scores: Scores) -> None:
+    """That weights meet the values in the order in which scores met the keys."""
+    n, m, keys = scores.product.shape
+    expected = torch.arange(n * m * keys).reshape(n, m, keys)
+    if output.flipped:
+        expected = expected.transpose(1, 2)
+    same_shape = output.shape[:2] == (n, m) and output.node.args.count(weights) == 1
+    if not same_shape or not torch.equal(numbers.flatten(), expected.flatten()):
+        raise Unrecognised("its weights meet the values in another order than its scores met the keys", output.node)
+
+
+def _check_final(softmax: fx.Node, scores: Scores, masked: list[Factor], record: ScanRecord) -> None:
+    """That weights are those of attention: masked as the scores were, and zero where nothing is kept."""
+    keep = conjunction(scores.factors, record)
+    if masked:
+        if not same_mask(conjunction(masked, record), keep, record):
+            raise Unrecognised("its weights are masked differently from its scores", softmax)
+        if not scores.never_nan and (keep.data or not _keeps_one(keep.known, record)):
+            raise Unrecognised("at some step no key may be left, and NaN stays NaN however it is masked", softmax)
+        return
+    if scores.infinite and softmax.target is aten._safe_softmax.default:
+        return
+    if keep.data or not _keeps_one(keep.known, record):
+        raise Unrecognised("at some step no key may be left, and what its softmax makes of that is not zero", softmax)
+
+
+def _keeps_one(known: StepMask | None, record: ScanRecord) -> bool:
+    """Whether some key is kept at every step, for every query."""
+    if known is None:
+        return True
+    if bool(known.outside.any()):
+        return False
+    rows = known.start.reshape(-1, known.shape[-1]), known.stop.reshape(-1, known.shape[-1])
+    change = torch.zeros(rows[0].shape[0], record.length + 1, dtype=torch.int64)
+    one = torch.ones_like(rows[0])
+    change = change.scatter_add(1, rows[0], one).scatter_add(1, rows[1], -one)
+    return bool((change.cumsum(1)[:, : record.length] > 0).all())

@@ -1,0 +1,256 @@
+"""Which rows of a buffer each step of a loop writes, whatever operator writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from nsa_compile.ir.aten import PLACED, arguments, aten, operand
+from nsa_compile.ir.carries import Carry, Invariant, Known, Latest, Rows
+from nsa_compile.ir.scans import Declined, ScanRecord, ancestors, example
+from nsa_compile.ir.step_values import StepMask, Table, step_mask
+
+# Entries of the table "step, row -> writer" that a buffer with rewritten rows may need.
+TABLE_LIMIT = 2**26
+
+
+def classify_carry(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Carry:
+    if update is carry or not example(carry).numel():
+        return Invariant()
+    if carry in record.known:
+        return Known(record.known[carry].table())
+    if not _depends_on(update, carry):
+        return Latest()
+    rows = _match_rows(carry, update, record)
+    if not rows.write_once and rows.steps * rows.size > TABLE_LIMIT:
+        raise Declined(f"{rows.size} rows rewritten over {rows.steps} steps need a table above {TABLE_LIMIT}", update)
+    return rows
+
+
+def _depends_on(node: fx.Node, source: fx.Node) -> bool:
+    return source in ancestors([node])
+
+
+def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
+    """Recognise one write of rows over the old buffer, or over the old buffer shifted."""
+    shape = example(carry).shape
+    if example(update).shape != shape:
+        raise Declined("rows are written to a part of the carry, which is then spread over all of it", update)
+
+    if update.target is aten.where.self:
+        return _match_where(carry, update, record)
+    write: Any = arguments(update) if update.target in PLACED else None
+
+    if not shape:
+        raise Declined("a carry without dimensions is computed from its own last value (a recurrence)", update)
+
+    if update.target is aten.cat.default:
+        return _match_shift(carry, update, record)
+
+    if update.target is aten.index_copy.default:
+        slots = _slots(write.index, shape[write.dim], record, update)
+        return _rows(carry, write.self, write.dim, slots, (slots.shape[1],), write.source, update)
+
+    if update.target in (aten.index_put.default, aten._unsafe_index_put.default):
+        if write.accumulate:
+            raise Declined("index_put accumulates into the carry instead of writing rows", update)
+        given = [(dim, index) for dim, index in enumerate(write.indices) if index is not None]
+        if len(given) != 1:
+            raise Declined("index_put writes at several index tensors, not at whole rows", update)
+        ((dim, index),) = given
+        slots = _slots(index, shape[dim], record, update, may_count_from_the_end=True)
+        return _rows(carry, write.self, dim, slots, tuple(example(index).shape), write.values, update)
+
+    if update.target is aten.scatter.src:
+        if example(write.src).shape != example(write.index).shape:
+            raise Declined("scatter takes a part of its source only", update)
+        slots = _scatter_slots(write.index, write.dim % len(shape), shape, record, update)
+        return _rows(carry, write.self, write.dim, slots, (slots.shape[1],), write.src, update)
+
+    if update.target is aten.slice_scatter.default:
+        rows = torch.arange(shape[write.dim])[slice(write.start, write.end, write.step)].expand(record.length, -1)
+        return _rows(carry, write.self, write.dim, rows, (rows.shape[1],), write.src, update)
+
+    if update.target is aten.select_scatter.default:
+        row = torch.full((record.length, 1), write.index % shape[write.dim])
+        return _rows(carry, write.self, write.dim, row, (), write.src, update)
+
+    raise Declined(
+        "the carry is computed from its own last value (a recurrence), neither a counter nor a write of known rows",
+        update,
+    )
+
+
+def _match_where(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
+    condition, if_true, if_false = cast(Any, update.args)
+    mask = _condition(condition, record)
+    other_side_is_new = if_true is carry or not _depends_on(if_false, carry)
+    if _depends_on(if_true, carry) and if_false is not carry and other_side_is_new:
+        # Written the other way round: where(keep, old, new).
+        mask, if_true, if_false = ~mask, if_false, if_true
+    shape = example(carry).shape
+
+    if mask.shape.numel() == 1 and if_false is carry and _depends_on(if_true, carry):
+        # A known predicate around a write: the write happens at some steps only.
+        inner = _match_rows(carry, if_true, record)
+        if inner.base is not None:
+            raise Declined("a shift that happens at some steps only", update)
+        happens = mask.table().reshape(record.length, 1)
+        return replace(inner, slots=np.where(happens.numpy(), inner.slots, -1))
+
+    if _depends_on(if_true, carry):
+        raise Declined("the rows written are computed from the buffer they are written to, in the same place", update)
+
+    wide = [i - len(mask.shape) for i, size in enumerate(mask.shape) if size != 1]
+    if len(wide) > 1:
+        raise Declined("the condition of this write selects elements, not whole rows", condition)
+    if not wide:
+        # One predicate that replaces the whole buffer by a value: every row, or none.
+        rows = torch.arange(shape[0] if shape else 1)
+        slots = torch.where(mask.table().reshape(record.length, 1), rows, -1)
+        return _rows(carry, if_false, 0, slots, tuple(shape[:1]), if_true, update)
+    source = example(if_true)
+    if source.dim() >= -wide[0] and source.shape[wide[0]] != 1:
+        raise Declined("where() takes each row from a different place of its source", update)
+    return _rows(carry, if_false, wide[0], _single_slots(mask, condition, record), (1,), if_true, update)
+
+
+def _condition(condition: fx.Node, record: ScanRecord) -> Table | StepMask:
+    """The condition of a write at every step."""
+    value: Any = record.known.get(condition, record.constant.get(condition))
+    mask = None if value is None else step_mask(value, record.length)
+    if mask is None and isinstance(value, Table) and value.values.dtype == torch.bool:
+        return value
+    if mask is None:
+        raise Declined("the condition of this write depends on data, not on the step index alone", condition)
+    return mask
+
+
+def _single_slots(mask: Table | StepMask, condition: fx.Node, record: ScanRecord) -> Tensor:
+    """The one row that a condition is true for at each step, -1 for none: `[S, 1]`."""
+    if isinstance(mask, StepMask) and mask.count > record.length:
+        raise Declined("one step writes several rows with one value", condition)
+    t, row = mask.true_entries()
+    if bool((t[1:] == t[:-1]).any()):
+        raise Declined("one step writes several rows with one value", condition)
+    slots = torch.full((record.length, 1), -1)
+    slots[t, 0] = row
+    return slots
+
+
+def _match_shift(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
+    """`cat([buffer[k:], new])` and `cat([new, buffer[:-k]])`: a window of the last rows."""
+    shape = example(carry).shape
+    joined = arguments(update)
+    dim = joined.dim % len(shape)
+    base, slots, sources = [], [], []
+    for part in joined.tensors:
+        if example(part).dim() != len(shape):  # cat() skips what is empty, `[0]`
+            continue
+        rows = example(part).shape[dim]
+        kept = _kept_rows(carry, part, dim)
+        if kept is not None:
+            base.append(kept)
+        elif _depends_on(part, carry):
+            raise Declined("cat() puts together something else than rows of the carry and new rows", update)
+        else:
+            at = sum(len(b) for b in base)
+            base.append(torch.full((rows,), -1))
+            slots.append(torch.arange(at, at + rows))
+            sources.append(part)
+    if len(sources) != 1:
+        raise Declined("cat() brings new rows from several places, or none", update)
+    written = slots[0].expand(record.length, -1)
+    return Rows(dim, shape[dim], sources[0], (written.shape[1],), written.numpy(), torch.cat(base).numpy())
+
+
+def _kept_rows(carry: fx.Node, node: fx.Node, dim: int) -> Tensor | None:
+    """The rows of the carry along `dim` that `node` is, or None if it is something else."""
+    if node is carry:
+        return torch.arange(example(carry).shape[dim])
+    if node.target is aten.slice.Tensor:
+        inner, part = _kept_rows(carry, operand(node), dim), arguments(node)
+        if inner is not None and part.dim % example(node).dim() == dim:
+            return inner[slice(part.start, part.end, part.step)]
+    if node.target is aten.roll.default:
+        inner, rolled = _kept_rows(carry, operand(node), dim), arguments(node)
+        if inner is not None and [d % example(node).dim() for d in rolled.dims] == [dim]:
+            return inner.roll(rolled.shifts[0])
+    return None
+
+
+def _rows(
+    carry: fx.Node,
+    base: fx.Node,
+    dim: int,
+    slots: Tensor,
+    index_shape: tuple[int, ...],
+    source: fx.Node,
+    update: fx.Node,
+) -> Rows:
+    """The record of one write to rows `slots` `[S, count]`, laid out as `Rows` says."""
+    shape = example(carry).shape
+    if source is carry:
+        raise Declined("the carry is written to itself", update)
+    if not shape:
+        if base is not carry:
+            raise Declined("a value is written over something else than the old one", base)
+        # Looked up in its table like a buffer that shifts: there are no rows for a guard to tell apart.
+        return Rows(0, 1, source, index_shape, slots.numpy(), np.arange(1))
+    dim, moved = dim % len(shape), None
+    if base is not carry:
+        kept = _kept_rows(carry, base, dim)
+        if kept is None or example(base).shape != shape:
+            raise Declined("rows are written over something else than the old buffer", base)
+        moved = kept.numpy()
+    return Rows(dim, shape[dim], source, index_shape, slots.numpy(), moved)
+
+
+def _slots(
+    index: fx.Node, size: int, record: ScanRecord, update: fx.Node, *, may_count_from_the_end: bool = False
+) -> Tensor:
+    """The rows an index names at each step, `[S, count]`."""
+    if example(index).dtype in (torch.bool, torch.uint8):
+        raise Declined("the index of this write is a mask, not a row number or a list of them", update)
+    value = _table(index, record, update).reshape(record.length, example(index).numel())
+    if may_count_from_the_end:
+        value = torch.where((value < 0) & (value >= -size), value + size, value)
+    return _checked_slots(value, size, update)
+
+
+def _table(index: fx.Node, record: ScanRecord, update: fx.Node) -> Tensor:
+    """An index at every step, `[S, ...]`."""
+    shape = example(index).shape
+    if index in record.constant:
+        return record.constant[index].expand(record.length, *shape)
+    if index not in record.known:
+        raise Declined("the row written depends on data, not on the step index alone", update)
+    if shape.numel() * record.length > TABLE_LIMIT:
+        raise Declined(f"the rows it writes need a table above {TABLE_LIMIT} numbers", update)
+    return record.known[index].table()
+
+
+def _scatter_slots(index: fx.Node, dim: int, shape: Sequence[int], record: ScanRecord, update: fx.Node) -> Tensor:
+    given = example(index).shape
+    if [*given[:dim], *given[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
+        raise Declined("scatter writes single elements, not whole rows", update)
+    value = _table(index, record, update).movedim(dim + 1, 1).flatten(2)
+    if not (value == value[..., :1]).all():
+        raise Declined("scatter writes single elements, not whole rows", update)
+    return _checked_slots(value[..., 0], shape[dim], update)
+
+
+def _checked_slots(slots: Tensor, size: int, update: fx.Node) -> Tensor:
+    if slots.numel() and (slots.min() < 0 or slots.max() >= size):
+        raise Declined(
+            f"row {int(slots.min() if slots.min() < 0 else slots.max())} is written to a buffer of {size}", update
+        )
+    in_order = slots.sort(1).values
+    if bool((in_order[:, 1:] == in_order[:, :-1]).any()):
+        raise Declined("one step writes the same row twice: which value stays is not defined", update)
+    return slots

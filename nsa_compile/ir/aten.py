@@ -1,0 +1,72 @@
+"""ATen's operators by what they do, in one table, and their arguments by name.
+
+A rule or a pattern that leaves out some operators of a group says so where it does.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+WHERE = frozenset({aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar})
+MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
+AND = frozenset({aten.bitwise_and.Tensor, aten.logical_and.default})
+OR = frozenset({aten.bitwise_or.Tensor, aten.logical_or.default})
+NOT = frozenset({aten.bitwise_not.default, aten.logical_not.default})
+XOR = frozenset({aten.bitwise_xor.Tensor, aten.logical_xor.default})
+ADD = frozenset({aten.add.Tensor, aten.add.Scalar})
+SUB = frozenset({aten.sub.Tensor, aten.sub.Scalar})
+MUL = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+DIV = frozenset({aten.div.Tensor, aten.div.Scalar})
+# Operators that compare, by what they ask.
+COMPARISONS = {
+    getattr(getattr(aten, op), overload): op
+    for op in ("lt", "le", "gt", "ge", "eq", "ne")
+    for overload in ("Tensor", "Scalar")
+}
+MATMUL = frozenset({aten.mm.default, aten.bmm.default, aten.mv.default})
+SOFTMAX = frozenset({aten._softmax.default, aten._safe_softmax.default})
+MATMUL_ADD = frozenset({aten.addmm.default, aten.baddbmm.default})
+# Operators that move the elements of one operand, repeat or drop them, by numbers that are no tensors.
+REARRANGED = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
+    aten.t.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.unfold.default, aten.repeat.default, aten.flip.default,
+    aten.roll.default,
+})  # fmt: skip
+COPIED = frozenset({aten.clone.default, aten.detach.default, aten.alias.default})
+# The same by the numbers in a tensor.
+PICKED = frozenset({aten.index_select.default, aten.index.Tensor, aten.gather.default})
+JOINED = frozenset({aten.cat.default, aten.stack.default})
+SPLIT = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
+# Operators that put elements of one operand into another.
+PLACED = frozenset({
+    aten.scatter.src, aten.scatter.value, aten.index_put.default, aten._unsafe_index_put.default,
+    aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default,
+})  # fmt: skip
+SORTED = frozenset({aten.sort.default, aten.sort.stable, aten.topk.default})
+
+
+def operand(node: fx.Node, place: int = 0) -> fx.Node:
+    """The node at a place of another one's arguments."""
+    return cast(fx.Node, node.args[place])
+
+
+class Arguments(SimpleNamespace):
+    """Arguments by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the operator has no argument {name!r}")
+
+
+def arguments(node: fx.Node) -> Arguments:
+    """The arguments of a node by the names of its operator's schema, defaults filled in: `arguments(node).dim`."""
+    target: Any = node.target
+    names = [(a.name, a.default_value) for a in target._schema.arguments]
+    given = [(name, node.kwargs.get(name, default)) for name, default in names[len(node.args) :]]
+    return Arguments(**dict(zip((name for name, _ in names), node.args, strict=False)), **dict(given))

@@ -1,0 +1,242 @@
+"""Captured steps in functional ATen: writes in place become values, no_grad regions detaches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import tracing
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+from nsa_compile import modes
+from nsa_compile.ir.aten import aten
+from nsa_compile.ir.rewriting import eliminate_dead_code
+from nsa_compile.ir.scans import Declined, ScanSite, example, fake_inputs, results
+from nsa_compile.scan_capture import why_not_traced
+from nsa_compile.workarounds import DATA, HonestBatchNorm
+
+
+def trace_to_aten(
+    fn: Callable[..., Any],
+    inputs: list[Tensor],
+    *,
+    decompose_sdpa: bool = True,
+    decompositions: dict[OpOverload, Callable[..., Any]] | None = None,
+) -> fx.GraphModule:
+    """Trace `fn` to ATen below autograd, keeping each node's source line. Autograd comes later, on the result.
+
+    SDPA becomes plain operators, if `decompose_sdpa`: the passes see its mask, and every device computes the same.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    sdpa = sdpa_kernel(SDPBackend.MATH) if decompose_sdpa else contextlib.nullcontext()
+    table = {aten.select_scatter.default: _select_scatter, **(decompositions or {})}
+    with (
+        unset_fake_temporarily(),
+        tracing(None),
+        preserve_node_meta(),
+        sdpa,
+        modes.restored(),
+        torch.no_grad(),
+        HonestBatchNorm(),
+    ):
+        gm = make_fx(fn, table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+    _write_nothing_in_place(gm)
+    eliminate_dead_code(gm)
+    return gm
+
+
+def _select_scatter(old: Tensor, new: Tensor, dim: int, index: int) -> Tensor:
+    """torch.vmap writes the row several times instead, and the gradient of it counts each of them (torch 2.13)."""
+    index %= old.shape[dim]
+    return torch.slice_scatter(old, new.unsqueeze(dim), dim, index, index + 1)
+
+
+def _write_nothing_in_place(gm: fx.GraphModule) -> None:
+    """Some operators of torch write to values of their own below functionalization: rms_norm adds in place, matmul
+    squeezes its product. Nobody else reads such a value, so the operator that makes a new one will do.
+    """
+    for node in gm.graph.nodes:
+        if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+            continue
+        name = node.target._opname
+        packet = getattr(getattr(torch.ops, node.target.namespace), name[:-1], None)
+        operator_of_new = getattr(packet, node.target._overloadname, None)
+        written = node.args[0]
+        own = isinstance(written, fx.Node) and written.op == "call_function" and list(written.users) == [node]
+        if name.endswith("_") and name != "copy_" and operator_of_new is not None and own and not is_view(written):
+            node.target = operator_of_new
+
+
+def lower_body(site: ScanSite) -> fx.GraphModule:
+    """The scan's body in functional ATen: in-place operators replaced, no_grad regions turned into detaches.
+
+    Raises:
+        Declined: for operators whose meaning is lost on the way down.
+    """
+    fakes = fake_inputs(site.init) + [x[0] for x in fake_inputs(site.xs)] + fake_inputs(site.additional)
+    state = modes.autocast_at(site.node)
+    if modes.sets_autocast(site.body.graph.nodes) and any(on for _, _, on in state):
+        raise Declined("the step sets autocast, within a region that has autocast already", site.node)
+    with modes.under(state):
+        lowered = _lower(site.body, fakes)
+    _strip_copies(lowered)
+    _copy_outputs(lowered)
+    return lowered
+
+
+def lower_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A whole graph in functional ATen, as a graph of its own; what it writes to its inputs, it writes at the end.
+
+    Raises:
+        Declined: for operators whose meaning is lost on the way down, and inputs or outputs that are no tensors.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for node in (*inputs, *results(gm)):
+        if not isinstance(node, fx.Node) or not isinstance(example(node), Tensor):
+            raise Declined("the step takes or returns something else than tensors", gm.graph.output_node())
+    lowered = _lower(gm, fake_inputs(inputs))
+    _strip_copies(lowered, kept=escaping(lowered))
+    return lowered
+
+
+def applies_functorch(node: fx.Node) -> bool:
+    """Whether a captured node enters or leaves a transform of torch.func."""
+    return "_functorch" in (getattr(node.target, "__module__", None) or "")
+
+
+def _lower(body: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
+    for node in body.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator):
+            raise Declined(f"the step calls the higher-order operator {node.target}, which has no batched form", node)
+        if applies_functorch(node):
+            raise Declined("the step applies a transform of torch.func, such as vmap", node)
+
+    interpreter = BodyInterpreter(body)
+
+    def run(*args: Tensor) -> list[Tensor]:
+        return list(interpreter.run(*args))
+
+    try:
+        lowered = trace_to_aten(torch.func.functionalize(run, remove="mutations"), inputs)
+    except Exception as error:
+        raise Declined(f"it cannot be traced: {why_not_traced(error)}", interpreter.at) from error
+    for node in lowered.graph.nodes:
+        if not isinstance(node.target, OpOverload):
+            continue
+        if node.target._schema.is_mutable and node.target is not aten.copy_.default:
+            raise Declined(f"functionalization leaves {node.target} in the step", node)
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise Declined(f"{node.target} draws random numbers, whose order a batched step would change", node)
+    refuse_strided_writes(lowered)
+    return lowered
+
+
+def refuse_strided_writes(lowered: fx.GraphModule) -> None:
+    """Functionalization makes `as_strided_scatter` of a write through `as_strided`, and torch has a wrong derivative
+    for it: what is overwritten keeps its gradient (torch 2.13).
+
+    Raises:
+        Declined: the graph has one.
+    """
+    for node in lowered.graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
+        raise Declined("it writes through as_strided, for which torch has a wrong derivative", node)
+
+
+class BodyInterpreter(fx.Interpreter):
+    """Runs a graph under tracing. What is computed under no_grad reads detached operands.
+
+    Tracing happens below autograd, where grad mode means nothing, so the mode has to become an operator. It stands
+    before the computation, and not behind it: what is written in place has no gradient then, either.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.grad_enabled = True
+        self.at: fx.Node | None = None  # what runs now, or failed
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.at = n
+        if n.target is torch._C._set_grad_enabled:
+            self.grad_enabled = bool(n.args[0])
+            return None
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is DATA:
+            return args[0].detach()
+        return super().call_function(target, args, kwargs)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        found = super().fetch_args_kwargs_from_env(n)
+        if self.grad_enabled or n.op not in ("call_function", "call_method", "call_module"):
+            return found
+        return torch.utils._pytree.tree_map_only(Tensor, torch.detach, found)
+
+
+# Not `lift_fresh_copy`: it makes a literal a tensor of whoever traces the graph next.
+_COPIES = {aten.clone.default, aten.alias.default}
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node may share the memory of what it reads, by torch's schema."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(a.alias_info is not None for a in schema.arguments) or node.target in _VIEWS
+
+
+def escaping(gm: fx.GraphModule) -> set[fx.Node]:
+    """Values that someone outside may hold, and what they are views of: outputs, and what inputs are set to."""
+    found: set[fx.Node] = set()
+    todo = list(gm.graph.output_node().all_input_nodes)
+    todo += [x for n in gm.graph.nodes if n.target is aten.copy_.default for x in n.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes if node.op == "call_function" and is_view(node) else []
+    return found
+
+
+def reshape_views(gm: fx.GraphModule) -> None:
+    """A view holds for the strides it was traced with; where others may come, only a reshape is sure to run."""
+    for view in _VIEWS:
+        for node in gm.graph.find_nodes(op="call_function", target=view):
+            node.target = aten.reshape.default
+
+
+def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
+    """Drop copies: they kept the loop's outputs from aliasing its inputs, and do nothing in a functional graph."""
+    for node in gm.graph.nodes:
+        if node in kept and node.target in _COPIES:
+            continue
+        if node.target in _COPIES:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.view.dtype and getattr(node.args[0], "target", None) is aten.view.dtype:
+            original = node.args[0].args[0]
+            if example(original).dtype == node.args[1]:
+                node.replace_all_uses_with(original)
+    reshape_views(gm)
+    eliminate_dead_code(gm)
+    gm.recompile()
+
+
+def _copy_outputs(gm: fx.GraphModule) -> None:
+    """Copy each output: while it is a scan, its outputs must alias neither its inputs nor each other."""
+    output = gm.graph.output_node()
+    copies = []
+    for value in results(gm):
+        with gm.graph.inserting_before(output):
+            copied = gm.graph.call_function(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+        copied.meta = dict(value.meta)
+        copies.append(copied)
+    output.args = (copies,)
+    gm.recompile()
