@@ -12,10 +12,10 @@ train: $(TRAINER)
 	$(BIN)/nsa-compile train
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n logical --dist worksteal
 
 test-deep: lint
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal --hypothesis-profile=deep
+	$(BIN)/python -m pytest -q -n logical --dist worksteal --hypothesis-profile=deep
 
 lint: $(TESTS)
 	$(BIN)/ruff check .

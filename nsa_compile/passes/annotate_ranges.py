@@ -1,6 +1,6 @@
 """annotate_ranges: say of each node which named range it belongs to.
 
-The last pass, and only on request (`ranges=True`). It labels nodes and changes no computation; `passes/markers.py`
+The last pass, and only on request (`ranges=True`). It labels nodes and changes no computation; `ir/markers.py`
 opens and closes the ranges in the compiled program, forward and backward.
 
 | range | what it names |
