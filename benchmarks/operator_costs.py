@@ -31,7 +31,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 import nsa_compile.passes
-from nsa_compile.ir import attention as nodes
+from nsa_compile.ir import attention
 from nsa_compile.ops import compressed_attention, flops, force_implementation, selected_attention, window_attention
 from nsa_compile.ops.compressed.selection import select_blocks
 from nsa_compile.ops.dispatch import implementation
@@ -91,7 +91,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> tuple[Tensor]:
 def dense_scores(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
     q = q.unflatten(2, (GROUPS, HEADS)).transpose(1, 2).flatten(0, 1)  # [G, S, h, D]
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-    return (nodes.dense(q, k, v, None, None, DIM**-0.5, "blocks", (BLOCK, STRIDE), 1),)
+    return (attention.dense(attention.AttentionCall(q, k, v, None, None, DIM**-0.5, attention.Blocks(BLOCK, STRIDE))),)
 
 
 def run(fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> None:
