@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["attend", "attend_backward", "compute_dtype", "from_rows", "to_keys", "to_rows"]
+__all__ = ["attend_tile", "attend_tile_backward", "compute_dtype", "from_rows", "to_keys", "to_rows"]
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -40,7 +40,7 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
     return scores.masked_fill_(hidden.repeat_interleave(heads, 0), -torch.inf)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def attend_tile(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """q `[B, G, rows, D]`, k `[B, G, K, D]`, v `[B, G, K, Dv]`: output, log-sum-exp and weights `[B, G, rows, K]`."""
     scores = _scores(q, k, hidden, scale)
     if k.shape[2] == 0:
@@ -53,10 +53,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tup
     return weights @ v, (largest + total.log()).squeeze(-1), weights
 
 
-def attend_backward(
+def attend_tile_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, hidden: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attend` with respect to q, k and v; `lse` is `[B, G, rows]`."""
+    """Gradients of `attend_tile` with respect to q, k and v; `lse` is `[B, G, rows]`."""
     delta = (grad_out * out).sum(-1, keepdim=True)
     # Rows that see nothing have only scores of -inf; any finite lse gives them weights of zero.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)

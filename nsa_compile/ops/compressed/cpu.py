@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_compile.ops import cpp
-from nsa_compile.ops.compressed.selection import Ranking
+from nsa_compile.ops.compressed.selection import SelectionParameters
 from nsa_compile.ops.tiles import compute_dtype
 
 __all__ = ["backward", "forward", "prepare"]
@@ -25,9 +25,9 @@ def forward(
     block_size: int,
     stride: int,
     scale: float,
-    *ranking: Any,
+    *selection: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    select_block, offsets, weights, *counts = Ranking(*ranking)
+    select_block, offsets, weights, *counts = SelectionParameters(*selection)
     out = cpp.empty(q, *q.shape[:3], v.shape[3])
     lse = cpp.empty(q, *q.shape[:3], dtype=compute_dtype(q))
     indices = cpp.empty(q, *q.shape[:2], k.shape[2], counts[0], dtype=torch.int32)
@@ -48,7 +48,7 @@ def backward(
     block_size: int,
     stride: int,
     scale: float,
-    *ranking: Any,
+    *selection: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = cpp.empty(q, *q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     tensors = (grad_out, q, k, v, out, lse, dq, dk, dv)

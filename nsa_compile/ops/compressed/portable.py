@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_compile.ops import tiles
-from nsa_compile.ops.compressed.selection import Ranking, block_scores, select_blocks, sum_heads
+from nsa_compile.ops.compressed.selection import SelectionParameters, best_blocks_at, block_scores, sum_heads
 
 __all__ = ["backward", "forward"]
 
@@ -26,9 +26,9 @@ def forward(
     block_size: int,
     stride: int,
     scale: float,
-    *ranking: Any,
+    *selection: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    select_block, offsets, factors, *counts = Ranking(*ranking)
+    select_block, offsets, factors, *counts = SelectionParameters(*selection)
     groups = k.shape[2]
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=tiles.compute_dtype(q))
@@ -36,7 +36,9 @@ def forward(
     keys, values = tiles.to_keys(k), tiles.to_keys(v)
     for queries, seen, position, hidden in _chunks(q, k, block_size, stride):
         rows = tiles.to_rows(q[:, queries], groups)
-        rows_out, rows_lse, probabilities = tiles.attend(rows, keys[:, :, :seen], values[:, :, :seen], hidden, scale)
+        rows_out, rows_lse, probabilities = tiles.attend_tile(
+            rows, keys[:, :, :seen], values[:, :, :seen], hidden, scale
+        )
         out[:, queries] = tiles.from_rows(rows_out, len(position))
         lse[:, queries] = tiles.from_rows(rows_lse, len(position))
         if counts[0]:
@@ -47,7 +49,7 @@ def forward(
             )
             num_blocks = (queries.stop - 1) // select_block + 1
             score = block_scores(sum_heads(by_query), num_blocks, select_block // stride, offsets, factors)
-            indices[:, queries] = select_blocks(score.transpose(1, 2), position, select_block, *counts)
+            indices[:, queries] = best_blocks_at(score.transpose(1, 2), position, select_block, *counts)
     return out, lse, indices
 
 
@@ -61,7 +63,7 @@ def backward(
     block_size: int,
     stride: int,
     scale: float,
-    *ranking: Any,
+    *selection: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[2]
     keys, values = tiles.to_keys(k), tiles.to_keys(v)
@@ -69,7 +71,7 @@ def backward(
     for queries, seen, position, hidden in _chunks(q, k, block_size, stride):
         rows, rows_grad, rows_out = (tiles.to_rows(x[:, queries], groups) for x in (q, grad_out, out))
         rows_lse = tiles.to_rows(lse[:, queries, :, None], groups).squeeze(-1)
-        dq_rows, dk_seen, dv_seen = tiles.attend_backward(
+        dq_rows, dk_seen, dv_seen = tiles.attend_tile_backward(
             rows_grad, rows, keys[:, :, :seen], values[:, :, :seen], rows_out, rows_lse, hidden, scale
         )
         dq[:, queries] = tiles.from_rows(dq_rows, len(position))

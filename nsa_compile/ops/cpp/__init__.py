@@ -21,8 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import filelock
 import torch
@@ -31,17 +33,17 @@ from torch import Tensor
 from nsa_compile import inductor_files
 from nsa_compile.compiler_cache import machine_name
 from nsa_compile.files import make_private, read_sealed, write_sealed
+from nsa_compile.ops.dispatch import KERNELS, Kernel, register_kernel
 
 if TYPE_CHECKING:
     from torch._inductor.cpp_builder import CppBuilder
 
 __all__ = [
-    "call", "empty", "has_matrix_unit", "kernel_directory", "load", "sizes_of", "uses_matrix_unit", "vectors_only",
+    "call", "empty", "has_matrix_unit", "kernel_directory", "load", "register_kernels", "sizes_of", "uses_matrix_unit",
 ]  # fmt: skip
 
 logger = logging.getLogger("nsa_compile")
 
-OPERATORS = ("window", "compressed", "selected")
 _DTYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -84,13 +86,34 @@ def uses_matrix_unit(dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def vectors_only() -> Iterator[None]:
+def _on_vectors() -> Iterator[None]:
     """Inside this context the kernels leave the matrix unit alone, as on machines that have none."""
     _vectors_only.append(True)
     try:
         yield
     finally:
         _vectors_only.pop()
+
+
+class _CppKernel(Kernel):
+    def describe(self, dtype: torch.dtype) -> str:
+        return f"{self.words}, {'matrix unit' if uses_matrix_unit(dtype) else 'vectors'}"
+
+
+def register_kernels(operator: str) -> None:
+    """Register what `<operator>/cpu.py` calls: with all that the processor has, and without its matrix unit."""
+
+    def load_code() -> Any:
+        return import_module(f"nsa_compile.ops.{operator}.cpu")
+
+    def load_vectors() -> SimpleNamespace:
+        code, on_vectors = load_code(), _on_vectors()
+        return SimpleNamespace(
+            prepare=code.prepare, forward=on_vectors(code.forward), backward=on_vectors(code.backward)
+        )
+
+    register_kernel(_CppKernel(operator, "cpu", "C++", load_code, device="cpu", priority=1))
+    register_kernel(Kernel(operator, "vectors", "C++, vectors", load_vectors, device="cpu", priority=-1))
 
 
 @cache
@@ -106,10 +129,11 @@ def _load_all() -> dict[str, ctypes.CDLL]:
 
     kept = kernel_directory(inductor_files.prepare())
     pick_vec_isa()  # runs a compiler itself, and should do so once
-    with ThreadPoolExecutor(len(OPERATORS)) as pool:
+    operators = [name for name, kernels in KERNELS.items() if isinstance(kernels.get("cpu"), _CppKernel)]
+    with ThreadPoolExecutor(len(operators)) as pool:
         # Inductor's configuration lives in the context of the calling thread.
-        loading = [pool.submit(copy_context().run, _obtain, operator, kept) for operator in OPERATORS]
-        return {operator: library.result() for operator, library in zip(OPERATORS, loading, strict=True)}
+        loading = [pool.submit(copy_context().run, _obtain, operator, kept) for operator in operators]
+        return {operator: library.result() for operator, library in zip(operators, loading, strict=True)}
 
 
 def kernel_directory(compiled: Path) -> Path:

@@ -24,7 +24,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple
     keys, values = tiles.to_keys(k), tiles.to_keys(v)
     for queries, span, hidden in _chunks(q, k, window):
         rows = tiles.to_rows(q[:, queries], groups)
-        rows_out, rows_lse, _ = tiles.attend(rows, keys[:, :, span], values[:, :, span], hidden, scale)
+        rows_out, rows_lse, _ = tiles.attend_tile(rows, keys[:, :, span], values[:, :, span], hidden, scale)
         out[:, queries] = tiles.from_rows(rows_out, hidden.shape[0])
         lse[:, queries] = tiles.from_rows(rows_lse, hidden.shape[0])
     return out, lse
@@ -39,7 +39,7 @@ def backward(
     for queries, span, hidden in _chunks(q, k, window):
         rows, rows_grad, rows_out = (tiles.to_rows(x[:, queries], groups) for x in (q, grad_out, out))
         rows_lse = tiles.to_rows(lse[:, queries, :, None], groups).squeeze(-1)
-        dq_rows, dk_span, dv_span = tiles.attend_backward(
+        dq_rows, dk_span, dv_span = tiles.attend_tile_backward(
             rows_grad, rows, keys[:, :, span], values[:, :, span], rows_out, rows_lse, hidden, scale
         )
         dq[:, queries] = tiles.from_rows(dq_rows, hidden.shape[0])
