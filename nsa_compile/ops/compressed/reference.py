@@ -14,13 +14,7 @@ __all__ = ["forward"]
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_size: int,
-    stride: int,
-    scale: float,
-    *selection: Any,
+    q: Tensor, k: Tensor, v: Tensor, block_size: int, stride: int, scale: float, *selection: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     select_block, offsets, factors, *counts = SelectionParameters(*selection)
     position = torch.arange(q.shape[1], device=q.device)

@@ -34,12 +34,14 @@ from nsa_compile import inductor_files
 from nsa_compile.compiler_cache import machine_name
 from nsa_compile.files import make_private, read_sealed, write_sealed
 from nsa_compile.ops.dispatch import KERNELS, Kernel, register_kernel
+from nsa_compile.ops.tiles import compute_dtype
 
 if TYPE_CHECKING:
     from torch._inductor.cpp_builder import CppBuilder
 
 __all__ = [
-    "call", "empty", "has_matrix_unit", "kernel_directory", "load", "register_kernels", "sizes_of", "uses_matrix_unit",
+    "backward", "empty", "forward", "has_matrix_unit", "kernel_directory", "load", "register_kernels",
+    "uses_matrix_unit",
 ]  # fmt: skip
 
 logger = logging.getLogger("nsa_compile")
@@ -238,12 +240,31 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
     return result
 
 
-def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> _Sizes:
+def forward(
+    operator: str, inputs: tuple[Tensor, ...], *parameters: object, indices: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Output and log-sum-exp for `inputs`, which are q, k, v and what else the kernel reads; `indices` are written."""
+    q, k, v = inputs[:3]
+    out, lse = empty(q, *q.shape[:3], v.shape[3]), empty(q, *q.shape[:3], dtype=compute_dtype(q))
+    results = (out, lse) if indices is None else (out, lse, indices)
+    _call(operator, "forward", _sizes_of(q, k, v), (*inputs, *results), *parameters)
+    return results
+
+
+def backward(operator: str, inputs: tuple[Tensor, ...], *parameters: object) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv for `inputs`, which are grad_out, q, k, v, out, lse and what else the kernel reads."""
+    q, k, v = inputs[1:4]
+    dq, dk, dv = empty(q, *q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    _call(operator, "backward", _sizes_of(q, k, v), (*inputs, dq, dk, dv), *parameters)
+    return dq, dk, dv
+
+
+def _sizes_of(q: Tensor, k: Tensor, v: Tensor) -> _Sizes:
     batch, queries, query_heads, key_dim = q.shape
     return _Sizes(batch, queries, k.shape[1], query_heads, k.shape[2], key_dim, v.shape[3])
 
 
-def call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor, ...], *parameters: object) -> None:
+def _call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor, ...], *parameters: object) -> None:
     """`<operator>_attention_<direction>(sizes, tensors, parameters…, number of threads, use of the matrix unit)`.
 
     Parameters are ints, floats and sequences of ints. Raises MemoryError where working memory cannot be allocated.
