@@ -33,8 +33,8 @@ from torch import Tensor
 import nsa_compile.passes
 from nsa_compile.ir import attention
 from nsa_compile.ops import compressed_attention, flops, force_implementation, selected_attention, window_attention
-from nsa_compile.ops.compressed.selection import select_blocks
-from nsa_compile.ops.dispatch import implementation
+from nsa_compile.ops.compressed.selection import best_blocks_at
+from nsa_compile.ops.dispatch import choose_kernel
 from nsa_compile.profiles.measure import SEED, interleave, make_record, write_record
 
 COSTS = Path(nsa_compile.passes.__file__).parent / "operator_costs.json"
@@ -76,7 +76,7 @@ def cases(seq_len: int, device: torch.device) -> Iterator[Case]:
         yield name, f"{blocks} blocks", pairs, partial(run, fn, q, k_cmp, v_cmp)
     for count in COUNTS:
         score = torch.rand(1, seq_len, GROUPS, -(-seq_len // SELECT_BLOCK), generator=generator, device=device)
-        indices = select_blocks(score, position, SELECT_BLOCK, count, 1, 2)
+        indices = best_blocks_at(score, position, SELECT_BLOCK, count, 1, 2)
         fn = partial(selected_attention, indices=indices, block_size=SELECT_BLOCK)
         # As lower_attention counts them: it knows how many blocks there are, not which.
         pairs = flops.window_pairs(seq_len, seq_len, count * SELECT_BLOCK)
@@ -146,9 +146,7 @@ def main(seq_lens, repeats, device, threads, out) -> None:
         "heads": HEADS, "head_dim": DIM, "dtype": str(DTYPES[on.type]).removeprefix("torch."), "device": device,
         "repeats": repeats,
         "unit": f"ns of forward + backward for one key/value head and its {HEADS} query heads",
-        "implementations": {
-            name: implementation(name, x).__name__.rpartition(".")[2] for name in ("window", "compressed", "selected")
-        },
+        "implementations": {name: choose_kernel(name, x).name for name in ("window", "compressed", "selected")},
     }  # fmt: skip
     path = Path(out) if out else COSTS
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

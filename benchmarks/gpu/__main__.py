@@ -36,7 +36,7 @@ from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.tables import render
 from benchmarks.gpu.training import PRESETS, SEQ_LENS, measure_training
 from nsa_compile.models import SparsePattern
-from nsa_compile.ops.dispatch import implementation, observe
+from nsa_compile.ops.dispatch import choose_kernel, observe
 from nsa_compile.profiles.measure import make_record, not_measured, write_record
 
 log = logging.getLogger("benchmarks.gpu")
@@ -129,7 +129,7 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         with observe() as uses:
             for operator in ("window", "compressed", "selected"):
-                implementation(operator, torch.empty(0, dtype=torch.bfloat16, device=device))
+                choose_kernel(operator, torch.empty(0, dtype=torch.bfloat16, device=device))
         for use in uses:
             if use.reason is not None:
                 raise click.UsageError(f"{use.operator} attention would not run in Triton: {use.reason}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nsa_compile.ops.compressed.selection import Ranking
+    from nsa_compile.ops.compressed.selection import SelectionParameters
 
 __all__ = [
     "TRITON_DTYPES",
@@ -17,7 +17,7 @@ __all__ = [
     "check_compression",
     "check_indices",
     "check_minimum",
-    "check_ranking",
+    "check_selection",
     "default_scale",
 ]
 
@@ -64,8 +64,8 @@ def check_compression(block_size: int, stride: int) -> None:
     check_minimum("stride", stride, 1)
 
 
-def check_ranking(stride: int, ranking: Ranking) -> None:
-    select_block, offsets, weights, num_selected, num_initial, num_local = ranking
+def check_selection(stride: int, selection: SelectionParameters) -> None:
+    select_block, offsets, weights, num_selected, num_initial, num_local = selection
     check_minimum("num_selected", num_selected, 0)
     if num_selected == 0:
         return

@@ -1,4 +1,4 @@
-"""Pieces of the portable implementations: rows of query heads, and one tile of attention forwards and backwards.
+"""Pieces of the portable implementations: rows of query heads, attention tile by tile, forwards and backwards.
 
 A tile works on `[B, G, rows, D]`, its rows being the heads of a group for some consecutive queries. Everything is
 computed in `compute_dtype`, and no autograd graph is built.
@@ -6,29 +6,34 @@ computed in `compute_dtype`, and no autograd graph is built.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 
-__all__ = ["attend", "attend_backward", "compute_dtype", "from_rows", "to_keys", "to_rows"]
+__all__ = ["Chunk", "backward", "compute_dtype", "forward"]
+
+# Consecutive queries, the keys that any of them sees, and which of these `[C, K]` are hidden from which query.
+Chunk = tuple[slice, slice, Tensor]
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def to_rows(x: Tensor, groups: int) -> Tensor:
+def _to_rows(x: Tensor, groups: int) -> Tensor:
     """`[B, C, Hq, D]` -> `[B, G, C * h, D]`, in the dtype of the computation."""
     grouped = x.unflatten(2, (groups, x.shape[2] // groups)).to(compute_dtype(x))
     return grouped.transpose(1, 2).flatten(2, 3)
 
 
-def from_rows(rows: Tensor, queries: int) -> Tensor:
+def _from_rows(rows: Tensor, queries: int) -> Tensor:
     """`[B, G, C * h, ...]` -> `[B, C, Hq, ...]`, for C queries."""
     heads = rows.shape[2] // queries
     return rows.unflatten(2, (queries, heads)).transpose(1, 2).flatten(2, 3)
 
 
-def to_keys(x: Tensor) -> Tensor:
+def _to_keys(x: Tensor) -> Tensor:
     """`[B, T, G, D]` -> `[B, G, T, D]`, in the dtype of the computation."""
     return x.transpose(1, 2).to(compute_dtype(x))
 
@@ -40,7 +45,7 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
     return scores.masked_fill_(hidden.repeat_interleave(heads, 0), -torch.inf)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """q `[B, G, rows, D]`, k `[B, G, K, D]`, v `[B, G, K, Dv]`: output, log-sum-exp and weights `[B, G, rows, K]`."""
     scores = _scores(q, k, hidden, scale)
     if k.shape[2] == 0:
@@ -53,10 +58,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tup
     return weights @ v, (largest + total.log()).squeeze(-1), weights
 
 
-def attend_backward(
+def _attend_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, hidden: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attend` with respect to q, k and v; `lse` is `[B, G, rows]`."""
+    """Gradients of `_attend` with respect to q, k and v; `lse` is `[B, G, rows]`."""
     delta = (grad_out * out).sum(-1, keepdim=True)
     # Rows that see nothing have only scores of -inf; any finite lse gives them weights of zero.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
@@ -64,3 +69,42 @@ def attend_backward(
     dv = weights.transpose(-1, -2) @ grad_out
     dscores = (grad_out @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
     return dscores @ k, dscores.transpose(-1, -2) @ q, dv
+
+
+def forward(
+    chunks: Iterable[Chunk], q: Tensor, k: Tensor, v: Tensor, scale: float,
+    read_weights: Callable[[slice, Tensor], None] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp, chunk by chunk.
+
+    `read_weights`, if there is one, gets the queries of each chunk and their weights `[B, G, rows, K]`.
+    """
+    groups, keys, values = k.shape[2], _to_keys(k), _to_keys(v)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+    for queries, span, hidden in chunks:
+        rows = _to_rows(q[:, queries], groups)
+        rows_out, rows_lse, weights = _attend(rows, keys[:, :, span], values[:, :, span], hidden, scale)
+        out[:, queries] = _from_rows(rows_out, hidden.shape[0])
+        lse[:, queries] = _from_rows(rows_lse, hidden.shape[0])
+        if read_weights is not None:
+            read_weights(queries, weights)
+    return out, lse
+
+
+def backward(
+    chunks: Iterable[Chunk], grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, chunk by chunk."""
+    groups, keys, values = k.shape[2], _to_keys(k), _to_keys(v)
+    dq, dk, dv = q.new_empty(q.shape), torch.zeros_like(keys), torch.zeros_like(values)
+    for queries, span, hidden in chunks:
+        rows, rows_grad, rows_out = (_to_rows(x[:, queries], groups) for x in (q, grad_out, out))
+        rows_lse = _to_rows(lse[:, queries, :, None], groups).squeeze(-1)
+        dq_rows, dk_span, dv_span = _attend_backward(
+            rows_grad, rows, keys[:, :, span], values[:, :, span], rows_out, rows_lse, hidden, scale
+        )
+        dq[:, queries] = _from_rows(dq_rows, hidden.shape[0])
+        dk[:, :, span] += dk_span
+        dv[:, :, span] += dv_span
+    return dq, dk.transpose(1, 2).to(k.dtype).contiguous(), dv.transpose(1, 2).to(v.dtype).contiguous()

@@ -26,7 +26,7 @@ from nsa_compile.machine.matmul_rate import best_of, busy, measure_matmul, multi
 from nsa_compile.models import NSAConfig, SparsePattern, nsa_attention
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.ops import selected_attention
-from nsa_compile.ops.dispatch import implementation
+from nsa_compile.ops.dispatch import choose_kernel
 from nsa_compile.ops.selected.ranges import selected_attention_v1
 from nsa_compile.profiles.measure import (
     CPU,
@@ -150,12 +150,8 @@ def _what_was_compiled(q: Tensor) -> dict[str, Any]:
     assert report is not None, "something was compiled"
     operators = {choice.branch: choice.operator for choice in report.attention}
     sparse = [name for name in ("compressed", "selected", "window") if f"{name}_attention" in operators.get(name, "")]
-    implementations = {name: _implementation(name, q) for name in sparse}
+    implementations = {name: choose_kernel(name, q).name for name in sparse}
     return {"batched": all(s.batched for s in report.scans), "operators": operators, "implementations": implementations}
-
-
-def _implementation(operator: str, q: Tensor) -> str:
-    return implementation(operator, q).__name__.rpartition(".")[2]
 
 
 # -- prefill
@@ -294,7 +290,7 @@ def selection(
                 "parity": parity,
                 **timings,
                 "ratio": ratio(timings["v1"], timings["v2"]),
-                "implementations": {"selected": _implementation("selected", q)},
+                "implementations": {"selected": choose_kernel("selected", q).name},
             }
 
 

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa_compile.ops import force_implementation
+from nsa_compile.ops.dispatch import KERNELS, Kernel
 
-# The C++ kernels with all that the machine has, and without its matrix unit.
-IMPLEMENTATIONS = ("portable", "cpu", "vectors")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def module(operator: str, implementation: str) -> Any:
-    """What has the `forward` and the `backward` of an operator."""
-    if implementation == "vectors":
-        kernels = module(operator, "cpu")
-        directions = {name: _with_vectors(getattr(kernels, name)) for name in ("forward", "backward")}
-        return SimpleNamespace(**directions)
-    return importlib.import_module(f"nsa_compile.ops.{operator}.{implementation}")
+def kernels(operator: str, dtype: torch.dtype | None = None) -> list[Kernel]:
+    """The registered kernels that run on the CPU and take a dtype, if one is given, as parameters of a test."""
+    found = [kernel for kernel in KERNELS[operator].values() if kernel.device in (None, "cpu")]
+    return [pytest.param(kernel, id=kernel.name) for kernel in found if dtype is None or dtype in kernel.dtypes]
 
 
-def _with_vectors(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
-        with force_implementation("vectors"):
-            return fn(*arguments)
-
-    return run
+def reference(operator: str) -> Callable[..., tuple[Tensor, ...]]:
+    return importlib.import_module(f"nsa_compile.ops.{operator}.reference").forward
 
 
 @dataclass(frozen=True)
@@ -55,6 +45,10 @@ class Problem:
     @property
     def scale(self) -> float:
         return self.D**-0.5
+
+    def taken_by(self, kernel: Kernel) -> Problem:
+        """This problem in its dtype, or, if the kernel does not take that, in one that it takes."""
+        return self if self.dtype in kernel.dtypes else replace(self, dtype=kernel.dtypes[0])
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and grad_out in `dtype`, laid out as `layout` says."""
@@ -110,19 +104,18 @@ def problems(draw, keys: Callable[[int], int] | None = None, dtypes: tuple[torch
     )
 
 
-def check(problem: Problem, operator: str, implementation: str, *parameters: object) -> tuple[Tensor, ...]:
-    """Values and gradients of an implementation against the reference in float64; returns the outputs.
+def check(problem: Problem, kernel: Kernel, *parameters: object) -> tuple[Tensor, ...]:
+    """Values and gradients of a kernel against the reference in float64; returns the outputs.
 
     An error may be that of the reference evaluated at the same precision, plus a band of roundings: of the result,
     once, at the precision of the input, and of scores and sums at that of the computation.
     """
     q, k, v, grad = problem.tensors()
     before = [x.clone() for x in (q, k, v, grad)]
-    exact = _run_reference(operator, (q, k, v, grad), torch.float64, parameters)
-    rounded = _run_reference(operator, (q, k, v, grad), problem.dtype, parameters)
-    ours = module(operator, implementation)
-    out, lse, *rest = ours.forward(q, k, v, *parameters)
-    gradients = ours.backward(grad, q, k, v, out, lse, *parameters)
+    exact = _run_reference(kernel.operator, (q, k, v, grad), torch.float64, parameters)
+    rounded = _run_reference(kernel.operator, (q, k, v, grad), problem.dtype, parameters)
+    out, lse, *rest = kernel.forward(q, k, v, *parameters)
+    gradients = kernel.backward(grad, q, k, v, out, lse, *parameters)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v, grad), before, strict=True)), "an input was written to"
 
     computed = torch.promote_types(problem.dtype, torch.float32)
@@ -144,7 +137,7 @@ def _run_reference(
     """out, lse, dq, dk, dv of the reference evaluated in `dtype`, as float64."""
     *inputs, grad = (x.to(dtype).detach().clone() for x in tensors)
     leaves = [x.requires_grad_() for x in inputs]
-    out, lse, *_ = module(operator, "reference").forward(*leaves, *parameters)
+    out, lse, *_ = reference(operator)(*leaves, *parameters)
     gradients = torch.autograd.grad(out, leaves, grad)
     return [x.detach().double() for x in (out, lse, *gradients)]
 

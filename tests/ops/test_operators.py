@@ -1,9 +1,7 @@
-"""What the three operators have in common: registration, vmap, threads, memory, FLOPs, fallback, errors."""
+"""What the operators have in common: registration, vmap, threads, memory, FLOPs, errors."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa_compile import ops
-from nsa_compile.ops import cpp, dispatch, flops
-from tests.ops.problems import IMPLEMENTATIONS, module
+from nsa_compile.ops import cpp, flops
+from nsa_compile.ops.dispatch import KERNELS
+from tests.ops.problems import kernels
 
-OPERATORS = ("window", "compressed", "selected")
+OPERATORS = list(KERNELS)
+PRECISE = [kernel for name in OPERATORS for kernel in kernels(name, torch.float64)]
 
 
 def inputs(B=2, S=9, T=9, G=2, h=2, D=3, Dv=5, dtype=torch.float64, stride=1) -> dict[str, tuple]:
@@ -45,19 +45,17 @@ def with_gradients(arguments: tuple) -> tuple:
     return tuple(x.detach().clone().requires_grad_() if i < 3 else x for i, x in enumerate(arguments))
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_registration(name, implementation):
-    with ops.force_implementation(implementation):
-        torch.library.opcheck(operator(name), with_gradients(inputs()[name]))
+@pytest.mark.parametrize("kernel", PRECISE)
+def test_registration(kernel):
+    with ops.force_implementation(kernel.name):
+        torch.library.opcheck(operator(kernel.operator), with_gradients(inputs()[kernel.operator]))
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gradcheck(name, implementation):
-    arguments = with_gradients(inputs(B=1, S=7, T=7)[name])
-    with ops.force_implementation(implementation):
-        assert torch.autograd.gradcheck(lambda *x: operator(name)(*x, *arguments[3:])[0], arguments[:3])
+@pytest.mark.parametrize("kernel", PRECISE)
+def test_gradcheck(kernel):
+    arguments = with_gradients(inputs(B=1, S=7, T=7)[kernel.operator])
+    with ops.force_implementation(kernel.name):
+        assert torch.autograd.gradcheck(lambda *x: operator(kernel.operator)(*x, *arguments[3:])[0], arguments[:3])
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -94,14 +92,14 @@ def test_vmap_equals_a_loop(name, in_dims):
 )
 def test_bits_do_not_depend_on_the_number_of_threads(name, implementation, dtype):
     arguments = inputs(B=1, S=1500, T=1500, D=16, Dv=8, dtype=dtype, stride=4)[name]
-    kernels = module(name, implementation)
+    kernel = KERNELS[name][implementation]
     before = torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 3, 2):
             torch.set_num_threads(threads)
-            outputs = kernels.forward(*arguments)
-            gradients = kernels.backward(outputs[0], *arguments[:3], *outputs[:2], *arguments[3:])
+            outputs = kernel.forward(*arguments)
+            gradients = kernel.backward(outputs[0], *arguments[:3], *outputs[:2], *arguments[3:])
             results.append((*outputs, *gradients))
     finally:
         torch.set_num_threads(before)
@@ -115,9 +113,9 @@ def test_the_matrix_unit_is_as_exact_as_vectors(name, dtype):
     arguments = inputs(B=1, S=700, T=700, G=2, h=3, D=64, Dv=80, dtype=dtype, stride=4)[name]
 
     def results(implementation: str, arguments: tuple) -> list[Tensor]:
-        kernels = module(name, implementation)
-        out, lse, *_ = kernels.forward(*arguments)
-        return [out, *kernels.backward(out, *arguments[:3], out, lse, *arguments[3:])]
+        kernel = KERNELS[name][implementation]
+        out, lse, *_ = kernel.forward(*arguments)
+        return [out, *kernel.backward(out, *arguments[:3], out, lse, *arguments[3:])]
 
     exact = results("cpu", tuple(x.double() if i < 3 else x for i, x in enumerate(arguments)))
     errors = {
@@ -149,8 +147,8 @@ def test_portable_makes_no_tensor_of_quadratic_size(name):
     S = 4096
     arguments = inputs(B=1, S=S, T=S, G=1, h=1, D=4, Dv=4, dtype=torch.float32, stride=4)[name]
     with _LargestTensor() as largest:
-        out, lse, *_ = module(name, "portable").forward(*arguments)
-        module(name, "portable").backward(out, *arguments[:3], out, lse, *arguments[3:])
+        out, lse, *_ = KERNELS[name]["portable"].forward(*arguments)
+        KERNELS[name]["portable"].backward(out, *arguments[:3], out, lse, *arguments[3:])
     assert largest.elements < S * S / 4
 
 
@@ -159,11 +157,11 @@ def test_portable_makes_no_tensor_of_quadratic_size(name):
 def test_cpp_takes_no_memory_of_quadratic_size(name):
     S = 8192
     arguments = inputs(B=1, S=S, T=S, G=1, h=1, D=4, Dv=4, dtype=torch.float32, stride=4)[name]
-    kernels = module(name, "cpu")
-    kernels.prepare()
+    kernel = KERNELS[name]["cpu"]
+    kernel.prepare()
     before = _peak_memory(reset=True)
-    out, lse, *_ = kernels.forward(*arguments)
-    kernels.backward(out, *arguments[:3], out, lse, *arguments[3:])
+    out, lse, *_ = kernel.forward(*arguments)
+    kernel.backward(out, *arguments[:3], out, lse, *arguments[3:])
     assert _peak_memory() - before < S * S  # a quarter of a float for each pair
 
 
@@ -206,53 +204,6 @@ def test_flop_counter(name):
     counts = {str(op).removeprefix("nsa_compile."): count for op, count in counter.get_flop_counts()["Global"].items()}
     # D = 3, Dv = 5: two products forwards, five backwards.
     assert counts[f"{name}_attention_backward"] / counts[f"{name}_attention"] == (3 * 3 + 2 * 5) / (3 + 5)
-
-
-def test_fallback_says_why_once(monkeypatch, caplog):
-    def broken(operator):
-        raise RuntimeError("no C++ compiler")
-
-    monkeypatch.setattr(cpp, "load", broken)
-    dispatch._best.cache_clear()
-    arguments = inputs()["window"]
-    with caplog.at_level(logging.WARNING, logger="nsa_compile"):
-        for _ in range(2):
-            out = operator("window")(*arguments)[0]
-    dispatch._best.cache_clear()
-    assert [record.message for record in caplog.records] == [
-        "window attention on cpu uses the slow portable implementation: cpu cannot be used (no C++ compiler)"
-    ]
-    torch.testing.assert_close(out, module("window", "portable").forward(*arguments)[0])
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_dtypes_without_triton_kernels_are_computed_portably_and_said_so(name, caplog):
-    """Decided by the dtype alone: no GPU is asked."""
-    dispatch._best.cache_clear()
-    with torch._subclasses.FakeTensorMode(), caplog.at_level(logging.WARNING, logger="nsa_compile"):
-        chosen = [dispatch.implementation(name, torch.empty(1, device="cuda", dtype=torch.float64)) for _ in range(2)]
-    dispatch._best.cache_clear()
-    assert chosen == [module(name, "portable")] * 2
-    assert [record.message for record in caplog.records] == [
-        f"{name} attention on cuda uses the slow portable implementation: there are no Triton kernels for torch.float64"
-    ]
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_dispatch_takes_triton_on_cuda(name, monkeypatch):
-    triton = pytest.importorskip(f"nsa_compile.ops.{name}.triton", reason="triton is not installed")
-    monkeypatch.setattr(triton, "prepare", lambda: None)  # it launches a kernel
-    dispatch._best.cache_clear()
-    with torch._subclasses.FakeTensorMode():
-        dtypes = (torch.bfloat16, torch.float16, torch.float32)
-        chosen = [dispatch.implementation(name, torch.empty(1, device="cuda", dtype=dtype)) for dtype in dtypes]
-    dispatch._best.cache_clear()
-    assert chosen == [triton] * 3
-
-
-def test_dispatch_takes_cpp_on_the_cpu():
-    for name in OPERATORS:
-        assert dispatch.implementation(name, torch.zeros(1)) is sys.modules[f"nsa_compile.ops.{name}.cpu"]
 
 
 @pytest.mark.parametrize(

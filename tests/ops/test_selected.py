@@ -1,7 +1,8 @@
-"""Attention over selected blocks: every implementation against the dense reference, and against loops over ranges."""
+"""Attention over selected blocks: every registered kernel against the dense reference and against loops over ranges."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from nsa_compile import ops
 from nsa_compile.ops.selected.ranges import selected_attention_v1, token_ranges
-from tests.ops.problems import IMPLEMENTATIONS, Problem, check, module, problems
+from tests.ops.problems import Problem, check, kernels, problems, reference
 
 ORDINARY = Problem(1, 300, 300, 2, 4, 64, 64, "normal", "contiguous", torch.float32, 0)
 PATTERNS = ("random", "sequential", "duplicates", "gaps", "single block", "all invalid", "out of range")
@@ -40,7 +41,7 @@ def make_indices(pattern: str, problem: Problem, num_selected: int, block_size: 
     return torch.randint(-1, blocks + 1, shape, generator=rng)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kernel", kernels("selected"))
 @given(
     problem=problems(),
     pattern=st.sampled_from(PATTERNS),
@@ -49,44 +50,54 @@ def make_indices(pattern: str, problem: Problem, num_selected: int, block_size: 
     narrow=st.booleans(),
     strided=st.booleans(),
 )
-def test_equals_the_reference(implementation, problem, pattern, num_selected, block_size, narrow, strided):
+def test_equals_the_reference(kernel, problem, pattern, num_selected, block_size, narrow, strided):
+    problem = problem.taken_by(kernel)
     indices = make_indices(pattern, problem, num_selected, block_size)
     if narrow and pattern != "out of range":
         indices = indices.int()
     if strided:
         indices = indices.transpose(1, 3).contiguous().transpose(1, 3)
-    check(problem, "selected", implementation, indices, block_size, problem.scale)
+    check(problem, kernel, indices, block_size, problem.scale)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_long_sequences_take_several_units(implementation):
+@pytest.mark.parametrize("kernel", kernels("selected", torch.float64))
+def test_long_sequences_take_several_units(kernel):
     long = replace(ORDINARY, S=2500, keys=2500, G=1, h=2, D=8, Dv=8, dtype=torch.float64)
-    check(long, "selected", implementation, make_indices("random", long, 6, 64), 64, long.scale)
+    check(long, kernel, make_indices("random", long, 6, 64), 64, long.scale)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_query_that_sees_no_key(implementation):
+@pytest.mark.parametrize("kernel", kernels("selected", torch.float32))
+def test_a_query_that_sees_no_key(kernel):
     q, k, v, grad = ORDINARY.tensors()
     indices = torch.full((1, 300, 2, 3), -1)
     indices[:, ::2, :, 1] = 1  # block 1 begins at 64
-    out, lse = module("selected", implementation).forward(q, k, v, indices, 64, 0.5)
+    out, lse = kernel.forward(q, k, v, indices, 64, 0.5)
     sees = (torch.arange(300) % 2 == 0) & (torch.arange(300) >= 64)
     assert (out[:, ~sees] == 0).all()
     assert (lse[:, ~sees] == -torch.inf).all()
     assert lse[:, sees].isfinite().all()
-    gradients = module("selected", implementation).backward(grad, q, k, v, out, lse, indices, 64, 0.5)
+    gradients = kernel.backward(grad, q, k, v, out, lse, indices, 64, 0.5)
     assert (gradients[0][:, ~sees] == 0).all()
     assert all(x.isfinite().all() for x in gradients)
 
 
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "reference"])
+@pytest.mark.parametrize("kernel", kernels("selected", torch.float64))
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_equals_loops_over_token_ranges(implementation, pattern):
+def test_equals_loops_over_token_ranges(kernel, pattern):
+    check_against_ranges(kernel.forward, pattern)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_reference_equals_loops_over_token_ranges(pattern):
+    check_against_ranges(reference("selected"), pattern)
+
+
+def check_against_ranges(forward: Callable[..., tuple[Tensor, ...]], pattern: str) -> None:
     problem = replace(ORDINARY, B=2, S=45, keys=41, h=2, D=5, Dv=3, dtype=torch.float64)
     q, k, v, _ = problem.tensors()
     indices = make_indices(pattern, problem, 4, 7)
     expected = selected_attention_v1(q, k, v, indices, 7, problem.scale)
-    out, _ = module("selected", implementation).forward(q, k, v, indices, 7, problem.scale)
+    out, _ = forward(q, k, v, indices, 7, problem.scale)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Ranking", "best_blocks", "block_scores", "select_blocks", "sum_heads"]
+__all__ = ["SelectionParameters", "best_blocks", "best_blocks_at", "block_scores", "sum_heads"]
 
 
-class Ranking(NamedTuple):
+class SelectionParameters(NamedTuple):
     """How compressed blocks rank selection blocks: the last arguments of the operator, in their order."""
 
     select_block: int
@@ -46,7 +46,7 @@ def block_scores(p: Tensor, num_blocks: int, ratio: int, offsets: Sequence[int],
     return score
 
 
-def select_blocks(
+def best_blocks_at(
     score: Tensor, position: Tensor, select_block: int, num_selected: int, num_initial: int, num_local: int
 ) -> Tensor:
     """eq. 11: int32 indices `[B, C, G, num_selected]` for scores `[B, C, G, Nb]` of queries at `position` `[C]`.

@@ -21,8 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import filelock
 import torch
@@ -31,17 +33,19 @@ from torch import Tensor
 from nsa_compile import inductor_files
 from nsa_compile.compiler_cache import machine_name
 from nsa_compile.files import make_private, read_sealed, write_sealed
+from nsa_compile.ops.dispatch import KERNELS, Kernel, register_kernel
+from nsa_compile.ops.tiles import compute_dtype
 
 if TYPE_CHECKING:
     from torch._inductor.cpp_builder import CppBuilder
 
 __all__ = [
-    "call", "empty", "has_matrix_unit", "kernel_directory", "load", "sizes_of", "uses_matrix_unit", "vectors_only",
+    "backward", "empty", "forward", "has_matrix_unit", "kernel_directory", "load", "register_kernels",
+    "uses_matrix_unit",
 ]  # fmt: skip
 
 logger = logging.getLogger("nsa_compile")
 
-OPERATORS = ("window", "compressed", "selected")
 _DTYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -84,13 +88,34 @@ def uses_matrix_unit(dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def vectors_only() -> Iterator[None]:
+def _on_vectors() -> Iterator[None]:
     """Inside this context the kernels leave the matrix unit alone, as on machines that have none."""
     _vectors_only.append(True)
     try:
         yield
     finally:
         _vectors_only.pop()
+
+
+class _CppKernel(Kernel):
+    def describe(self, dtype: torch.dtype) -> str:
+        return f"{self.words}, {'matrix unit' if uses_matrix_unit(dtype) else 'vectors'}"
+
+
+def register_kernels(operator: str) -> None:
+    """Register what `<operator>/cpu.py` calls: with all that the processor has, and without its matrix unit."""
+
+    def load_code() -> Any:
+        return import_module(f"nsa_compile.ops.{operator}.cpu")
+
+    def load_vectors() -> SimpleNamespace:
+        code, on_vectors = load_code(), _on_vectors()
+        return SimpleNamespace(
+            prepare=code.prepare, forward=on_vectors(code.forward), backward=on_vectors(code.backward)
+        )
+
+    register_kernel(_CppKernel(operator, "cpu", "C++", load_code, device="cpu", priority=1))
+    register_kernel(Kernel(operator, "vectors", "C++, vectors", load_vectors, device="cpu", priority=-1))
 
 
 @cache
@@ -106,10 +131,11 @@ def _load_all() -> dict[str, ctypes.CDLL]:
 
     kept = kernel_directory(inductor_files.prepare())
     pick_vec_isa()  # runs a compiler itself, and should do so once
-    with ThreadPoolExecutor(len(OPERATORS)) as pool:
+    operators = [name for name, kernels in KERNELS.items() if isinstance(kernels.get("cpu"), _CppKernel)]
+    with ThreadPoolExecutor(len(operators)) as pool:
         # Inductor's configuration lives in the context of the calling thread.
-        loading = [pool.submit(copy_context().run, _obtain, operator, kept) for operator in OPERATORS]
-        return {operator: library.result() for operator, library in zip(OPERATORS, loading, strict=True)}
+        loading = [pool.submit(copy_context().run, _obtain, operator, kept) for operator in operators]
+        return {operator: library.result() for operator, library in zip(operators, loading, strict=True)}
 
 
 def kernel_directory(compiled: Path) -> Path:
@@ -214,12 +240,31 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
     return result
 
 
-def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> _Sizes:
+def forward(
+    operator: str, inputs: tuple[Tensor, ...], *parameters: object, indices: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Output and log-sum-exp for `inputs`, which are q, k, v and what else the kernel reads; `indices` are written."""
+    q, k, v = inputs[:3]
+    out, lse = empty(q, *q.shape[:3], v.shape[3]), empty(q, *q.shape[:3], dtype=compute_dtype(q))
+    results = (out, lse) if indices is None else (out, lse, indices)
+    _call(operator, "forward", _sizes_of(q, k, v), (*inputs, *results), *parameters)
+    return results
+
+
+def backward(operator: str, inputs: tuple[Tensor, ...], *parameters: object) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv for `inputs`, which are grad_out, q, k, v, out, lse and what else the kernel reads."""
+    q, k, v = inputs[1:4]
+    dq, dk, dv = empty(q, *q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    _call(operator, "backward", _sizes_of(q, k, v), (*inputs, dq, dk, dv), *parameters)
+    return dq, dk, dv
+
+
+def _sizes_of(q: Tensor, k: Tensor, v: Tensor) -> _Sizes:
     batch, queries, query_heads, key_dim = q.shape
     return _Sizes(batch, queries, k.shape[1], query_heads, k.shape[2], key_dim, v.shape[3])
 
 
-def call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor, ...], *parameters: object) -> None:
+def _call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor, ...], *parameters: object) -> None:
     """`<operator>_attention_<direction>(sizes, tensors, parameters…, number of threads, use of the matrix unit)`.
 
     Parameters are ints, floats and sequences of ints. Raises MemoryError where working memory cannot be allocated.

@@ -114,16 +114,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, s
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    indices: Tensor,
-    block_size: int,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, indices: Tensor, block_size: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     groups, heads = k.shape[2], q.shape[2] // k.shape[2]
     block_size = min(block_size, max(1, k.shape[1]))
     keys, values = _to_blocks(k, block_size), _to_blocks(v, block_size)

@@ -27,7 +27,7 @@ def token_ranges(indices: list[int], block_size: int, position: int, length: int
     return ranges
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, ranges: list[tuple[int, int]], scale: float) -> Tensor:
+def attend_to_ranges(q: Tensor, k: Tensor, v: Tensor, ranges: list[tuple[int, int]], scale: float) -> Tensor:
     """q `[h, D]`, k `[T, D]`, v `[T, Dv]` -> `[h, Dv]`: softmax over the tokens in the ranges, zero without any."""
     tokens = torch.tensor([t for start, end in ranges for t in range(start, end)], dtype=torch.int64, device=q.device)
     weights = (scale * q @ k[tokens].T).softmax(-1)
@@ -45,5 +45,5 @@ def selected_attention_v1(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, bloc
         for s in range(length):
             for g in range(groups):
                 ranges = token_ranges(chosen[b][s][g], block_size, s, keys)
-                rows.append(attend(grouped[b, s, g], k[b, :, g], v[b, :, g], ranges, scale))
+                rows.append(attend_to_ranges(grouped[b, s, g], k[b, :, g], v[b, :, g], ranges, scale))
     return torch.stack(rows).view(*q.shape[:3], v.shape[-1])
