@@ -26,12 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from nsa_compile.branches import BRANCH_OF
 from nsa_compile.ops import cpp, flops
 from nsa_compile.ops.compressed import compressed_attention
 from nsa_compile.ops.selected import selected_attention
 from nsa_compile.ops.window import window_attention
 from nsa_compile.passes import attention as nodes
-from nsa_compile.passes.markers import BRANCHES, label_of, set_label
+from nsa_compile.passes.markers import label_of, set_label
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.report import AttentionChoice
 from nsa_compile.passes.rewriting import eliminate_dead_code, inline_tensors
@@ -118,7 +119,7 @@ def _range_of(node: fx.Node) -> str:
 def _branch_of(group: list[fx.Node]) -> str:
     """The branch of NSA that an attention, if there is one among these nodes, or else a selection belongs to."""
     attention = next((node for node in group if node.target is ATTENTION), None)
-    return "selection" if attention is None else BRANCHES.get(_range_of(attention), "attention")
+    return "selection" if attention is None else BRANCH_OF.get(_range_of(attention), "attention")
 
 
 def _describe(node: fx.Node) -> str:
