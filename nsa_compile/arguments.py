@@ -39,10 +39,7 @@ def _cannot_write(path: Path, reason: str, kind: str) -> UserError:
 
 
 def check_seq_len(config: RunConfig, seq_len: int) -> None:
-    """Raise a UserError unless a sequence of this length has a compressed block."""
-    least = config.model.pattern.compress_block
-    if config.model.attention == "nsa" and seq_len < least:
-        raise UserError(
-            f"--seq-len {seq_len} must be at least model.pattern.compress_block = {least}, or no query ever sees a "
-            "compressed block; give a larger one"
-        )
+    """Raise a UserError unless the model's attention has something to do in a sequence of this length."""
+    least, rule = config.model.variant.min_seq_len(config.model)
+    if seq_len < least:
+        raise UserError(f"--seq-len {seq_len} must be at least {rule}; give a larger one")

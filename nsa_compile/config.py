@@ -369,11 +369,9 @@ class RunConfig(Section):
                 f"train.loss = 'answers' must be 'all' for data.name = '{self.data.name}': "
                 f"which tokens are answers is known of {' and '.join(SYNTHETIC)}"
             )
-        if self.model.attention == "nsa" and self.train.seq_len < self.model.pattern.compress_block:
-            raise ValueError(
-                f"train.seq_len = {self.train.seq_len} must be at least model.pattern.compress_block = "
-                f"{self.model.pattern.compress_block}, or no query ever sees a compressed block"
-            )
+        least, rule = self.model.variant.min_seq_len(self.model)
+        if self.train.seq_len < least:
+            raise ValueError(f"train.seq_len = {self.train.seq_len} must be at least {rule}")
         if self.optim.warmup is not None and self.optim.warmup > self.train.steps:
             raise ValueError(f"optim.warmup = {self.optim.warmup} must not exceed train.steps = {self.train.steps}")
         if self.train.device == "cpu" and self.ddp.backend == "nccl":

@@ -32,7 +32,7 @@ LAYERS = [
     {"inductor_files"},
     {"compiler_cache", "cli", "page"},
     {"extras"},
-    {"files", "errors", "loop", "modes", "ranges", "streams"},
+    {"files", "errors", "loop", "modes", "ranges", "streams", "branches"},
     {"scan_capture"},
     {"workarounds"},
 ]

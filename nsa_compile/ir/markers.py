@@ -22,8 +22,6 @@ from nsa_compile import ranges
 
 LABEL = "nsa_range"  # the key in a node's `meta["custom"]`, which all stages of torch.compile keep
 PARENTS = {"nsa.sel.ranges_v2": "nsa.sel"}  # ranges that lie within another one
-# The branch whose attention a range is around.
-BRANCHES = {"nsa.cmp": "compressed", "nsa.sel": "selected", "nsa.sel.ranges_v2": "selected", "nsa.win": "window"}
 
 
 def label_of(node: fx.Node) -> str | None:

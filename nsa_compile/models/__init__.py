@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from nsa_compile.models.config import NSAConfig, SparsePattern
     from nsa_compile.models.nsa import decode_step, nsa_attention
     from nsa_compile.models.transformer import NSATransformer
+    from nsa_compile.models.variant import AttentionVariant
 
-__all__ = ["NSAConfig", "NSATransformer", "SparsePattern", "decode_step", "nsa_attention"]
+__all__ = ["AttentionVariant", "NSAConfig", "NSATransformer", "SparsePattern", "decode_step", "nsa_attention"]
 
 _HOME = {
+    "AttentionVariant": "variant",
     "NSAConfig": "config",
     "SparsePattern": "config",
     "NSATransformer": "transformer",

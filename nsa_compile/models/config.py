@@ -7,15 +7,22 @@ model's configuration before paying for the import.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from nsa_compile.branches import BRANCHES, Branch
+from nsa_compile.models.variant import REGISTERED, AttentionVariant, find
 
 IndexConvention = Literal["minus", "paper_v2"]
 Phi = Literal["mlp", "mean"]
-Attention = Literal["nsa", "dense"]
-Branch = Literal["compressed", "selected", "window"]
-BRANCHES: tuple[Branch, ...] = get_args(Branch)
 # No dimension of a tensor is larger.
 MAX_SIZE = 2**31 - 1
+
+
+class _AttentionName:
+    """Lists the attentions in the schema of a configuration, for whoever asks a class of pydantic for one."""
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(core_schema), "enum": list(REGISTERED)}
 
 
 def _require_int(owner: object, name: str, minimum: int) -> None:
@@ -140,7 +147,7 @@ class NSAConfig:
     branches: tuple[Branch, ...] = BRANCHES
     """Branches of eq. 5 that the model has; others have no parameters and add nothing. selected needs compressed, from
     whose weights it selects."""
-    attention: Attention = "nsa"
+    attention: Annotated[str, _AttentionName()] = "nsa"
     """Attention of the model: nsa, or dense for causal attention over all tokens."""
     mlp_hidden: int | None = None
     """Hidden width of the SwiGLU feed-forward; null takes 8/3 · dim, rounded up to a multiple of 32."""
@@ -164,7 +171,7 @@ class NSAConfig:
         for name in ("rope_theta", "norm_eps"):
             _require_positive(self, name)
         _require_choice(self, "phi", get_args(Phi))
-        _require_choice(self, "attention", get_args(Attention))
+        _require_choice(self, "attention", tuple(REGISTERED))
         object.__setattr__(self, "branches", ordered_branches(self.branches))
         if not isinstance(self.pattern, SparsePattern):
             raise ValueError(f"pattern = {self.pattern!r} must be a SparsePattern")
@@ -172,6 +179,13 @@ class NSAConfig:
             raise ValueError(f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.n_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} must be even, because RoPE rotates pairs of channels")
+        if mistake := self.variant.mistake(self):
+            raise ValueError(mistake)
+
+    @property
+    def variant(self) -> AttentionVariant:
+        """All that is known of the model's attention."""
+        return find(self.attention)
 
     @property
     def value_dim(self) -> int:

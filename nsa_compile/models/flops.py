@@ -7,7 +7,7 @@ Model FLOPs utilisation (MFU) is this number times tokens per second, divided by
 from __future__ import annotations
 
 from nsa_compile.models.config import NSAConfig, SparsePattern
-from nsa_compile.ops.flops import causal_pairs, compressed_pairs, selected_pairs, window_pairs
+from nsa_compile.ops.flops import compressed_pairs, selected_pairs, window_pairs
 
 
 def compressed_blocks(pattern: SparsePattern, seq_len: int) -> int:
@@ -33,36 +33,22 @@ def visible_window(pattern: SparsePattern, seq_len: int) -> int:
 
 def attention_pairs(config: NSAConfig, seq_len: int) -> int:
     """Query-key pairs one head of one layer works on in a sequence of ``seq_len`` tokens."""
-    if config.attention == "dense":
-        return causal_pairs(seq_len, seq_len)
-    visible = {"compressed": visible_compressed, "selected": visible_selected, "window": visible_window}
-    return sum(visible[branch](config.pattern, seq_len) for branch in config.branches)
+    return config.variant.pairs(config, seq_len)
+
+
+def projections(config: NSAConfig, kv_sets: int) -> int:
+    """Multiplies a token of the projections of a layer: queries, ``kv_sets`` of keys and values, output."""
+    heads, groups, key_dim, value_dim = config.n_heads, config.n_kv_heads, config.head_dim, config.value_dim
+    return config.dim * (heads * key_dim + kv_sets * groups * (key_dim + value_dim) + heads * value_dim)
 
 
 def forward_flops_per_token(config: NSAConfig, seq_len: int) -> float:
     """Forward matmul FLOPs per token, averaged over a sequence; a multiply and an add count as two."""
-    dim, heads, groups = config.dim, config.n_heads, config.n_kv_heads
-    key_dim, value_dim = config.head_dim, config.value_dim
-    sparse = config.attention == "nsa"
-    kv_sets = len(config.branches) if sparse and not config.shared_kv else 1
-
-    multiplies: float = dim * heads * key_dim  # query projection
-    multiplies += kv_sets * dim * groups * (key_dim + value_dim)
-    multiplies += heads * value_dim * dim  # output projection
-    multiplies += 3 * dim * config.hidden_dim  # SwiGLU
-    if sparse:
-        multiplies += dim * heads * len(config.branches)  # gates
-        if config.phi == "mlp" and "compressed" in config.branches:
-            blocks_per_token = compressed_blocks(config.pattern, seq_len) / seq_len
-            multiplies += blocks_per_token * groups * (_phi(config, key_dim) + _phi(config, value_dim))
-    multiplies += attention_pairs(config, seq_len) / seq_len * heads * (key_dim + value_dim)
-    return 2.0 * (config.n_layers * multiplies + dim * config.vocab_size)
-
-
-def _phi(config: NSAConfig, width: int) -> int:
-    """Multiplies of the compression MLP for one block of keys or values, ``[l, width] -> [width]``."""
-    hidden = config.phi_hidden or 2 * width
-    return (config.pattern.compress_block + 1) * width * hidden
+    swiglu = 3 * config.dim * config.hidden_dim
+    multiplies = sum(config.variant.multiplies(config, seq_len), start=swiglu)
+    pairs = attention_pairs(config, seq_len) / seq_len
+    multiplies += pairs * config.n_heads * (config.head_dim + config.value_dim)
+    return 2.0 * (config.n_layers * multiplies + config.dim * config.vocab_size)
 
 
 def training_flops_per_token(config: NSAConfig, seq_len: int) -> float:

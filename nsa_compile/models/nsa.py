@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nsa_compile.branches import BRANCHES
 from nsa_compile.loop import scan
-from nsa_compile.models.config import BRANCHES, SparsePattern, ordered_branches
+from nsa_compile.models.config import SparsePattern, ordered_branches
 
 __all__ = [
     "CompressionMLP", "NSAState", "NSAToken", "decode_step", "init_state", "nsa_attention", "observed_nsa_attention",
@@ -241,6 +242,8 @@ def mean_phi(block: Tensor) -> Tensor:
 
 class CompressionMLP(nn.Module):
     """The paper's φ (eq. 7): an MLP over a block with an intra-block position embedding, `[..., l, D] -> [..., D]`."""
+
+    nsa_range = "nsa.cmp"
 
     def __init__(self, block_size: int, head_dim: int, hidden: int | None = None) -> None:
         super().__init__()

@@ -17,7 +17,8 @@ opens and closes the ranges in the compiled program, forward and backward.
 
 `lower_attention` has labelled attention itself. From there on: what leads only into one range belongs to it, products
 with weights aside; what follows the branches, up to the next product, combines them. The rest goes by the module it was
-written in. A label that `torch.fx.traceback.annotate({"nsa_range": …})` left in the user's model stays.
+written in: a class names its range as `nsa_range`. A label that `torch.fx.traceback.annotate({"nsa_range": …})` left in
+the user's model stays.
 """
 
 from __future__ import annotations
@@ -28,18 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from nsa_compile.branches import BRANCH_OF
 from nsa_compile.ir.aten import aten
-from nsa_compile.ir.markers import PARENTS, label_of, set_label
+from nsa_compile.ir.markers import LABEL, PARENTS, label_of, set_label
 from nsa_compile.ir.scans import find_scans, subgraphs
 from nsa_compile.passes.pipeline import PassContext, register
 
-BRANCHES = ("nsa.cmp", "nsa.sel", "nsa.sel.ranges_v2", "nsa.win", "nsa.attention")
-MODULES = {
-    "CompressionMLP": "nsa.cmp",
-    "SwiGLU": "nsa.mlp",
-    "NSAttention": "nsa.proj",
-    "DenseAttention": "nsa.proj",
-}
+ATTENTIONS = (*BRANCH_OF, "nsa.attention")
 PRODUCTS = {
     F.linear, torch._C._nn.linear, torch.matmul, torch.einsum, torch.mm, torch.bmm, torch.addmm,
     aten.mm.default, aten.bmm.default, aten.addmm.default, aten.matmul.default, aten.linear.default,
@@ -69,27 +65,27 @@ def annotate_ranges(gm: fx.GraphModule, context: PassContext) -> bool:
 def _label(graph: fx.Graph) -> None:
     nodes = [node for node in graph.nodes if node.op.startswith("call")]
     for node in nodes:
-        owner = _module(node)
+        name = _of_module(node)
         if node.target in SDPA and label_of(node) is None:
             set_label(node, "nsa.attention")
-        elif owner in ("CompressionMLP", "SwiGLU") and label_of(node) is None:
-            set_label(node, MODULES[owner])
-    _claim_what_leads_only_into(BRANCHES, nodes)
+        elif name not in (None, "nsa.proj") and label_of(node) is None:
+            set_label(node, name)
+    _claim_what_leads_only_into(ATTENTIONS, nodes)
     for node in nodes:
-        follows = {label_of(source) for source in node.all_input_nodes} & {*BRANCHES, "nsa.gate"}
+        follows = {label_of(source) for source in node.all_input_nodes} & {*ATTENTIONS, "nsa.gate"}
         if follows and label_of(node) is None and node.target not in PRODUCTS:
             set_label(node, "nsa.gate")
     _claim_what_leads_only_into(("nsa.gate",), nodes)
     for node in nodes:
-        owner = _module(node)
-        if owner is not None and label_of(node) is None:
-            set_label(node, MODULES[owner])
+        name = _of_module(node)
+        if name is not None and label_of(node) is None:
+            set_label(node, name)
     _claim_what_leads_only_into(("nsa.proj", "nsa.mlp"), nodes)
 
 
 def _claim_what_leads_only_into(names: tuple[str, ...], nodes: list[fx.Node]) -> None:
     for node in reversed(nodes):
-        if label_of(node) is not None or (node.target in PRODUCTS and names == BRANCHES):
+        if label_of(node) is not None or (node.target in PRODUCTS and names == ATTENTIONS):
             continue
         # What prepares the attention within a range belongs to the range around it.
         into = {PARENTS.get(name, name) if name else None for name in map(label_of, node.users)}
@@ -98,10 +94,7 @@ def _claim_what_leads_only_into(names: tuple[str, ...], nodes: list[fx.Node]) ->
             set_label(node, name)
 
 
-def _module(node: fx.Node) -> str | None:
-    """The innermost module of the kinds above that a node was written in."""
-    for _, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
-        name = kind if isinstance(kind, str) else kind.__name__
-        if (name := name.rpartition(".")[2]) in MODULES:
-            return name
-    return None
+def _of_module(node: fx.Node) -> str | None:
+    """The range of the innermost module that a node was written in and whose class names one."""
+    kinds = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
+    return next((name for kind in reversed(kinds) if (name := getattr(kind, LABEL, None))), None)

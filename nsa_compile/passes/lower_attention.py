@@ -27,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from nsa_compile.branches import BRANCH_OF
 from nsa_compile.ir import attention as eager
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.attention import ATTENTION, SELECT, All, AttentionCall, Blocks, Opaque, SelectCall, Window
 from nsa_compile.ir.lowering import reshape_views, trace_to_aten
-from nsa_compile.ir.markers import BRANCHES, label_of, set_label
+from nsa_compile.ir.markers import label_of, set_label
 from nsa_compile.ir.rewriting import eliminate_dead_code, inline_tensors
 from nsa_compile.ir.scans import example, fake_inputs, find_scans, location, subgraphs
 from nsa_compile.ops import cpp, flops
@@ -134,7 +135,7 @@ def _range_of(node: fx.Node) -> str:
 def _branch_of(group: list[fx.Node]) -> str:
     """The branch of NSA that an attention, if there is one among these nodes, or else a selection belongs to."""
     attention = next((node for node in group if node.target is ATTENTION), None)
-    return "selection" if attention is None else BRANCHES.get(_range_of(attention), "attention")
+    return "selection" if attention is None else BRANCH_OF.get(_range_of(attention), "attention")
 
 
 def _describe(call: Call) -> str:

@@ -19,19 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nsa_compile.branches import RANGES
+
 STEP = "step"
 PHASES = ("data", "forward", "backward", "communication", "optimizer")
-BRANCHES = (
-    "nsa.proj",
-    "nsa.cmp",
-    "nsa.sel",
-    "nsa.sel.ranges_v2",
-    "nsa.win",
-    "nsa.attention",
-    "nsa.gate",
-    "nsa.mlp",
-    "nsa.loop",
-)
 OTHER = "other"
 Kind = Literal["operator", "communication", "host"]
 
@@ -96,7 +87,7 @@ class Segment:
 
     @property
     def branch(self) -> str:
-        return self._innermost(BRANCHES)
+        return self._innermost(RANGES)
 
     def _innermost(self, names: Sequence[str]) -> str:
         return next((event.name for event in reversed(self.path) if event.name in names), OTHER)
@@ -279,7 +270,7 @@ def attribute(steps: Sequence[Timeline]) -> dict[str, Any]:
         the part behind which an operator ran.
     """
     ranges = _spread(steps, lambda segment: (segment.phase, segment.branch))
-    order = {name: number for number, name in enumerate((*PHASES, *BRANCHES, OTHER))}
+    order = {name: number for number, name in enumerate((*PHASES, *RANGES, OTHER))}
     sending = [_communication(step) for step in steps]
     return {
         "steps": len(steps),

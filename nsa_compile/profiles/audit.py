@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import nsa_compile
 from nsa_compile import ranges
+from nsa_compile.branches import BRANCH_OF, BRANCHES
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 from nsa_compile.ir.markers import BRANCHES
@@ -48,7 +49,7 @@ SDPA = {
     "aten::_scaled_dot_product_efficient_attention": "SDPA, memory-efficient",
     "aten::_scaled_dot_product_attention_math": MATH,
 }
-RANGES = {**BRANCHES, "nsa.attention": "attention", "nsa.loop": "loop"}
+BRANCH_OF_RANGE = {**BRANCH_OF, "nsa.attention": "attention", "nsa.loop": "loop"}
 ARMS = {
     "flash only": [SDPBackend.FLASH_ATTENTION],
     "no flash": [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
@@ -222,7 +223,7 @@ def _attentions(path: tuple[Event, ...], found: dict[Event, tuple[str, str]]) ->
     branch = "attention"
     for event in path:
         name = event.name
-        branch = RANGES.get(name, branch)
+        branch = BRANCH_OF_RANGE.get(name, branch)
         if ours := _OURS.match(name):
             found[event] = (ours[1], "nsa_compile")
         elif (fused := SDPA.get(name.removesuffix("_backward"))) is not None:
@@ -248,26 +249,26 @@ def find_fallbacks(
         found.setdefault((row.branch, what, reason), set()).add(row.layer)
 
     choices = {} if report is None else {choice.branch: choice for choice in report.attention}
-    nsa = config.model.attention == "nsa"
+    scanned = config.model.variant.scanned
     for row in observed:
-        if row.branch == "loop" or (nsa and row.calls >= config.train.seq_len):
+        if row.branch == "loop" or (scanned and row.calls >= config.train.seq_len):
             add(row, "a loop over the tokens stayed one", _why_loop(report))
         elif row.reason is not None:
             add(row, row.backend, row.reason)
         elif row.backend == MATH and arm is None:
             add(row, row.backend, "SDPA took no faster backend")
-        elif row.direction == "forward" and (row.backend == PLAIN or (nsa and row.branch == "attention")):
+        elif row.direction == "forward" and (row.backend == PLAIN or (scanned and row.branch == "attention")):
             choice = choices.get(row.branch)
-            if not nsa:
+            if not scanned:
                 add(row, row.backend, "SDPA did not run")
             elif choice is None:
                 add(row, row.backend, _why_not_raised(report))
             elif "opaque mask" in choice.what:
                 add(row, row.backend, f"{choice.what}, which no operator computes; {_why_not_raised(report)}")
-    if nsa:
+    if scanned:
         seen = {(row.branch, row.layer) for row in observed if _OURS.match(row.seen_as.partition(",")[0])}
         for branch, choice in choices.items():
-            expected = branch in ("compressed", "selected", "window") and f"{branch}_attention" in choice.operator
+            expected = branch in BRANCHES and f"{branch}_attention" in choice.operator
             missing = {layer for layer in range(config.model.n_layers) if (branch, layer) not in seen}
             if expected and missing:
                 found[branch, "not observed", f"{choice.operator} was chosen for {choice.what} and did not run"] = (

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import nsa_compile
 from nsa_compile import inductor_files
+from nsa_compile.branches import BRANCHES
 from nsa_compile.config import OptimSection
 from nsa_compile.machine.matmul_rate import best_of, busy, measure_matmul, multiplied_dtypes
 from nsa_compile.models import NSAConfig, SparsePattern, nsa_attention
@@ -149,7 +150,7 @@ def _what_was_compiled(q: Tensor) -> dict[str, Any]:
     report = nsa_compile.last_report()
     assert report is not None, "something was compiled"
     operators = {choice.branch: choice.operator for choice in report.attention}
-    sparse = [name for name in ("compressed", "selected", "window") if f"{name}_attention" in operators.get(name, "")]
+    sparse = [name for name in BRANCHES if f"{name}_attention" in operators.get(name, "")]
     implementations = {name: choose_kernel(name, q).name for name in sparse}
     return {"batched": all(s.batched for s in report.scans), "operators": operators, "implementations": implementations}
 
@@ -376,7 +377,8 @@ def step(
         row: Row = {"seq_len": seq_len, **timings, "ratio": ratio(timings["dense"], timings["sparse"])}
         row |= {"peak_flops": best_of(rates), "busy": busy(rates[-2:])}
         for name, model in models.items():
-            flops = training_flops_per_token(replace(config, attention="nsa" if name == "sparse" else "dense"), seq_len)
+            counted = config if name == "sparse" else replace(config, attention="dense")
+            flops = training_flops_per_token(counted, seq_len)
             row[name] |= {"parameters": sum(p.numel() for p in model.parameters())}
             if "median_s" in row[name]:
                 rate = batch_size * seq_len / row[name]["median_s"]

@@ -168,7 +168,7 @@ def explain_model(config: RunConfig, **options: Any) -> tuple[Report, list[str]]
     assert report is not None, "the forward pass compiles"
 
     names: list[str] = []
-    if config.model.attention == "nsa":
+    if config.model.variant.scanned:
         block: Any = model.blocks[0]
         caches = block.attention.init_state(1, 1)
         names = [name for name, cache in caches._asdict().items() if cache is not None]

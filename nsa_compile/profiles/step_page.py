@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa_compile import page
+from nsa_compile.branches import RANGES
 from nsa_compile.page import Chart, Heading, Table, Text
-from nsa_compile.profiles.attribution import BRANCHES, OTHER
+from nsa_compile.profiles.attribution import OTHER
 from nsa_compile.profiles.step_views import (
     OPERATOR_HEADERS,
     RANGE_HEADERS,
@@ -61,7 +62,7 @@ def _ranges(profile: Mapping[str, Any]) -> page.Markup:
     def make() -> Figure:
         figure, axes = page.axes(3.4)
         phases = list(profile["phases"])
-        colors = {name: f"C{index}" for index, name in enumerate(BRANCHES)} | {OTHER: "darkgray"}
+        colors = {name: f"C{index}" for index, name in enumerate(RANGES)} | {OTHER: "darkgray"}
         labelled: set[str] = set()
         left = dict.fromkeys(phases, 0.0)
         for row in profile["ranges"]:

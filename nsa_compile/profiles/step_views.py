@@ -7,6 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from nsa_compile.models.variant import find
 from nsa_compile.profiles.attribution import OTHER
 
 TOP_OPERATORS = 12
@@ -59,12 +60,12 @@ def summary_rows(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What was profiled, and how long it took with and without the profiler."""
     settings, wall = profile["settings"], profile["wall"]
     compiled = f"compiled with {settings['compiled']}" if settings["compiled"] else "not compiled"
-    pattern = f", n = {settings['num_selected']}, w = {settings['window']}" if settings["attention"] == "nsa" else ""
+    sizes = find(settings["attention"]).sizes(settings)
     cost = wall["profiled"]["median_s"] / wall["plain"]["median_s"] - 1
     rows = [
         (
             "model",
-            f"{settings['attention']} attention{pattern}, {settings['layers']} layers, {settings['parameters']:,} "
+            f"{settings['attention']} attention{sizes}, {settings['layers']} layers, {settings['parameters']:,} "
             f"parameters, {settings['dtype']}, {compiled}",
         ),
         (

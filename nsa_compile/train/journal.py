@@ -20,7 +20,7 @@ from nsa_compile.config import RunConfig
 from nsa_compile.errors import CheckpointError
 from nsa_compile.files import make_directory, write_json, write_text
 from nsa_compile.machine.environment import describe_environment, git_revision
-from nsa_compile.train.attention_stats import LayerStatistics
+from nsa_compile.models.variant import LayerRow
 from nsa_compile.train.checkpoints.checkpoint import CheckpointWriter
 from nsa_compile.train.distributed.all_reduce import Overlap
 from nsa_compile.train.distributed.world import World
@@ -130,7 +130,7 @@ class Journal:
                 f"MFU {row.mfu:.1%}"
             )
 
-    def attention(self, step: int, layers: Sequence[LayerStatistics]) -> None:
+    def attention(self, step: int, layers: Sequence[LayerRow]) -> None:
         """Record gates and selection."""
         if not self.main:
             return

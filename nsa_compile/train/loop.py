@@ -14,6 +14,7 @@ import torch
 
 import nsa_compile
 from nsa_compile import ranges
+from nsa_compile.branches import BRANCHES
 from nsa_compile.config import RunConfig, flatten
 from nsa_compile.data import BatchSampler, Corpus
 from nsa_compile.data.sampling import local_rows
@@ -31,7 +32,7 @@ from nsa_compile.machine.matmul_rate import (
 )
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
-from nsa_compile.train.attention_stats import LayerStatistics, attention_statistics
+from nsa_compile.models.variant import LayerRow
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
 from nsa_compile.train.checkpoints.files import STATE, Checkpoint
 from nsa_compile.train.distributed.all_reduce import AllReduceHook
@@ -262,7 +263,7 @@ class Trainer:
             journal.log(f"[ddp] gradients are sent in buckets of {self.bucket_mb:.3g} MB{instead}")
         if config.compile.enabled:
             journal.log("compiling; the first batches take longer")
-        elif config.model.attention == "nsa":
+        elif config.model.variant.scanned:
             journal.log("compile.enabled = false: attention loops over the tokens one by one, which is slow")
         if config.train.matmul != "native":
             done, layers = self.converted
@@ -303,7 +304,8 @@ class Trainer:
         if config.log.stats_every and step % config.log.stats_every == 0:
             layers = self._attention_statistics(batches[0])
             journal.attention(step, layers)
-            gates = {str(x.layer): [x.gate_compressed, x.gate_selected, x.gate_window] for x in layers}
+            if config.model.variant.gated:
+                gates = {str(x.layer): [getattr(x, f"gate_{branch}") for branch in BRANCHES] for x in layers}
         extra: dict[str, Any] = {"gates": gates} if gates else {}
         if self.device.type == "cuda":
             extra["device_bytes"] = torch.cuda.memory_allocated(self.device)
@@ -350,11 +352,12 @@ class Trainer:
         except TrainingDiverged as error:
             self._leave(error)
 
-    def _attention_statistics(self, batch: Any) -> list[LayerStatistics]:
-        if self.config.model.attention != "nsa" or self.config.ddp.strategy == "fsdp" or not self.world.main:
+    def _attention_statistics(self, batch: Any) -> list[LayerRow]:
+        if self.config.ddp.strategy == "fsdp" or not self.world.main:
             return []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.dtype == "bf16"):
-            return attention_statistics(self.model, torch.from_numpy(batch[:1, :-1]).to(self.device))
+            tokens = torch.from_numpy(batch[:1, :-1]).to(self.device)
+            return self.config.model.variant.statistics(self.model, tokens)
 
     def _evaluate(self, journal: Journal, step: int) -> None:
         self.heartbeat.phase("evaluate")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa_compile.branches import BRANCHES
 from nsa_compile.experiments.runs import base_overrides
 from nsa_compile.files import replace, write_json
 from nsa_compile.machine.environment import describe_environment, git_revision
@@ -101,8 +102,9 @@ def equivalence(work: Work) -> None:
         work.figure(f"{result['name']}: {result['title']}", value, "verify.json", "examples", result["examples"])
 
 
-def needs_nsa(plan: Plan) -> str | None:
-    return "model.attention = dense has no branches" if plan.config.model.attention != "nsa" else None
+def needs_properties(plan: Plan) -> str | None:
+    model = plan.config.model
+    return None if model.variant.verified else f"model.attention = {model.attention} has no branches"
 
 
 def baseline(work: Work) -> None:
@@ -177,8 +179,10 @@ def profile(work: Work) -> None:
     for name, share in branches.items():
         if name.startswith("nsa."):
             work.figure(name, f"{share:.1%} of a step", "step.json", window, n)
-    if plan.config.model.attention == "nsa" and plan.config.compile.enabled and "nsa.sel.ranges_v2" not in branches:
-        work.problem("the range nsa.sel.ranges_v2 is missing: selected attention did not run on token ranges")
+    expected = plan.config.model.variant.ranges_expected if plan.config.compile.enabled else {}
+    for name, meaning in expected.items():
+        if name not in branches:
+            work.problem(f"the range {name} is missing: {meaning}")
     for name, check in found["checks"].items():
         if not check["ok"] and name != "python_hot_spot":
             work.problem(f"{name.replace('_', ' ')}: {check['value']:.3g}, and the limit is {check['limit']:.3g}")
@@ -345,12 +349,11 @@ def judge_memory(work: Work, record: RunRecord, place: str) -> None:
 def judge_gates(work: Work, record: RunRecord, place: str) -> None:
     """The least share that a branch has in the gates of a layer."""
     step, layers = latest_layers(record)
-    if not layers:
+    if not layers or not work.plan.config.model.variant.gated:
         work.note("no statistics of gates: the attention is dense, or branches are left out")
         return
-    branches = ("compressed", "selected", "window")
-    gates = {(layer["layer"], b): layer[f"gate_{b}"] for layer in layers for b in branches}
-    totals = {layer["layer"]: sum(layer[f"gate_{b}"] for b in branches) for layer in layers}
+    gates = {(layer["layer"], b): layer[f"gate_{b}"] for layer in layers for b in BRANCHES}
+    totals = {layer["layer"]: sum(layer[f"gate_{b}"] for b in BRANCHES) for layer in layers}
     (layer, branch), least = min(gates.items(), key=lambda item: item[1] / totals[item[0][0]])
     share = least / totals[layer]
     text = f"{share:.1%}, {branch} of layer {layer}"
@@ -407,7 +410,7 @@ def needs_processes(plan: Plan) -> str | None:
 PHASES = (
     Phase("preflight", "Preflight", preflight),
     Phase("parity", "Parity of selected attention, v1 and v2", parity),
-    Phase("equivalence", "Equivalence of what is compiled", equivalence, needs_nsa),
+    Phase("equivalence", "Equivalence of what is compiled", equivalence, needs_properties),
     Phase("baseline", "Baseline", baseline),
     Phase("buckets", "Sweep of bucket sizes", buckets, needs_buckets),
     Phase("audit", "Attention audit", audit),

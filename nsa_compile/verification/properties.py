@@ -21,9 +21,9 @@ from torch import Tensor
 
 import nsa_compile
 from nsa_compile import ops
+from nsa_compile.branches import BRANCHES
 from nsa_compile.config import RunConfig
 from nsa_compile.models import NSATransformer, SparsePattern, nsa_attention
-from nsa_compile.models.config import BRANCHES
 from nsa_compile.models.nsa import block_weights
 from nsa_compile.passes import ORDER
 from nsa_compile.verification import oracle

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import assume, given
 
+from nsa_compile.branches import BRANCHES
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern, nsa_attention
-from nsa_compile.models.config import BRANCHES
 from nsa_compile.models.transformer import apply_rope
 from nsa_compile.verification.oracle import nsa_attention_oracle, nsa_branches_oracle, selection_margin
 from tests.strategies import NSAProblem, nsa_problems
@@ -263,7 +263,8 @@ def shifted(monkeypatch):
         def rope(x, position, theta):
             return apply_rope(x, position + (by_query if x.shape[-2] == QUERY_HEADS else by_key), theta)
 
-        monkeypatch.setattr("nsa_compile.models.transformer.apply_rope", rope)
+        for layer in ("nsa_layer", "dense_layer"):
+            monkeypatch.setattr(f"nsa_compile.models.{layer}.apply_rope", rope)
 
     return shift
 

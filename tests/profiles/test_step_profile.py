@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
+from nsa_compile.branches import RANGES
 from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
 from nsa_compile.models.transformer import SwiGLU
-from nsa_compile.profiles.attribution import BRANCHES
 from nsa_compile.profiles.step_profile import profile_step
 from nsa_compile.profiles.step_views import check_rows, render_step
 from tests import processes
@@ -120,7 +120,7 @@ def test_compiled_blocks_show_their_branches_in_both_directions(tiny_overrides, 
     assert profile["checks"]["compiled_before"]["ok"]
     assert profile["checks"]["host_syncs"]["ok"]
     ranges = {(row["phase"], row["branch"]) for row in profile["ranges"]}
-    for branch in BRANCHES:
+    for branch in RANGES:
         if branch not in ("nsa.attention", "nsa.loop", "nsa.sel"):  # nsa.sel has nothing of its own here
             assert {("forward", branch), ("backward", branch)} <= ranges
     assert json.loads((out / "profile.json").read_text())["ranges"] == profile["ranges"]

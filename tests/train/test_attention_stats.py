@@ -11,7 +11,6 @@ import torch
 
 import nsa_compile
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
-from nsa_compile.train.attention_stats import attention_statistics
 from nsa_compile.verification.oracle import nsa_branches_oracle
 
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=5, window=6)
@@ -28,6 +27,11 @@ def make_model(**changes) -> NSATransformer:
             if parameter.dim() > 1:
                 parameter.mul_(parameter.shape[-1] ** -0.5 / parameter.std())
     return model
+
+
+def attention_statistics(model, tokens):
+    """As the trainer asks for them."""
+    return model.config.variant.statistics(model, tokens)
 
 
 def tokens(B=2, length=S):

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import nsa_compile
-from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern, nsa
+from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern, nsa, nsa_statistics
 from nsa_compile.models.nsa import nsa_attention, observed_nsa_attention
-from nsa_compile.train import attention_stats
-from nsa_compile.train.attention_stats import attention_statistics
 
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=5, window=6)
 
@@ -20,6 +18,11 @@ def make_model(**changes):
     torch.manual_seed(0)
     config = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 4, "pattern": PATTERN, "mlp_hidden": 32, **changes}
     return NSATransformer(NSAConfig(vocab_size=19, dim=16, n_layers=2, **config)).double()
+
+
+def attention_statistics(model, tokens):
+    """As the trainer asks for them."""
+    return model.config.variant.statistics(model, tokens)
 
 
 def tokens(length=44):
@@ -76,11 +79,11 @@ def test_room_for_every_block_leaves_no_choice_out():
 
 
 def test_what_cannot_be_observed_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(attention_stats, "_OPTIONS", {"attention": "dense"})
+    monkeypatch.setattr(nsa_statistics, "_OPTIONS", {"attention": "dense"})
     assert attention_statistics(make_model(), tokens()) == []
     assert "no statistics of the attention: the compiler put in no operator for the selected branch" in caplog.text
     torch._dynamo.reset()
-    monkeypatch.setattr(attention_stats, "_OPTIONS", {"disable": ("resolve_carries",), "cache": False})
+    monkeypatch.setattr(nsa_statistics, "_OPTIONS", {"disable": ("resolve_carries",), "cache": False})
     assert attention_statistics(make_model(), tokens()) == []
     assert "no statistics of the attention: the compiler left the loop over the tokens in place" in caplog.text
 

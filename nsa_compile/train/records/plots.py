@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa_compile import page
 from nsa_compile.files import replace
-from nsa_compile.train.records.rows import PHASES, EvalRow, LayerStatistics, StepRow
+from nsa_compile.models.variant import LayerRow, Picture
+from nsa_compile.train.records.rows import PHASES, EvalRow, StepRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 # More than these are a line.
 MOST_DOTS = 50
 
-Layers = Sequence[tuple[int, LayerStatistics]]
+Layers = Sequence[tuple[int, LayerRow]]
 """Statistics with the step they were taken at, ascending."""
 
 
@@ -52,10 +54,11 @@ def run_figures(
     steps: Sequence[StepRow],
     evals: Sequence[EvalRow],
     layers: Layers,
+    pictures: Iterable[Picture],
     best_unigram_loss: float | None,
     resumed: Sequence[int],
 ) -> Iterator[tuple[str, str, Callable[[], Figure]]]:
-    """Name, caption and maker of every picture for which there are rows."""
+    """Name, caption and maker of every picture for which there are rows; `pictures` are those of the attention."""
     if steps or evals:
         yield "loss", "Training and held-out loss.", lambda: loss_figure(steps, evals, best_unigram_loss, resumed)
     if any(row.accuracy is not None for row in evals):
@@ -67,14 +70,9 @@ def run_figures(
         yield "phases", "Seconds of a step by phase, stacked.", lambda: _phases(steps)
     if any(row.memory_bytes is not None for row in steps):
         yield "memory", "Peak memory so far.", lambda: _memory(steps)
-    if layers:
-        yield "gates", "Mean gate of each branch by layer, and its share of the output's norm.", lambda: _gates(layers)
-    if any(row.distance_p50 is not None for _, row in layers):
-        yield (
-            "selection",
-            "Blocks chosen freely, by layer: their distance, how they spread, how often they leave the window.",
-            lambda: _selection(layers),
-        )
+    for picture in pictures:
+        if any(getattr(row, picture.lines[0][0].column) is not None for _, row in layers):
+            yield picture.name, picture.caption, partial(_by_panel, picture, layers)
 
 
 def _figure(height: float = 2.8, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
@@ -137,34 +135,19 @@ def _memory(steps: Sequence[StepRow]) -> Figure:
     return figure
 
 
-def _gates(layers: Layers) -> Figure:
-    figure, grid = _figure(5, rows=3, columns=2)
-    for line, branch in zip(grid, ("compressed", "selected", "window"), strict=True):
-        for axes, kind in zip(line, ("gate", "share"), strict=True):
-            _by_layer(axes, layers, f"{kind}_{branch}")
+def _by_panel(picture: Picture, layers: Layers) -> Figure:
+    rows, columns = len(picture.lines), len(picture.lines[0])
+    figure, grid = _figure(5 if rows > 1 else 2.8, rows=rows, columns=columns)
+    all_axes = [grid] if rows == columns == 1 else list(grid.flat)
+    for axes, panel in zip(all_axes, (panel for line in picture.lines for panel in line), strict=True):
+        _by_layer(axes, layers, panel.column)
+        if panel.share:
             axes.set_ylim(-0.02, 1.02)
-        line[0].set_ylabel(branch)
-    grid[0, 0].set_title("mean gate")
-    grid[0, 1].set_title("share of the output")
-    _layer_legend(figure, grid[0, 0])
-    return figure
-
-
-def _selection(layers: Layers) -> Figure:
-    figure, grid = _figure(5, rows=3)
-    for axes, name, title in zip(
-        grid,
-        ("distance_p50", "selection_entropy", "beyond_window"),
-        ("distance, tokens", "entropy / max.", "beyond window"),
-        strict=True,
-    ):
-        _by_layer(axes, layers, name)
-        axes.set_ylabel(title)
-        if name == "distance_p50":
-            _from_zero(axes)
         else:
-            axes.set_ylim(-0.02, 1.02)
-    _layer_legend(figure, grid[0])
+            _from_zero(axes)
+        axes.set_ylabel(panel.label)
+        axes.set_title(panel.title)
+    _layer_legend(figure, all_axes[0])
     return figure
 
 

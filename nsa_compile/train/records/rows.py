@@ -1,4 +1,7 @@
-"""What a run writes down as it goes: ``training.csv``, ``val.csv`` and ``attention.jsonl``. Imports no torch."""
+"""What a run writes down as it goes: ``training.csv``, ``val.csv`` and ``attention.jsonl``. Imports no torch.
+
+The rows of ``attention.jsonl`` are those of the model's attention, see ``models/variant.py``.
+"""
 
 from __future__ import annotations
 
@@ -63,44 +66,6 @@ class EvalRow:
     step: int
     val_loss: float
     accuracy: float | None = None
-
-
-@dataclass(frozen=True)
-class LayerStatistics:
-    """What the attention of one layer does, over the tokens, heads and sequences of a batch: a line of
-    ``attention.jsonl``, which adds the ``step``.
-
-    A block is chosen freely where it is neither one of the first nor one of the local blocks, which every query gets.
-    ``None`` stands for what the sequences are too short for.
-
-    Attributes:
-        layer: counted from 0.
-        gate_compressed, gate_selected, gate_window: mean gate, in [0, 1].
-        share_compressed, share_selected, share_window: mean share of each branch in the sum of the norms of the gated
-            outputs, so that the three add up to 1.
-        gate_entropy: mean entropy of a query's gates, made to add up to 1, as a fraction of its maximum, ln 3:
-            1 where the gates are equal, 0 where one is alone.
-        selection_entropy: entropy of the free choices over the blocks that could be chosen, as a fraction of its
-            maximum: 0 where every query chooses the same block.
-        distance_mean, distance_p10, distance_p50, distance_p90: tokens from the last token of a freely chosen block
-            to its query: mean and quantiles.
-        beyond_window: share of the queries with free choices of which one lies outside of the window as a whole.
-    """
-
-    layer: int
-    gate_compressed: float
-    gate_selected: float
-    gate_window: float
-    share_compressed: float
-    share_selected: float
-    share_window: float
-    gate_entropy: float
-    selection_entropy: float | None
-    distance_mean: float | None
-    distance_p10: float | None
-    distance_p50: float | None
-    distance_p90: float | None
-    beyond_window: float | None
 
 
 Row = TypeVar("Row", StepRow, EvalRow)

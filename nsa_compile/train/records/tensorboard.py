@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from nsa_compile.files import make_directory, refuse_links
 
 if TYPE_CHECKING:
-    from nsa_compile.train.records.rows import EvalRow, LayerStatistics, StepRow
+    from nsa_compile.models.variant import LayerRow
+    from nsa_compile.train.records.rows import EvalRow, StepRow
 
 
 class TensorBoard:
@@ -40,7 +41,7 @@ class TensorBoard:
         """The figures of an evaluation."""
         self._scalars("validation", row.step, vars(row))
 
-    def attention(self, step: int, layers: Iterable[LayerStatistics]) -> None:
+    def attention(self, step: int, layers: Iterable[LayerRow]) -> None:
         """The statistics of every layer after ``step`` optimizer steps."""
         for layer in layers:
             self._scalars(f"layer {layer.layer}", step, vars(layer))

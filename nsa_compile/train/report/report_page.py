@@ -67,34 +67,14 @@ def blocks(record: RunRecord, charts: Sequence[Block]) -> list[Block]:
     ]
 
 
-COLUMNS = {
-    "layer": "layer",
-    "gate_compressed": "gate: cmp",
-    "gate_selected": "slc",
-    "gate_window": "win",
-    "share_compressed": "share: cmp",
-    "share_selected": "slc",
-    "share_window": "win",
-    "gate_entropy": "entropy: gates",
-    "selection_entropy": "selection",
-    "distance_mean": "distance: mean",
-    "distance_p10": "10 %",
-    "distance_p50": "50 %",
-    "distance_p90": "90 %",
-    "beyond_window": "beyond window",
-}
-
-
 def _statistics(record: RunRecord) -> list[Block]:
     step, layers = latest_layers(record)
     if not layers:
         return [Text("None recorded: the run has dense attention, log.stats_every = 0, or has not come that far.")]
+    columns = record.variant.columns
     return [
-        Text(
-            f"Of each layer after step {step}: mean gates and shares of the output's norm by branch. Entropies are "
-            "fractions of their maximum; distances are in tokens, of blocks chosen freely."
-        ),
-        Table([[_cell(layer[name]) for name in COLUMNS] for layer in layers], list(COLUMNS.values()), left=1),
+        Text(f"Of each layer after step {step}: {record.variant.legend}"),
+        Table([[_cell(layer[name]) for name in columns] for layer in layers], list(columns.values()), left=1),
     ]
 
 
@@ -125,7 +105,8 @@ def _draw(record: RunRecord) -> tuple[list[Block], dict[str, bytes]]:
     unigram = record.summary["best_unigram_loss"]
     charts: list[Block] = []
     pictures = {}
-    for name, caption, make in run_figures(record.steps, record.evals, record.layers, unigram, record.resumed):
+    rows = (record.steps, record.evals, record.layers)
+    for name, caption, make in run_figures(*rows, record.variant.pictures, unigram, record.resumed):
         try:
             vectors, pictures[name] = draw(make)
         except (ValueError, ArithmeticError) as error:  # values that no axis can hold

@@ -12,15 +12,18 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.files import open_regular
+from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.variant import AttentionVariant, LayerRow, find
 from nsa_compile.page import size
 from nsa_compile.train.checkpoints.files import Checkpoint, checkpoint_paths, read_checkpoint
-from nsa_compile.train.records.rows import EvalRow, LayerStatistics, StepRow, row_parser, throughput
+from nsa_compile.train.records.rows import EvalRow, StepRow, row_parser, throughput
 from nsa_compile.train.records.run_directory import lock_run_directory
 
 Row = TypeVar("Row", StepRow, EvalRow)
@@ -59,12 +62,17 @@ class RunRecord:
     config_text: str = ""
     steps: list[StepRow] = field(default_factory=list)
     evals: list[EvalRow] = field(default_factory=list)
-    layers: list[tuple[int, LayerStatistics]] = field(default_factory=list)
+    layers: list[tuple[int, LayerRow]] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     findings: list[dict[str, Any]] = field(default_factory=list)
     environments: dict[str, dict[str, Any]] = field(default_factory=dict)
     resumed: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def variant(self) -> AttentionVariant:
+        """The attention of the run; the one that a model has by default where the configuration cannot be read."""
+        return find(NSAConfig.attention if self.config is None else self.config.model.attention)
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -87,7 +95,7 @@ def read_run(directory: Path) -> RunRecord:
             record.problems.append(f"config.resolved.yaml: {error}")
     record.steps = _rows(record, "training.csv", StepRow)
     record.evals = _rows(record, "val.csv", EvalRow)
-    record.layers = _objects(record, "attention.jsonl", _layer)
+    record.layers = _objects(record, "attention.jsonl", partial(_layer, record.variant.row))
     record.findings = _objects(record, "watchdog.jsonl", _finding)
     names = sorted(path.name for path in directory.glob("env.from-step-*.json"))
     record.resumed = sorted(int(match[1]) for name in names if (match := _RESUMED_ENVIRONMENT.fullmatch(name)))
@@ -196,13 +204,13 @@ def _object(record: RunRecord, name: str, required: bool) -> dict[str, Any] | No
     return value
 
 
-def _layer(cells: dict[str, Any]) -> tuple[int, LayerStatistics]:
-    values = {entry.name: cells[entry.name] for entry in fields(LayerStatistics)}
+def _layer(kind: type[LayerRow], cells: dict[str, Any]) -> tuple[int, LayerRow]:
+    values = {entry.name: cells[entry.name] for entry in fields(kind)}
     for name, value in values.items():
-        optional = "None" in str(LayerStatistics.__dataclass_fields__[name].type)
+        optional = "None" in str(kind.__dataclass_fields__[name].type)
         if not (_is_number(value) or (optional and value is None)):
             raise TypeError(name)
-    row = LayerStatistics(**values)
+    row = kind(**values)
     step = cells["step"]
     if type(step) is not int or type(row.layer) is not int or not 0 <= step <= _MAX_COUNT:
         raise TypeError("step and layer are counted")
@@ -214,7 +222,7 @@ def _finding(cells: dict[str, Any]) -> dict[str, Any]:
     return {name: cells[name] for name in ("time", "rule", "message")}
 
 
-def _require_sane(row: StepRow | EvalRow | LayerStatistics) -> None:
+def _require_sane(row: StepRow | EvalRow | LayerRow) -> None:
     for name, value in vars(row).items():
         counted = name in ("step", "layer", "memory_bytes")
         if value is not None and not (0 <= value <= _MAX_COUNT if counted else _is_number(value)):

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from nsa_compile.branches import BRANCHES
 from nsa_compile.files import open_to_append
 from nsa_compile.train.records.jsonl import JsonlReader, JsonlWriter, to_json
 from nsa_compile.train.watch.processes import resident_bytes, start_ticks
@@ -82,7 +83,7 @@ class Heartbeat:
             loss: in nats per token; may be NaN.
             grad_norm: before clipping; may be NaN.
             tokens_per_s: throughput of the step.
-            extra: further columns. ``gates`` maps a layer to the mean gates ``[compressed, selected, window]``;
+            extra: further columns. ``gates`` maps a layer to the mean gates of ``BRANCHES``, in their order;
                 ``device_bytes`` is memory allocated on the accelerator, an integer.
 
         Raises:
@@ -222,14 +223,14 @@ class Beat(Row):
 
 
 class StepBeat(Row):
-    """An optimizer step is done; ``gates`` are mean gates ``[compressed, selected, window]`` by layer."""
+    """An optimizer step is done; ``gates`` are the mean gates of ``BRANCHES`` by layer."""
 
     kind: Literal["step"]
     loss: Number
     grad_norm: Number
     tokens_per_s: Number
     device_bytes: Bytes | None = None
-    gates: dict[Layer, Annotated[list[Number], Field(min_length=3, max_length=3)]] | None = None
+    gates: dict[Layer, Annotated[list[Number], Field(min_length=len(BRANCHES), max_length=len(BRANCHES))]] | None = None
 
 
 class End(Row):

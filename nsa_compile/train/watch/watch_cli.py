@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import click
 
+from nsa_compile.branches import BRANCHES
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import UserError
 from nsa_compile.train.records.jsonl import to_json
@@ -19,7 +20,7 @@ from nsa_compile.train.watch.heartbeat import heartbeat_ranks
 from nsa_compile.train.watch.run_state import HeartbeatFiles, RankState, RunState, present_attempt
 from nsa_compile.train.watch.watchdog import Actions, Finding, Watchdog
 
-_BRANCHES = ("c", "s", "w")
+_INITIALS = tuple(branch[0] for branch in BRANCHES)
 
 
 @click.command()
@@ -179,7 +180,7 @@ def _table(run: RunState) -> str:
                 _number(row["loss"], ".4f"),
                 _number(row["tokens_per_s"], ",.0f"),
                 f"{row['rss'] / 1e6:,.0f} MB",
-                "–" if gates is None else " ".join(f"{b} {gates[b]:.2f}" for b in _BRANCHES),
+                "–" if gates is None else " ".join(f"{b} {gates[b]:.2f}" for b in _INITIALS),
             )
         )
     rows += [(rank, "–", "not started", "–", "–", "–", "–", "–") for rank in run.missing]
@@ -194,7 +195,7 @@ def _row(state: RankState, now: float) -> dict[str, Any]:
     gates = None
     if state.gates:
         layers = list(state.gates[-1].values())
-        gates = {branch: sum(layer[i] for layer in layers) / len(layers) for i, branch in enumerate(_BRANCHES)}
+        gates = {branch: sum(layer[i] for layer in layers) / len(layers) for i, branch in enumerate(_INITIALS)}
     process = ("failed" if state.failed else "ended") if state.end else state.process
     return {
         "rank": state.rank,

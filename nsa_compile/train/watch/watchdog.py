@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from nsa_compile.branches import BRANCHES
 from nsa_compile.config import Action, WatchdogSection
 from nsa_compile.errors import TrainingDiverged
 from nsa_compile.train.records.jsonl import JsonlWriter
@@ -36,7 +37,6 @@ Severity = Literal["stalled", "diverged", "degraded"]
 _COLLECTIVE = ("communication", "backward")
 # Phases that take long on a healthy run.
 _PAUSES = ("checkpoint", "evaluate", "compile", "idle")
-_BRANCHES = ("compressed", "selected", "window")
 # What goes up and down around a limit is said again only after it has been quiet for so long.
 _QUIET_SECONDS = 600.0
 # Between the order to write stacks and the kill.
@@ -226,7 +226,7 @@ class Watchdog:
         if len(reports) < self._config.gate_reports:
             return None
         for layer in reports[-1]:
-            for index, branch in enumerate(_BRANCHES):
+            for index, branch in enumerate(BRANCHES):
                 shares = [_share(report.get(layer), index) for report in reports]
                 if all(share is not None and share < self._config.gate_share for share in shares):
                     return (

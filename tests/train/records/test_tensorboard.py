@@ -10,7 +10,8 @@ import pytest
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
 from nsa_compile.machine.preflight import check_tensorboard
-from nsa_compile.train.records.rows import EvalRow, LayerStatistics, StepRow
+from nsa_compile.models.nsa_variant import LayerStatistics
+from nsa_compile.train.records.rows import EvalRow, StepRow
 from nsa_compile.train.records.tensorboard import TensorBoard
 
 

@@ -16,9 +16,10 @@ import pytest
 
 from nsa_compile.cli import _run
 from nsa_compile.config import load_config
+from nsa_compile.models.nsa_variant import LayerStatistics
 from nsa_compile.page import render
 from nsa_compile.train.checkpoints.checkpoint import save_checkpoint
-from nsa_compile.train.records.rows import PHASES, CsvLog, EvalRow, JsonLog, LayerStatistics, StepRow, phase_columns
+from nsa_compile.train.records.rows import PHASES, CsvLog, EvalRow, JsonLog, StepRow, phase_columns
 from nsa_compile.train.records.run_directory import lock_run_directory
 from nsa_compile.train.report.report_page import blocks
 from nsa_compile.train.report.run_record import read_run

@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile.backend import compile_nested, optimize, parse_options, specialize_shapes
-from nsa_compile.models.config import BRANCHES, SparsePattern
+from nsa_compile.models.config import SparsePattern
 from nsa_compile.models.nsa import observed_nsa_attention
+from nsa_compile.models.nsa_variant import LayerStatistics
 from nsa_compile.models.transformer import NSATransformer
-from nsa_compile.train.records.rows import LayerStatistics
 
 log = logging.getLogger("nsa_compile")
 
@@ -30,8 +30,8 @@ QUANTILES = (0.1, 0.5, 0.9)
 
 @torch.no_grad()
 def attention_statistics(model: NSATransformer, tokens: Tensor) -> list[LayerStatistics]:
-    """Statistics of every layer of ``model`` on ``tokens`` ``[B, S]`` int64; an empty list for dense attention, and
-    where ``model.branches`` leaves a branch out, because then there are no three to weigh.
+    """Statistics of every layer of ``model``, which has all three branches, on ``tokens`` ``[B, S]`` int64; an empty
+    list, and a warning, where they cannot be observed.
 
     Nothing of NSA is computed here: the layers' own attention runs, compiled onto the operators that follow its masks,
     in memory linear in S. What each branch gave comes out of the decode step itself; the selected blocks are read off
@@ -41,8 +41,6 @@ def attention_statistics(model: NSATransformer, tokens: Tensor) -> list[LayerSta
     """
     from torch._dynamo.exc import BackendCompilerFailed
 
-    if model.config.attention != "nsa" or model.config.branches != BRANCHES:
-        return []
     statistics = []
     x = model.embedding(tokens)
     blocks: Any = model.blocks

@@ -1,0 +1,126 @@
+"""An attention as one object, and the attentions that `model.attention` can name. Imports no torch.
+
+`docs/own-operator.md` adds another one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nsa_compile.models.config import NSAConfig
+    from nsa_compile.models.transformer import AttentionLayer, NSATransformer
+
+# A line for each: its name, and the module and class that describe it.
+REGISTERED = {
+    "nsa": "nsa_compile.models.nsa_variant:NSA",
+    "dense": "nsa_compile.models.dense_variant:Dense",
+}
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """What a run writes down about the attention of one layer: a line of ``attention.jsonl``, which adds the ``step``.
+
+    An attention with statistics adds columns: numbers, or ``None`` for what could not be measured.
+
+    Attributes:
+        layer: counted from 0.
+    """
+
+    layer: int
+
+
+class Panel(NamedTuple):
+    """A curve for each layer, over the steps; a ``share`` has an axis from 0 to 1, anything else one from 0 on."""
+
+    column: str
+    share: bool = True
+    label: str = ""
+    title: str = ""
+
+
+class Picture(NamedTuple):
+    """Panels of one picture, line by line. It is drawn where the column of the first one was ever measured."""
+
+    name: str
+    caption: str
+    lines: Sequence[Sequence[Panel]]
+
+
+class AttentionVariant(ABC):
+    """All that the package knows of one attention. What has a value here may be left as it is.
+
+    Args:
+        name: its value of ``model.attention``.
+
+    Attributes:
+        scanned: its layer is a :func:`nsa_compile.scan` over the tokens, so it is slow uncompiled, and a loop that is
+            left in what is compiled is a fallback.
+        verified: ``nsa-compile verify`` has properties of it.
+        ranges_expected: named ranges that a compiled step must have, and what it says if one is missing.
+        row: what its statistics are of a layer.
+        gated: the columns ``gate_<branch>`` of ``row`` are mean gates of NSA's branches, which the watchdog watches.
+        columns: of the report's table: those of ``row`` that it shows, and what it calls them.
+        legend: of that table, after the words "Of each layer after step N: ".
+        pictures: of the report.
+    """
+
+    scanned: ClassVar[bool] = True
+    verified: ClassVar[bool] = False
+    ranges_expected: ClassVar[Mapping[str, str]] = {}
+    row: ClassVar[type[LayerRow]] = LayerRow
+    gated: ClassVar[bool] = False
+    columns: ClassVar[Mapping[str, str]] = {"layer": "layer"}
+    legend: ClassVar[str] = ""
+    pictures: ClassVar[Sequence[Picture]] = ()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def layer(self, model: NSAConfig) -> AttentionLayer:
+        """The layer of one block, made here so that only a model imports torch."""
+
+    @abstractmethod
+    def pairs(self, model: NSAConfig, seq_len: int) -> int:
+        """Query-key pairs that one head of one layer works on in a sequence of ``seq_len`` tokens."""
+
+    @abstractmethod
+    def multiplies(self, model: NSAConfig, seq_len: int) -> Sequence[float]:
+        """Multiplies a token of each part of a layer beside its query-key pairs: projections, gates, φ and the like."""
+
+    def mistake(self, model: NSAConfig) -> str | None:
+        """What it asks of the model's keys beyond their own rules and does not get, beginning with the key."""
+        return None
+
+    def min_seq_len(self, model: NSAConfig) -> tuple[int, str]:
+        """The shortest sequence to train on, and the rule behind "must be at least"."""
+        return 1, "1"
+
+    def sizes(self, settings: Mapping[str, Any]) -> str:
+        """The sizes among the settings of a profile that tell this attention from one of other sizes: ``, w = 512``."""
+        return ""
+
+    def statistics(self, model: NSATransformer, tokens: Tensor) -> list[Any]:
+        """A ``row`` for each layer of ``model`` on ``tokens`` ``[B, S]`` int64; none where there are no statistics."""
+        return []
+
+
+def find(name: str) -> AttentionVariant:
+    """The attention of that name, one of ``REGISTERED``."""
+    return _load(name, REGISTERED[name])
+
+
+@cache
+def _load(name: str, place: str) -> AttentionVariant:
+    module, _, kind = place.partition(":")
+    variant: AttentionVariant = getattr(importlib.import_module(module), kind)(name)
+    return variant
