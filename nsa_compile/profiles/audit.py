@@ -29,7 +29,6 @@ from nsa_compile import ranges
 from nsa_compile.branches import BRANCH_OF, BRANCHES
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
-from nsa_compile.ir.markers import BRANCHES
 from nsa_compile.machine.environment import describe_environment
 from nsa_compile.models import NSATransformer
 from nsa_compile.ops.dispatch import Use, observe
