@@ -49,7 +49,7 @@ def main(seq_lens, layers, repeats, out) -> None:
         works = {}
         for name, asked in (("without", False), ("with", True)):
             torch._dynamo.reset()
-            model = nsa_compile.compile_blocks(build(config), ranges=asked)
+            model = nsa_compile.compile_blocks(build(config), nvtx=asked)
 
             def step(model=model, tokens=tokens, asked=asked) -> None:
                 ranges.enable(asked)

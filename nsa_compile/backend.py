@@ -136,7 +136,7 @@ def nsa_compile_backend(
         _last_report, written = optimize(gm, chosen, example_inputs)
     if _explained is not None:
         _explained.append(_last_report)
-    run = written.around(compile_nested(gm, written.examples(example_inputs), chosen.nested, ranges=chosen.ranges))
+    run = written.around(compile_nested(gm, written.examples(example_inputs), chosen.nested, nvtx=chosen.nvtx))
     if captured is None:
         return run
     report = _last_report
@@ -184,22 +184,22 @@ def _run_passes(gm: fx.GraphModule, options: Options, example_inputs: Sequence[T
 
 
 def compile_nested(
-    gm: fx.GraphModule, example_inputs: Sequence[Tensor], nested: str, *, ranges: bool = False
+    gm: fx.GraphModule, example_inputs: Sequence[Tensor], nested: str, *, nvtx: bool = False
 ) -> Callable[..., Any]:
     """Compile a rewritten graph with the backend behind this one.
 
-    With `ranges`, those that `annotate_ranges` named are put in; a graph run eagerly has them in the forward pass only.
+    With `nvtx`, those that `annotate_ranges` named are put in; a graph run eagerly has them in the forward pass only.
     """
     if nested == "eager":
-        if ranges:
+        if nvtx:
             markers.insert(gm, "forward")
         return gm.forward
     from torch._dynamo.backends.registry import lookup_backend
 
     if nested == "aot_eager":
         with _limits_named():
-            return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if ranges else {}))
-    patches = {"config_patches": markers.inductor_config(gm)} if ranges else {}
+            return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if nvtx else {}))
+    patches = {"config_patches": markers.inductor_config(gm)} if nvtx else {}
     inductor_files.prepare()
     with errors_named(), _limits_named():
         return lookup_backend("inductor")(gm, list(example_inputs), **patches)

@@ -137,7 +137,7 @@ def _tail(angle: float, freedom: int) -> float:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class Standing:
     """Which of several variants wins.
 
     Attributes:
@@ -155,7 +155,7 @@ class Ranking:
     verdict: str
 
 
-def rank(rates: dict[str, list[float]], deviations: dict[str, float]) -> Ranking:
+def rank(rates: dict[str, list[float]], deviations: dict[str, float]) -> Standing:
     """Find the winner: the highest mean, and among those that do not differ from it significantly the lowest variance.
 
     Args:
@@ -170,13 +170,13 @@ def rank(rates: dict[str, list[float]], deviations: dict[str, float]) -> Ranking
     if not all(comparison.tested for comparison in comparisons):
         pairs = min(comparison.pairs for comparison in comparisons)
         verdict = f"no winner: {highest}, but n = {pairs} is too few to tell (the test needs {MIN_PAIRS} rounds)"
-        return Ranking(leader, None, [], comparisons, verdict)
+        return Standing(leader, None, [], comparisons, verdict)
     tied = [leader, *(comparison.name for comparison in comparisons if not comparison.different)]
     if len(tied) == 1:
-        return Ranking(leader, leader, tied, comparisons, f"{leader} wins: {highest}, significantly above the others")
+        return Standing(leader, leader, tied, comparisons, f"{leader} wins: {highest}, significantly above the others")
     winner = min(tied, key=lambda name: deviations[name])
     verdict = (
         f"{winner} wins: {highest}, without a significant difference to {', '.join(tied[1:])}; of these the deviation "
         f"from step to step is lowest for {winner}, {deviations[winner]:,.0f} tokens/s"
     )
-    return Ranking(leader, winner, tied, comparisons, verdict)
+    return Standing(leader, winner, tied, comparisons, verdict)

@@ -94,13 +94,13 @@ def run_worker(world: World, config: RunConfig, resume: str, run_dir: Path | Non
     corpus = load_corpus(config, world.rank, world.size)
     wait_passively()
 
-    from nsa_compile.train.distributed.group import choose_device, from_main, process_group
+    from nsa_compile.train.distributed.group import broadcast, choose_device, process_group
     from nsa_compile.train.loop import run
 
     device = choose_device(config, world)
     with contextlib.ExitStack() as opened, process_group(config.ddp, world, device):
         start = _settle(opened, world, config, resume, run_dir) if world.main else None
-        start = from_main(start)
+        start = broadcast(start)
         if isinstance(start, USER_FACING):
             if world.main:
                 raise start

@@ -45,7 +45,7 @@ PROBE = "#include <omp.h>\n#include <vector>\nint threads() { return omp_get_max
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What one check saw.
 
     Attributes:
@@ -61,10 +61,10 @@ class Finding:
     advice: str = ""
 
 
-def examine(run_dir: str = "runs") -> list[Finding]:
+def examine(run_dir: str = "runs") -> list[CheckResult]:
     """Run every check; ``run_dir`` is where runs would leave their files."""
-    findings: list[Finding] = []
-    checks: list[Callable[[], Iterator[Finding]]] = [
+    findings: list[CheckResult] = []
+    checks: list[Callable[[], Iterator[CheckResult]]] = [
         _python, _torch, _processor, _compiler, _compiler_cache, _gpu, _distributed, _packages,
         lambda: _directories(run_dir), _limits, _openmp,
     ]  # fmt: skip
@@ -75,22 +75,22 @@ def examine(run_dir: str = "runs") -> list[Finding]:
         except Exception as error:
             name = getattr(check, "__name__", "check").strip("_")
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            findings.append(Finding(name, "warning", f"cannot be looked at: {reason}", "see the message"))
+            findings.append(CheckResult(name, "warning", f"cannot be looked at: {reason}", "see the message"))
     return findings
 
 
-def _advised(check: str, found: str, advice: str) -> Finding:
+def _advised(check: str, found: str, advice: str) -> CheckResult:
     """A warning where there is something to advise."""
-    return Finding(check, "warning" if advice else "ok", found, advice)
+    return CheckResult(check, "warning" if advice else "ok", found, advice)
 
 
-def _python() -> Iterator[Finding]:
+def _python() -> Iterator[CheckResult]:
     supported = metadata.metadata("nsa-compile")["Requires-Python"]
     found = f"Python {platform.python_version()}, supported {supported}"
     yield _within("python", platform.python_version(), supported, found, "problem", f"install Python {supported}")
 
 
-def _torch() -> Iterator[Finding]:
+def _torch() -> Iterator[CheckResult]:
     from packaging.requirements import Requirement
 
     requirements = map(Requirement, metadata.requires("nsa-compile") or ())
@@ -99,21 +99,21 @@ def _torch() -> Iterator[Finding]:
         import torch
     except ImportError as error:
         reason = str(error).splitlines()[0]
-        yield Finding("torch", "problem", f"cannot be imported: {reason}", f"pip install 'torch{supported}'")
+        yield CheckResult("torch", "problem", f"cannot be imported: {reason}", f"pip install 'torch{supported}'")
         return
     found = f"torch {torch.__version__}, supported {supported}"
     advice = f"untested; pip install 'torch{supported}'"
     yield _within("torch", torch.__version__.partition("+")[0], supported, found, "warning", advice)
 
 
-def _within(check: str, version: str, supported: str, found: str, otherwise: Status, advice: str) -> Finding:
+def _within(check: str, version: str, supported: str, found: str, otherwise: Status, advice: str) -> CheckResult:
     from packaging.specifiers import SpecifierSet
 
     ok = SpecifierSet(supported).contains(version, prereleases=True)
-    return Finding(check, "ok" if ok else otherwise, found, "" if ok else advice)
+    return CheckResult(check, "ok" if ok else otherwise, found, "" if ok else advice)
 
 
-def _processor() -> Iterator[Finding]:
+def _processor() -> Iterator[CheckResult]:
     import torch
 
     from nsa_compile.ops.cpp import has_matrix_unit
@@ -151,14 +151,14 @@ def _memory() -> tuple[int, int]:
     return total, total
 
 
-def _compiler() -> Iterator[Finding]:
+def _compiler() -> Iterator[CheckResult]:
     from nsa_compile.machine.preflight import require_cxx
 
     way_out = "--set compile.nested=aot_eager"
     try:
         require_cxx("Inductor", way_out)
     except UserError as error:
-        yield Finding("C++ compiler", "problem", "none", str(error))
+        yield CheckResult("C++ compiler", "problem", "none", str(error))
         return
     command = shlex.split(os.environ.get("CXX", "g++"))
     with tempfile.TemporaryDirectory() as directory:
@@ -177,25 +177,25 @@ def _compiler() -> Iterator[Finding]:
     if failed:
         reason = (lines or ["no message"])[0].replace(directory + "/", "")
         advice = f"mend it, point CXX at another, or use {way_out}"
-        yield Finding("C++ compiler", "problem", f"{name} cannot compile with OpenMP: {reason}", advice)
+        yield CheckResult("C++ compiler", "problem", f"{name} cannot compile with OpenMP: {reason}", advice)
     else:
-        yield Finding("C++ compiler", "ok", f"{name} ({shutil.which(command[0])}) compiles with OpenMP")
+        yield CheckResult("C++ compiler", "ok", f"{name} ({shutil.which(command[0])}) compiles with OpenMP")
 
 
-def _compiler_cache() -> Iterator[Finding]:
+def _compiler_cache() -> Iterator[CheckResult]:
     """The first choice of a place for compiled programs. Nothing is made there, and nothing deleted."""
     check, first, default = "compiler cache", compiler_cache.candidates()[0], compiler_cache.default_directory()
     if problem := compiler_cache.unsafe(first):
         instead = "a temporary directory" if first == default else f"'{default}'"
         other = f"delete what is not yours there, or {compiler_cache.ADVICE}; until then {instead} takes its place"
-        yield Finding(check, "warning", problem, other)
+        yield CheckResult(check, "warning", problem, other)
         return
     found = _directory(check, first, "problem", compiler_cache.ADVICE)
     if found.status == "ok" and first.is_dir() and (problem := compiler_cache.unusable(first)):
-        found = Finding(check, "warning", problem, compiler_cache.ADVICE)
+        found = CheckResult(check, "warning", problem, compiler_cache.ADVICE)
     yield found
     if broken := [*inductor_files.broken_files(first), *_broken_kernels(first)]:
-        yield Finding(
+        yield CheckResult(
             "compiled programs",
             "warning",
             f"{len(broken)} broken, as a killed compiler or a damaged disk leaves them, such as '{broken[0]}'",
@@ -213,7 +213,7 @@ def _broken_kernels(compiled: Path) -> Iterator[Path]:
             yield path
 
 
-def _gpu() -> Iterator[Finding]:
+def _gpu() -> Iterator[CheckResult]:
     import torch
 
     build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for the CPU"
@@ -244,13 +244,13 @@ def _gpu() -> Iterator[Finding]:
     )
 
 
-def _distributed() -> Iterator[Finding]:
+def _distributed() -> Iterator[CheckResult]:
     import torch
     import torch.distributed as dist
 
     advice = "several processes on processors cannot talk to each other; one process trains as ever"
     if not dist.is_available() or not dist.is_gloo_available():
-        yield Finding("gloo", "warning", "not in this build of torch", advice)
+        yield CheckResult("gloo", "warning", "not in this build of torch", advice)
     else:
         try:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -258,10 +258,12 @@ def _distributed() -> Iterator[Finding]:
                 dist.all_reduce(torch.ones(1))
             finally:
                 dist.destroy_process_group()
-            yield Finding("gloo", "ok", "a process group of one works")
+            yield CheckResult("gloo", "ok", "a process group of one works")
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            yield Finding("gloo", "warning", f"a process group fails: {reason}", f"see GLOO_SOCKET_IFNAME; {advice}")
+            yield CheckResult(
+                "gloo", "warning", f"a process group fails: {reason}", f"see GLOO_SOCKET_IFNAME; {advice}"
+            )
     if torch.cuda.is_available():
         nccl = dist.is_available() and dist.is_nccl_available()
         yield _advised(
@@ -271,14 +273,14 @@ def _distributed() -> Iterator[Finding]:
         )
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[CheckResult]:
     for name, (purpose, extra) in PACKAGES.items():
         version = _version(name)
         install = f"pip install 'nsa-compile[{extra}]'" if extra else f"pip install {name}"
         if version is None:
-            yield Finding(name, "warning", f"not installed; for {purpose}", install)
+            yield CheckResult(name, "warning", f"not installed; for {purpose}", install)
         else:
-            yield Finding(name, "ok", f"{version}, for {purpose}")
+            yield CheckResult(name, "ok", f"{version}, for {purpose}")
 
 
 def _version(package: str) -> str | None:
@@ -288,7 +290,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _directories(run_dir: str) -> Iterator[Finding]:
+def _directories(run_dir: str) -> Iterator[CheckResult]:
     import platformdirs
 
     tokens = Path(platformdirs.user_cache_path("nsa-compile"))
@@ -296,14 +298,14 @@ def _directories(run_dir: str) -> Iterator[Finding]:
     yield _directory("runs", Path(run_dir), "problem", "choose another with --set run.dir=PATH")
 
 
-def _directory(check: str, path: Path, otherwise: Status, advice: str) -> Finding:
+def _directory(check: str, path: Path, otherwise: Status, advice: str) -> CheckResult:
     """Whether a directory, or the nearest parent that exists, can be written to, and how much fits."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        return Finding(check, otherwise, f"'{path}' cannot be written to: {error.strerror}", advice)
+        return CheckResult(check, otherwise, f"'{path}' cannot be written to: {error.strerror}", advice)
     free = shutil.disk_usage(existing).free
     full = free < LEAST_DISK
     return _advised(
@@ -313,7 +315,7 @@ def _directory(check: str, path: Path, otherwise: Status, advice: str) -> Findin
     )
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[CheckResult]:
     if Path("/dev/shm").is_dir():
         room = os.statvfs("/dev/shm")
         size = room.f_frsize * room.f_blocks
@@ -332,7 +334,7 @@ def _limits() -> Iterator[Finding]:
     )
 
 
-def _openmp() -> Iterator[Finding]:
+def _openmp() -> Iterator[CheckResult]:
     """Settings of OpenMP that make threads fight over cores."""
     cores, settings = _cores(), os.environ
     advice = []
@@ -355,6 +357,6 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:,.1f} GB"
 
 
-def report(findings: list[Finding]) -> dict[str, Any]:
+def report(findings: list[CheckResult]) -> dict[str, Any]:
     """Findings as plain data."""
     return {"ok": all(f.status != "problem" for f in findings), "findings": [vars(f) for f in findings]}

@@ -1,6 +1,6 @@
 """annotate_ranges: say of each node which named range it belongs to.
 
-The last pass, and only on request (`ranges=True`). It labels nodes and changes no computation; `ir/markers.py`
+The last pass, and only on request (`nvtx=True`). It labels nodes and changes no computation; `ir/markers.py`
 opens and closes the ranges in the compiled program, forward and backward.
 
 | range | what it names |
@@ -44,7 +44,7 @@ PRODUCTS = {
 SDPA = {F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
 
 
-@register("annotate_ranges", option="ranges")
+@register("annotate_ranges", option="nvtx")
 def annotate_ranges(gm: fx.GraphModule, context: PassContext) -> bool:
     """Name the range of each node: projections, the three branches, gates, feed-forward layer."""
     if not context.may_rewrite():

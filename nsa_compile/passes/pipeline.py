@@ -109,7 +109,7 @@ class Options:
             values; `"first"` compares the first call of each compiled program, values and gradients, with the loop
             (`first_call.py`); False checks neither.
         estimate: report what the graph costs after each pass (`estimate.py`); it takes about as long as verifying.
-        ranges: put the named ranges of `annotate_ranges` into the compiled program.
+        nvtx: put the named ranges of `annotate_ranges` into the compiled program.
         dump_dir: write each graph before and after each pass there, as readable Python.
         cache: reuse results of earlier processes.
     """
@@ -122,7 +122,7 @@ class Options:
     on_decline: str = "warn"
     check: bool | Literal["passes", "first"] = False
     estimate: bool = False
-    ranges: bool = False
+    nvtx: bool = False
     dump_dir: str | None = None
     cache: bool = True
 

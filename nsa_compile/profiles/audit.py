@@ -98,7 +98,7 @@ def audit_attention(config: RunConfig, arm: str | None = None, repeats: int = 5)
     model = NSATransformer(config.model).to(device)
     if config.compile.enabled:
         options = {"nested": config.compile.nested, "disable": config.compile.disable}
-        nsa_compile.compile_blocks(model, ranges=True, **options)
+        nsa_compile.compile_blocks(model, nvtx=True, **options)
     tokens = random_tokens(config.model, config.train.seq_len, config.train.batch_size).to(device)
     run = partial(_layer_by_layer, model, tokens, config.train.dtype)
 

@@ -47,7 +47,7 @@ from nsa_compile.train.steps import train_step
 __all__ = ["PATTERNS", "TOLERANCES", "AttentionProblem", "attention", "dense_attention", "prefill", "selection", "step"]
 
 Row = dict[str, Any]
-Work = Callable[[], Any]
+Timed = Callable[[], Any]
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def _too_long(seq_len: int, max_dense_seq_len: int | None) -> dict[str, Any] | N
 
 
 def _beside_dense(
-    works: Mapping[str, Work], seq_len: int, max_dense_seq_len: int | None, repeats: int, device: torch.device
+    works: Mapping[str, Timed], seq_len: int, max_dense_seq_len: int | None, repeats: int, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """The timings of `works`, the one named dense left out where the sequence is too long for it."""
     skipped = _too_long(seq_len, max_dense_seq_len)

@@ -12,7 +12,7 @@ from nsa_compile.config import RunConfig
 from nsa_compile.machine.environment import describe_environment
 from nsa_compile.passes.bisection import passes_asked_for
 from nsa_compile.profiles.measure import not_measured
-from nsa_compile.profiles.prefixes import Results, Work, measure_prefixes, measure_within
+from nsa_compile.profiles.prefixes import Measurement, PrefixResults, measure_prefixes, measure_within
 from nsa_compile.train.distributed.group import choose_device
 from nsa_compile.train.distributed.world import World
 
@@ -40,8 +40,8 @@ def profile_passes(
     """
     names = tuple(passes_asked_for({}))
     with tempfile.TemporaryDirectory() as folder:
-        work = Work(config, seq_len, repeats, names, Path(folder))
-        results = Results(len(names), tell)
+        work = Measurement(config, seq_len, repeats, names, Path(folder))
+        results = PrefixResults(len(names), tell)
         if limit_s is None:
             measure_prefixes(work, set(), results.take)
         else:
@@ -68,7 +68,7 @@ def profile_passes(
     return record, graphs
 
 
-def _row(work: Work, count: int, results: Results, graphs: list[str]) -> dict[str, Any]:
+def _row(work: Measurement, count: int, results: PrefixResults, graphs: list[str]) -> dict[str, Any]:
     """All that is known of a prefix; its graphs are added to `graphs`."""
     name = work.names[count - 1] if count else None
     folder = work.folder_of(count)

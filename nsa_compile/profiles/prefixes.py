@@ -48,12 +48,12 @@ _EXTERN = re.compile(r"^\s+(?:\w+ = )?(?:extern_kernels|torch\.ops|aten)\.[\w.]+
 # For what a process has started to put its files in order.
 GRACE_S = 2.0
 
-# Takes the kind of a message and its content: `Results.take`, or a pipe that leads there.
+# Takes the kind of a message and its content: `PrefixResults.take`, or a pipe that leads there.
 Send = Callable[[str, Any], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Measurement:
     """What is to be measured: a block of `config`'s model on `seq_len` tokens, after 0, 1, 2, … of the passes `names`,
     each prefix timed `repeats` times. The pipeline leaves its graphs and its report in `folder_of(count)`.
     """
@@ -68,7 +68,7 @@ class Work:
         return self.folder / str(count)
 
 
-class Results:
+class PrefixResults:
     """What was measured, from the messages of `measure_prefixes`.
 
     Attributes:
@@ -123,8 +123,8 @@ def _told(measured: Mapping[str, Any]) -> str:
     return f"compiled in {measured['compile_s']:.1f} s{cached}"
 
 
-def measure_prefixes(work: Work, without: set[int], send: Send) -> None:
-    """Compile and measure all prefixes but those of `without`, and send what `Results` holds."""
+def measure_prefixes(work: Measurement, without: set[int], send: Send) -> None:
+    """Compile and measure all prefixes but those of `without`, and send what `PrefixResults` holds."""
     probe = Probe(work.config, work.seq_len)
     exact, loop = probe.exact(), probe.loop()
     send("eager_error", _numbers(errors(loop, loop, exact, probe.dtype)))
@@ -152,7 +152,7 @@ def measure_prefixes(work: Work, without: set[int], send: Send) -> None:
 
 
 def _measure(
-    probe: Probe, work: Work, count: int, loop: list[Tensor], exact: list[Tensor]
+    probe: Probe, work: Measurement, count: int, loop: list[Tensor], exact: list[Tensor]
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A block compiled with the first `count` passes, and what its first runs show."""
     compiling = work.config.compile
@@ -225,7 +225,10 @@ def measure_copy_bytes(device: torch.device, size: int = 2**26, seconds: float =
 
 
 def measure_within(
-    limit_s: float, work: Work, results: Results, measure: Callable[[Work, set[int], Send], None] = measure_prefixes
+    limit_s: float,
+    work: Measurement,
+    results: PrefixResults,
+    measure: Callable[[Measurement, set[int], Send], None] = measure_prefixes,
 ) -> None:
     """`measure_prefixes` in a process of its own. A prefix that takes more than `limit_s` seconds, or ends the process,
     is given up, and another process measures the rest. They keep what they compile in a directory of their own, which
@@ -254,7 +257,11 @@ def _take_along(kept: Path, compiled: Path) -> None:
 
 
 def _watch(
-    limit_s: float, compiled: str, work: Work, results: Results, measure: Callable[[Work, set[int], Send], None]
+    limit_s: float,
+    compiled: str,
+    work: Measurement,
+    results: PrefixResults,
+    measure: Callable[[Measurement, set[int], Send], None],
 ) -> str | None:
     """Why the process did not finish; None if it did."""
     with _process(compiled) as (process, connection):

@@ -86,18 +86,18 @@ def step(
     from nsa_compile.profiles.step_page import write_page
     from nsa_compile.profiles.step_profile import profile_step
     from nsa_compile.profiles.step_views import render_step
-    from nsa_compile.train.distributed.group import choose_device, from_main, process_group, wait_for_all
+    from nsa_compile.train.distributed.group import barrier, broadcast, choose_device, process_group
 
     with process_group(config.ddp, world, choose_device(config, world)):
-        directory = from_main(directory)
+        directory = broadcast(directory)
         result = profile_step(config, corpus, directory, steps, warmup, world)
-        sound = from_main(all(check["ok"] for check in result["checks"].values()))
+        sound = broadcast(all(check["ok"] for check in result["checks"].values()))
         if world.main:
             write_json(directory / "profile.json", result)
             write_page(result, directory)
             click.echo(json.dumps(result | {"directory": str(directory)}, indent=2) if as_json else render_step(result))
             click.echo(f"files in {directory}: profile.html, profile.json, {result['trace']}", err=True)
-        wait_for_all()  # the first to leave ends the others
+        barrier()  # the first to leave ends the others
     if not sound:
         ctx.exit(1)
 

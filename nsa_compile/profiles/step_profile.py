@@ -27,7 +27,7 @@ from nsa_compile.machine.environment import describe_environment
 from nsa_compile.profiles.attribution import SYNC_PHASES, Timeline, attribute, host_intervals, read_trace, timelines
 from nsa_compile.profiles.measure import named_kernels, summarize
 from nsa_compile.profiles.python_lines import LineTracer, Mark, Sampler
-from nsa_compile.train.distributed.group import from_main
+from nsa_compile.train.distributed.group import broadcast
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.loop import Trainer
 from nsa_compile.train.watch.heartbeat import Heartbeat
@@ -153,7 +153,7 @@ def _check_sum(attribution: dict[str, Any], wall: Sequence[float]) -> dict[str, 
 def _check_python(run: _Steps, attribution: dict[str, Any], steps: int) -> dict[str, Any]:
     """Whether one function keeps the host busy; steps are sampled only where the host is busy that long at all."""
     # All processes take a step or none does: the first decides.
-    share = from_main(attribution["kinds"].get("host", {"share": 0.0})["share"])
+    share = broadcast(attribution["kinds"].get("host", {"share": 0.0})["share"])
     if share <= HOT_SPOT:
         return {"ok": True, "value": share, "limit": HOT_SPOT, "places": []}
     found, marks = run.observed(steps, Sampler())
@@ -178,7 +178,7 @@ def _check_python(run: _Steps, attribution: dict[str, Any], steps: int) -> dict[
 
 def _check_syncs(run: _Steps, attribution: dict[str, Any]) -> dict[str, Any]:
     """Whether the host waits for the device outside of the one place where it must; if so, a step is traced by line."""
-    unexpected = from_main(sum(row["calls"] for row in attribution["syncs"] if not row["expected"]))
+    unexpected = broadcast(sum(row["calls"] for row in attribution["syncs"] if not row["expected"]))
     check = {"ok": not unexpected, "value": unexpected, "limit": 0, "places": []}
     if unexpected:
         (step,), marks = run.observed(1, LineTracer())

@@ -368,7 +368,7 @@ class Loops:
         self._whole = self._whole or References(self, None)
         return self._whole
 
-    def _results(self, options: Options) -> Results:
+    def _results(self, options: Options) -> NamedResults:
         """What the scans yield in the program that the passes make of the graph, as a function of its inputs."""
         graph = copy.deepcopy(self.captured)
         output = graph.graph.output_node()
@@ -399,7 +399,7 @@ class References:
         dtypes: floating dtypes that it computed in.
     """
 
-    def __init__(self, loops: Loops, results: Results | None) -> None:
+    def __init__(self, loops: Loops, results: NamedResults | None) -> None:
         self.loops, self.results = loops, results
         self.random = False
         self.dtypes: set[torch.dtype] = set()
@@ -483,7 +483,7 @@ class References:
 
 
 # Of inputs: what the scans yield, by name and place.
-Results = Callable[[Sequence[Any]], dict[tuple[str, int], Tensor]]
+NamedResults = Callable[[Sequence[Any]], dict[tuple[str, int], Tensor]]
 
 
 def _difference(

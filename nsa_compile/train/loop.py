@@ -38,12 +38,12 @@ from nsa_compile.train.checkpoints.files import STATE, Checkpoint
 from nsa_compile.train.distributed.all_reduce import AllReduceHook
 from nsa_compile.train.distributed.buckets import bucket_mb
 from nsa_compile.train.distributed.group import (
+    all_gather,
+    all_reduce_max,
+    barrier,
     choose_device,
-    gather_to_all,
-    greatest_of_all,
     mean_of_all,
     share_model,
-    wait_for_all,
 )
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.evaluation import evaluate_answers
@@ -152,7 +152,7 @@ class Trainer:
                 nested=config.compile.nested,
                 disable=config.compile.disable,
                 estimate=True,
-                ranges=config.profile.nvtx,
+                nvtx=config.profile.nvtx,
                 check="first" if config.compile.check else False,
             )
         self.hook = None
@@ -208,7 +208,7 @@ class Trainer:
             if self.world.main:
                 self._leave_files(journal, summary)
             self._leave_if_not_written(journal)
-            wait_for_all()
+            barrier()
             if stop is Stop.HALT and summary["interrupted"]:
                 why = halt_reason(self.directory)
                 self._leave(Halted(f"run '{self.directory}' was halted after step {step}: {why}"))
@@ -220,7 +220,7 @@ class Trainer:
         failed = journal.save_error(wait=True)
         lost = journal.lost()
         error = failed if lost is None else CheckpointError(lost)
-        if greatest_of_all(error is not None, self.device):
+        if all_reduce_max(error is not None, self.device):
             self._leave(error or CheckpointError())
 
     def _leave(self, error: CheckpointError | Halted | TrainingDiverged) -> NoReturn:
@@ -236,8 +236,8 @@ class Trainer:
     def _measure_matmul(self) -> MatmulRate:
         """Matrix-product rate of all devices together: all processes measure at the same time, on their own threads."""
         dtypes = multiplied_dtypes(self.config.train.dtype, self.config.train.matmul)
-        wait_for_all()
-        return total(gather_to_all(measure_matmul(self.device, dtypes, processes=self.world.local_size)))
+        barrier()
+        return total(all_gather(measure_matmul(self.device, dtypes, processes=self.world.local_size)))
 
     def _restore(self, checkpoint: Checkpoint) -> Any:
         """Put a checkpoint back, and return the number of steps that its run was to have."""
@@ -346,7 +346,7 @@ class Trainer:
         return indices, batches, lr, result
 
     def _skip(self, step: int, sequences: list[int], result: StepResult) -> None:
-        losses = gather_to_all(result.own_loss.item())
+        losses = all_gather(result.own_loss.item())
         try:
             self.nonfinite.nonfinite(step, self.world.rank, sequences, losses, result.grad_norm)
         except TrainingDiverged as error:
@@ -372,7 +372,7 @@ class Trainer:
             self.nonfinite.finite_validation()
             return
         try:
-            self.nonfinite.nonfinite_validation(step, self.world.rank, gather_to_all(own))
+            self.nonfinite.nonfinite_validation(step, self.world.rank, all_gather(own))
         except TrainingDiverged as error:
             self._leave(error)
         journal.log(f"step {step}: the validation loss is not finite, which train.on_nonfinite = 'skip' puts up with")
@@ -391,7 +391,7 @@ class Trainer:
         elif self.world.main and halt_reason(self.directory) is not None:
             reason = Stop.HALT
         self.heartbeat.phase("communication")
-        reason = Stop(greatest_of_all(reason, self.device))
+        reason = Stop(all_reduce_max(reason, self.device))
         self.heartbeat.phase("idle")
         return reason
 

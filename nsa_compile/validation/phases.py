@@ -19,7 +19,7 @@ from nsa_compile.train.distributed.buckets import effective_bucket_mb
 from nsa_compile.train.records.plots import loss_figure
 from nsa_compile.train.report.run_record import RunRecord, latest_layers, read_run
 from nsa_compile.train.watch.heartbeat import heartbeat_path
-from nsa_compile.validation.runbook import Phase, Plan, Work
+from nsa_compile.validation.runbook import Phase, PhaseRun, Runbook
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,14 +31,14 @@ NOISE = "uniform"
 NO_FALL = "nothing can be learned from them, so the loss stays near ln 256 = 5.545 or rises"
 
 
-def run_arguments(work: Work, steps: int, *settings: str) -> list[str]:
+def run_arguments(work: PhaseRun, steps: int, *settings: str) -> list[str]:
     """Options of a run of so many steps of the configuration that is validated, below the phase's folder."""
     config_file = str(work.plan.config_file)
     made = base_overrides(config_file, [f"run.dir={work.folder / 'runs'}", *settings], steps)
     return ["--config", config_file, *(word for setting in made for word in ("--set", setting))]
 
 
-def preflight(work: Work) -> None:
+def preflight(work: PhaseRun) -> None:
     """What this is, on what machine, and whether it can run at all."""
     import torch
 
@@ -65,7 +65,7 @@ def preflight(work: Work) -> None:
         work.figure("findings of doctor", f"{len(bad)} problems", "doctor.json", n=len(found["findings"]))
 
 
-def parity(work: Work) -> None:
+def parity(work: PhaseRun) -> None:
     """Selected attention as a loop over ranges (v1) against the operator (v2), on every pattern."""
     model = work.plan.config.model
     p = model.pattern
@@ -87,7 +87,7 @@ def parity(work: Work) -> None:
     )
 
 
-def equivalence(work: Work) -> None:
+def equivalence(work: PhaseRun) -> None:
     """The properties of `verify`: nothing that is compiled computes anything else."""
     plan = work.plan
     minutes = str(plan.effort.verify_minutes)
@@ -102,12 +102,12 @@ def equivalence(work: Work) -> None:
         work.figure(f"{result['name']}: {result['title']}", value, "verify.json", "examples", result["examples"])
 
 
-def needs_properties(plan: Plan) -> str | None:
+def needs_properties(plan: Runbook) -> str | None:
     model = plan.config.model
     return None if model.variant.verified else f"model.attention = {model.attention} has no branches"
 
 
-def baseline(work: Work) -> None:
+def baseline(work: PhaseRun) -> None:
     """Throughput of the configuration as it is, on random bytes where its tokens are bytes."""
     plan, effort, accept = work.plan, work.plan.effort, work.plan.config.accept
     config = plan.config
@@ -145,7 +145,7 @@ def baseline(work: Work) -> None:
         work.require(f"MFU ≥ {accept.mfu:.1%}", f"MFU {share}", met)
 
 
-def audit(work: Work) -> None:
+def audit(work: PhaseRun) -> None:
     """Which operator and backend each attention really used."""
     found = work.command("attention", "audit", "attention", "--config", str(work.plan.config_file))
     if found is None:
@@ -159,7 +159,7 @@ def audit(work: Work) -> None:
         work.figure(f"{branch}, {direction}", backend, "attention.json", f"{len(set(layers))} layers", len(layers))
 
 
-def profile(work: Work) -> None:
+def profile(work: PhaseRun) -> None:
     """Where the time of a warm step goes, and whether Python or a host sync takes any."""
     plan = work.plan
     steps = str(plan.effort.profile_steps)
@@ -195,7 +195,7 @@ def profile(work: Work) -> None:
         work.artifact(path)
 
 
-def buckets(work: Work) -> None:
+def buckets(work: PhaseRun) -> None:
     """Throughput by size of the gradients' buckets."""
     plan = work.plan
     sizes = different_buckets(plan)
@@ -204,7 +204,7 @@ def buckets(work: Work) -> None:
     experiment(work, "sweep", "sweep", "buckets", *map(str, sizes), "--nproc", str(plan.processes))
 
 
-def different_buckets(plan: Plan) -> list[int]:
+def different_buckets(plan: Runbook) -> list[int]:
     """The sizes to compare, each of which makes other buckets of this model's gradients."""
     found: dict[float | None, int] = {}
     for size in plan.effort.buckets:
@@ -214,7 +214,7 @@ def different_buckets(plan: Plan) -> list[int]:
     return list(found.values())
 
 
-def needs_buckets(plan: Plan) -> str | None:
+def needs_buckets(plan: Runbook) -> str | None:
     if (reason := needs_processes(plan)) is not None:
         return reason
     if plan.config.ddp.strategy != "ddp":
@@ -228,7 +228,7 @@ def words(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def isolation(work: Work) -> None:
+def isolation(work: PhaseRun) -> None:
     """Throughput of a process among others against that of one alone."""
     plan = work.plan
     record = experiment(work, "scaling", "scaling", "--nproc", "1", "--nproc", str(plan.processes))
@@ -243,18 +243,18 @@ def isolation(work: Work) -> None:
     work.require(f"efficiency ≥ {limit:.1%}", measured, efficiency is not None and possible and efficiency >= limit)
 
 
-def fused(work: Work) -> None:
+def fused(work: PhaseRun) -> None:
     """AdamW in one kernel against AdamW in several."""
     settings = ("--base-set", "optim.fused=false", "--set", "optim.fused=true")
     experiment(work, "ab", "ab", *settings, "--nproc", str(work.plan.processes), override="--base-set")
 
 
-def needs_adamw(plan: Plan) -> str | None:
+def needs_adamw(plan: Runbook) -> str | None:
     name = plan.config.optim.name
     return None if name == "adamw" else f"optim.name = {name} has no fused form"
 
 
-def experiment(work: Work, name: str, *command: str, override: str = "--set") -> dict[str, Any] | None:
+def experiment(work: PhaseRun, name: str, *command: str, override: str = "--set") -> dict[str, Any] | None:
     """An experiment on the configuration: its record, or None where it failed. Figures are those of its arms.
 
     Args:
@@ -288,7 +288,7 @@ def experiment(work: Work, name: str, *command: str, override: str = "--set") ->
     return record
 
 
-def stability(work: Work) -> None:
+def stability(work: PhaseRun) -> None:
     """A longer run under the watchdog: its findings, signs of life, gates and memory."""
     plan = work.plan
     steps = plan.effort.stability_steps
@@ -315,7 +315,7 @@ def stability(work: Work) -> None:
     judge_loss(work, summary, place)
 
 
-def judge_loss(work: Work, summary: dict[str, Any], place: str) -> None:
+def judge_loss(work: PhaseRun, summary: dict[str, Any], place: str) -> None:
     """The held-out loss before the first and after the last step: it falls, unless the data are noise."""
     accept, name = work.plan.config.accept, work.plan.config.data.name
     start, end = summary["val_loss_start"], summary["val_loss_end"]
@@ -333,7 +333,7 @@ def judge_loss(work: Work, summary: dict[str, Any], place: str) -> None:
         work.require(f"held-out loss ≤ {accept.val_loss}", f"{end:.3f}", end <= accept.val_loss)
 
 
-def judge_memory(work: Work, record: RunRecord, place: str) -> None:
+def judge_memory(work: PhaseRun, record: RunRecord, place: str) -> None:
     """Peak memory at the end against that after the second quarter: what grows for ever has no plateau."""
     peaks = [row.memory_bytes for row in record.steps if row.memory_bytes is not None]
     if len(peaks) < 4:
@@ -346,7 +346,7 @@ def judge_memory(work: Work, record: RunRecord, place: str) -> None:
         work.require(f"peak memory grows by at most {limit:.1%}", f"{growth:+.2%} over {window}", growth <= limit)
 
 
-def judge_gates(work: Work, record: RunRecord, place: str) -> None:
+def judge_gates(work: PhaseRun, record: RunRecord, place: str) -> None:
     """The least share that a branch has in the gates of a layer."""
     step, layers = latest_layers(record)
     if not layers or not work.plan.config.model.variant.gated:
@@ -362,7 +362,7 @@ def judge_gates(work: Work, record: RunRecord, place: str) -> None:
         work.require(f"every branch has ≥ {limit:.1%} of the gates", text, share >= limit)
 
 
-def run_of(work: Work, summary: dict[str, Any], *, on_noise: bool = False) -> RunRecord:
+def run_of(work: PhaseRun, summary: dict[str, Any], *, on_noise: bool = False) -> RunRecord:
     """The run that a `train` has summed up; its files become artifacts.
 
     Args:
@@ -394,7 +394,7 @@ def run_of(work: Work, summary: dict[str, Any], *, on_noise: bool = False) -> Ru
     return record
 
 
-def relative(work: Work, directory: Path) -> str:
+def relative(work: PhaseRun, directory: Path) -> str:
     """Below the folder of the phase."""
     return directory.relative_to(work.folder).as_posix()
 
@@ -403,7 +403,7 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def needs_processes(plan: Plan) -> str | None:
+def needs_processes(plan: Runbook) -> str | None:
     return None if plan.processes > 1 else "one process sends no gradients; --nproc 2 or more has something to compare"
 
 

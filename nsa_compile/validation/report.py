@@ -23,13 +23,13 @@ from nsa_compile.page import (
     markdown,
     render,
 )
-from nsa_compile.validation.runbook import SCHEMA, Outcome, Plan, verdict
+from nsa_compile.validation.runbook import SCHEMA, PhaseOutcome, Runbook, verdict
 
 # What a table of figures says of each.
 COLUMNS = ("figure", "value", "over", "n", "file")
 
 
-def write_report(plan: Plan, outcomes: Sequence[Outcome], open_phases: Sequence[str]) -> list[Path]:
+def write_report(plan: Runbook, outcomes: Sequence[PhaseOutcome], open_phases: Sequence[str]) -> list[Path]:
     """Write the report of what there is so far; `open_phases` have not been run yet."""
     document = report_document(plan, outcomes, open_phases)
     shown = blocks(plan, document)
@@ -45,7 +45,7 @@ def write_report(plan: Plan, outcomes: Sequence[Outcome], open_phases: Sequence[
     return paths
 
 
-def report_document(plan: Plan, outcomes: Sequence[Outcome], open_phases: Sequence[str]) -> dict[str, Any]:
+def report_document(plan: Runbook, outcomes: Sequence[PhaseOutcome], open_phases: Sequence[str]) -> dict[str, Any]:
     """The report as plain data."""
     decision, reasons = verdict(outcomes)
     if open_phases:
@@ -70,7 +70,7 @@ def report_document(plan: Plan, outcomes: Sequence[Outcome], open_phases: Sequen
     }
 
 
-def blocks(plan: Plan, document: dict[str, Any]) -> list[Block]:
+def blocks(plan: Runbook, document: dict[str, Any]) -> list[Block]:
     """The report as a page or a text shows it. Links lead to the files beside it."""
     sizes = "".join(f"; {name} {value}" for name, value in document["sizes"].items())
     overview = [
@@ -89,7 +89,7 @@ TONES: dict[str, Tone] = {"passed": "good", "failed": "bad", "not applicable": "
 MET = {True: Cell("met", "good"), False: Cell("NOT met", "bad")}
 
 
-def _phase(plan: Plan, phase: dict[str, Any]) -> Iterator[Block]:
+def _phase(plan: Runbook, phase: dict[str, Any]) -> Iterator[Block]:
     yield Heading(f"{phase['title']}: {phase['status']}", TONES[phase["status"]], phase["phase"])
     if phase["problems"]:
         yield Items(phase["problems"], "bad")

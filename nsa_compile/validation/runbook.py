@@ -64,7 +64,7 @@ PRESETS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class Runbook:
     """What is validated, and how."""
 
     directory: Path
@@ -108,7 +108,7 @@ class Criterion:
 
 
 @dataclass
-class Outcome:
+class PhaseOutcome:
     """What a phase came to. It `failed` where it could not be carried out or found something wrong.
 
     `captions` are what a reader must know of a picture, by its name among the artifacts.
@@ -130,16 +130,16 @@ class Outcome:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Outcome:
+    def from_dict(cls, data: dict[str, Any]) -> PhaseOutcome:
         figures = [Figure(**figure) for figure in data.pop("figures")]
         criteria = [Criterion(**criterion) for criterion in data.pop("criteria")]
         return cls(**data, figures=figures, criteria=criteria)
 
 
-class Work:
+class PhaseRun:
     """What a phase has at hand while it runs: commands to carry out, and its outcome to fill."""
 
-    def __init__(self, plan: Plan, outcome: Outcome) -> None:
+    def __init__(self, plan: Runbook, outcome: PhaseOutcome) -> None:
         self.plan, self.outcome = plan, outcome
         self.folder = plan.directory / outcome.phase
         self.folder.mkdir(exist_ok=True)
@@ -201,11 +201,11 @@ class Phase:
 
     name: str
     title: str
-    run: Callable[[Work], None]
-    skip: Callable[[Plan], str | None] = lambda plan: None
+    run: Callable[[PhaseRun], None]
+    skip: Callable[[Runbook], str | None] = lambda plan: None
 
 
-def begin(plan: Plan) -> None:
+def begin(plan: Runbook) -> None:
     """Make the directory of a validation.
 
     Raises:
@@ -222,7 +222,7 @@ def begin(plan: Plan) -> None:
     write_json(plan.directory / "plan.json", document | {"git": git_revision()}, durable=True)
 
 
-def load_plan(directory: Path) -> Plan:
+def load_plan(directory: Path) -> Runbook:
     """The validation that a directory holds.
 
     Raises:
@@ -243,10 +243,12 @@ def load_plan(directory: Path) -> Plan:
     if not isinstance(processes, int) or processes < 1:
         raise UserError(f"'{record}' names no number of processes; begin a new validation")
     config = load_config(str(directory / "config.resolved.yaml"))
-    return Plan(directory.absolute(), config, document["preset"], processes)
+    return Runbook(directory.absolute(), config, document["preset"], processes)
 
 
-def carry_out(plan: Plan, phases: Sequence[Phase], tell: Callable[[Phase, Outcome | None], None]) -> list[Outcome]:
+def carry_out(
+    plan: Runbook, phases: Sequence[Phase], tell: Callable[[Phase, PhaseOutcome | None], None]
+) -> list[PhaseOutcome]:
     """Run every phase that has no outcome yet. `tell` hears of each twice: before with None, then with its outcome.
 
     Raises:
@@ -262,20 +264,20 @@ def carry_out(plan: Plan, phases: Sequence[Phase], tell: Callable[[Phase, Outcom
     return outcomes
 
 
-def kept_outcome(directory: Path, phase: str) -> Outcome | None:
+def kept_outcome(directory: Path, phase: str) -> PhaseOutcome | None:
     """What an earlier part of the validation found; None where it did not come that far."""
     path = directory / phase / "outcome.json"
     if not path.exists():
         return None
     try:
-        return Outcome.from_dict(_read(path))
+        return PhaseOutcome.from_dict(_read(path))
     except (KeyError, TypeError):
         raise UserError(f"'{path}' is not the outcome of a phase; delete its folder and resume again") from None
 
 
-def _run(plan: Plan, phase: Phase) -> Outcome:
-    outcome = Outcome(phase.name, phase.title, "passed")
-    work = Work(plan, outcome)
+def _run(plan: Runbook, phase: Phase) -> PhaseOutcome:
+    outcome = PhaseOutcome(phase.name, phase.title, "passed")
+    work = PhaseRun(plan, outcome)
     if (reason := phase.skip(plan)) is not None:
         outcome.status = "not applicable"
         outcome.notes.append(reason)
@@ -290,7 +292,7 @@ def _run(plan: Plan, phase: Phase) -> Outcome:
     return outcome
 
 
-def verdict(outcomes: Sequence[Outcome]) -> tuple[Literal["GO", "NO-GO"], list[str]]:
+def verdict(outcomes: Sequence[PhaseOutcome]) -> tuple[Literal["GO", "NO-GO"], list[str]]:
     """GO where every phase passed or does not apply; otherwise NO-GO with all reasons."""
     reasons = [f"{outcome.phase}: {problem}" for outcome in outcomes for problem in outcome.problems]
     reasons += [

@@ -13,7 +13,7 @@ import click
 from nsa_compile.errors import UserError
 
 if TYPE_CHECKING:
-    from nsa_compile.validation.runbook import Outcome, Phase, Plan
+    from nsa_compile.validation.runbook import Phase, PhaseOutcome, Runbook
 
 
 @click.command()
@@ -74,14 +74,14 @@ def validate(
     else:
         begin(plan)
     click.echo(f"validation in {plan.directory}", err=True)
-    outcomes: list[Outcome] = []
+    outcomes: list[PhaseOutcome] = []
     chosen = plan
 
     # A terminal gets a bar, a log file lines.
     on_terminal = sys.stderr.isatty()
     with click.progressbar(length=len(PHASES), label="validate", file=sys.stderr, hidden=not on_terminal) as bar:
 
-        def tell(phase: Phase, outcome: Outcome | None) -> None:
+        def tell(phase: Phase, outcome: PhaseOutcome | None) -> None:
             if outcome is None:
                 bar.label = phase.name
                 bar.render_progress()
@@ -107,7 +107,7 @@ def validate(
         ctx.exit(1)
 
 
-def _plan(config_path: str | None, overrides: tuple[str, ...], preset: str, nproc: int, out: str | None) -> Plan:
+def _plan(config_path: str | None, overrides: tuple[str, ...], preset: str, nproc: int, out: str | None) -> Runbook:
     from nsa_compile.config import load_config
     from nsa_compile.experiments.runs import Arm, check_arms
     from nsa_compile.train.records.run_directory import check_output
@@ -120,20 +120,20 @@ def _plan(config_path: str | None, overrides: tuple[str, ...], preset: str, npro
         check_output(config.run.dir)
     name = f"validate-{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
-    from nsa_compile.validation.runbook import Plan
+    from nsa_compile.validation.runbook import Runbook
 
-    return Plan((Path(out) if out else Path(config.run.dir) / name).absolute(), config, preset, nproc)
+    return Runbook((Path(out) if out else Path(config.run.dir) / name).absolute(), config, preset, nproc)
 
 
 def _given(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: PhaseOutcome) -> str:
     return f"{outcome.phase}: {outcome.status}, {outcome.seconds:.0f} s"
 
 
-def _summary(plan: Plan, outcomes: list[Outcome], decision: str, reasons: list[str]) -> str:
+def _summary(plan: Runbook, outcomes: list[PhaseOutcome], decision: str, reasons: list[str]) -> str:
     lines = [_line(outcome) for outcome in outcomes]
     lines += ["", decision, *(f"  {reason}" for reason in reasons), "", f"report: {plan.directory / 'report.html'}"]
     return "\n".join(lines)

@@ -97,7 +97,7 @@ def test_the_audit_sees_its_operator_and_its_loop(overrides):
 def test_it_decodes_as_it_trains_and_has_named_ranges(overrides):
     model = NSATransformer(load_config(overrides=overrides()).model).double()
     tokens = torch.randint(256, (2, 12))
-    expected = nsa_compile.compile_blocks(model, nested="eager", ranges=True, cache=False)(tokens)
+    expected = nsa_compile.compile_blocks(model, nested="eager", nvtx=True, cache=False)(tokens)
     labels = " ".join(nsa_compile.last_report().passes[-1].matches)
     # What leads from attention to the next product counts for the sum of branches, here too.
     assert {"nsa.proj", "nsa.win", "nsa.gate", "nsa.mlp"} == set(re.findall(r"nsa\.\w+", labels))

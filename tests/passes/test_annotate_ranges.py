@@ -60,7 +60,7 @@ def test_every_range_is_there_in_both_directions_and_changes_no_bit(opened, nest
     assert {category for _, category in opened} == {"pass"}
 
     opened.clear()
-    ranged = results(build(changes, nested=nested, attention=attention, ranges=True))
+    ranged = results(build(changes, nested=nested, attention=attention, nvtx=True))
     assert all(torch.equal(a, b) for a, b in zip(plain, ranged, strict=True))
     seen = defaultdict(set)
     for name, category in opened:
@@ -98,7 +98,7 @@ def labels(gm):
 
 
 def options(**changes):
-    return Options(**{"nested": "eager", "cache": False, "ranges": True, "attention": "sparse", **changes})
+    return Options(**{"nested": "eager", "cache": False, "nvtx": True, "attention": "sparse", **changes})
 
 
 def block():
@@ -141,7 +141,7 @@ def test_a_loop_that_stays_is_one_range(opened):
 
     x = torch.randn(8, 4)
     torch._dynamo.reset()
-    compiled = nsa_compile.compile(fn, nested="aot_eager", cache=False, ranges=True)
+    compiled = nsa_compile.compile(fn, nested="aot_eager", cache=False, nvtx=True)
     torch.testing.assert_close(compiled(x), fn(x))
     assert ("nsa.loop", "forward") in opened
 
@@ -150,7 +150,7 @@ def test_a_decode_step_with_ranges_does_what_it_does_without(opened):
     models = [build(nested="eager") for _ in range(2)]
     outputs = []
     for model, asked in zip(models, (False, True), strict=True):
-        step = nsa_compile.compile_decode_step(model, nested="aot_eager", cache=False, ranges=asked)
+        step = nsa_compile.compile_decode_step(model, nested="aot_eager", cache=False, nvtx=asked)
         state = model.init_state(2, 16)
         found = []
         for t in range(3):
@@ -162,14 +162,14 @@ def test_a_decode_step_with_ranges_does_what_it_does_without(opened):
 
 
 def test_labels_are_a_change_the_verifier_sees():
-    gm = captured(options(ranges=False), lambda x: x.sin(), torch.randn(3))
+    gm = captured(options(nvtx=False), lambda x: x.sin(), torch.randn(3))
     before = verifier.fingerprint(gm)
     markers.set_label(next(node for node in gm.graph.nodes if node.op == "call_method"), "nsa.mlp")
     assert verifier.fingerprint(gm) != before
 
 
 def test_inductors_caches_tell_programs_with_other_labels_apart():
-    gm = captured(options(ranges=False), lambda x: x.sin(), torch.randn(3))
+    gm = captured(options(nvtx=False), lambda x: x.sin(), torch.randn(3))
     node = next(node for node in gm.graph.nodes if node.op == "call_method")
     keys = []
     for name in ("nsa.mlp", "nsa.proj"):

@@ -31,7 +31,7 @@ from nsa_compile.profiles import pass_profile
 from nsa_compile.profiles.graph_diff import count_changes, render_side_by_side, side_by_side
 from nsa_compile.profiles.pass_page import cost_cells, render_profile, write_profile_page
 from nsa_compile.profiles.pass_profile import SCHEMA, profile_passes
-from nsa_compile.profiles.prefixes import Results, measure_prefixes, measure_within
+from nsa_compile.profiles.prefixes import PrefixResults, measure_prefixes, measure_within
 from tests.conftest import TINY_RUN, cold_cache
 
 
@@ -191,7 +191,7 @@ def work_that_hangs(work, without, send):
 
 def test_a_prefix_that_hangs_and_one_that_ends_its_process_are_given_up(tmp_path):
     told = []
-    results = Results(3, told.append)
+    results = PrefixResults(3, told.append)
     measure_within(5, tmp_path / "started", results, work_that_hangs)
     assert results.measured[1] == {"not_measured": "it took more than 5 s to compile and run"}
     assert results.measured[2] == {"not_measured": "its process was ended by SIGKILL"}
@@ -230,7 +230,7 @@ def test_a_process_that_may_be_ended_compiles_into_a_directory_of_its_own(tmp_pa
     mine = tmp_path / "mine"
     monkeypatch.setenv(compiler_cache.VARIABLE, str(mine))
     write_sealed(kernel_directory(mine) / "window-0.so", b"a kernel")
-    measure_within(60, tmp_path, Results(1, print), work_that_compiles)
+    measure_within(60, tmp_path, PrefixResults(1, print), work_that_compiles)
     first, second = (tmp_path / "told").read_text().split("\n")[:2]
     directory, *before = first.split()
     assert before == ["window-0.so"], "kernels are taken along"
@@ -254,7 +254,7 @@ def work_that_fails_when_it_comes_again(work, without, send):
 
 def test_a_prefix_that_fails_when_it_comes_again_is_given_up():
     told = []
-    results = Results(2, told.append)
+    results = PrefixResults(2, told.append)
     measure_within(60, None, results, work_that_fails_when_it_comes_again)
     assert results.given_up == {0, 1}
     assert results.measured[0] == {
@@ -279,18 +279,18 @@ def work_that_is_too_large(work, without, send):
 
 def test_a_process_that_ends_at_no_prefix_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="could not go on: its process ended with exit code 3"):
-        measure_within(60, None, Results(3, print), work_that_ends_early)
+        measure_within(60, None, PrefixResults(3, print), work_that_ends_early)
     with pytest.raises(UserError, match="seq_len is 7"):
-        measure_within(60, 7, Results(3, print), work_that_is_wrong)
+        measure_within(60, 7, PrefixResults(3, print), work_that_is_wrong)
     with pytest.raises(UserError, match=r"memory does not suffice .* allocate 7 bytes; give fewer tokens"):
-        measure_within(60, None, Results(3, print), work_that_is_too_large)
+        measure_within(60, None, PrefixResults(3, print), work_that_is_too_large)
     # One that does not even read what it is to do.
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 4\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
     with pytest.raises(UserError, match="could not go on: its process ended with exit code 4"):
-        measure_within(60, None, Results(3, print), work_that_ends_early)
+        measure_within(60, None, PrefixResults(3, print), work_that_ends_early)
 
 
 def test_files_of_the_working_directory_are_no_modules_of_the_process(tmp_path, monkeypatch):
@@ -298,7 +298,7 @@ def test_files_of_the_working_directory_are_no_modules_of_the_process(tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
     with pytest.raises(UserError, match="exit code 3"):
-        measure_within(60, None, Results(3, print), work_that_ends_early)
+        measure_within(60, None, PrefixResults(3, print), work_that_ends_early)
 
 
 def test_a_record_of_what_took_too_long(tmp_path, monkeypatch):

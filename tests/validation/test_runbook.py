@@ -20,10 +20,10 @@ from nsa_compile.train.signals import EXIT_CODES
 from nsa_compile.validation import phases
 from nsa_compile.validation.report import write_report
 from nsa_compile.validation.runbook import (
-    Outcome,
     Phase,
-    Plan,
-    Work,
+    PhaseOutcome,
+    PhaseRun,
+    Runbook,
     begin,
     carry_out,
     load_plan,
@@ -33,7 +33,7 @@ from nsa_compile.validation.runbook import (
 
 @pytest.fixture
 def plan(tmp_path, tiny_overrides):
-    made = Plan(tmp_path / "validation", load_config(None, tiny_overrides()), "quick", 1)
+    made = Runbook(tmp_path / "validation", load_config(None, tiny_overrides()), "quick", 1)
     begin(made)
     return made
 
@@ -175,7 +175,7 @@ def record_of(plan, peaks, **fields):
 
 @pytest.fixture
 def work(plan):
-    return Work(plan, Outcome("stability", "Stability", "passed"))
+    return PhaseRun(plan, PhaseOutcome("stability", "Stability", "passed"))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ SUMMARY = {
 
 def baseline_of(plan, monkeypatch, summary=SUMMARY, peaks=(1, 1)):
     """The baseline, its run made up: 100 tokens/s, which is half of the peak."""
-    work = Work(plan, Outcome("baseline", "Baseline", "passed"))
+    work = PhaseRun(plan, PhaseOutcome("baseline", "Baseline", "passed"))
     record = record_of(plan, peaks, summary={"best_unigram_loss": None})
     record.directory = work.folder / "runs" / "x"
     record.directory.mkdir(parents=True)

@@ -120,7 +120,7 @@ def mean_of_all(value: Tensor) -> Tensor:
     return value
 
 
-def greatest_of_all(value: int, device: torch.device) -> int:
+def all_reduce_max(value: int, device: torch.device) -> int:
     """The greatest of a number over all processes."""
     greatest = torch.tensor(value, device=device)
     if dist.is_initialized():
@@ -128,7 +128,7 @@ def greatest_of_all(value: int, device: torch.device) -> int:
     return int(greatest)
 
 
-def from_main(value: Value | None) -> Value:
+def broadcast(value: Value | None) -> Value:
     """The value that the first process has; the others pass None."""
     values: list[Any] = [value]
     if dist.is_initialized():
@@ -145,7 +145,7 @@ def gather_to_main(value: Value) -> list[Value] | None:
     return values
 
 
-def gather_to_all(value: Value) -> list[Value]:
+def all_gather(value: Value) -> list[Value]:
     """The values of all processes in the order of their ranks, in each."""
     if not dist.is_initialized():
         return [value]
@@ -154,7 +154,7 @@ def gather_to_all(value: Value) -> list[Value]:
     return values
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Return when every process has come here."""
     if dist.is_initialized():
         dist.barrier()
