@@ -1,7 +1,7 @@
 """Masks of attention, taken apart: what is known at every step, and what depends on data.
 
-A mask reaches its scores through conjunctions, opposites and movement. A `Factor` is one condition of it together with
-that way, and the way is followed by running the movement on element numbers, so no reshape needs to be understood.
+A mask reaches its scores through conjunctions, opposites and movement. A `Condition` is one part of it together with that
+way, and the way is followed by running the movement on element numbers, so no reshape needs to be understood.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Unrecognised(Exception):
 
 
 @dataclass(frozen=True)
-class Factor:
+class Condition:
     """One condition of a mask: a node of the body, or its opposite, and how it gets to the scores it masks."""
 
     node: fx.Node
     negated: bool
-    level: Tensor  # for each of these scores, its number in the product of queries and keys
+    numbers: Tensor  # for each of these scores, its number in the product of queries and keys
     keys: int  # T
     additive: bool = False  # a number: 0 keeps, -inf removes
     # What happens to the node on its way: broadcast to a shape, then moved, if there is an operator that moves it.
@@ -50,18 +50,18 @@ class Factor:
         """Elements of the node, as `[N * m * T]` in the order of the product."""
         for shape, move in self.moves:
             x = x.expand(shape) if move is None else moved(move, x.expand(shape), record)
-        spread = torch.empty(self.level.numel(), dtype=x.dtype)
-        spread[self.level.flatten()] = x.expand(self.level.shape).flatten()
+        spread = torch.empty(self.numbers.numel(), dtype=x.dtype)
+        spread[self.numbers.flatten()] = x.expand(self.numbers.shape).flatten()
         return spread
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What a list of factors keeps: a part that is known at every step, and conditions on data."""
+    """What a list of conditions keeps: a part that is known at every step, and conditions on data."""
 
     known: StepMask | None  # [T], or [N * m, T] where heads differ; None if it keeps everything
-    known_factors: tuple[Factor, ...]
-    data: tuple[Factor, ...]
+    known_conditions: tuple[Condition, ...]
+    data: tuple[Condition, ...]
     kind: MaskKind
 
 
@@ -120,65 +120,67 @@ def moved(node: fx.Node, x: Tensor, record: ScanRecord) -> Tensor:
     return target(*args, **kwargs)
 
 
-def conjunction(factors: list[Factor], record: ScanRecord) -> Mask:
-    """What a list of factors keeps, taken apart into what is known and what depends on data."""
+def conjunction(conditions: list[Condition], record: ScanRecord) -> Mask:
+    """What a list of conditions keeps, taken apart into what is known and what depends on data."""
     known: StepMask | None = None
-    known_factors: list[Factor] = []
-    data: list[Factor] = []
-    todo = list(factors)
+    known_conditions: list[Condition] = []
+    data: list[Condition] = []
+    todo = list(conditions)
     while todo:
-        factor = todo.pop()
-        value = _known_factor(factor, record)
+        condition = todo.pop()
+        value = _known_condition(condition, record)
         joined = value if value is None or known is None else known & value
         if joined is not None:
             known = joined
-            known_factors.append(factor)
-        elif parts := _parts(factor, record):
+            known_conditions.append(condition)
+        elif parts := _parts(condition, record):
             todo += parts
-        elif not any(same_factor(factor, other, record) for other in data):  # a condition may be written twice
-            data.append(factor)
-    return Mask(known, tuple(known_factors), tuple(data), classify(known, record.length))
+        elif not any(same_condition(condition, other, record) for other in data):  # a condition may be written twice
+            data.append(condition)
+    return Mask(known, tuple(known_conditions), tuple(data), classify(known, record.length))
 
 
-def _known_factor(factor: Factor, record: ScanRecord) -> StepMask | None:
-    """A factor that is known at every step, by key: `[1, T]`, or `[N * m, T]` where heads differ."""
-    value: Any = record.known.get(factor.node, record.constant.get(factor.node))
-    if factor.additive and value is not None:
+def _known_condition(condition: Condition, record: ScanRecord) -> StepMask | None:
+    """A condition that is known at every step, by key: `[1, T]`, or `[N * m, T]` where heads differ."""
+    value: Any = record.known.get(condition.node, record.constant.get(condition.node))
+    if condition.additive and value is not None:
         value = value == 0 if isinstance(value, Tensor) else value.where(lambda x: x == 0)
     mask = None if value is None else step_mask(value, record.length)
     if mask is None:
         return None
-    mask = ~mask if factor.negated else mask
+    mask = ~mask if condition.negated else mask
 
     def by_key(x: Tensor) -> Tensor:
-        return factor.spread(x, record).reshape(-1, factor.keys)
+        return condition.spread(x, record).reshape(-1, condition.keys)
 
     by_keys = mask.map(by_key)
     parts = (by_keys.start, by_keys.stop, by_keys.outside)
     return by_keys.map(lambda x: x[:1]) if all(bool((x == x[:1]).all()) for x in parts) else by_keys
 
 
-def _parts(factor: Factor, record: ScanRecord) -> list[Factor]:
+def _parts(condition: Condition, record: ScanRecord) -> list[Condition]:
     """What a condition consists of; nothing if it is no conjunction, opposite or movement of others."""
-    node = factor.node
+    node = condition.node
     if not isinstance(node.target, OpOverload) or not all(isinstance(n, fx.Node) for n in node.args[:1]):
         return []
     here = (example(node).shape, None)
-    if factor.additive and node.target in WHERE:
+    if condition.additive and node.target in WHERE:
         removes_if_true = constant(node.args[1], record) == -math.inf
-        moves = (here, *factor.moves)
-        return [replace(factor, node=operand(node), negated=removes_if_true, additive=False, moves=moves)]
-    if factor.additive and node.target in MASKED_FILL:
-        return [replace(factor, node=operand(node, 1), negated=True, additive=False, moves=(here, *factor.moves))]
+        moves = (here, *condition.moves)
+        return [replace(condition, node=operand(node), negated=removes_if_true, additive=False, moves=moves)]
+    if condition.additive and node.target in MASKED_FILL:
+        return [replace(condition, node=operand(node, 1), negated=True, additive=False, moves=(here, *condition.moves))]
     source = operand(node)
     if node.target in MOVES and all(n is source or n in record.constant for n in node.all_input_nodes):
-        return [replace(factor, node=source, moves=((example(source).shape, node), *factor.moves))]
-    if node.target is aten._to_copy.default and factor.additive:
-        return [replace(factor, node=source)]
+        return [replace(condition, node=source, moves=((example(source).shape, node), *condition.moves))]
+    if node.target is aten._to_copy.default and condition.additive:
+        return [replace(condition, node=source)]
     if node.target in NOT:
-        return [replace(factor, node=source, negated=not factor.negated)]
-    if node.target in AND and not factor.negated:
-        return [replace(factor, node=n, moves=(here, *factor.moves)) for n in node.args[:2] if isinstance(n, fx.Node)]
+        return [replace(condition, node=source, negated=not condition.negated)]
+    if node.target in AND and not condition.negated:
+        return [
+            replace(condition, node=n, moves=(here, *condition.moves)) for n in node.args[:2] if isinstance(n, fx.Node)
+        ]
     return []
 
 
@@ -218,14 +220,14 @@ def same_mask(a: Mask, b: Mask, record: ScanRecord) -> bool:
         if bool((parts[2][0] != parts[2][1]).any()):
             return False
     return all(
-        any(same_factor(x, y, record) for y in others)
+        any(same_condition(x, y, record) for y in others)
         for some, others in ((a.data, b.data), (b.data, a.data))
         for x in some
     )
 
 
-def same_factor(a: Factor, b: Factor, record: ScanRecord) -> bool:
-    """Whether two factors are one condition, at the same scores."""
+def same_condition(a: Condition, b: Condition, record: ScanRecord) -> bool:
+    """Whether two conditions are one condition, at the same scores."""
     if a.node is not b.node or a.negated != b.negated or a.additive != b.additive:
         return False
     numbers = torch.arange(example(a.node).numel()).reshape(example(a.node).shape)
@@ -233,34 +235,34 @@ def same_factor(a: Factor, b: Factor, record: ScanRecord) -> bool:
 
 
 def mask_tensor(
-    build: NodeBuilder, factors: Sequence[Factor], rows: tuple[int, int], keys: int, record: ScanRecord
+    build: NodeBuilder, conditions: Sequence[Condition], rows: tuple[int, int], keys: int, record: ScanRecord
 ) -> fx.Node | None:
-    """The conjunction of factors at one step, `[N|1, 1, m|1, T]`, from the nodes that hold them; None for none."""
+    """The conjunction of conditions at one step, `[N|1, 1, m|1, T]`, from the nodes that hold them; None for none."""
     result = None
-    for factor in factors:
-        keep = factor.node
-        if factor.additive:
+    for condition in conditions:
+        keep = condition.node
+        if condition.additive:
             keep = build(aten.eq.Scalar, keep, 0)
-        elif factor.negated:
+        elif condition.negated:
             keep = build(aten.bitwise_not.default, keep)
-        if _is_one_row(factor, keys, record):
+        if _is_one_row(condition, keys, record):
             keep = build(aten.reshape.default, keep, [1, 1, 1, keys])
         else:
-            for shape, move in factor.moves:
+            for shape, move in condition.moves:
                 keep = build(aten.expand.default, keep, list(shape))
                 if move is not None:
                     keep = build(move.target, keep, *move.args[1:])
-            keep = build(aten.expand.default, keep, list(factor.level.shape))
+            keep = build(aten.expand.default, keep, list(condition.numbers.shape))
             keep = build(aten.reshape.default, keep, [rows[0], 1, rows[1], keys])
         result = keep if result is None else build(aten.bitwise_and.Tensor, result, keep)
     return result
 
 
-def _is_one_row(factor: Factor, keys: int, record: ScanRecord) -> bool:
-    """Whether a factor holds one boolean a key, in their order."""
-    value = example(factor.node)
+def _is_one_row(condition: Condition, keys: int, record: ScanRecord) -> bool:
+    """Whether a condition holds one boolean a key, in their order."""
+    value = example(condition.node)
     if value.numel() != keys:
         return False
     with unset_fake_temporarily():
-        numbers = factor.spread(torch.arange(keys).reshape(value.shape), record).reshape(-1, keys)
+        numbers = condition.spread(torch.arange(keys).reshape(value.shape), record).reshape(-1, keys)
         return torch.equal(numbers, torch.arange(keys).expand_as(numbers))

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.analyses.masks import MOVES, Factor, Unrecognised, constant, moved, side_of_where
+from nsa_compile.analyses.masks import MOVES, Condition, Unrecognised, constant, moved, side_of_where
 from nsa_compile.analyses.softmax import AttentionRecord, raised, weights_from
 from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.attention import AttentionCall, Blocks
@@ -31,7 +31,7 @@ class Selection:
     taken: fx.Node | None  # [N, n], which of the indices count; None: all
     block: int  # tokens a block
     rows: int  # N
-    others: tuple[Factor, ...]  # the rest of the mask
+    others: tuple[Condition, ...]  # the rest of the mask
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def find_selection(node: fx.Node, known: AttentionRecord, record: ScanRecord) ->
         raise Unrecognised("its mask depends on data, and is no scatter of block indices", node)
     if len(found) > 1:
         raise Unrecognised("its mask is that of several scatters of block indices", node)
-    (factor,) = found
-    scatter = factor.node
+    (condition,) = found
+    scatter = condition.node
     if len(scatter.users) > 1 and any(u.target not in MOVES for u in scatter.users):
         raise Unrecognised("its block mask is used by something else as well", scatter)
     base, dim, indices, source = cast(Any, scatter.args)
@@ -73,14 +73,14 @@ def find_selection(node: fx.Node, known: AttentionRecord, record: ScanRecord) ->
         raise Unrecognised("its scatter removes blocks instead of choosing them", scatter)
     if not _unique(indices):
         raise Unrecognised("its block indices are not those of a sort or of top-k, so one may come twice", scatter)
-    block = _block_size(factor, node, record)
+    block = _block_size(condition, node, record)
     return Selection(
         scatter,
         indices,
         source if isinstance(source, fx.Node) else None,
         block,
         shape[:-1].numel(),
-        (*known.mask.known_factors, *(f for f in known.mask.data if f is not factor)),
+        (*known.mask.known_conditions, *(f for f in known.mask.data if f is not condition)),
     )
 
 
@@ -94,21 +94,21 @@ def _unique(indices: Any) -> bool:
     )
 
 
-def _block_size(factor: Factor, node: fx.Node, record: ScanRecord) -> int:
+def _block_size(condition: Condition, node: fx.Node, record: ScanRecord) -> int:
     """Tokens a block, if token p of each row reads block p // size of the scatter's row."""
     call = AttentionCall.of(node)
     rows, _, heads, _ = example(call.q).shape
     keys = example(call.k).shape[1]
-    shape = example(factor.node).shape
+    shape = example(condition.node).shape
     blocks = shape[-1]
-    numbers = factor.spread(torch.arange(shape.numel()).reshape(shape), record).reshape(rows, heads, keys)
+    numbers = condition.spread(torch.arange(shape.numel()).reshape(shape), record).reshape(rows, heads, keys)
     if shape[:-1].numel() != rows or blocks < 2:
-        raise Unrecognised("its block mask is not one for each group of heads", factor.node)
+        raise Unrecognised("its block mask is not one for each group of heads", condition.node)
     first = numbers[0, 0]
     size = int((first == first[0]).sum())
     expected = torch.arange(rows)[:, None, None] * blocks + torch.arange(keys) // size
     if not torch.equal(numbers, expected.expand_as(numbers)):
-        raise Unrecognised("its block mask is not spread over the tokens in blocks of one size", factor.node)
+        raise Unrecognised("its block mask is not spread over the tokens in blocks of one size", condition.node)
     return size
 
 

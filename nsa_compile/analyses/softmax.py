@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from nsa_compile.analyses.masks import (
     MOVES,
-    Factor,
+    Condition,
     Mask,
     Unrecognised,
     conjunction,
@@ -79,7 +79,7 @@ class Scores:
 
     product: Product
     scale: float = 1.0
-    factors: list[Factor] = field(default_factory=list)
+    conditions: list[Condition] = field(default_factory=list)
     infinite: bool = True  # everything removed was set to -inf, not to the lowest number
     never_nan: bool = True  # for all that is known, no query is left with nothing but -inf
 
@@ -159,8 +159,8 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
         raise Unrecognised("its softmax does not run over the keys, one query after the other", softmax)
     if any(not torch.equal(numbers[x].flatten(), torch.arange(numbers[x].numel())) for x, *_ in masked):
         raise Unrecognised("its scores are masked in another layout than that of keys by queries", softmax)
-    result.factors = [
-        Factor(condition, negated, numbers[scores], last.shape[-1], additive)
+    result.conditions = [
+        Condition(condition, negated, numbers[scores], last.shape[-1], additive)
         for scores, condition, negated, additive in masked
     ]
     return result
@@ -169,7 +169,7 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
 def check_scores(softmax: fx.Node, scores: Scores, analysis: Analysis) -> None:
     """That the scores that masks keep stand out from what masks put in the place of others."""
     size = analysis.magnitudes.of(softmax.args[0])
-    if not scores.factors:
+    if not scores.conditions:
         return
     if size is None or not size.stands_out:
         raise Unrecognised("its scores may be infinite, or as low as masked ones", softmax)
@@ -273,7 +273,7 @@ def check_read_by(outputs: list[Product], softmax: fx.Node, record: ScanRecord) 
             raise Unrecognised("its weights are used by something else as well", softmax)
 
 
-Weights = list[tuple[fx.Node, Tensor, list[Factor]]]
+Weights = list[tuple[fx.Node, Tensor, list[Condition]]]
 
 
 def weights_below(softmax: fx.Node, record: ScanRecord) -> Weights:
@@ -292,8 +292,8 @@ def weights_below(softmax: fx.Node, record: ScanRecord) -> Weights:
                 found.append((user, numbers, masked))
             elif user.target in MOVES and user.args[0] is node and len(user.all_input_nodes) == 1:
                 found.append((user, moved(user, numbers, record), masked))
-            elif (factor := _weight_mask(user, node, numbers, shape[dim], record)) is not None:
-                found.append((user, numbers, [*masked, factor]))
+            elif (mask := _weight_mask(user, node, numbers, shape[dim], record)) is not None:
+                found.append((user, numbers, [*masked, mask]))
     return found
 
 
@@ -316,15 +316,15 @@ def weights_from(softmax: fx.Node, scores: Scores, record: ScanRecord) -> dict[f
     return final
 
 
-def _weight_mask(user: fx.Node, node: fx.Node, numbers: Tensor, keys: int, record: ScanRecord) -> Factor | None:
+def _weight_mask(user: fx.Node, node: fx.Node, numbers: Tensor, keys: int, record: ScanRecord) -> Condition | None:
     """The condition that sets weights to zero, if that is what a user of them does."""
     side = side_of_where(user, record)
     if side is not None and side.value is node and side.constant == 0.0:
-        return Factor(side.condition, side.constant_if_true, numbers, keys)
+        return Condition(side.condition, side.constant_if_true, numbers, keys)
     if user.target is aten.mul.Tensor:
         (other,) = [x for x in user.args if x is not node] or [None]
         if isinstance(other, fx.Node) and (condition := _as_condition(other)) is not None:
-            return Factor(condition, False, numbers, keys)
+            return Condition(condition, False, numbers, keys)
     return None
 
 
@@ -348,9 +348,9 @@ def _check_order(output: Product, weights: fx.Node, numbers: Tensor, scores: Sco
         raise Unrecognised("its weights meet the values in another order than its scores met the keys", output.node)
 
 
-def _check_final(softmax: fx.Node, scores: Scores, masked: list[Factor], record: ScanRecord) -> None:
+def _check_final(softmax: fx.Node, scores: Scores, masked: list[Condition], record: ScanRecord) -> None:
     """That weights are those of attention: masked as the scores were, and zero where nothing is kept."""
-    keep = conjunction(scores.factors, record)
+    keep = conjunction(scores.conditions, record)
     if masked:
         if not same_mask(conjunction(masked, record), keep, record):
             raise Unrecognised("its weights are masked differently from its scores", softmax)

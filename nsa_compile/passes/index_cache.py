@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.analyses.masks import MOVES, Factor, Unrecognised, moved
+from nsa_compile.analyses.masks import MOVES, Condition, Unrecognised, moved
 from nsa_compile.analyses.softmax import raised
 from nsa_compile.ir.aten import ADD, COMPARISONS, SUB, aten
 from nsa_compile.ir.attention import ATTENTION, AttentionCall, Opaque
@@ -91,13 +91,13 @@ class KeyRange:
     width: int
 
 
-def find_window(node: fx.Node, factors: tuple[Factor, ...], record: ScanRecord) -> KeyRange | None:
+def find_window(node: fx.Node, conditions: tuple[Condition, ...], record: ScanRecord) -> KeyRange | None:
     """A window narrower than the cache that holds all an attention node can keep, if its mask has one."""
     keys = example(AttentionCall.of(node).k).shape[1]
     lower: dict[fx.Node, int] = {}
     upper: dict[fx.Node, int] = {}
-    for factor in factors:
-        if (bound := _bound(factor, keys, record)) is None:
+    for condition in conditions:
+        if (bound := _bound(condition, keys, record)) is None:
             continue
         base, is_upper, offset = bound
         if is_upper:
@@ -183,23 +183,23 @@ def _followed(node: fx.Node, source: fx.Node, numbers: Tensor, record: ScanRecor
     return moved(node, _followed(cast(fx.Node, node.args[0]), source, numbers, record), record)
 
 
-def _bound(factor: Factor, keys: int, record: ScanRecord) -> tuple[fx.Node, bool, int] | None:
-    """`(base, True, c)` if a factor keeps the keys `p <= base + c`, `(base, False, c)` for `p >= base + c`."""
-    op = COMPARISONS.get(factor.node.target)
-    if factor.additive or op not in _OPPOSITE or not keys:
+def _bound(condition: Condition, keys: int, record: ScanRecord) -> tuple[fx.Node, bool, int] | None:
+    """`(base, True, c)` if a condition keeps the keys `p <= base + c`, `(base, False, c)` for `p >= base + c`."""
+    op = COMPARISONS.get(condition.node.target)
+    if condition.additive or op not in _OPPOSITE or not keys:
         return None
-    a, b = (_affine(x, record) for x in factor.node.args[:2])
+    a, b = (_affine(x, record) for x in condition.node.args[:2])
     if a is None or b is None:
         return None
     # sign_a * base + a op sign_b * base + b, as numbers op sign * base
     difference = a.minus(b)
     if difference is None or difference.base is None or difference.sign == 0:
         return None
-    op = _OPPOSITE[op] if factor.negated else op
+    op = _OPPOSITE[op] if condition.negated else op
     numbers = difference.rows
     if difference.sign > 0:  # base + numbers op 0
         numbers, op = -numbers, _MIRRORED[op]
-    by_key = factor.spread(numbers.expand(example(factor.node).shape), record).reshape(-1, keys)
+    by_key = condition.spread(numbers.expand(example(condition.node).shape), record).reshape(-1, keys)
     shift = int(by_key[0, 0])
     if not torch.equal(by_key, (torch.arange(keys) + shift).expand_as(by_key)):
         return None

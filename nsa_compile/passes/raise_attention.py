@@ -58,7 +58,7 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                     outputs = walk_down(softmax, scores, record)
                     if step.body is gm:  # no batching will bring its scores and their ranking together
                         check_read_by(outputs, softmax, record)
-                    mask = conjunction(scores.factors, record)
+                    mask = conjunction(scores.conditions, record)
             except Unrecognised as found:
                 context.leave(Declined(found.why, found.node))
                 continue
@@ -98,7 +98,7 @@ def replace_output(body: fx.GraphModule, known: AttentionRecord, output: Product
         build(aten.unsqueeze.default, q, 1),
         build(aten.transpose.int, k, 1, 2),
         v,
-        mask_tensor(build, scores.factors, (n, m), keys, record),
+        mask_tensor(build, scores.conditions, (n, m), keys, record),
         None,
         scores.scale,
         # The kind says all of a mask, or nothing.
