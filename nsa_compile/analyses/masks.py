@@ -1,7 +1,7 @@
 """Masks of attention, taken apart: what is known at every step, and what depends on data.
 
-A mask reaches its scores through conjunctions, opposites and movement. A `Condition` is one part of it together with that
-way, and the way is followed by running the movement on element numbers, so no reshape needs to be understood.
+A mask reaches its scores through conjunctions, opposites and movement. A `Condition` is one part of it together with
+that way, and the way is followed by running the movement on element numbers, so no reshape needs to be understood.
 """
 
 from __future__ import annotations

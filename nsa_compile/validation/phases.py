@@ -103,8 +103,8 @@ def equivalence(work: PhaseRun) -> None:
 
 
 def needs_properties(plan: Runbook) -> str | None:
-    model = plan.config.model
-    return None if model.variant.verified else f"model.attention = {model.attention} has no branches"
+    variant = plan.config.model.variant
+    return None if variant.verified else f"model.attention = {variant.name} has no branches"
 
 
 def baseline(work: PhaseRun) -> None:

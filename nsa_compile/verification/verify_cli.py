@@ -54,10 +54,8 @@ def verify(
     config = load_config(config_path, overrides)
     if minutes is not None and examples is not None:
         raise UserError("--minutes and --examples both say how much to check; give one of them")
-    if not config.model.variant.verified:
-        raise UserError(
-            f"model.attention = '{config.model.attention}' leaves nothing to verify; use --set model.attention=nsa"
-        )
+    if not (variant := config.model.variant).verified:
+        raise UserError(f"model.attention = '{variant.name}' leaves nothing to verify; use --set model.attention=nsa")
 
     from nsa_compile.machine.preflight import check_compiler, wait_passively
 

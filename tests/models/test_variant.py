@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import nsa_compile
+from nsa_compile.cli import cli
 from nsa_compile.config import load_config
 from nsa_compile.config_cli import completions
 from nsa_compile.data import load_corpus
@@ -113,5 +115,6 @@ def test_its_name_and_its_rules_are_those_of_the_configuration(overrides):
     with pytest.raises(UserError, match=r"^model\.attention = 'windows' must be one of nsa, dense, window;"):
         load_config(overrides=overrides(**{"model.attention": "windows"}))
     assert completions("model.attention=")[-1] == "model.attention=window"
-    config = load_config(overrides=overrides())
-    assert config.plain()["model"]["attention"] == "window"
+    assert load_config(overrides=overrides()).plain()["model"]["attention"] == "window"
+    result = CliRunner().invoke(cli, ["verify", *(word for key in overrides() for word in ("--set", key))])
+    assert str(result.exception) == "model.attention = 'window' leaves nothing to verify; use --set model.attention=nsa"
