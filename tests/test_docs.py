@@ -18,6 +18,8 @@ from click.testing import CliRunner
 import nsa_compile
 from benchmarks import draw_lengths
 from nsa_compile.cli import LAZY_COMMANDS, cli
+from nsa_compile.ops import dispatch
+from nsa_compile.ops.dispatch import KERNELS
 from nsa_compile.passes.pipeline import REGISTRY, pipeline
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +43,14 @@ def _registry_as_before():
     REGISTRY.clear()
     REGISTRY.update(before)
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _kernels_as_before(monkeypatch):
+    for operator, kernels in KERNELS.items():
+        monkeypatch.setitem(KERNELS, operator, dict(kernels))
+    yield
+    dispatch._best.cache_clear()
 
 
 @pytest.fixture(autouse=True)

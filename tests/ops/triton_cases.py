@@ -1,8 +1,8 @@
-"""What the tests of the Triton kernels run in a process of their own.
+"""What the tests of the kernels for CUDA, which are written in Triton, run in a process of their own.
 
-    TRITON_INTERPRET=1 python tests/ops/triton_cases.py cpu window [deep]    # the cases of an operator, interpreted
-    python tests/ops/triton_cases.py cuda window [deep]                      # the same on a GPU
-    python tests/ops/triton_cases.py compile window [deep]                   # compiled for GPUs that need not exist
+    TRITON_INTERPRET=1 python tests/ops/triton_cases.py cpu window triton [deep]  # the cases of a kernel, interpreted
+    python tests/ops/triton_cases.py cuda window triton [deep]       # the same on a GPU
+    python tests/ops/triton_cases.py compile window triton [deep]    # compiled for GPUs that need not exist
 
 Triton reads TRITON_INTERPRET when it is imported, so a process has either the interpreter or the compiler. Exit
 status 0 is success, SKIPPED means that Triton cannot compile here.
@@ -10,7 +10,6 @@ status 0 is success, SKIPPED means that Triton cannot compile here.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import random
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from nsa_compile.ops.dense import masked_attention
+from nsa_compile.ops.dispatch import KERNELS, Kernel
 
 SKIPPED = 77
 ROOT = Path(__file__).parents[2]
@@ -37,16 +37,25 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+on_cuda = pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(kernel, id=f"{operator}-{name}")
+        for operator, kernels in KERNELS.items()
+        for name, kernel in kernels.items()
+        if kernel.device == "cuda"
+    ],
+)
 
 
-def run(mode: str, operator: str, config: pytest.Config) -> None:
+def run(mode: str, kernel: Kernel, config: pytest.Config) -> None:
     """This file as a script; fails with what it printed."""
     deep = config.getoption("--hypothesis-profile") == "deep"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     if mode == "cpu":
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, __file__, mode, operator, *["deep"] * deep]
+    command = [sys.executable, __file__, mode, kernel.operator, kernel.name, *["deep"] * deep]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode == SKIPPED:
         pytest.skip(result.stdout.strip())
@@ -131,7 +140,8 @@ class Case:
         if operator == "selected":
             from nsa_compile.ops.selected.triton import Order
 
-            return self.indices(device), self.block_size, self.scale, self.order and Order(*self.order)
+            order = () if self.order is None else (Order(*self.order),)
+            return self.indices(device), self.block_size, self.scale, *order
         names = ("block_size", "stride", "scale", "select_block", "offsets", "weights", "n", "num_initial", "num_local")
         return tuple(getattr(self, name) for name in names)
 
@@ -296,16 +306,16 @@ def rounding_bands(case: Case, weights: Tensor, inputs: tuple[Tensor, ...]) -> l
     return [units * size.max().item() for size in sizes]
 
 
-def check(case: Case, operator: str, device: str, twice: bool) -> None:
+def check(case: Case, kernel: Kernel, device: str, twice: bool) -> None:
     """Compare with float64: no further off than the dense computation in the same precision, and a rounding."""
-    module = importlib.import_module(f"nsa_compile.ops.{operator}.triton")
+    operator = kernel.operator
     inputs = case.tensors(device)
     q, k, v, grad = inputs
     parameters = case.parameters(operator, device)
 
     def compute() -> list[Tensor]:
-        out, lse, *chosen = module.forward(q, k, v, *parameters)
-        return [out, *module.backward(grad, q, k, v, out, lse, *parameters), lse, *chosen]
+        out, lse, *chosen = kernel.forward(q, k, v, *parameters)
+        return [out, *kernel.backward(grad, q, k, v, out, lse, *parameters), lse, *chosen]
 
     with mock.patch("nsa_compile.ops.selected.triton_block_major.MAX_PART_BYTES", case.part_bytes):
         results = compute()
@@ -341,23 +351,25 @@ def check(case: Case, operator: str, device: str, twice: bool) -> None:
         assert not wrong.any(), f"selected {results[5].cpu()[wrong][0]} rather than {expected[wrong][0]}"
 
 
-def check_all(operator: str, device: str, deep: bool) -> int:
+def check_all(kernel: Kernel, device: str, deep: bool) -> int:
     if device == "cpu" and _interpreter_is_broken():
         print("the interpreter of Triton 3.6 fails with NumPy 2.4 or newer")
         return SKIPPED
     if device == "cuda":
-        importlib.import_module(f"nsa_compile.ops.{operator}.triton").prepare()
-    cases = CASES[operator]
+        kernel.prepare()
+    ours = kernel.name == "triton"  # another one has no loop orders, and refuses other things in other words
+    cases = [*CASES[kernel.operator], *(deep_cases() if deep else ())]
+    cases = [case if ours else replace(case, order=None) for case in cases if case.dtype in kernel.dtypes]
     failed = 0
-    for case in [*cases, *(deep_cases() if deep else ())]:
+    for case in cases:
         try:
             # The interpreter runs program after program: once is enough to see that it repeats itself.
-            check(case, operator, device, twice=device != "cpu" or case is cases[0])
+            check(case, kernel, device, twice=device != "cpu" or case is cases[0])
         except Exception as error:
             failed += 1
             print(f"{case}\n    {type(error).__name__}: {error}")
-    if device == "cpu":
-        check_refusals(operator)
+    if device == "cpu" and ours:
+        check_refusals(kernel)
     return min(1, failed)
 
 
@@ -367,21 +379,20 @@ def _interpreter_is_broken() -> bool:
     return triton < (3, 7) and numpy >= (2, 4)
 
 
-def check_refusals(operator: str) -> None:
-    module = importlib.import_module(f"nsa_compile.ops.{operator}.triton")
+def check_refusals(kernel: Kernel) -> None:
     case = Case()
-    parameters = case.parameters(operator, "cpu")
+    parameters = case.parameters(kernel.operator, "cpu")
     q, k, v, _ = case.tensors("cpu")
     with pytest.raises(ValueError, match="float64"):
-        module.forward(q.double(), k.double(), v.double(), *parameters)
+        kernel.forward(q.double(), k.double(), v.double(), *parameters)
     q, k, v, _ = replace(case, D=272).tensors("cpu")
     with pytest.raises(ValueError, match="at most 256"):
-        module.forward(q, k, v, *parameters)
+        kernel.forward(q, k, v, *parameters)
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=(7, 5)),
         pytest.raises(RuntimeError, match=r"8\.0"),
     ):
-        module.prepare()
+        kernel.prepare()
 
 
 # Compilation without a GPU. The launchers run on the CPU or on meta tensors, and a launch is recorded, not made.
@@ -406,7 +417,7 @@ PAPER = {
 }
 
 
-def compile_all(operator: str, deep: bool) -> int:
+def compile_all(kernel: Kernel, deep: bool) -> int:
     """With the sizes of paper and presets no kernel spills, on one architecture each; deep: on both, and what the other
     cases launch compiles, too."""
     import triton
@@ -419,18 +430,18 @@ def compile_all(operator: str, deep: bool) -> int:
     except UserError as error:
         print(error)
         return SKIPPED
-    failed = 0
+    operator, failed = kernel.operator, 0
     with tempfile.TemporaryDirectory() as cache:
         triton.knobs.cache.dir = cache
         for case, arch in zip(PAPER[operator], itertools.cycle(ARCHITECTURES), strict=False):
-            launches = _launches(operator, case, "meta")
+            launches = _launches(kernel, case, "meta")
             assert launches
             for launch, compiled_for in itertools.product(launches, ARCHITECTURES if deep else (arch,)):
                 report = compile_launch(operator, launch, compiled_for)
                 print(report)
                 failed += report.spills > 0 or report.shared > SHARED_MEMORY
         for case in CASES[operator] if deep else ():
-            for launch in _launches(operator, case, "cpu"):
+            for launch in _launches(kernel, case, "cpu"):
                 report = compile_launch(operator, launch, 80)
                 if report.shared > SHARED_MEMORY:
                     failed += 1
@@ -438,21 +449,20 @@ def compile_all(operator: str, deep: bool) -> int:
     return min(1, failed)
 
 
-def _launches(operator: str, case: Case, device: str) -> list[Any]:
+def _launches(kernel: Kernel, case: Case, device: str) -> list[Any]:
     """The launches of forward and backward that are the operator's own, recorded."""
     from nsa_compile.ops.triton_report import recorded_launches
 
-    module = importlib.import_module(f"nsa_compile.ops.{operator}.triton")
     q, k, v, grad = case.tensors(device)
-    parameters = case.parameters(operator, device)
+    parameters = case.parameters(kernel.operator, device)
     with recorded_launches() as launches:
-        out, lse, *_ = module.forward(q, k, v, *parameters)
-        module.backward(grad, q, k, v, out, lse, *parameters)
-    own = OWN.get(operator, f"nsa_compile.ops.{operator}.")
+        out, lse, *_ = kernel.forward(q, k, v, *parameters)
+        kernel.backward(grad, q, k, v, out, lse, *parameters)
+    own = OWN.get(kernel.operator, f"nsa_compile.ops.{kernel.operator}.")
     return [launch for launch in launches if launch.kernel.__module__.startswith(own)]
 
 
 if __name__ == "__main__":
-    mode, operator, *rest = sys.argv[1:]
-    deep = rest == ["deep"]
-    sys.exit(compile_all(operator, deep) if mode == "compile" else check_all(operator, mode, deep))
+    mode, operator, name, *rest = sys.argv[1:]
+    deep, kernel = rest == ["deep"], KERNELS[operator][name]
+    sys.exit(compile_all(kernel, deep) if mode == "compile" else check_all(kernel, mode, deep))
