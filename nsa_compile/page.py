@@ -1,6 +1,7 @@
 """Reports of one theme: a list of blocks as an HTML page or as Markdown, and charts as pictures.
 
-A page is one file that needs no script and no network, readable in light and dark and on a phone.
+A page is one file that needs no script and no network, readable in light and dark and on a phone. Over a chart a
+pointer shows the values; a click shows it large.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from tabulate import tabulate
@@ -176,6 +179,8 @@ def size(count: float) -> str:
 
 # As wide as a phone shows it without making the letters smaller.
 WIDTH = 4.8
+# Readings of a chart that a pointer finds, at most.
+BANDS = 150
 # Stand-ins for the colours of the theme, which are settled when a page is shown; in a PNG they are those on white.
 _TEXT, _QUIET, _BACK = "#010101", "#cfcfd6", "#fefefe"
 _CYCLE = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
@@ -223,11 +228,38 @@ def draw(make: Callable[[], Figure]) -> tuple[Markup, bytes]:
         figure = make()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(vectors, format="svg", transparent=True, metadata=nothing)
+        readings = _readings(figure)
         figure.savefig(pixels, format="png", dpi=200, facecolor="white")
-    return _in_theme(vectors.getvalue()), pixels.getvalue()
+    return _in_theme(vectors.getvalue(), readings), pixels.getvalue()
 
 
-def _in_theme(svg: str) -> Markup:
+def _readings(figure: Figure) -> Markup:
+    """Invisible bands over the lines of a drawn figure, each with the values there, which a pointer shows."""
+    by_place: dict[tuple[float, ...], list[Any]] = {}
+    for ax in figure.axes:  # two that share a place have a scale each
+        by_place.setdefault(ax.bbox.bounds, []).extend(line for line in ax.get_lines() if np.size(line.get_xdata()) > 1)
+    unit, height = 72 / figure.dpi, figure.bbox.height
+    bands = []
+    for (left, bottom, width, tall), lines in by_place.items():
+        values: dict[float, list[str]] = {}
+        for line in lines:
+            label = str(line.get_label())
+            label = line.axes.get_ylabel() if label.startswith("_") else label
+            for x, y in zip(*map(np.asarray, line.get_data()), strict=True):
+                values.setdefault(float(x), []).append(f"{label} {y:.4g}")
+        shown = sorted(values)[:: -(-len(values) // BANDS)] if values else []
+        at = [float(lines[0].axes.transData.transform((x, 0))[0]) for x in shown]
+        ends = [left, *((a + b) / 2 for a, b in pairwise(at)), left + width]
+        name = lines[0].axes.get_xlabel() if lines else ""
+        for x, begin, end in zip(shown, ends, ends[1:], strict=False):
+            title = f"{name} {x:g}: {', '.join(values[x])}".strip()
+            place = (begin * unit, (height - bottom - tall) * unit, max(0.0, end - begin) * unit, tall * unit)
+            rect = '<rect class="reading" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
+            bands.append(Markup(rect).format(*place, title))
+    return Markup("").join(bands)
+
+
+def _in_theme(svg: str, readings: Markup) -> Markup:
     """A picture of matplotlib's as part of a page: its text is text, its colours are the theme's."""
     box = re.search(r'viewBox="[^"]*"', svg)
     assert box is not None
@@ -239,7 +271,7 @@ def _in_theme(svg: str) -> Markup:
     inner = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), inner)
     for color, name in _THEME.items():
         inner = inner.replace(f": {color}", f": var({name})")
-    return Markup(f"<svg {box[0]}>{inner}</svg>")  # matplotlib has escaped every text in it
+    return Markup(f"<svg {box[0]}>{inner}{readings}</svg>")  # matplotlib has escaped every text in it
 
 
 def embedded(picture: bytes, caption: str) -> Markup:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,22 @@ def test_charts_have_text_and_the_colours_of_the_theme(make_run):
         assert 300 < float(chart.split()[3]) < 380
     declared = set(re.findall(r"(--[a-z0-9]+):", content))
     assert set(re.findall(r"var\((--[a-z0-9]+)\)", content)) <= declared
+
+
+def test_a_pointer_over_a_chart_reads_its_values(make_run):
+    directory = make_run()
+    report(directory)
+    content = (directory / "report.html").read_text(encoding="utf-8")
+    (loss,) = re.findall(r'<figure id="loss">.*?</figure>', content, re.DOTALL)
+    readings = re.findall(r'<rect class="reading" x="(.*?)" .*?width="(.*?)" .*?<title>(.*?)</title>', loss)
+    rows = (directory / "training.csv").read_text().splitlines()
+    steps = [int(row.split(",")[0]) for row in rows[1:]]
+    read = {int(title.removeprefix("optimizer step ").split(":")[0]): title for _, _, title in readings}
+    assert set(steps) <= set(read)
+    written = dict(zip(rows[0].split(","), rows[-1].split(","), strict=True))
+    assert f"{float(written['loss']):.4g}" in read[steps[-1]]
+    ends = [(float(x), float(x) + float(width)) for x, width, _ in readings]
+    assert all(abs(end - begin) < 0.3 for (_, end), (begin, _) in pairwise(ends)), "they leave no gap"
 
 
 def test_the_page_tells_every_size_and_result(make_run):
