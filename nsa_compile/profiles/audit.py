@@ -48,7 +48,7 @@ SDPA = {
     "aten::_scaled_dot_product_efficient_attention": "SDPA, memory-efficient",
     "aten::_scaled_dot_product_attention_math": MATH,
 }
-BRANCH_OF_RANGE = {**BRANCH_OF, "nsa.attention": "attention", "nsa.loop": "loop"}
+ATTENTION_OF = {**BRANCH_OF, "nsa.attention": "attention", "nsa.loop": "loop"}
 ARMS = {
     "flash only": [SDPBackend.FLASH_ATTENTION],
     "no flash": [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
@@ -222,7 +222,7 @@ def _attentions(path: tuple[Event, ...], found: dict[Event, tuple[str, str]]) ->
     branch = "attention"
     for event in path:
         name = event.name
-        branch = BRANCH_OF_RANGE.get(name, branch)
+        branch = ATTENTION_OF.get(name, branch)
         if ours := _OURS.match(name):
             found[event] = (ours[1], "nsa_compile")
         elif (fused := SDPA.get(name.removesuffix("_backward"))) is not None:
