@@ -155,6 +155,7 @@ def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tens
 
     `check="passes"` compares values on the inputs the program was first called with.
     """
+    modes.note_autocast(gm)
     try:
         written = make_functional(gm, example_inputs)
     except Declined as declined:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops.scan import scan_op
 from torch.utils._python_dispatch import _disable_current_modes
+
+from nsa_compile.scan_capture import ScanNotCompiled
 
 # Device, dtype and whether it is on, for each device that has one.
 Autocast = tuple[tuple[str, torch.dtype, bool], ...]
 
-__all__ = ["Autocast", "autocast_at", "autocast_now", "restored", "sets_autocast", "under", "unobserved"]
+__all__ = [
+    "Autocast",
+    "autocast_at",
+    "autocast_now",
+    "note_autocast",
+    "restored",
+    "sets_autocast",
+    "under",
+    "unobserved",
+]
 
 _DEVICES = ("cpu", "cuda")
 
@@ -28,21 +40,49 @@ def sets_autocast(nodes: Iterable[fx.Node]) -> bool:
     return any(n.target is torch.amp.autocast_mode._enter_autocast for n in nodes)
 
 
-def autocast_at(node: fx.Node) -> Autocast:
-    """The state at a node of a captured graph that runs under the state of this thread."""
+# In the meta of a scan: the state under which it runs.
+_AUTOCAST = "nsa_autocast"
+
+
+def note_autocast(gm: fx.GraphModule) -> None:
+    """Note at each scan of a captured graph the state under which it runs, those of steps and of regions included.
+
+    The graph runs under the state of this thread. Made functional, it says no more where autocast is entered.
+
+    Raises:
+        ScanNotCompiled: a scan runs under several states: it lies in a region that is captured once.
+    """
+    state = autocast_now()
     entered: list[fx.Node] = []
-    for earlier in node.graph.nodes:
-        if earlier is node:
-            break
-        if earlier.target is torch.amp.autocast_mode._enter_autocast:
-            entered.append(earlier)
-        elif earlier.target is torch.amp.autocast_mode._exit_autocast:
-            entered.remove(earlier.args[0])
-    state = {device: (dtype, on) for device, dtype, on in autocast_now()}
+    for node in gm.graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            entered.append(node)
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            entered.remove(node.args[0])
+        here = _within(entered, state)
+        if node.target is scan_op and node.meta.setdefault(_AUTOCAST, here) != here:
+            raise ScanNotCompiled(
+                "a scan lies in a region of torch.compiler.nested_compile_region that is called under autocast and "
+                "without it, or under two kinds of it; call the function as it is, without the region, in one of them"
+            )
+        for source in node.all_input_nodes:
+            held = getattr(gm, str(source.target), None) if source.op == "get_attr" else None
+            if isinstance(held, fx.GraphModule):
+                with under(here):
+                    note_autocast(held)
+
+
+def _within(entered: Sequence[fx.Node], state: Autocast) -> Autocast:
+    now = {device: (dtype, on) for device, dtype, on in state}
     for enter in entered:
         device, dtype, on = cast("tuple[str, torch.dtype | None, bool]", enter.args[:3])
-        state[device] = (dtype or torch.get_autocast_dtype(device), bool(on))
-    return tuple((device, *value) for device, value in state.items())
+        now[device] = (dtype or torch.get_autocast_dtype(device), bool(on))
+    return tuple((device, *value) for device, value in now.items())
+
+
+def autocast_at(scan: fx.Node) -> Autocast:
+    """The state under which a scan runs; that of this thread, where none has been noted."""
+    return scan.meta.get(_AUTOCAST) or autocast_now()
 
 
 @contextlib.contextmanager

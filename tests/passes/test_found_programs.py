@@ -485,3 +485,50 @@ def test_batch_normalization_of_nothing():
 
     given = [(rows(3, 0, D), torch.zeros(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64)) for _ in range(2)]
     torch.testing.assert_close(compiled(run, fullgraph=True)(*given[0]), run(*given[1]))
+
+
+def autocast(run):
+    def under_autocast(*inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return run(*inputs)
+
+    return under_autocast
+
+
+def average_of_products(x, w):
+    return scan(lambda c, row: (c * 0.5 + (row @ w).float(), row @ w), x[0] * 0, x)[1]
+
+
+def doubled_average_of_products(x, w):
+    y = average_of_products(x, w)
+    y.mul_(2)
+    return y
+
+
+def sums_of_products(x, w):
+    return scan(lambda c, row: (c, scan(lambda c, z: (c + z @ w, z), row * 0, row[None])[0]), x[0], x)[1]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        autocast(doubled_average_of_products),
+        autocast(lambda x, w: checkpoint(average_of_products, x, w, use_reentrant=False)),
+        autocast(sums_of_products),
+    ],
+    ids=["beside a write", "around a region", "around a scan in a step"],
+)
+def test_autocast_around_a_loop(run):
+    """The loop ran without it: a graph made functional, a region and a step do not say where it was entered."""
+    x, w = rows(3, D).float(), rows(D, D).float()
+    torch.testing.assert_close(compiled(run, fullgraph=True)(x, w), run(x, w), rtol=0, atol=0)
+
+
+def test_a_shared_region_under_autocast_and_without_it_is_refused_in_one_line():
+    region = torch.compiler.nested_compile_region(average_of_products)
+
+    def run(x, w):
+        return region(x, w), autocast(region)(x, w)
+
+    with pytest.raises(RuntimeError, match="under autocast and without it"):
+        compiled(run, fullgraph=True)(rows(3, D).float(), rows(D, D).float())
