@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from nsa_compile.ir.scans import example, place_of, results
 
@@ -175,6 +175,13 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
     old.graph.erase_node(old)
 
 
+def _like(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of a mode: a constant that was traced has one of its own."""
+    if isinstance(x, FakeTensor) and x.fake_mode is mode:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
 class NodeBuilder:
     """Adds nodes before one of a body, with their fake values and its source line."""
 
@@ -184,10 +191,9 @@ class NodeBuilder:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.body.graph.inserting_before(self.before):
             node = self.body.graph.call_function(target, args, kwargs)
-        fakes = fx.node.map_arg(args, example)
         around = map(example, (*node.all_input_nodes, *self.before.all_input_nodes))
         mode = next(x.fake_mode for x in around if isinstance(x, FakeTensor))
         with mode, torch.no_grad():
-            node.meta["val"] = target(*fakes, **kwargs)
+            node.meta["val"] = target(*fx.node.map_arg(args, lambda n: _like(example(n), mode)), **kwargs)
         inherit_meta(node, self.before)
         return node

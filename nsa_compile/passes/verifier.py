@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops.scan import scan_op
 from torch.utils import _pytree as pytree
 
+from nsa_compile import modes
 from nsa_compile.ir.scans import RECORD, example, find_scans, on_fake_inputs, subgraphs
 
 
@@ -101,7 +103,17 @@ def _check_meta(gm: fx.GraphModule, pass_name: str) -> None:
                 raise VerificationError(pass_name, f"node {node.name} ({node.target}) lost its meta: no shape")
 
 
-class _Propagation(fx.Interpreter):
+class _Run(fx.Interpreter):
+    """Runs a graph, and each of its scans under the autocast that belongs to it."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is not scan_op:
+            return super().run_node(n)
+        with modes.under(modes.autocast_at(n)):
+            return super().run_node(n)
+
+
+class _Propagation(_Run):
     """Runs the graph on fake tensors and compares each node with what its meta promises."""
 
     def __init__(self, gm: fx.GraphModule, pass_name: str) -> None:
@@ -143,8 +155,8 @@ def compare_numerically(
         VerificationError: it exceeds what rounding explains.
     """
     with torch.no_grad():
-        expected = reference(*(_copy(x) for x in inputs))
-        actual = gm(*(_copy(x) for x in inputs))
+        expected = _Run(reference).run(*(_copy(x) for x in inputs))
+        actual = _Run(gm).run(*(_copy(x) for x in inputs))
     worst = 0.0
     for e, a in zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=True):
         if not isinstance(e, Tensor) or e.numel() == 0:

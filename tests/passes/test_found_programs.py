@@ -524,6 +524,23 @@ def test_autocast_around_a_loop(run):
     torch.testing.assert_close(compiled(run, fullgraph=True)(x, w), run(x, w), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("check", [False, "passes"])
+def test_autocast_around_a_loop_beside_a_batched_scan_and_a_write(check):
+    """The verifier ran the loop without it, and took the pass to have broken it."""
+
+    @autocast
+    def run(x, w):
+        y = scan(lambda c, row: (c * 0.5 + row @ w, row @ w), (x[0] * 0).bfloat16(), x)[1]
+        z = scan(lambda c, row: (c, row @ w), x[0], x)[1]
+        y.mul_(2)
+        return y, z
+
+    x, w = rows(3, D).float(), rows(D, D).float()
+    fast = torch.compile(run, backend="nsa_compile", options={"nested": "eager", "cache": False, "check": check})
+    torch.testing.assert_close(fast(x, w), run(x, w))
+    assert [scan.batched for scan in nsa_compile.last_report().scans] == [False, True]
+
+
 def test_a_shared_region_under_autocast_and_without_it_is_refused_in_one_line():
     region = torch.compiler.nested_compile_region(average_of_products)
 
@@ -532,3 +549,19 @@ def test_a_shared_region_under_autocast_and_without_it_is_refused_in_one_line():
 
     with pytest.raises(RuntimeError, match="under autocast and without it"):
         compiled(run, fullgraph=True)(rows(3, D).float(), rows(D, D).float())
+
+
+def test_a_known_counter_beside_a_cache_that_asks_for_its_gradient():
+    """What is known before the program runs was traced as a constant, a fake tensor of another kind than the rest."""
+
+    def run(x):
+        def step(c, row):
+            here = (torch.arange(5) == c["n"].long()).view(-1, 1)
+            return {"n": (c["n"] + 1).to(torch.uint8), "k": torch.where(here, row.unsqueeze(0), c["k"])}, {}
+
+        # The rows of x are never reached, so the cache has a gradient of zeros.
+        final, _ = scan(step, {"n": torch.full((), 7, dtype=torch.uint8), "k": x.new_zeros(5, D)}, x)
+        return final["k"], x * 1, final["n"]
+
+    eager, *compiled_ones = has_gradients(run, rows(3, D).requires_grad_())
+    assert compiled_ones == [eager, eager]
