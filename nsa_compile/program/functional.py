@@ -238,6 +238,7 @@ class _Observer(fx.Interpreter):
         self.effects = effects
         self.known: set[int] = set()
         self.versions: dict[fx.Node, int] = {}  # of the results, when they were made
+        self.blind: list[fx.Node] = []  # views taken of a tensor with a gradient where autograd is off
         self.with_gradient: set[int] = set()
 
     def run_node(self, n: fx.Node) -> Any:
@@ -253,6 +254,9 @@ class _Observer(fx.Interpreter):
             self.effects.random.add(n)
         if isinstance(result, Tensor):
             self.versions[n] = result._version
+            sources = [m for m in n.all_input_nodes if m in self.blind and _same_memory(self.env[m], result)]
+            if result.requires_grad and (sources or not torch.is_grad_enabled()):
+                self.blind.append(n)
         self.known |= {memory(x) for x in _tensors(result)}
         self.with_gradient |= {memory(x) for x in _tensors(result) if x.requires_grad}
         return result
@@ -289,6 +293,9 @@ def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
         return effects
     if before != after:
         effects.hazard = Declined("it changes the shape or the memory of an input", effects.writes[0])
+    for node in observer.blind:
+        if WRITTEN in node.meta or node in results(gm):
+            effects.hazard = Declined("it returns or writes to a view that was taken where autograd is off", node)
     _note_views(gm, effects, observer, inputs, fakes, outputs)
     return effects
 

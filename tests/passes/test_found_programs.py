@@ -565,3 +565,20 @@ def test_a_known_counter_beside_a_cache_that_asks_for_its_gradient():
 
     eager, *compiled_ones = has_gradients(run, rows(3, D).requires_grad_())
     assert compiled_ones == [eager, eager]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_view_taken_under_no_grad_beside_a_write_stays_a_view(again):
+    """It says that it has a gradient, and has none; made functional, it became a copy with a gradient of zeros."""
+
+    def run(x):
+        with torch.no_grad():
+            y = x[1:]
+            count = torch.zeros(2)
+            count.add_(1)
+        return y[:1] if again else y, scan(lambda c, row: (c * 0.5 + row, c), x[0], x)[1] * count
+
+    x = rows(3, D).requires_grad_()
+    y, z = compiled(run, fullgraph=True)(x)
+    torch.testing.assert_close((y, z), run(x))
+    assert y.data_ptr() == x[1:].data_ptr()
