@@ -27,6 +27,7 @@ from nsa_compile.files import replace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 Tone = Literal["", "good", "bad", "quiet"]
 
@@ -237,7 +238,7 @@ def _readings(figure: Figure) -> Markup:
     """Invisible bands over the lines of a drawn figure, each with the values there, which a pointer shows."""
     by_place: dict[tuple[float, ...], list[Any]] = {}
     for ax in figure.axes:  # two that share a place have a scale each
-        by_place.setdefault(ax.bbox.bounds, []).extend(line for line in ax.get_lines() if np.size(line.get_xdata()) > 1)
+        by_place.setdefault(ax.bbox.bounds, []).extend(line for line in ax.get_lines() if _has_numbers(line))
     unit, height = 72 / figure.dpi, figure.bbox.height
     bands = []
     for (left, bottom, width, tall), lines in by_place.items():
@@ -257,6 +258,11 @@ def _readings(figure: Figure) -> Markup:
             rect = '<rect class="reading" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
             bands.append(Markup(rect).format(*place, title))
     return Markup("").join(bands)
+
+
+def _has_numbers(line: Line2D) -> bool:
+    """Whether a line is a series of numbers by numbers, and no mark or list of names."""
+    return all(np.asarray(data).dtype.kind in "fiu" and np.size(data) > 1 for data in line.get_data())
 
 
 def _in_theme(svg: str, readings: Markup) -> Markup:
