@@ -200,18 +200,24 @@ def explain_uncaptured_steps() -> None:
     original = ScanHigherOrderVariable._call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        place = _caller_of_scan(tx)
+        place, drawn = _caller_of_scan(tx), len(tx.output.random_calls)
         try:
             result = original(self, tx, args, kwargs)
         except Exception as error:
             own = isinstance(error, exc.TorchDynamoException)
             failed = isinstance(error, exc.Unsupported | exc.UserError | exc.UncapturedHigherOrderOpError)
+            failed |= _VARYING_NUMBER in str(error)
             if (own and not failed) or place is None:
                 raise
             raise ScanRefused(f"the step of the scan at {place} cannot be captured: {why_not_traced(error)}") from error
+        if place is not None and len(tx.output.random_calls) > drawn:
+            raise ScanRefused(f"the step of the scan at {place} cannot be captured: {_DRAWS}")
         if place is not None:
             (scan,) = tx.output.current_tracer.graph.find_nodes(op="call_function", target=scan_op)[-1:]
-            tx.output.nn_modules[scan.args[0].target].meta[_PLACE] = place
+            body = tx.output.nn_modules[scan.args[0].target]
+            if body.graph.find_nodes(op="call_method", target="requires_grad_"):
+                raise ScanRefused(f"the step of the scan at {place} cannot be captured: {_ASKS}")
+            body.meta[_PLACE] = place
         return result
 
     ScanHigherOrderVariable._call_function = call_function  # type: ignore[method-assign]
@@ -237,8 +243,18 @@ def _caller_of_scan(tx: Any) -> str | None:
     return None
 
 
+# Dynamo's class for a Python float whose value has changed between calls.
+_VARYING_NUMBER = "SymFloat"
+_DRAWS = (
+    "it draws from Python's random, once for all steps; draw a tensor before the scan, one number a step, and scan it"
+)
+_ASKS = "it calls requires_grad_(); ask for the gradient of a tensor that the scan is given"
 # Words of torch's messages, what they mean for the author of a step, and the way out.
 _REASONS = (
+    (
+        (_VARYING_NUMBER,),
+        "it reads a Python float that is another one from call to call; pass it as a tensor, as torch.tensor(scale)",
+    ),
     (
         ("repeat_interleave",),
         "it repeats rows by numbers of a tensor; give the numbers as Python integers, or index_select rows",

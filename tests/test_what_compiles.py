@@ -14,6 +14,7 @@ import dataclasses
 import io
 import logging
 import pickle
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -1646,3 +1647,24 @@ def test_any_sequence_of_batch_sizes_and_lengths(dynamic, caplog, monkeypatch):
     assert all(s.batched for report, _ in reports for s in report.scans)
     with pytest.raises(ValueError, match="scan: xs have length 0"):
         fast(rows(2, 0, D))
+
+
+def test_what_a_captured_step_cannot_follow_is_refused_in_one_line():
+    def draws(x):
+        return scan(lambda c, row: (row, c * random.uniform(0, 1)), x[0], x)
+
+    def scaled(x, scale):
+        return scan(lambda c, row: (row, c * scale), x[0], x)
+
+    def asks(x):
+        return scan(lambda c, row: (row, row.clone().requires_grad_() * c), x[0], x)
+
+    fast = torch.compile(scaled, backend="nsa_compile", options={"nested": "eager"})
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=r"it calls requires_grad_\(\)"):
+        nsa_compile.compile(asks, nested="eager")(rows())
+    with pytest.raises(RuntimeError, match="it draws from Python's random, once for all steps"):
+        nsa_compile.compile(draws, nested="eager")(rows())
+    torch.testing.assert_close(fast(x := rows(), 0.5), scaled(x, 0.5))
+    with pytest.raises(RuntimeError, match="it reads a Python float that is another one from call to call"):
+        fast(x, 0.25)

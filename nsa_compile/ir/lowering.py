@@ -48,8 +48,18 @@ def trace_to_aten(
     ):
         gm = make_fx(fn, table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     _write_nothing_in_place(gm)
+    _fill_numbers(gm)
     eliminate_dead_code(gm)
     return gm
+
+
+def _fill_numbers(gm: fx.GraphModule) -> None:
+    """torch.vmap casts the number beside a tensor by `_to_copy`, which Inductor computes in float32: an integer above
+    2²⁴ is another one then (torch 2.13)."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if isinstance(node.args[0], int | float):
+            kind = {"dtype": example(node).dtype, "device": example(node).device}
+            node.target, node.args, node.kwargs = aten.full.default, ([], node.args[0]), kind
 
 
 def _select_scatter(old: Tensor, new: Tensor, dim: int, index: int) -> Tensor:

@@ -432,15 +432,16 @@ class BatchedBody:
         return tensor if times == self.all_times else _take(tensor, list(times), self._constant)
 
     def _constant(self, table: np.ndarray | Tensor) -> Tensor:
-        """A table as a tensor on the device of the data: computed there if linear, else a constant of the graph."""
+        """A table as a tensor on the device of the data: computed there if it is large and linear, else a constant of
+        the graph. Of what it computes from an `arange`, Inductor gets some gradients wrong (fmod; torch 2.13).
+        """
         device = self.xs[0].device
         if isinstance(table, Tensor) and table.dtype != torch.int64:  # NumPy has not every dtype
             return table.to(device)
         value = table.numpy() if isinstance(table, Tensor) else table
-        if value.dtype == np.int64 and value.ndim in (1, 2) and value.size and (slopes := _slopes(value)) is not None:
-            axes = [torch.arange(size, device=device) * step for size, step in zip(value.shape, slopes, strict=True)]
-            linear = axes[0] if value.ndim == 1 else axes[0][:, None] + axes[1]
-            return linear + int(value.flat[0])
+        if value.dtype == np.int64 and value.ndim == 2 and value.size and (slopes := _slopes(value)) is not None:
+            down, across = (torch.arange(n, device=device) * step for n, step in zip(value.shape, slopes, strict=True))
+            return down[:, None] + across + int(value.flat[0])
         return torch.from_numpy(np.ascontiguousarray(value)).to(device)
 
 

@@ -582,3 +582,27 @@ def test_a_view_taken_under_no_grad_beside_a_write_stays_a_view(again):
     y, z = compiled(run, fullgraph=True)(x)
     torch.testing.assert_close((y, z), run(x))
     assert y.data_ptr() == x[1:].data_ptr()
+
+
+def test_inductor_gets_numbers_it_computes_with_exactly():
+    """In float32, integers above 2²⁴ are others; of an arange, the gradient through fmod is wrong (torch 2.13)."""
+
+    def run(x, ids):
+        positions, count = torch.arange(6), torch.tensor(2)
+
+        def step(c, row):
+            (cache, n), (x, i) = c, row
+            cache = torch.where((positions == n % 6)[:, None], x, cache)
+            read = torch.where((positions == torch.fmod(n, 6))[:, None], x, cache).sum(0)
+            return (cache, n - 1), (read, (i * 16777619) ^ i)
+
+        (cache, n), (read, hashed) = scan(step, (torch.zeros_like(x), count), (x, ids))
+        return cache, read, n, hashed
+
+    x, ids = rows(6, D).requires_grad_(), torch.arange(1, 7, dtype=torch.int32)
+    fast = nsa_compile.compile(run, cache=False)
+    (cache, read, *integers), expected = fast(x, ids), run(x, ids)
+    assert all(map(torch.equal, integers, expected[2:]))
+    (gradient,) = torch.autograd.grad((read * rows(6, D)).sum() + cache.sum(), x)
+    (wanted,) = torch.autograd.grad((expected[1] * rows(6, D)).sum() + expected[0].sum(), x)
+    torch.testing.assert_close(gradient, wanted)
