@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._dynamo import exc
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
 from torch._higher_order_ops.scan import scan_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -30,6 +32,7 @@ def mend_dynamo() -> None:
     """Mend what Dynamo does with a scan, once."""
     capture_scans_by_shape()
     explain_uncaptured_steps()
+    keep_what_steps_find()
 
 
 def capture_scans_by_shape() -> None:
@@ -221,6 +224,29 @@ def explain_uncaptured_steps() -> None:
         return result
 
     ScanHigherOrderVariable._call_function = call_function  # type: ignore[method-assign]
+
+
+def keep_what_steps_find() -> None:
+    """Let Dynamo remember the objects that it first met in a step.
+
+    It forgets them with the step, and goes on with what it knows of them: what the function does to such a module or
+    list after the scan is not done at the end (torch 2.13). A step changes none of them, or it is not captured.
+    """
+    original = SideEffects.track_runahead_tensor_and_symvar_side_effects
+
+    def track(self: SideEffects, other: SideEffects) -> None:
+        original(self, other)
+        if _caller_of_scan(InstructionTranslator.current_tx().output.current_tx) is None:
+            return
+        for item in other.keepalive:
+            variable = other.id_to_variable[id(item)]
+            if id(item) not in self.id_to_variable and isinstance(
+                variable.mutation_type, AttributeMutationExisting | ValueMutationExisting
+            ):
+                self.id_to_variable[id(item)] = variable
+                self.keepalive.append(item)
+
+    SideEffects.track_runahead_tensor_and_symvar_side_effects = track  # type: ignore[method-assign]
 
 
 # In the meta of the body of a captured `nsa_compile.scan`: `file:line` of its call.

@@ -606,3 +606,39 @@ def test_inductor_gets_numbers_it_computes_with_exactly():
     (gradient,) = torch.autograd.grad((read * rows(6, D)).sum() + cache.sum(), x)
     (wanted,) = torch.autograd.grad((expected[1] * rows(6, D)).sum() + expected[0].sum(), x)
     torch.testing.assert_close(gradient, wanted)
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(D, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        y = scan(lambda c, row: (c * 0.5 + row * self.mean, c), x[0], x)[1]
+        self.count = self.count + 1
+        return y
+
+
+def test_a_buffer_replaced_behind_a_scan_whose_step_was_the_first_to_read_the_module():
+    """Dynamo forgot the module with the step, and what was assigned to it afterwards."""
+    model = Counting()
+    fast = compiled(model, fullgraph=True)
+    for _ in range(2):
+        fast(rows(3, D))
+    assert model.count == 2
+
+
+SEEN = []
+
+
+def test_a_list_appended_to_behind_a_scan_whose_step_was_the_first_to_read_it():
+    def run(x):
+        y = scan(lambda c, row: (c * 0.5 + row, c * len(SEEN)), x[0], x)[1]
+        SEEN.append(len(x))
+        return y
+
+    fast, x = compiled(run, fullgraph=True), rows(3, D)
+    assert not fast(x).any()
+    assert SEEN == [3]
+    assert fast(x).any()
