@@ -24,9 +24,10 @@ def keep_loops(gm: fx.GraphModule) -> None:
     Raises:
         ScanNotCompiled: a step holds something that has no functional form.
     """
+    names = set[str]()
     for site in find_scans(gm):
         keep_loops(site.body)
-        _keep(site)
+        _keep(site, names)
     for graph in subgraphs(gm):
         delete_unused_graphs(graph)  # AOTAutograd wants a source for each constant that a body holds
         graph.recompile()
@@ -39,7 +40,7 @@ def _layouts_of_step(site: ScanSite) -> list[Layout]:
     return [*carries, *rows, *(Layout.of(example(n)) for n in site.additional)]
 
 
-def _keep(site: ScanSite) -> None:
+def _keep(site: ScanSite, taken: set[str]) -> None:
     inputs = [*site.init, *site.xs, *site.additional]
     n_init, n_xs, autocast = len(site.init), len(site.xs), modes.autocast_at(site.node)
     read = sorted(site.read)
@@ -51,9 +52,11 @@ def _keep(site: ScanSite) -> None:
     except LoopNotTraced as error:
         place = location(site.node)
         raise ScanNotCompiled(f"the step of the scan at {place} cannot be compiled: {error.reason}") from error
+    name = register(program, taken)
+    taken.add(name)
     with site.owner.graph.inserting_before(site.node):
         own = [_copied(n) if WRITTEN in n.meta else n for n in inputs]
-        node = site.owner.graph.call_function(run_loop, (register(program), own))
+        node = site.owner.graph.call_function(run_loop, (name, own))
     node.meta = {k: v for k, v in site.node.meta.items() if k != "val"}
     node.meta["example_value"] = scan_results(site.node)
     site.node.replace_all_uses_with(node)

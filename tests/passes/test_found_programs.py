@@ -642,3 +642,13 @@ def test_a_list_appended_to_behind_a_scan_whose_step_was_the_first_to_read_it():
     assert not fast(x).any()
     assert SEEN == [3]
     assert fast(x).any()
+
+
+def test_two_equal_loops_have_results_of_their_own():
+    """AOTAutograd computed them once, and a write to the results of one reached those of the other."""
+
+    def run(x):
+        return [scan(lambda c, row: (c * 0.5 + row, c), x[0], x) for _ in range(2)]
+
+    (a, b), (c, d) = compiled(run, "aot_eager", fullgraph=True)(rows(3, D).requires_grad_())
+    assert len({x.untyped_storage().data_ptr() for x in (a, b, c, d)}) == 4

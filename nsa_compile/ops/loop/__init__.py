@@ -11,8 +11,9 @@ it: the process that uses such code has registered the program before.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -77,9 +78,14 @@ class Program:
 _programs: dict[str, Program] = {}
 
 
-def register(loop: Program) -> str:
-    """Register a program, and return the name by which the operator finds it."""
-    key = loop.digest()
+def register(loop: Program, taken: Collection[str] = ()) -> str:
+    """Register a program, and return the name by which the operator finds it.
+
+    It is none of those `taken` in the same graph: AOTAutograd computes equal operators once, and two results of the
+    caller's would be one tensor.
+    """
+    digest = loop.digest()
+    key = next(name for i in itertools.count() if (name := f"{digest}.{i}") not in taken)
     _programs.setdefault(key, loop)
     return key
 
