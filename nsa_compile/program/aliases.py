@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.ir.aten import operand
-from nsa_compile.ir.scans import ScanSite, ancestors, example, fake_inputs, find_scans, place_of, results
+from nsa_compile.ir.scans import ScanSite, ancestors, example, fake_inputs, find_scans, place_of, results, subgraphs
 from nsa_compile.program.functional import memory
 
 __all__ = ["hand_on_originals"]
@@ -26,15 +26,37 @@ MOST_VIEWS = 16
 def hand_on_originals(gm: fx.GraphModule) -> None:
     """Let readers of a final carry read what it is a view of, in place."""
     for site in find_scans(gm):
-        if site.owner is not gm:  # a checkpointed region may not return its inputs
-            continue
         finals = [n for n in site.node.users if n.target is operator.getitem and place_of(n) < len(site.init)]
         for final in finals:
             original = _Originals(site).after_last_step(final)
             if original is not None:
-                final.replace_all_uses_with(original)
-                gm.graph.erase_node(final)
+                _hand_on(gm, site.owner, final, original)
     gm.recompile()
+
+
+def _hand_on(gm: fx.GraphModule, owner: fx.GraphModule, copy: fx.Node, original: fx.Node) -> None:
+    """Let readers of a copy read the original; those of a region's result, where that is one, outside of the region: a
+    checkpointed region may not return its inputs."""
+    if owner is gm:
+        copy.replace_all_uses_with(original)
+        gm.graph.erase_node(copy)
+        return
+    views, inputs = _views_of_input(original), owner.graph.find_nodes(op="placeholder")
+    places = [i for i, result in enumerate(results(owner)) if result is copy]
+    for graph, call in _calls(gm, owner):
+        if views is None:
+            continue
+        given: Any = call.args[len(call.args) - len(inputs) + inputs.index(views[0])]
+        for item in [user for user in call.users if place_of(user) in places]:
+            with graph.graph.inserting_before(item):
+                value = _copied(graph.graph, views, given)
+            _hand_on(gm, graph, item, value)
+
+
+def _calls(gm: fx.GraphModule, region: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
+    """The nodes that call a region, each with its graph."""
+    held = [(g, n) for g in subgraphs(gm) for n in g.graph.find_nodes(op="get_attr") if getattr(g, n.target) is region]
+    return [(graph, call) for graph, node in held for call in node.users]
 
 
 class _Originals:
@@ -50,7 +72,7 @@ class _Originals:
         path: list[tuple[fx.Node, list[fx.Node]]] = []  # placeholders of steps, and the views taken of them
         update, step = self.updates[place_of(final)], self.site.length - 1
         while True:
-            views = self._views(update)
+            views = _views_of_input(update)
             if views is None or sum(len(v) for _, v in path) + len(views) > MOST_VIEWS:
                 return None
             source = views.pop(0)
@@ -63,24 +85,6 @@ class _Originals:
 
     def _is_kept(self, carry: fx.Node) -> bool:
         return self.updates[self.carries.index(carry)] is carry
-
-    def _views(self, update: fx.Node) -> list[fx.Node] | None:
-        """The input of a step that an update is a view of, and the views from there; None if it is none."""
-        if update.op == "placeholder":
-            return [update]
-        nodes = ancestors([update])
-        given = [n for n in nodes if n.op == "placeholder"]
-        if len(given) != 1 or len(nodes) > MOST_VIEWS or any(n.op == "get_attr" for n in nodes):
-            return None
-        inner = [n for n in update.graph.nodes if n in nodes and n is not given[0]]
-        with unset_fake_temporarily(), torch.no_grad():
-            (old,) = fake_inputs(given)
-            try:
-                new = _run(inner, {given[0]: old})
-            except Exception:  # what it is will be found out, and said, when the step is traced
-                return None
-            shared = isinstance(new, Tensor) and memory(new) == memory(old)
-        return [given[0], *inner] if shared else None
 
     def _put_behind(
         self, final: fx.Node, source: fx.Node, step: int, path: list[tuple[fx.Node, list[fx.Node]]]
@@ -96,11 +100,35 @@ class _Originals:
             else:
                 value = site.additional[self.additional.index(source)]
             for given, views in reversed(path):
-                mapped = {given: value}
-                for view in views:
-                    mapped[view] = graph.node_copy(view, mapped.__getitem__)
-                value = mapped[views[-1]]
+                value = _copied(graph, [given, *views], value)
         return value
+
+
+def _copied(graph: fx.Graph, views: list[fx.Node], value: fx.Node) -> fx.Node:
+    """A node and the views of it that follow, taken of `value` instead."""
+    mapped = {views[0]: value}
+    for view in views[1:]:
+        mapped[view] = graph.node_copy(view, mapped.__getitem__)
+    return mapped[views[-1]]
+
+
+def _views_of_input(node: fx.Node) -> list[fx.Node] | None:
+    """The input of a step or region that a node is a view of, and the views from there; None if it is none."""
+    if node.op == "placeholder":
+        return [node]
+    nodes = ancestors([node])
+    given = [n for n in nodes if n.op == "placeholder"]
+    if len(given) != 1 or len(nodes) > MOST_VIEWS or any(n.op == "get_attr" for n in nodes):
+        return None
+    inner = [n for n in node.graph.nodes if n in nodes and n is not given[0]]
+    with unset_fake_temporarily(), torch.no_grad():
+        (old,) = fake_inputs(given)
+        try:
+            new = _run(inner, {given[0]: old})
+        except Exception:  # what it is will be found out, and said, when the step is traced
+            return None
+        shared = isinstance(new, Tensor) and memory(new) == memory(old)
+    return [given[0], *inner] if shared else None
 
 
 def _uncopied(node: fx.Node) -> fx.Node:

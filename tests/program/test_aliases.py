@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from nsa_compile import scan
 
 
-def run(x, k, w):
+def loop(x, k, w):
     def step(c, row):
         new = {
             "kept": c["kept"],
@@ -33,10 +34,25 @@ def run(x, k, w):
         "with": k * 2,
     }
     init |= {name: x.new_zeros(2) for name in ("last", "one before", "copied", "computed")}
-    final, y = scan(step, init, x)
-    final["one before"].mul_(3)  # which is a row of x
-    final["swapped"].add_(1)
-    return final, y
+    return scan(step, init, x)
+
+
+def in_a_region(x, k, w):
+    return checkpoint(loop, x, k, w, use_reentrant=False)
+
+
+def in_a_region_of_a_region(x, k, w):
+    return checkpoint(in_a_region, x, k, w, use_reentrant=False)
+
+
+def written_to(loop):
+    def run(x, k, w):
+        final, y = loop(x, k, w)
+        final["one before"].mul_(3)  # which is a row of x
+        final["swapped"].add_(1)
+        return final, y
+
+    return run
 
 
 def observed(function, steps):
@@ -55,8 +71,11 @@ def observed(function, steps):
 
 @pytest.mark.parametrize("steps", [4, 5])
 @pytest.mark.parametrize("nested", ["eager", "aot_eager"])
-def test_final_carries_share_the_memory_that_the_loop_leaves_them(nested, steps):
+@pytest.mark.parametrize("where", [loop, in_a_region, in_a_region_of_a_region])
+@pytest.mark.parametrize("write", [False, True])
+def test_final_carries_share_the_memory_that_the_loop_leaves_them(write, where, nested, steps):
     torch._dynamo.reset()
+    run = written_to(where) if write else where
     fast = torch.compile(run, backend="nsa_compile", fullgraph=True, options={"nested": nested, "cache": False})
     *values, shared = observed(fast, steps)
     *wanted, shared_by_the_loop = observed(run, steps)
