@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch._dynamo import exc
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
+from torch._dynamo.variables.iter import IteratorVariable
 from torch._higher_order_ops.scan import scan_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import optimization_hint
@@ -32,6 +34,7 @@ def mend_dynamo() -> None:
     """Mend what Dynamo does with a scan, once."""
     capture_scans_by_shape()
     explain_uncaptured_steps()
+    refuse_iterators_from_outside()
     keep_what_steps_find()
 
 
@@ -205,7 +208,8 @@ def explain_uncaptured_steps() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         place, drawn = _caller_of_scan(tx), len(tx.output.random_calls)
         try:
-            result = original(self, tx, args, kwargs)
+            with _capturing():
+                result = original(self, tx, args, kwargs)
         except Exception as error:
             own = isinstance(error, exc.TorchDynamoException)
             failed = isinstance(error, exc.Unsupported | exc.UserError | exc.UncapturedHigherOrderOpError)
@@ -249,6 +253,60 @@ def keep_what_steps_find() -> None:
     SideEffects.track_runahead_tensor_and_symvar_side_effects = track  # type: ignore[method-assign]
 
 
+_captures: list[object] = []  # scans whose steps Dynamo traces now, the innermost last
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
+    _captures.append(object())
+    try:
+        yield
+    finally:
+        _captures.pop()
+
+
+def refuse_iterators_from_outside() -> None:
+    """A step is traced once, so an iterator from outside of it would go on by one item instead of one a step.
+
+    Dynamo refuses what a step changes outside of it, but not for a generator or an iterator of a range or dict (torch
+    2.13).
+    """
+    for base in (IteratorVariable, LocalGeneratorObjectVariable):
+        _remember_capture(base)
+        for kind in (base, *_subclasses(base)):
+            if "tp_iternext_impl" in vars(kind):
+                _refuse_from_outside(kind)
+
+
+def _subclasses(kind: type) -> list[type]:
+    direct: list[type] = kind.__subclasses__()
+    return [*direct, *(inner for sub in direct for inner in _subclasses(sub))]
+
+
+def _remember_capture(kind: Any) -> None:
+    create = kind.__init__
+
+    def created(self: Any, *args: Any, **kwargs: Any) -> None:
+        now = _captures[-1] if _captures else None
+        captured_in = kwargs.pop("nsa_captured_in", now)  # Dynamo copies it as it would any attribute
+        create(self, *args, **kwargs)
+        self.nsa_captured_in = captured_in
+
+    kind.__init__ = created
+
+
+def _refuse_from_outside(kind: Any) -> None:
+    advance = kind.tp_iternext_impl
+
+    def advanced(self: Any, tx: Any) -> Any:
+        if _captures and self.nsa_captured_in is not _captures[-1]:
+            raise exc.UncapturedHigherOrderOpError(_ADVANCED)
+        return advance(self, tx)
+
+    kind.tp_iternext_impl = advanced
+
+
+_ADVANCED = "an iterator from outside of the step"
 # In the meta of the body of a captured `nsa_compile.scan`: `file:line` of its call.
 _PLACE = "nsa_scan_at"
 
@@ -295,6 +353,11 @@ _REASONS = (
         "it reads a number out of a tensor, as k[t], k[:t + 1], k[:, t] = x, t.item() and `if t > 0` with a tensor t "
         "do; write k.index_select(0, t.view(1))[0], a mask such as torch.arange(S) <= t, and "
         "torch.where(torch.arange(S) == t, x, k) instead",
+    ),
+    (
+        (_ADVANCED,),
+        "it takes the next item of an iterator from outside of it, one for all steps; make a tensor of the items, one "
+        "a step, and scan it",
     ),
     (
         ("side effect",),

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import itertools
 import logging
 import pickle
 import random
@@ -1649,6 +1650,17 @@ def test_any_sequence_of_batch_sizes_and_lengths(dynamic, caplog, monkeypatch):
         fast(rows(2, 0, D))
 
 
+def test_a_step_has_iterators_of_its_own():
+    def run(x):
+        def step(c, row):
+            both = (2 * y for y in (c, row))
+            return next(both), next(both) * sum(range(3)) + sum(i * row for i, _ in enumerate("ab"))
+
+        return scan(step, x[0], x)
+
+    torch.testing.assert_close(nsa_compile.compile(run, nested="eager")(x := rows()), run(x))
+
+
 def test_what_a_captured_step_cannot_follow_is_refused_in_one_line():
     def draws(x):
         return scan(lambda c, row: (row, c * random.uniform(0, 1)), x[0], x)
@@ -1659,6 +1671,18 @@ def test_what_a_captured_step_cannot_follow_is_refused_in_one_line():
     def asks(x):
         return scan(lambda c, row: (row, row.clone().requires_grad_() * c), x[0], x)
 
+    def takes_from(items):
+        def run(x):
+            taken = iter(items())
+            return scan(lambda c, row: (row, c * next(taken)), x[0], x)
+
+        return run
+
+    numbers = dict.fromkeys([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    for items in (lambda: (n for n in numbers), lambda: numbers, lambda: range(9), lambda: itertools.cycle(numbers)):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match="it takes the next item of an iterator from outside of it"):
+            nsa_compile.compile(takes_from(items), nested="eager")(rows())
     fast = torch.compile(scaled, backend="nsa_compile", options={"nested": "eager"})
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=r"it calls requires_grad_\(\)"):

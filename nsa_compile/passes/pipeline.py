@@ -28,6 +28,7 @@ from nsa_compile.ir.scans import Decline, Declined, find_scans, name_scans_apart
 from nsa_compile.ops import cpp
 from nsa_compile.passes import ORDER, verifier
 from nsa_compile.passes.report import Guard, PassReport, Report, ScanReport
+from nsa_compile.scan_capture import ScanNotCompiled
 
 log = logging.getLogger("nsa_compile")
 
@@ -152,7 +153,7 @@ def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> No
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
-class ScanNotBatched(RuntimeError):
+class ScanNotBatched(ScanNotCompiled):
     """Raised with `on_decline="error"` when a scan would stay a loop."""
 
 

@@ -652,3 +652,21 @@ def test_two_equal_loops_have_results_of_their_own():
 
     (a, b), (c, d) = compiled(run, "aot_eager", fullgraph=True)(rows(3, D).requires_grad_())
     assert len({x.untyped_storage().data_ptr() for x in (a, b, c, d)}) == 4
+
+
+@pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
+def test_a_loop_with_dropout_in_a_checkpointed_region(nested):
+    """torch keeps the generator's state for an operator by the device of its first tensors, and looks into no list."""
+
+    def recurrence(x):
+        def step(c, row):
+            c = 0.5 * c + torch.dropout(row, 0.5, True)
+            return c, c * 2
+
+        return scan(step, torch.zeros_like(x[0]), x)[1]
+
+    x = rows(5, D).requires_grad_()
+    y = nsa_compile.compile(lambda x: checkpoint(recurrence, x, use_reentrant=False), nested=nested, cache=False)(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    # y is linear in x under the mask of the forward pass.
+    torch.testing.assert_close((gradient * x).sum(), y.sum())

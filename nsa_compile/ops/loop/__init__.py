@@ -122,7 +122,7 @@ def run_loop(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return list(_Differentiable.apply(key, *tensors))
-    return _operator(key, [])(list(tensors), key, [])
+    return _operator(key, [])(tensors[0], list(tensors[1:]), key, [])
 
 
 class _Differentiable(torch.autograd.Function):
@@ -132,7 +132,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, key: str, *tensors: Tensor) -> Any:
         ctx.key, ctx.differentiable = key, list(ctx.needs_input_grad[1:])
         step = program(key).graphs(ctx.differentiable)
-        outputs = _operator(key, ctx.differentiable)(list(tensors), key, ctx.differentiable)
+        outputs = _operator(key, ctx.differentiable)(tensors[0], list(tensors[1:]), key, ctx.differentiable)
         results = outputs[: program(key).n_init + len(step.ys)]
         with_gradient = {*step.with_gradient, *program(key).with_gradient}
         ctx.mark_non_differentiable(*(x for i, x in enumerate(results) if i not in with_gradient))
@@ -152,10 +152,11 @@ class _Differentiable(torch.autograd.Function):
         return None, *(by_input.get(i) if flag else None for i, flag in enumerate(ctx.differentiable))
 
 
-def _run(tensors: Sequence[Tensor], program: str, differentiable: Sequence[bool]) -> list[Tensor]:
+def _run(first: Tensor, rest: Sequence[Tensor], program: str, differentiable: Sequence[bool]) -> list[Tensor]:
+    """The operator. One tensor is no part of the list, as torch learns from it where the operator runs."""
     known = _programs[program]
     step = known.graphs(differentiable)
-    init, xs, additional = known.split(tensors)
+    init, xs, additional = known.split([first, *rest])
     with torch._C._DisableAutocast():  # its casts are in the graphs
         fixed = step.before(*additional)
         carries: Sequence[Tensor] = [_standard(x) for x in init]
@@ -175,10 +176,10 @@ def _standard(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _fake(tensors: Sequence[Tensor], program: str, differentiable: Sequence[bool]) -> list[Tensor]:
+def _fake(first: Tensor, rest: Sequence[Tensor], program: str, differentiable: Sequence[bool]) -> list[Tensor]:
     known = _programs[program]
     step = known.graphs(differentiable)
-    carries = [x.new_empty(x.shape) for x in tensors[: known.n_init]]
+    carries = [x.new_empty(x.shape) for x in [first, *rest][: known.n_init]]
     return [*carries, *(layout.rows(known.length) for layout in (*step.ys, *step.kept))]
 
 
@@ -261,7 +262,7 @@ def _define(name: str, *tags: torch.Tag) -> Any:
         f"nsa_compile::{name}",
         _run,
         mutates_args=(),
-        schema="(Tensor[] tensors, str program, bool[] differentiable) -> Tensor[]",
+        schema="(Tensor first, Tensor[] rest, str program, bool[] differentiable) -> Tensor[]",
         tags=tags,
     )
     operator.register_fake(_fake)
