@@ -431,7 +431,8 @@ def _functionalize(gm: fx.GraphModule, effects: Effects) -> WriteBack:
 
     try:
         functional = torch.func.functionalize(run, remove="mutations")
-        lowered = trace_to_aten(functional, fake_inputs(tensors), decompositions={aten.copy.default: _copy})
+        copy = _copy_over if torch.is_grad_enabled() and any(example(n).requires_grad for n in tensors) else _copy
+        lowered = trace_to_aten(functional, fake_inputs(tensors), decompositions={aten.copy.default: copy})
         refuse_strided_writes(lowered)
     except Declined:
         raise
@@ -453,6 +454,12 @@ def _functionalize(gm: fx.GraphModule, effects: Effects) -> WriteBack:
 def _copy(old: Tensor, new: Tensor, non_blocking: bool = False) -> Tensor:
     """What `old.copy_(new)` makes of `old`, in operators that have derivatives."""
     return new.to(old.device, old.dtype).expand(old.shape).clone()
+
+
+def _copy_over(old: Tensor, new: Tensor, non_blocking: bool = False) -> Tensor:
+    """The same, where `old` may have a gradient: eager mode's is of zeros, and what `old` was made of hears of it."""
+    never = torch.full((), False, device=old.device)
+    return torch.where(never, old, new.to(old.device, old.dtype).expand(old.shape))
 
 
 def _take_out_copies(lowered: fx.GraphModule, inputs: Sequence[fx.Node], effects: Effects) -> list[fx.Node]:

@@ -670,3 +670,20 @@ def test_a_loop_with_dropout_in_a_checkpointed_region(nested):
     (gradient,) = torch.autograd.grad(y.sum(), x)
     # y is linear in x under the mask of the forward pass.
     torch.testing.assert_close((gradient * x).sum(), y.sum())
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_what_is_overwritten_as_a_whole_hears_of_a_gradient_of_zeros(nested):
+    """Eager mode gives zeros to what was overwritten, where they meet a NaN, too; it was dropped."""
+
+    def run(x, w, v):
+        y = scan(lambda c, row: (c, (row * v * 0).sqrt()), x[0], x)[1]
+        y[...] = x * w
+        return y
+
+    inputs = [rows(3, D), *(rows(D).requires_grad_() for _ in range(2))]
+    gradients = []
+    for function in (run, compiled(run, nested, fullgraph=True)):
+        gradients.append(torch.autograd.grad(function(*inputs).sum(), inputs[1:], allow_unused=True))
+    torch.testing.assert_close(*gradients, equal_nan=True)
+    assert gradients[0][1].isnan().all()
