@@ -25,20 +25,67 @@ __all__ = ["has_gradient", "match_outputs", "match_results"]
 
 
 def match_results(site: ScanSite, batched: fx.GraphModule) -> None:
-    """Let those results of a batched scan have a gradient that had one as captured, in place."""
+    """Let those results of a batched scan have a gradient that had one as captured, and hand it, be it of zeros, to the
+    inputs that a loop hands it to, in place."""
     known: dict[fx.Node, bool] = {}
     inputs = [*site.init, *site.xs, *site.additional]
-    given = zip(batched.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    placeholders = batched.graph.find_nodes(op="placeholder")
     captured = [x.requires_grad for x in scan_results(site.node)]
-    _match(batched, {i: captured[i] for i in sorted(site.read)}, {p: _has_gradient(n, known) for p, n in given})
+    flags = {p: _has_gradient(n, known) for p, n in zip(placeholders, inputs, strict=True)}
+    hears = _inputs_that_hear_of(site)
+    lost = {
+        i: [p for j, p in enumerate(placeholders) if flags[p] and j in hears[i]]
+        for i in sorted(site.read)
+        if captured[i]
+    }
+    _match(batched, {i: captured[i] for i in sorted(site.read)}, flags, lost)
+
+
+def _inputs_that_hear_of(site: ScanSite) -> list[set[int]]:
+    """For each result of a loop, the inputs (carries, xs, additional in turn) to which its gradient goes."""
+    read = [_heard_by(x) if isinstance(x, fx.Node) else set() for x in results(site.body)]
+    places = {p: j for j, p in enumerate(site.body.graph.find_nodes(op="placeholder"))}
+    of_step = [{places[p] for p in nodes} for nodes in read]
+    n = len(site.init)
+    carries, ys = [{i} for i in range(n)], [set[int]() for _ in of_step[n:]]
+    for _ in range(site.length):
+        now = [set[int]().union(*(carries[j] if j < n else {j} for j in heard)) for heard in of_step]
+        ys = [a | b for a, b in zip(ys, now[n:], strict=True)]
+        carries, before = now[:n], carries
+        if carries == before:
+            break
+    return [*carries, *ys]
+
+
+def _heard_by(node: fx.Node) -> set[fx.Node]:
+    """The placeholders of a graph of ATen operators that the gradient of a node goes to."""
+    found, todo = set[fx.Node](), [node]
+    while todo:
+        n = todo.pop()
+        if n not in found and _differentiable(n) and not _ends_gradients(n):
+            found.add(n)
+            todo += n.all_input_nodes
+    return {n for n in found if n.op == "placeholder"}
+
+
+def _ends_gradients(node: fx.Node) -> bool:
+    """Whether an operator reads a tensor for its shape and dtype alone, or detaches it."""
+    name = node.target._opname if isinstance(node.target, OpOverload) else ""
+    return name == "detach" or name.startswith("new_") or name.endswith("_like")
 
 
 def match_outputs(gm: fx.GraphModule, captured: Mapping[int, bool]) -> None:
     """Let those outputs of a graph have a gradient that had one as captured, in place."""
-    _match(gm, captured, {})
+    _match(gm, captured, {}, {})
 
 
-def _match(gm: fx.GraphModule, captured: Mapping[int, bool], known: dict[fx.Node, bool]) -> None:
+def _match(
+    gm: fx.GraphModule,
+    captured: Mapping[int, bool],
+    known: dict[fx.Node, bool],
+    hears: Mapping[int, Sequence[fx.Node]],
+) -> None:
+    """`hears`: the inputs that a result's gradient goes to."""
     if not torch.is_grad_enabled():
         return
     output, values = gm.graph.output_node(), results(gm)
@@ -46,22 +93,25 @@ def _match(gm: fx.GraphModule, captured: Mapping[int, bool], known: dict[fx.Node
     for i, has in now.items():
         if has and not captured[i]:
             values[i] = NodeBuilder(gm, output)(aten.detach.default, values[i])
-    _tie(gm, values, [i for i, has in now.items() if captured[i] and not has], known)
+    inputs = (p for p in gm.graph.find_nodes(op="placeholder") if _has_gradient(p, known) and _differentiable(p))
+    anchor = next(inputs, None)
+    for i, has in now.items():
+        heard = _heard_by(values[i])
+        missing = [p for p in hears.get(i, ()) if p not in heard]
+        if captured[i] and not has and not missing and anchor is not None:
+            missing = [anchor]
+        for p in missing:
+            values[i] = _tied(gm, values[i], p)
     output.args = (values,)
     gm.recompile()
 
 
-def _tie(gm: fx.GraphModule, values: list[Any], places: Sequence[int], known: dict[fx.Node, bool]) -> None:
-    inputs = (p for p in gm.graph.find_nodes(op="placeholder") if _has_gradient(p, known) and _differentiable(p))
-    if not places or (anchor := next(inputs, None)) is None:
-        return
-    build = NodeBuilder(gm, gm.graph.output_node())
-    never = build(aten.full.default, [], False, dtype=torch.bool, device=example(anchor).device)
-    total = build(aten.sum.default, anchor)
-    for i in places:
-        like = example(values[i])
-        tie = build(aten._to_copy.default, total, dtype=like.dtype, device=like.device)
-        values[i] = build(aten.where.self, never, tie, values[i])
+def _tied(gm: fx.GraphModule, value: fx.Node, anchor: fx.Node) -> fx.Node:
+    """A value whose gradient goes to an input, too, and is of zeros there."""
+    build, like = NodeBuilder(gm, gm.graph.output_node()), example(value)
+    never = build(aten.full.default, [], False, dtype=torch.bool, device=like.device)
+    tie = build(aten._to_copy.default, build(aten.sum.default, anchor), dtype=like.dtype, device=like.device)
+    return build(aten.where.self, never, tie, value)
 
 
 def _has_gradient(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
@@ -75,7 +125,7 @@ def _has_gradient(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
             todo += missing
             continue
         if n not in known:
-            passes_on = n.target is not aten.detach.default and _differentiable(n)
+            passes_on = not _ends_gradients(n) and _differentiable(n)
             known[n] = passes_on and any(known[m] for m in n.all_input_nodes) if computed else has_gradient(n)
         todo.pop()
     return known[node]

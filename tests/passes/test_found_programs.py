@@ -687,3 +687,23 @@ def test_what_is_overwritten_as_a_whole_hears_of_a_gradient_of_zeros(nested):
         gradients.append(torch.autograd.grad(function(*inputs).sum(), inputs[1:], allow_unused=True))
     torch.testing.assert_close(*gradients, equal_nan=True)
     assert gradients[0][1].isnan().all()
+
+
+def test_a_first_cache_that_is_overwritten_as_a_whole_has_a_gradient_of_zeros():
+    """It had none, beside results that have one of other inputs, and an optimizer with weight decay left it alone."""
+
+    def run(x, k, late):
+        def step(c, r):
+            here = (torch.arange(4) == r["t"])[:, None]
+            return {"k": torch.where(here, r["x"], c["k"]), "late": r["x"] * 2}, c["k"].sum(0) * r["x"] + c["late"]
+
+        final, y = scan(step, {"k": k, "late": late}, {"x": x, "t": torch.arange(4)})
+        return final["k"], final["late"], y[1:]
+
+    x, k, late = (x.requires_grad_() for x in (rows(4, D), rows(4, D), rows(D)))
+    for i in range(3):
+        gradients = [
+            torch.autograd.grad(function(x, k, late)[i].sum(), [x, k, late], allow_unused=True)
+            for function in (run, compiled(run, fullgraph=True))
+        ]
+        torch.testing.assert_close(*gradients)
