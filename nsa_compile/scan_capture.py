@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._dynamo import exc
+from torch._dynamo.output_graph import AliasingInfo, SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
@@ -36,6 +37,7 @@ def mend_dynamo() -> None:
     explain_uncaptured_steps()
     refuse_iterators_from_outside()
     keep_what_steps_find()
+    let_steps_read_views()
 
 
 def capture_scans_by_shape() -> None:
@@ -307,6 +309,23 @@ def _refuse_from_outside(kind: Any) -> None:
 
 
 _ADVANCED = "an iterator from outside of the step"
+
+
+def let_steps_read_views() -> None:
+    """Let a step read a tensor from outside and a view of it, such as `a @ c @ a.mT`.
+
+    To Dynamo these are two inputs of the step that share memory, which it forbids lest one of them be written to (torch
+    2.13). It forbids a step to write to any, and what a step of ours returns is a copy.
+    """
+    original = SubgraphTracer.has_aliasing
+
+    def has_aliasing(self: SubgraphTracer) -> AliasingInfo:
+        ours = self.source_target is scan_op and _caller_of_scan(InstructionTranslator.current_tx().output.current_tx)
+        return AliasingInfo(False, "") if ours else original(self)
+
+    SubgraphTracer.has_aliasing = has_aliasing  # type: ignore[method-assign]
+
+
 # In the meta of the body of a captured `nsa_compile.scan`: `file:line` of its call.
 _PLACE = "nsa_scan_at"
 

@@ -707,3 +707,31 @@ def test_a_first_cache_that_is_overwritten_as_a_whole_has_a_gradient_of_zeros():
             for function in (run, compiled(run, fullgraph=True))
         ]
         torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("recurrence", [True, False])
+@pytest.mark.parametrize("nested", NESTED)
+def test_a_step_that_reads_a_tensor_and_a_view_of_it(nested, recurrence):
+    """Dynamo refused it, since the step might write to one of the two."""
+
+    def run(x, a):
+        turned = a.T
+        return scan(lambda c, row: (a @ (c if recurrence else row) @ a.mT + row, turned @ c @ a), x[0], x)
+
+    equal_gradients(run, rows(3, D, D), rows(D, D).requires_grad_(), nested=nested)
+
+
+def test_a_step_that_writes_to_a_view_of_what_it_reads_is_refused():
+    a = rows(D, D)
+
+    def run(x):
+        b = a.T
+
+        def step(c, row):
+            b.mul_(2)
+            return c + a @ row, a @ c
+
+        return scan(step, x[0], x)
+
+    with pytest.raises(ValueError, match="it writes in place to its carry, to its input or to a tensor from outside"):
+        compiled(run, fullgraph=True)(rows(3, D))
