@@ -26,16 +26,14 @@ if TYPE_CHECKING:
 
 # A process among others is no faster than alone; this much is left to chance.
 MOST_EFFICIENT = 1.1
+# What of a run belongs to the report.
+RUN_FILES = (
+    "training.csv", "val.csv", "attention.jsonl", "summary.json", "env.json", "passes.json", "watchdog.jsonl",
+    "heartbeat_rank0.jsonl",
+)  # fmt: skip
 # Data of which nothing can be learned.
 NOISE = "uniform"
 NO_FALL = "nothing can be learned from them, so the loss stays near ln 256 = 5.545 or rises"
-
-
-def run_arguments(work: PhaseRun, steps: int, *settings: str) -> list[str]:
-    """Options of a run of so many steps of the configuration that is validated, below the phase's folder."""
-    config_file = str(work.plan.config_file)
-    made = base_overrides(config_file, [f"run.dir={work.folder / 'runs'}", *settings], steps)
-    return ["--config", config_file, *(word for setting in made for word in ("--set", setting))]
 
 
 def preflight(work: PhaseRun) -> None:
@@ -58,11 +56,11 @@ def preflight(work: PhaseRun) -> None:
     work.figure("revision", path.read_text().strip(), "git_sha.txt")
     work.figure("processor", environment["machine"]["processor"], "env.json")
     work.figure("torch", environment["packages"]["torch"], "env.json")
-    if (found := work.command("doctor", "doctor")) is not None:
-        bad = [f for f in found["findings"] if f["status"] == "problem"]
-        for finding in bad:
-            work.problem(f"{finding['check']}: {finding['found']}; {finding['advice']}")
-        work.figure("findings of doctor", f"{len(bad)} problems", "doctor.json", n=len(found["findings"]))
+    found = work.command("doctor", "doctor")
+    bad = [f for f in found["findings"] if f["status"] == "problem"]
+    for finding in bad:
+        work.problem(f"{finding['check']}: {finding['found']}; {finding['advice']}")
+    work.figure("findings of doctor", f"{len(bad)} problems", "doctor.json", n=len(found["findings"]))
 
 
 def parity(work: PhaseRun) -> None:
@@ -76,8 +74,6 @@ def parity(work: PhaseRun) -> None:
         *("--pattern", f"{p.compress_block}/{p.compress_stride}/{p.select_block}/{p.num_selected}/{p.window}"),
         *("--heads", str(model.n_heads), "--groups", str(model.n_kv_heads), "--head-dim", str(model.head_dim)),
     )
-    if found is None:
-        return
     for row in found["results"]:
         if not row["equal"]:
             work.problem(f"v1 and v2 disagree on {row['pattern']} at S = {row['seq_len']}")
@@ -92,8 +88,6 @@ def equivalence(work: PhaseRun) -> None:
     plan = work.plan
     minutes = str(plan.effort.verify_minutes)
     found = work.command("verify", "verify", "--config", str(plan.config_file), "--minutes", minutes)
-    if found is None:
-        return
     for result in found["properties"]:
         if not result["ok"]:
             work.problem(f"{result['name']}: {result['message']}; again: {result['command']}")
@@ -120,10 +114,7 @@ def baseline(work: PhaseRun) -> None:
         )
     else:
         work.note(f"measured on the configured data, {config.data.name}")
-    summary = work.command("train", "train", *run_arguments(work, effort.steps, *data), "--nproc", str(plan.processes))
-    if summary is None:
-        return
-    record = run_of(work, summary, on_noise=random)
+    summary, record = train(work, effort.steps, *data, on_noise=random)
     rows = record.steps[-effort.window :]
     mean, deviation = mean_and_deviation([row.tokens_per_s for row in rows])
     mfu = mean * summary["flops_per_token"] / summary["peak_flops"]
@@ -148,8 +139,6 @@ def baseline(work: PhaseRun) -> None:
 def audit(work: PhaseRun) -> None:
     """Which operator and backend each attention really used."""
     found = work.command("attention", "audit", "attention", "--config", str(work.plan.config_file))
-    if found is None:
-        return
     for fallback in found["fallbacks"]:
         work.problem(str(fallback))
     rows: dict[tuple[str, str, str], list[int]] = {}
@@ -168,8 +157,6 @@ def profile(work: PhaseRun) -> None:
         "step", "profile", "step", "--config", str(plan.config_file), "--steps", steps, "--out", str(place),
         "--nproc", str(plan.processes),
     )  # fmt: skip
-    if found is None:
-        return
     window, n = f"{found['steps']} warm steps", found["steps"]
     for name, row in found["phases"].items():
         work.figure(f"phase {name}", f"{1e3 * row['mean_s']:,.1f} ms, {row['share']:.1%}", "step.json", window, n)
@@ -191,7 +178,7 @@ def profile(work: PhaseRun) -> None:
         where = "".join(f", {found['where']}" for found in python["places"][:1])
         measured = f"{python['value']:.1%}{where}"
         work.require(f"no Python function takes > {limit:.0%} of a step", measured, python["value"] <= limit)
-    for path in sorted(path for path in place.iterdir() if path.is_file()):
+    for path in sorted(place.iterdir()):
         work.artifact(path)
 
 
@@ -233,7 +220,7 @@ def isolation(work: PhaseRun) -> None:
     plan = work.plan
     record = experiment(work, "scaling", "scaling", "--nproc", "1", "--nproc", str(plan.processes))
     limit = plan.config.accept.scaling
-    if record is None or limit is None:
+    if limit is None:
         return
     (efficiency,) = record["efficiency"].values()
     measured = "no run to measure it by" if efficiency is None else f"efficiency {efficiency:.1%}"
@@ -254,8 +241,8 @@ def needs_adamw(plan: Runbook) -> str | None:
     return None if name == "adamw" else f"optim.name = {name} has no fused form"
 
 
-def experiment(work: PhaseRun, name: str, *command: str, override: str = "--set") -> dict[str, Any] | None:
-    """An experiment on the configuration: its record, or None where it failed. Figures are those of its arms.
+def experiment(work: PhaseRun, name: str, *command: str, override: str = "--set") -> dict[str, Any]:
+    """The record of an experiment on the configuration. Figures are those of its arms.
 
     Args:
         override: the option of the command by which all arms are changed.
@@ -267,8 +254,6 @@ def experiment(work: PhaseRun, name: str, *command: str, override: str = "--set"
         "--steps", str(effort.arm_steps), "--window", str(effort.window), "--repeats", str(effort.repeats),
         "--out", str(place),
     )  # fmt: skip
-    if record is None:
-        return None
     for failure in record["failures"]:
         work.problem(f"{failure['arm']} left with exit code {failure['exit_code']}: {failure['last_line']}")
     for arm in record["arms"]:
@@ -283,7 +268,7 @@ def experiment(work: PhaseRun, name: str, *command: str, override: str = "--set"
     work.figure("verdict", record["verdict"], f"{name}/experiment.json")
     for note in record["notes"]:
         work.note(note)
-    for path in sorted(path for path in place.glob("experiment.*") if path.is_file()):
+    for path in sorted(place.glob("experiment.*")):
         work.artifact(path)
     return record
 
@@ -293,10 +278,7 @@ def stability(work: PhaseRun) -> None:
     plan = work.plan
     steps = plan.effort.stability_steps
     settings = ("watchdog.enabled=true", f"log.stats_every={max(1, steps // 10)}")
-    summary = work.command("train", "train", *run_arguments(work, steps, *settings), "--nproc", str(plan.processes))
-    if summary is None:
-        return
-    record = run_of(work, summary)
+    summary, record = train(work, steps, *settings)
     place = relative(work, record.directory)
     for problem in record.problems:
         work.problem(problem)
@@ -362,12 +344,16 @@ def judge_gates(work: PhaseRun, record: RunRecord, place: str) -> None:
         work.require(f"every branch has ≥ {limit:.1%} of the gates", text, share >= limit)
 
 
-def run_of(work: PhaseRun, summary: dict[str, Any], *, on_noise: bool = False) -> RunRecord:
-    """The run that a `train` has summed up; its files become artifacts.
+def train(work: PhaseRun, steps: int, *settings: str, on_noise: bool = False) -> tuple[dict[str, Any], RunRecord]:
+    """Train the configuration for so many steps: the summary of the run and its record. Its files become artifacts.
 
     Args:
-        on_noise: its data were random bytes; its picture of the loss is drawn again with a title that says so.
+        on_noise: its data are random bytes; its picture of the loss is drawn again with a title that says so.
     """
+    config_file = str(work.plan.config_file)
+    made = base_overrides(config_file, [f"run.dir={work.folder / 'runs'}", *settings], steps)
+    options = ["--config", config_file, *(word for setting in made for word in ("--set", setting))]
+    summary = work.command("train", "train", *options, "--nproc", str(work.plan.processes))
     record = read_run(Path(summary["run_dir"]))
     picture, caption = record.directory / "loss.png", "loss of the run on the configured data"
     if on_noise and picture.exists():
@@ -379,19 +365,10 @@ def run_of(work: PhaseRun, summary: dict[str, Any], *, on_noise: bool = False) -
             return drawing
 
         replace(picture, draw(make)[1])
-    for name in (
-        "training.csv",
-        "val.csv",
-        "attention.jsonl",
-        "summary.json",
-        "env.json",
-        "passes.json",
-        "watchdog.jsonl",
-        "heartbeat_rank0.jsonl",
-    ):
+    for name in RUN_FILES:
         work.artifact(record.directory / name)
     work.artifact(picture, caption)
-    return record
+    return summary, record
 
 
 def relative(work: PhaseRun, directory: Path) -> str:

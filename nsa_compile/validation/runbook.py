@@ -7,6 +7,7 @@ A phase is one or more commands of `nsa-compile`, each in a process of its own: 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -136,6 +137,10 @@ class PhaseOutcome:
         return cls(**data, figures=figures, criteria=criteria)
 
 
+class CommandFailed(Exception):
+    """A command of a phase found nothing out; the message is a problem of the phase."""
+
+
 class PhaseRun:
     """What a phase has at hand while it runs: commands to carry out, and its outcome to fill."""
 
@@ -144,18 +149,20 @@ class PhaseRun:
         self.folder = plan.directory / outcome.phase
         self.folder.mkdir(exist_ok=True)
 
-    def command(self, name: str, *arguments: str) -> dict[str, Any] | None:
-        """The JSON that `nsa-compile <arguments> --json` printed; None where it failed, which is then a problem."""
+    def command(self, name: str, *arguments: str) -> dict[str, Any]:
+        """The JSON that `nsa-compile <arguments> --json` printed.
+
+        Raises:
+            CommandFailed: there is none, which ends the phase.
+        """
         words = [*arguments, "--json"]
         self.outcome.commands.append(shlex.join(["nsa-compile", *words]))
         code, output = self.process(name, [sys.executable, "-m", "nsa_compile", *words], ".json")
-        try:
-            document = json.loads(output.read_text(encoding="utf-8")) if code in FOUND else None
-        except ValueError:
-            document = None
-        if document is None:
-            self.problem(f"{name} left with exit code {code}: {last_line(self.folder / f'{name}.log')}")
-        return document
+        if code in FOUND:
+            with contextlib.suppress(ValueError):
+                document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+                return document
+        raise CommandFailed(f"{name} left with exit code {code}: {last_line(self.folder / f'{name}.log')}")
 
     def process(self, name: str, words: Sequence[str], suffix: str) -> tuple[int, Path]:
         """Run a program; its exit code, and the file with what it printed."""
@@ -169,7 +176,7 @@ class PhaseRun:
 
     def artifact(self, path: Path, caption: str = "") -> None:
         name = self.relative(path)
-        if path.exists() and path.stat().st_size and name not in self.outcome.artifacts:
+        if path.is_file() and path.stat().st_size and name not in self.outcome.artifacts:
             self.outcome.artifacts.append(name)
             if caption:
                 self.outcome.captions[name] = caption
@@ -283,7 +290,10 @@ def _run(plan: Runbook, phase: Phase) -> PhaseOutcome:
         outcome.notes.append(reason)
     else:
         start = time.monotonic()
-        phase.run(work)
+        try:
+            phase.run(work)
+        except CommandFailed as error:
+            work.problem(str(error))
         outcome.seconds = time.monotonic() - start
         if outcome.problems or not all(criterion.met for criterion in outcome.criteria):
             outcome.status = "failed"

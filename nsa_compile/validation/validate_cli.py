@@ -58,8 +58,8 @@ def validate(
     # Everything a user can get wrong is found before torch is imported.
     plan = None if resume else _plan(config_path, overrides, preset, nproc, out)
     if resume:
-        given = [name for name in ("config_path", "overrides", "preset", "nproc", "out") if _given(ctx, name)]
-        if given:
+        others = ctx.params.keys() - {"resume", "as_json"}
+        if any(ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE for name in others):
             raise UserError(
                 "--resume goes on with what was begun: CONFIG and the other options come from there; leave them out"
             )
@@ -123,10 +123,6 @@ def _plan(config_path: str | None, overrides: tuple[str, ...], preset: str, npro
     from nsa_compile.validation.runbook import Runbook
 
     return Runbook((Path(out) if out else Path(config.run.dir) / name).absolute(), config, preset, nproc)
-
-
-def _given(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def _line(outcome: PhaseOutcome) -> str:
