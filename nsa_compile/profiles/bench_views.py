@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tabulate import tabulate
-
 from nsa_compile.machine.matmul_rate import impossible
 from nsa_compile.profiles.measure import show
-from nsa_compile.profiles.rendering import with_unit
+from nsa_compile.profiles.rendering import table, with_unit
 
 Row = Mapping[str, Any]
 Series = dict[str, list[tuple[int, Mapping[str, Any]]]]
@@ -37,13 +35,6 @@ def _times(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f} ×"
 
 
-def _table(rows: Iterable[Sequence[Any]], headers: Sequence[str], left: int) -> str:
-    """The first `left` columns to the left, the others to the right."""
-    rows = list(rows)
-    align = ["left"] * left + ["right"] * (len(headers) - left)
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=align if rows else None)
-
-
 def _operators(row: Row) -> str:
     """`compressed: compressed_attention (cpu)`, a line a branch: its operator and what runs it."""
     implementations = row["implementations"]
@@ -57,7 +48,7 @@ def _operators(row: Row) -> str:
 def _attention_table(rows: Sequence[Row]) -> str:
     memory = any("peak_bytes" in row for row in rows)
     headers = ["S", "direction", "NSA, ms (range)", "dense, ms (range)", "dense / NSA"]
-    table = _table(
+    measured = table(
         (
             [row["seq_len"], row["direction"], show(row["sparse"]), show(row["dense"]), _times(row["ratio"])]
             + ([f"{_bytes(row, 'sparse')} / {_bytes(row, 'dense')}"] if memory else [])
@@ -67,7 +58,7 @@ def _attention_table(rows: Sequence[Row]) -> str:
         left=2,
     )
     chosen = ((row["seq_len"], row["direction"], _operators(row)) for row in rows)
-    return f"{table}\n\n{_table(chosen, ('S', 'direction', 'operators'), left=3)}"
+    return f"{measured}\n\n{table(chosen, ('S', 'direction', 'operators'), left=3)}"
 
 
 def _bytes(row: Row, name: str) -> str:
@@ -84,7 +75,7 @@ def _attention_series(rows: Sequence[Row]) -> Series:
 
 
 def _prefill_table(rows: Sequence[Row]) -> str:
-    return _table(
+    return table(
         (
             (
                 row["seq_len"], show(row["eager"]), show(row["compiled"]), show(row["dense"]), _times(row["ratio"]),
@@ -112,7 +103,7 @@ def _selection_table(rows: Sequence[Row]) -> str:
         worst = None if None in gradients else max(gradients)
         return f"{_number(found['out'])} / {_number(worst)}"
 
-    table = _table(
+    measured = table(
         (
             (
                 row["seq_len"], row["pattern"], difference(row, "float32"), difference(row, "float64"),
@@ -129,7 +120,7 @@ def _selection_table(rows: Sequence[Row]) -> str:
     )  # fmt: skip
     tolerances = ", ".join(f"{p['tolerance']:g} ({dtype})" for dtype, p in rows[0]["parity"].items())
     return (
-        f"{table}\n\nDifferences are the largest absolute ones between v1 and v2; equal means within {tolerances}\n"
+        f"{measured}\n\nDifferences are the largest absolute ones between v1 and v2; equal means within {tolerances}\n"
         "of the largest value, or of 1 if that is more. Times are of forward + backward in float32; v1 is the loop,\n"
         "v2 the operator, dense is causal SDPA over all keys."
     )
@@ -148,7 +139,7 @@ def _selection_series(rows: Sequence[Row]) -> Series:
 
 
 def _step_table(rows: Sequence[Row]) -> str:
-    table = _table(
+    measured = table(
         (
             (
                 row["seq_len"], label, f"{row[name]['parameters']:,}", show(row[name]), _spread(row[name]),
@@ -160,9 +151,9 @@ def _step_table(rows: Sequence[Row]) -> str:
         ("S", "attention", "parameters", "step, ms (range)", "std, ms", "tokens/s", "MFU of GFLOP/s", "dense / NSA"),
         left=2,
     )  # fmt: skip
-    chosen = _table(((row["seq_len"], _operators(row)) for row in rows), ("S", "operators"), left=2)
+    chosen = table(((row["seq_len"], _operators(row)) for row in rows), ("S", "operators"), left=2)
     doubts = [f"S = {row['seq_len']}: {doubt}" for row in rows for doubt in _doubts(row)]
-    return "\n\n".join([table, *doubts, chosen])
+    return "\n\n".join([measured, *doubts, chosen])
 
 
 def _doubts(row: Row) -> list[str]:

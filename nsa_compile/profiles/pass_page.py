@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
-
 from nsa_compile import page
 from nsa_compile.page import Cell, Chart, Code, Heading, Items, Table, Text
 from nsa_compile.profiles.measure import show
-from nsa_compile.profiles.rendering import with_unit
+from nsa_compile.profiles.rendering import estimate_cells, table, with_unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,14 +25,8 @@ def label(row: Row) -> str:
 def render_profile(record: Mapping[str, Any]) -> str:
     """The record for a terminal: what each pass did, then what the block costs after it."""
     rows, eager = record["prefixes"], record["eager_error"]
-    did = tabulate(
-        [[label(row), *cells] for row, cells in ((row, work_cells(row)) for row in rows)],
-        headers=("passes", *WORK), disable_numparse=True, colalign=("left", *["right"] * len(WORK)),
-    )  # fmt: skip
-    costs = tabulate(
-        [[label(row), *cost_cells(row)] for row in rows],
-        headers=("after", *COST), disable_numparse=True, colalign=("left", *["right"] * len(COST)),
-    )  # fmt: skip
+    did = table([[label(row), *work_cells(row)] for row in rows], ("passes", *WORK))
+    costs = table([[label(row), *cost_cells(row)] for row in rows], ("after", *COST))
     findings = [f"  {kind:8} {text}" for row in rows for kind, text in row_findings(row, with_name=True)]
     parts = [headline(record), did, costs, notes(record), "\n".join(findings)]
     parts.append(
@@ -62,15 +54,10 @@ def work_cells(row: Row) -> list[str]:
         "–" if row["seconds"] is None else f"{row['seconds'] * 1e3:.1f} ms",
         "captured" if row["passes"] == 0 else verdict,
         "–" if "nodes_after" not in row else f"{row['nodes_before']} → {row['nodes_after']}",
-        *(["–"] * 4 if cost is None else [
-            f"{cost['operators']:,}",
-            with_unit(cost["flops"], "FLOP"),
-            with_unit(cost["bytes_moved"], "B"),
-            with_unit(cost["peak_bytes"], "B"),
-        ]),
+        *(["–"] * 4 if cost is None else estimate_cells(cost)),
         str(len(row["matches"])),
         str(len(row["declines"])),
-    ]  # fmt: skip
+    ]
 
 
 COST = ("forward, ms", "backward, ms", "peak memory", "kernels", "extern", "compile", "output error", "gradient error")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from tabulate import tabulate
 
@@ -51,30 +53,31 @@ def _pass_table(report: Report) -> str:
         for p in report.passes
     ]
     headers = ("pass", "graph", "ms", "ms to verify", "nodes before", "after", "matches", "declines")
-    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "left", *["right"] * 6))
+    text = table(rows, headers, left=2)
     if report.cache_hit:
-        table = f"Cache hit: no pass ran now; this is what they did when the result was kept.\n\n{table}"
-    return f"{table}\n{report.nodes_captured} nodes captured, {report.nodes_final} handed to the nested backend"
+        text = f"Cache hit: no pass ran now; this is what they did when the result was kept.\n\n{text}"
+    return f"{text}\n{report.nodes_captured} nodes captured, {report.nodes_final} handed to the nested backend"
 
 
 def _cost_table(report: Report) -> list[str]:
     """What the graph costs before and after each pass, where that was estimated: a list of one table, or of none."""
     estimates = [("captured", report.estimate_captured), *((p.name, p.estimate) for p in report.passes)]
-    rows = [
-        (
-            name,
-            f"{e.operators:,}",
-            with_unit(e.flops, "FLOP"),
-            with_unit(e.bytes_moved, "B"),
-            with_unit(e.peak_bytes, "B"),
-        )
-        for name, e in estimates
-        if e is not None
-    ]
-    if not rows:
-        return []
+    rows = [(name, *estimate_cells(asdict(estimate))) for name, estimate in estimates if estimate is not None]
     headers = ("estimated forward cost after", "operators run", "arithmetic", "bytes moved", "peak memory")
-    return [tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4))]
+    return [table(rows, headers)] if rows else []
+
+
+def table(rows: Iterable[Sequence[Any]], headers: Sequence[str], left: int = 1) -> str:
+    """Rows of texts below `headers`: the first `left` columns to the left, the others to the right."""
+    rows = list(rows)
+    align = ["left"] * left + ["right"] * (len(headers) - left)
+    return tabulate(rows, headers, disable_numparse=True, colalign=align if rows else None)
+
+
+def estimate_cells(estimate: Mapping[str, int]) -> list[str]:
+    """Operators, arithmetic, traffic and peak memory of an `analyses.estimate.Estimate`, which is plain data here."""
+    units = {"flops": "FLOP", "bytes_moved": "B", "peak_bytes": "B"}
+    return [f"{estimate['operators']:,}", *(with_unit(estimate[name], unit) for name, unit in units.items())]
 
 
 def with_unit(value: float, unit: str) -> str:

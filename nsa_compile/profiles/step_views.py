@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tabulate import tabulate
-
 from nsa_compile.models.variant import find
 from nsa_compile.profiles.attribution import OTHER
+from nsa_compile.profiles.rendering import table
 
 TOP_OPERATORS = 12
-ALIGNED = ("left", "left", "right", "right", "right")
 
 
 def render_step(profile: Mapping[str, Any]) -> str:
     """The profile for a terminal: tables first, what was found last."""
     parts = [
         "\n".join(f"{label:<9}  {text}" for label, text in summary_rows(profile)),
-        tabulate(range_rows(profile), RANGE_HEADERS, disable_numparse=True, colalign=ALIGNED),
-        tabulate(operator_rows(profile), OPERATOR_HEADERS, disable_numparse=True, colalign=ALIGNED),
+        table(range_rows(profile), RANGE_HEADERS, left=2),
+        table(operator_rows(profile), OPERATOR_HEADERS, left=2),
         "\n".join(f"{'ok  ' if ok else 'FAIL'}  {text}" for ok, text in check_rows(profile)),
     ]
     return "\n\n".join(parts)
