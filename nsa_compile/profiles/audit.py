@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -153,21 +153,12 @@ def _layer_by_layer(
         gradient = x.grad
 
 
-class _Watched(AbstractContextManager["_Watched"]):
-    """A named region of the trace, and the calls of our operators inside of it."""
-
-    def __init__(self, uses: dict[str, list[Use]], layer: int, direction: str) -> None:
-        self._name = f"audit {layer} {direction}"
-        self._uses, self._region, self._observer = uses, record_function(self._name), observe()
-
-    def __enter__(self) -> _Watched:
-        self._region.__enter__()
-        self._uses[self._name] = self._observer.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._observer.__exit__(*error)
-        self._region.__exit__(*error)
+@contextmanager
+def _watched(uses: dict[str, list[Use]], layer: int, direction: str) -> Iterator[None]:
+    """A named region of the trace; the calls of our operators inside of it are added to `uses`."""
+    name = f"audit {layer} {direction}"
+    with record_function(name), observe() as uses[name]:
+        yield
 
 
 def _observe(run: Callable[..., None], device: torch.device) -> list[Observed]:
@@ -176,7 +167,7 @@ def _observe(run: Callable[..., None], device: torch.device) -> list[Observed]:
     ranges.enable()
     try:
         with profile(activities=activities) as recorded, ranges.step(1):
-            run(partial(_Watched, uses))
+            run(partial(_watched, uses))
     finally:
         ranges.enable(False)
     with TemporaryDirectory() as directory:
