@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,22 @@ def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:
     names = passes_asked_for(options)
     disabled = tuple(options.pop("disable", ()))
     with tempfile.TemporaryDirectory() as folder:
-        trials = _Trials(check, options, Path(folder))
+
+        @cache  # each choice of options runs once
+        def run(disable: tuple[str, ...], stop_after: int | None) -> _Trial:
+            return _run(check, options | {"disable": disable, "stop_after": stop_after}, Path(folder) / str(checks()))
+
+        def checks() -> int:
+            return run.cache_info().currsize
 
         def after_passes(count: int, stop_after: int | None = None) -> _Trial:
-            return trials.run(disable=without_passes(names[count:], disabled), stop_after=stop_after)
+            return run(without_passes(names[count:], disabled), stop_after)
 
         whole = after_passes(len(names))
         if whole.problem is None:
             return None
         if (start := after_passes(first)).problem is not None:
-            return Blame(None, None, None, start.problem, None, None, start.options, trials.count)
+            return Blame(None, None, None, start.problem, None, None, start.options, checks())
         bad = first_failing(lambda count: after_passes(count).problem is not None, first, len(names))
         good = bad - 1
         name = names[good]
@@ -87,7 +94,7 @@ def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:
             failing = after_passes(bad)
             return Blame(
                 name, None, None, failing.problem or idle.problem,
-                failing.graph(name, "before"), failing.graph(name, "after"), failing.options, trials.count,
+                failing.graph(name, "before"), failing.graph(name, "after"), failing.options, checks(),
             )  # fmt: skip
         fine, more = none, 1
         while (trial := after_passes(bad, none + more)).problem is None:
@@ -101,7 +108,7 @@ def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:
         assert failing.problem is not None
         return Blame(
             name, wrong, failing.match(wrong), failing.problem,
-            without.graph(name, "after"), failing.graph(name, "after"), failing.options, trials.count,
+            without.graph(name, "after"), failing.graph(name, "after"), failing.options, checks(),
         )  # fmt: skip
 
 
@@ -127,37 +134,19 @@ class _Trial:
         return found[0].read_text() if found else None
 
 
-class _Trials:
-    """Runs the check, with each choice of options once."""
-
-    def __init__(self, check: Check, options: dict[str, Any], folder: Path) -> None:
-        self.check, self.options, self.folder = check, options, folder
-        self.done: dict[tuple[Any, ...], _Trial] = {}
-
-    @property
-    def count(self) -> int:
-        return len(self.done)
-
-    def run(self, *, disable: tuple[str, ...], stop_after: int | None) -> _Trial:
-        key = (disable, stop_after)
-        if key not in self.done:
-            self.done[key] = self._run(disable, stop_after)
-        return self.done[key]
-
-    def _run(self, disable: tuple[str, ...], stop_after: int | None) -> _Trial:
-        options = {**self.options, "disable": disable, "stop_after": stop_after}
-        folder = self.folder / str(self.count)
-        earlier = last_report()
-        torch._dynamo.reset()
-        try:
-            passed = self.check({**options, "cache": False, "dump_dir": str(folder)})
-            problem = "the check returned False" if passed is False else None
-        except Exception as error:
-            problem = first_line(error)
-        report = last_report()
-        # Where a pass raised there is no report of this compilation.
-        matches = [m for p in report.passes for m in p.matches] if report and report is not earlier else []
-        return _Trial(problem, options, tuple(matches), folder)
+def _run(check: Check, options: dict[str, Any], folder: Path) -> _Trial:
+    """Run the check once; the passes leave their graphs in `folder`."""
+    earlier = last_report()
+    torch._dynamo.reset()
+    try:
+        passed = check({**options, "cache": False, "dump_dir": str(folder)})
+        problem = "the check returned False" if passed is False else None
+    except Exception as error:
+        problem = first_line(error)
+    report = last_report()
+    # Where a pass raised there is no report of this compilation.
+    matches = [m for p in report.passes for m in p.matches] if report and report is not earlier else []
+    return _Trial(problem, options, tuple(matches), folder)
 
 
 def first_line(error: BaseException) -> str:
