@@ -16,17 +16,6 @@ from nsa_compile.scan_capture import ScanNotCompiled
 # Device, dtype and whether it is on, for each device that has one.
 Autocast = tuple[tuple[str, torch.dtype, bool], ...]
 
-__all__ = [
-    "Autocast",
-    "autocast_at",
-    "autocast_now",
-    "note_autocast",
-    "restored",
-    "sets_autocast",
-    "under",
-    "unobserved",
-]
-
 _DEVICES = ("cpu", "cuda")
 
 

@@ -44,8 +44,6 @@ from nsa_compile.profiles.measure import (
 from nsa_compile.train.optim import make_optimizer
 from nsa_compile.train.steps import train_step
 
-__all__ = ["PATTERNS", "TOLERANCES", "AttentionProblem", "attention", "dense_attention", "prefill", "selection", "step"]
-
 Row = dict[str, Any]
 Timed = Callable[[], Any]
 

@@ -18,24 +18,6 @@ from nsa_compile.machine import environment
 from nsa_compile.machine.environment import describe_environment, synchronize
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 
-__all__ = [
-    "build",
-    "forward_backward",
-    "interleave",
-    "make_record",
-    "model_config",
-    "named_kernels",
-    "not_measured",
-    "peak_memory",
-    "ran_out_of_memory",
-    "random_tokens",
-    "ratio",
-    "seconds_of",
-    "show",
-    "summarize",
-    "write_record",
-]
-
 SEED = 1337
 CPU = torch.device("cpu")
 
