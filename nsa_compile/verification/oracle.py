@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,38 +74,14 @@ def select(scores: list[float], t: int, l_sel: int, n: int, num_initial: int, nu
     return sorted(sorted(rank, key=lambda j: (-rank[j], j))[:n])
 
 
-def nsa_attention_oracle(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    *,
-    l: int,
-    d: int,
-    l_sel: int,
-    n: int,
-    w: int,
-    num_initial: int = 1,
-    num_local: int = 2,
-    phi_k: Phi | str = "mean",
-    phi_v: Phi | str = "mean",
-    index_convention: str = "minus",
-) -> tuple[Tensor, Tensor]:
-    """Eq. 5: the gated sum of the three branches.
+def nsa_attention_oracle(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, **sizes: Any) -> tuple[Tensor, Tensor]:
+    """Eq. 5: the gated sum of the three branches; `sizes` are those of `nsa_branches_oracle`.
 
     Returns:
         The output [B, S, Hq, Dv], differentiable, and the selected blocks [B, S, G, n], ascending, padded with -1
         where fewer than `n` blocks are visible.
     """
-    branches, indices = nsa_branches_oracle(
-        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win,
-        l=l, d=d, l_sel=l_sel, n=n, w=w, num_initial=num_initial, num_local=num_local,
-        phi_k=phi_k, phi_v=phi_v, index_convention=index_convention,
-    )  # fmt: skip
+    branches, indices = nsa_branches_oracle(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, **sizes)
     gated = [gates.double()[..., c, None] * branch for c, branch in enumerate(branches)]
     return torch.stack(gated).sum(0), indices
 
@@ -113,7 +90,10 @@ def nsa_branches_oracle(
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win,
     *, l, d, l_sel, n, w, num_initial=1, num_local=2, phi_k="mean", phi_v="mean", index_convention="minus",
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-    """The three branches before the gates, each [B, S, Hq, Dv], and the selected blocks [B, S, G, n]."""
+    """The three branches before the gates, each [B, S, Hq, Dv], and the selected blocks [B, S, G, n].
+
+    `phi_k` and `phi_v` are a `Phi` each, or "mean"; `index_convention` is "minus" or "paper_v2".
+    """
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = (x.double() for x in (q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win))
     B, S, Hq, _ = q.shape
     G = k_cmp.shape[2]
