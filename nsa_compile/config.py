@@ -628,18 +628,8 @@ def _dotted_keys(schema: Any = RunConfig, prefix: str = "") -> Iterator[str]:
 
 # Sections and what describes their keys: pydantic models, and the model's own dataclasses.
 _SECTIONS: dict[str, Any] = {
-    "run": RunSection,
-    "model": NSAConfig,
+    **{name: field.annotation for name, field in RunConfig.model_fields.items()},
     "model.pattern": SparsePattern,
-    "data": DataSection,
-    "train": TrainSection,
-    "optim": OptimSection,
-    "ddp": DDPSection,
-    "compile": CompileSection,
-    "log": LogSection,
-    "watchdog": WatchdogSection,
-    "accept": AcceptSection,
-    "profile": ProfileSection,
 }
 
 
