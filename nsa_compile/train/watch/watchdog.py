@@ -273,17 +273,12 @@ RULES: tuple[tuple[str, Severity, Callable[[Watchdog, RankState], str | None]], 
 class Actions:
     """Carries out what the configuration says is to be done about a finding.
 
-    Every action says so in a line on stderr and a row in ``watchdog.jsonl``.
-
-    Args:
-        run_directory: the run's own.
-        restart: called for ``restart`` when the ranks have written their stacks; without it, the ranks of this machine
-            are killed.
+    Every action says so in a line on stderr and a row in ``watchdog.jsonl``. To be started again, the ranks of this
+    machine are killed when they have written their stacks.
     """
 
-    def __init__(self, run_directory: Path, restart: Callable[[Finding, RunState], None] | None = None) -> None:
+    def __init__(self, run_directory: Path) -> None:
         self._directory = run_directory
-        self._restart = restart or self._kill
 
     def take(self, action: Action, finding: Finding, run: RunState) -> None:
         """Do it. What cannot be written to the disk is said on stderr."""
@@ -297,7 +292,8 @@ class Actions:
             print(f"watchdog: '{self._directory}' cannot be written: {error.strerror}", file=sys.stderr)
         if action == "restart":
             time.sleep(_DUMP_SECONDS)
-            self._restart(finding, run)
+            for state in run.ranks:
+                self._signal(state, signal.SIGKILL)
 
     def _record(self, action: Action, finding: Finding, dumped: Sequence[int]) -> None:
         with contextlib.closing(JsonlWriter(self._directory / WATCHDOG_FILE)) as writer:
@@ -310,10 +306,6 @@ class Actions:
         for state in running:
             write_stack_header(stacks_path(self._directory, state.rank), finding.message)
         return [state.rank for state in running if self._signal(state, signal.SIGUSR1)]
-
-    def _kill(self, finding: Finding, run: RunState) -> None:
-        for state in run.ranks:
-            self._signal(state, signal.SIGKILL)
 
     def _signal(self, state: RankState, signum: int) -> bool:
         if state.start is None or state.end or state.process in ("dead", "remote"):

@@ -243,16 +243,6 @@ def test_restart_kills_the_ranks_once_and_watches_the_next_attempt(directory, st
     assert read(directory).ranks[1].start.attempt == 2
 
 
-def test_a_launcher_may_restart_in_its_own_way(directory, start):
-    start("data")
-    calls = []
-    actions = Actions(directory, restart=lambda finding, run: calls.append((finding.rule, len(run.ranks))))
-    with watching(directory, actions, limits={"on_stalled": "restart", "stall_s": 1.0}):
-        wait_until(lambda: calls)
-        time.sleep(0.5)
-    assert calls == [("stalled-data", 1)]
-
-
 def test_a_healthy_run_and_what_was_before_it_are_left_alone(directory, start, capfd):
     for process in start("data", "data"):
         process.kill()
