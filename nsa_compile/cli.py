@@ -81,11 +81,15 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-def run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that name a run's configuration, and ``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")(
-        config_options(command)
-    )
+def stacked(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several options as one decorator; ``--help`` shows them in this order."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def _complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -94,27 +98,21 @@ def _complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete
     return found
 
 
-def config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that name a run's configuration."""
-    for option in (
-        click.option(
-            "--set",
-            "overrides",
-            metavar="KEY=VALUE",
-            multiple=True,
-            help="Override one key, e.g. --set optim.lr=3e-4.",
-            shell_complete=_complete_setting,
-        ),
-        click.option(
-            "--config",
-            "config_path",
-            metavar="FILE",
-            type=click.Path(),
-            help="Run configuration; without it, the packaged run.",
-        ),
-    ):
-        command = option(command)
-    return command
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr."
+)
+# What names a run's configuration.
+config_options = stacked(
+    click.option(
+        "--config", "config_path", metavar="FILE", type=click.Path(),
+        help="Run configuration; without it, the packaged run.",
+    ),
+    click.option(
+        "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set optim.lr=3e-4.",
+        shell_complete=_complete_setting,
+    ),
+)  # fmt: skip
+run_options = stacked(json_option, config_options)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

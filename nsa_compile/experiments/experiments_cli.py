@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nsa_compile.cli import json_option, stacked
+
 if TYPE_CHECKING:
     from nsa_compile.experiments.experiment import Plan
 
@@ -17,27 +19,18 @@ if TYPE_CHECKING:
 ALIASES = {"buckets": "ddp.bucket_mb"}
 
 
-def _experiment_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that every experiment has, but for ``--set`` and ``--nproc``."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr."),
-        click.option("--out", metavar="DIR", help="Directory for runs and results; an experiment in it continues."),
-        click.option(
-            "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the order of runs."
-        ),
-        click.option(
-            "--window", type=click.IntRange(min=2), default=50, show_default=True, help="Steps at the end that count."
-        ),
-        click.option(
-            "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each variant."
-        ),
-        click.option("--steps", type=int, help="Steps of a run; train.steps without it."),
-        click.option(
-            "--config", "config_path", metavar="FILE", help="Run configuration; without it, the packaged run."
-        ),
-    ):
-        command = option(command)
-    return command
+# The options that every experiment has, but for ``--set`` and ``--nproc``.
+_experiment_options = stacked(
+    click.option("--config", "config_path", metavar="FILE", help="Run configuration; without it, the packaged run."),
+    click.option("--steps", type=int, help="Steps of a run; train.steps without it."),
+    click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each variant."),
+    click.option(
+        "--window", type=click.IntRange(min=2), default=50, show_default=True, help="Steps at the end that count."
+    ),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the order of runs."),
+    click.option("--out", metavar="DIR", help="Directory for runs and results; an experiment in it continues."),
+    json_option,
+)
 
 
 def _set_option(name: str, help: str) -> Callable[[Any], Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nsa_compile.cli import SuggestingGroup, config_options
+from nsa_compile.cli import SuggestingGroup, config_options, stacked
 from nsa_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,15 +44,14 @@ def _job_options(command: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         command(_job(config_path, overrides, nodes, nproc, name, cpu), **others)
 
-    wrapped: Callable[..., None] = with_job
-    for option in (
-        click.option("--cpu", is_flag=True, help="Train on processors: ask for no GPUs."),
-        click.option("--name", metavar="NAME", help="Name of the job; without it, run.name."),
-        click.option("--nproc", required=True, type=click.IntRange(min=1), help="Processes a node, one for each GPU."),
+    options = stacked(
+        config_options,
         click.option("--nodes", required=True, type=click.IntRange(min=1), help="Machines."),
-    ):
-        wrapped = option(wrapped)
-    return config_options(wrapped)
+        click.option("--nproc", required=True, type=click.IntRange(min=1), help="Processes a node, one for each GPU."),
+        click.option("--name", metavar="NAME", help="Name of the job; without it, run.name."),
+        click.option("--cpu", is_flag=True, help="Train on processors: ask for no GPUs."),
+    )
+    return options(with_job)
 
 
 @launch.command(short_help="A script for sbatch.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nsa_compile.cli import FiniteRange, SuggestingGroup
+from nsa_compile.cli import FiniteRange, SuggestingGroup, json_option, stacked
 from nsa_compile.errors import UserError
 from nsa_compile.models.config import SparsePattern
 
@@ -61,7 +61,7 @@ def option(name: str, default: Any, help: str, **more: Any) -> Callable[[Any], A
 
 def common(seq_lens: str) -> Callable[[Any], Any]:
     """The options of every benchmark."""
-    options = [
+    return stacked(
         option("--seq-lens", seq_lens, "Sequence lengths.", type=Lengths()),
         option("--repeats", 3, "Timed runs of each variant, in turns, after a warm-up."),
         option(
@@ -74,17 +74,23 @@ def common(seq_lens: str) -> Callable[[Any], Any]:
             "--max-dense-seq-len", None, "Do not measure dense attention beyond this length.",
             type=click.IntRange(min=0),
         ),
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr."),
+        json_option,
         click.option("--out", type=click.Path(path_type=Path), help="Write the record, with all samples, as JSON."),
         click.option("--plot", type=click.Path(path_type=Path), help="Draw time against S as a PNG."),
-    ]  # fmt: skip
+    )  # fmt: skip
 
-    def decorate(function: Any) -> Any:
-        for each in reversed(options):
-            function = each(function)
-        return function
 
-    return decorate
+LAYER = stacked(
+    option("--batch-size", 1, "Sequences."),
+    option("--heads", 8, "Query heads."),
+    option("--groups", 2, "Key/value heads; each serves heads / groups query heads."),
+    option("--head-dim", 64, "Width of a head."),
+)
+MODEL = stacked(
+    option("--layers", 4, "Transformer blocks."),
+    option("--dim", 256, "Width of the model."),
+    option("--head-dim", 64, "Width of a head."),
+)
 
 
 def dtypes(*names: str) -> Callable[[Any], Any]:
@@ -197,10 +203,7 @@ def bench() -> None:
 
 @bench.command(short_help="One attention layer against causal SDPA.")
 @common("512,1024,2048,4096")
-@option("--batch-size", 1, "Sequences.")
-@option("--heads", 8, "Query heads.")
-@option("--groups", 2, "Key/value heads; each serves heads / groups query heads.")
-@option("--head-dim", 64, "Width of a head.")
+@LAYER
 @dtypes("float32", "bfloat16", "float16")
 @WISH
 @NESTED
@@ -232,9 +235,7 @@ def attention(
 
 @bench.command(short_help="The loop over the tokens against the compiled model.")
 @common("128,256,512")
-@option("--layers", 4, "Transformer blocks.")
-@option("--dim", 256, "Width of the model.")
-@option("--head-dim", 64, "Width of a head.")
+@MODEL
 @option("--eager-repeats", 3, "Timed runs of the loop, which is slow; 0 leaves it out.", type=click.IntRange(min=0))
 @option("--max-eager-seconds", 300.0, "Skip longer loops; 0 skips all.", type=FiniteRange(min=0))
 @option("--memory-gb", 24.0, "Address space of the process on a CPU; 0: no limit.", type=FiniteRange(min=0))
@@ -275,10 +276,7 @@ def prefill(
 
 @bench.command(short_help="Selected attention: loop against operator, on every pattern of indices.")
 @common("512")
-@option("--batch-size", 1, "Sequences.")
-@option("--heads", 8, "Query heads.")
-@option("--groups", 2, "Key/value heads; each serves heads / groups query heads.")
-@option("--head-dim", 64, "Width of a head.")
+@LAYER
 @click.pass_context
 def selection(
     ctx: click.Context, seq_lens: list[int], repeats: int, pattern: SparsePattern, max_dense_seq_len: int | None,
@@ -312,9 +310,7 @@ def selection(
 @bench.command(short_help="A training step against the same model with dense attention.")
 @common("512,1024,2048")
 @option("--batch-size", 1, "Sequences of a step.")
-@option("--layers", 4, "Transformer blocks.")
-@option("--dim", 256, "Width of the model.")
-@option("--head-dim", 64, "Width of a head.")
+@MODEL
 @dtypes("float32", "bfloat16")
 @WISH
 @NESTED

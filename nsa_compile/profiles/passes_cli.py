@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nsa_compile.cli import FiniteRange, SuggestingGroup, run_options
+from nsa_compile.cli import FiniteRange, SuggestingGroup, json_option, run_options
 from nsa_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def list_passes(as_json: bool) -> None:
 @click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set train.seq_len=256."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")
+@json_option
 def explain(script: str | None, config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Run the Python program SCRIPT and tell what each pass did to every graph that it compiles.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nsa_compile.cli import json_option
 from nsa_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
 @click.option("--out", metavar="DIR", help="The directory to make; RUN.DIR/validate-NAME-TIME without it.")
 @click.option("--resume", metavar="DIR", help="Go on with a validation that was stopped.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")
+@json_option
 @click.pass_context
 def validate(
     ctx: click.Context,
