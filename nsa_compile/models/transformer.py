@@ -127,10 +127,10 @@ class NSATransformer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for phi in (module for module in self.modules() if isinstance(module, CompressionMLP)):
-            # It starts as strong as a mean over the block, or the compressed branch would start silent.
-            nn.init.normal_(phi.up.weight, std=phi.up.in_features**-0.5)
-            nn.init.normal_(phi.down.weight, std=phi.down.in_features**-0.5)
+            if isinstance(module, CompressionMLP):
+                # φ starts as strong as a mean over the block, or the compressed branch would start silent.
+                nn.init.normal_(module.up.weight, std=module.up.in_features**-0.5)
+                nn.init.normal_(module.down.weight, std=module.down.in_features**-0.5)
         for block in self.blocks:
             for layer in (block.attention.out, block.mlp.down):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * self.config.n_layers) ** 0.5)
