@@ -124,10 +124,8 @@ def _explain_script(script: str, as_json: bool) -> None:
         try:
             runpy.run_path(script, run_name="__main__")
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            raise UserError(
-                f"'{script}' failed: {type(error).__name__}: {first}; python {script} shows where"
-            ) from None
+            first = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+            raise UserError(f"'{script}' failed: {first}; python {script} shows where") from None
         except SystemExit as left:
             if left.code not in (None, 0):
                 raise UserError(f"'{script}' left with {left.code!r}; python {script} shows why") from None
