@@ -144,11 +144,7 @@ def load(gm: fx.GraphModule, key: str) -> Report | None:
 
 
 def _check_fits(gm: fx.GraphModule, kept: fx.GraphModule) -> None:
-    """Make sure that a kept graph takes the inputs of a captured one and calls regions that it has.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise a ValueError unless a kept graph takes the inputs of a captured one and calls regions that it has."""
     fresh, old = ([n.name for n in graph.graph.find_nodes(op="placeholder")] for graph in (gm, kept))
     if fresh != old:
         raise ValueError("equal keys, different inputs")

@@ -37,12 +37,9 @@ def flush(path: Path) -> None:
 
 
 def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Write a file whose readers see the old content or the new, never half of either; a link itself is replaced.
+    """Write a file, in a directory that exists, whose readers see the old content or the new, never half of either.
 
-    Args:
-        path: the file; its directory exists.
-        content: of the file.
-        durable: also after a power cut.
+    A link itself is replaced. What is `durable` outlives a power cut, too.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     file = create(unfinished)

@@ -40,12 +40,7 @@ def generator(seed: int, index: int) -> np.random.Generator:
 
 
 class RandomWindows:
-    """Windows of a text at random starts.
-
-    Args:
-        tokens: the text, ``[N]``, of any integer type.
-        seed: selects the order of the windows.
-    """
+    """Windows of a text ``[N]``, of any integer type, at random starts that the seed selects."""
 
     def __init__(self, tokens: npt.NDArray[np.integer], seed: int) -> None:
         self.tokens = tokens
@@ -57,11 +52,7 @@ class RandomWindows:
 
 
 class UniformBytes:
-    """Independent uniform random bytes: nothing can be learned from them, so no honest loss is below ``ln 256``.
-
-    Args:
-        seed: selects the stream.
-    """
+    """Uniform random bytes: nothing can be learned from them, so no honest loss is below ``ln 256``."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -425,11 +425,9 @@ def _placed(open_files: Opener, first: int) -> Iterator[tuple[Place, Any]]:
 
 
 class _Fetcher:
-    """Iterates in a thread of its own, ahead of its consumer: only so can a read that hangs be abandoned.
+    """Iterates over what `open_items` makes, in a thread of its own, up to `ahead` items before its consumer.
 
-    Args:
-        open_items: makes what is iterated over, in the thread.
-        ahead: items that may wait.
+    Only so can a read that hangs be abandoned.
     """
 
     def __init__(self, open_items: Callable[[], Iterable[Any]], ahead: int) -> None:

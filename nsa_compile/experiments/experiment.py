@@ -99,11 +99,7 @@ def sweep_plan(
 
 
 def check_different(arms: Sequence[Arm]) -> None:
-    """Make sure that no two arms would be the same run under two names.
-
-    Raises:
-        UserError: what differs between two of them is of no effect on what is trained.
-    """
+    """Raise a UserError if what differs between two arms is of no effect: they would be one run under two names."""
     for i, arm in enumerate(arms):
         for other in arms[:i]:
             if _in_effect(arm) == _in_effect(other):

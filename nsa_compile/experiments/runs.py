@@ -131,11 +131,7 @@ def base_overrides(config_path: str | None, overrides: Sequence[str], steps: int
 
 
 def check_arms(arms: Sequence[Arm]) -> None:
-    """Make sure that every arm can run here, before the first one is started. Imports no torch, unless for a GPU.
-
-    Raises:
-        UserError: one cannot.
-    """
+    """Raise a UserError unless every arm can run here, before one is started. Imports no torch, unless for a GPU."""
     from nsa_compile.data import load_corpus
 
     for arm in arms:
@@ -171,16 +167,9 @@ def run_arms(
 ) -> Iterator[Results]:
     """Train every arm `repeats` times and yield the results so far after each run; the last ones are complete.
 
-    An arm that has failed once is not tried again. KeyboardInterrupt stops the present run and goes on up.
-
-    Args:
-        arms: the variants, of different names.
-        directory: of the experiment; made if it is not there.
-        repeats: runs of each arm.
-        window: steps at the end of a run that count.
-        seed: of the order.
-        threads: of each process; ``None`` leaves them to the runs.
-        tell: is handed a line about each run.
+    An arm that has failed once is not tried again. KeyboardInterrupt stops the present run and goes on up. The arms
+    have different names; `threads` are those of each process, ``None`` leaves them to the runs, and the other
+    arguments are those of `experiment.run_experiment`.
     """
     by_name = {arm.name: arm for arm in arms}
     results = Results(order=run_order(list(by_name), repeats, seed))

@@ -39,11 +39,7 @@ STOPPED = frozenset(EXIT_CODES.values())
 def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[str]) -> int:
     """Train on `nproc` processes of this machine and return the exit code.
 
-    Args:
-        config: what to do.
-        directory: of the run, which is open already.
-        nproc: how many processes.
-        arguments: the options that lead each process to the same configuration.
+    The run in `directory` is open already. `arguments` are options that lead each process to the same configuration.
     """
     command = ("-m", "nsa_compile.launch.worker", *arguments)
     command += ("--run-dir", str(directory), "--launcher", str(os.getpid()))

@@ -78,11 +78,7 @@ def _is_lost_contact(error: RuntimeError) -> bool:
 def run_worker(world: World, config: RunConfig, resume: str, run_dir: Path | None = None) -> dict[str, Any]:
     """Train as one of the processes of `world` and return the summary, whole in rank 0 only.
 
-    Args:
-        world: the place of this process.
-        config: what to do, the same in each.
-        resume: as for ``nsa-compile train``.
-        run_dir: the directory of a run that somebody else has opened; ``resume`` does not count then.
+    `resume` is as for ``nsa-compile train``, and does not count where `run_dir` is a run that somebody else has opened.
     """
     from nsa_compile.data import load_corpus
     from nsa_compile.machine.preflight import check_run, wait_passively

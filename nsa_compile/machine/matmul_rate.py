@@ -51,12 +51,10 @@ def measure_matmul(
     seconds: float = 0.5,
     processes: int = 1,
 ) -> MatmulRate:
-    """The rate of square matrix products, the best of several sizes and of `dtypes`.
+    """The rate of square matrix products, the best of several sizes and of `dtypes`, measured for about `seconds`.
 
     Args:
-        device: where to multiply.
         dtypes: element types that are multiplied; also int8 and float8_e4m3fn.
-        seconds: about how long to measure.
         processes: that measure at the same time on the cores of this machine, each its share; on a GPU of no effect.
     """
     share = seconds / len(dtypes)

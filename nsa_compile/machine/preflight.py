@@ -16,11 +16,7 @@ LEAST_CAPABILITY = {"float8": (8, 9), "int8": (8, 0)}
 
 
 def check_run(config: RunConfig) -> None:
-    """Make sure that what the configuration asks for is there: a compiler, packages.
-
-    Raises:
-        UserError: something is not.
-    """
+    """Raise a UserError unless what the configuration asks for is there: a compiler, packages."""
     check_compiler(config)
     check_tensorboard(config)
     check_torchao(config)
@@ -28,11 +24,9 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_compiler(config: RunConfig) -> None:
-    """Make sure that Inductor will find a C++ compiler, for the blocks or for a step of torchao's optimizers, and
-    settle where compiled programs are kept, for the processes of the run, too.
+    """Raise a UserError if Inductor is to compile, the blocks or a step of torchao's optimizers, and finds no compiler.
 
-    Raises:
-        UserError: the configuration asks for Inductor and there is none.
+    Also settles where compiled programs are kept, for the processes of the run, too.
     """
     if config.compile.enabled and config.compile.nested == "inductor":
         require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
@@ -43,11 +37,7 @@ def check_compiler(config: RunConfig) -> None:
 
 
 def check_tensorboard(config: RunConfig) -> None:
-    """Make sure that event files can be written, if the configuration asks for them. Imports neither package nor torch.
-
-    Raises:
-        UserError: the package is not installed.
-    """
+    """Raise a UserError if event files are asked for and tensorboard is not installed. Imports neither it nor torch."""
     if config.log.tensorboard and find_spec("tensorboard") is None:
         raise UserError(
             "log.tensorboard = true needs the package tensorboard; install it with "
@@ -56,11 +46,7 @@ def check_tensorboard(config: RunConfig) -> None:
 
 
 def check_torchao(config: RunConfig) -> None:
-    """Make sure that torchao is there, if the configuration asks for it. Imports neither it nor torch.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Raise a UserError if torchao is asked for and not installed. Imports neither it nor torch."""
     wanted = {"optim.name": (config.optim.name, "adamw"), "train.matmul": (config.train.matmul, "native")}
     for key, (value, without) in wanted.items():
         if value != without and find_spec("torchao") is None:
@@ -71,11 +57,7 @@ def check_torchao(config: RunConfig) -> None:
 
 
 def check_matmul(config: RunConfig) -> None:
-    """Make sure that the device multiplies in the precision that the configuration asks for.
-
-    Raises:
-        UserError: it does not; says why.
-    """
+    """Raise a UserError, which says why, unless the device multiplies in the precision that is asked for."""
     kind = config.train.matmul
     if kind == "native":
         return
@@ -100,11 +82,7 @@ def check_matmul(config: RunConfig) -> None:
 
 
 def require_cxx(what: str, way_out: str) -> None:
-    """Make sure that Inductor will find a C++ compiler, for `what`; `way_out` names what does without one.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Raise a UserError unless Inductor will find a C++ compiler, for `what`; `way_out` names what does without one."""
     chosen = os.environ.get("CXX")
     if chosen is not None:
         # CXX may carry arguments, as in "ccache g++".

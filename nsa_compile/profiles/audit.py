@@ -179,9 +179,7 @@ def _observe(run: Callable[..., None], device: torch.device) -> list[Observed]:
 def recognise(events: Sequence[Event], uses: dict[str, list[Use]]) -> list[Observed]:
     """The attentions in a trace whose regions ``audit <layer> <direction>`` name layers.
 
-    Args:
-        events: of the trace.
-        uses: for each such region, the calls of our operators that were seen inside of it, in order.
+    `uses` are, for each such region, the calls of our operators that were seen inside of it, in order.
     """
     regions = [event for event in events if event.name.startswith("audit ")]
     found: dict[Event, tuple[str, str]] = {}
@@ -288,11 +286,7 @@ def _why_not_raised(report: Report | None) -> str:
 def _compare(
     arm: str, allowed: Callable[[], Any], run: Callable[..., None], repeats: int, device: torch.device
 ) -> dict[str, Any]:
-    """Time the blocks with the backends of an arm and with all of them, in turns.
-
-    Raises:
-        UserError: SDPA cannot run on those backends.
-    """
+    """Time the blocks with the backends of an arm and with all of them; a UserError if SDPA cannot run on the first."""
 
     def timed(context: Callable[[], Any]) -> None:
         with context():

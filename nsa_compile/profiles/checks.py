@@ -90,11 +90,7 @@ class Slow:
 
 
 def load_check(name: str) -> Check:
-    """The function that `FILE:FUNCTION` names.
-
-    Raises:
-        UserError: there is no such file or function, or the file cannot be imported.
-    """
+    """The function that `FILE:FUNCTION` names; a UserError where there is none, or its file cannot be imported."""
     file, colon, function = name.rpartition(":")
     if not colon or not function.isidentifier():
         raise UserError(f"--script '{name}' must be FILE:FUNCTION, for example failing.py:check")

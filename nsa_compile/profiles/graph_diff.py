@@ -93,14 +93,11 @@ def count_changes(rows: Sequence[Row]) -> tuple[int, int]:
 def write_page(
     path: Path, name: str, what: str, graphs: Sequence[tuple[str, str]], rows: Sequence[Row], matches: Sequence[str]
 ) -> None:
-    """Write the rows as one HTML page that needs nothing else.
+    """Write the rows of `side_by_side` as one HTML page that needs nothing else.
 
     Args:
-        path: the page.
-        name: the headline.
         what: one sentence about the two graphs.
         graphs: labels and the whole graphs, unfolded on demand.
-        rows: as `side_by_side` makes them.
         matches: what the pass recorded.
     """
     lines = [Text("Left before, right after. What both have in common is folded.", "quiet"), Columns(rows)]

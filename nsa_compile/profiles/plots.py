@@ -14,8 +14,6 @@ def plot_times(
     """Draw milliseconds against sequence length, both logarithmic, as a PNG: medians joined by lines, ranges as bars.
 
     Args:
-        path: where the picture goes.
-        title: its headline.
         sizes: what was measured and where, in small print below.
         series: a label to pairs of sequence length and timing, as `measure.summarize` makes one. What was not measured
             leaves a gap.

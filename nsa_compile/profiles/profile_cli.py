@@ -116,11 +116,7 @@ def _in_processes(config: RunConfig, nproc: int, ctx: click.Context, directory: 
 
 
 def _directory(config: RunConfig, out: str | None) -> Path:
-    """The directory that was asked for, or a new one beside the runs.
-
-    Raises:
-        UserError: it cannot be created or written to.
-    """
+    """The directory that was asked for, or a new one beside the runs; a UserError where it cannot be written to."""
     from nsa_compile.arguments import check_directory
     from nsa_compile.train.records.run_directory import create_run_directory
 

@@ -17,8 +17,6 @@ def logits_and_loss(
     """Logits ``[B, S, V]`` for ``tokens`` ``[B, S + 1]`` int64 and their mean cross-entropy in nats per token.
 
     Args:
-        model: tokens ``[B, S]`` to logits.
-        tokens: the sequences.
         dtype: ``"float32"``, or ``"bf16"`` for autocast.
         counted: which tokens ``[S + 1]`` of every sequence the loss is about; ``None`` for all but the first.
     """
@@ -43,12 +41,9 @@ def evaluate_answers(
     """Mean loss over held-out batches, and the share of the answers that the most probable token gets right.
 
     Args:
-        model: tokens ``[B, S]`` to logits ``[B, S, V]``.
         batches: ``[N, B, S + 1]``.
         answers: which tokens ``[S + 1]`` of every sequence are answers; ``None`` where that is not known.
-        device: where the model is.
-        dtype: ``"float32"``, or ``"bf16"`` for autocast.
-        counted: which tokens the loss is about, as for :func:`logits_and_loss`.
+        dtype, counted: as for :func:`logits_and_loss`.
 
     Returns:
         The loss in nats per token, and the accuracy or, without ``answers``, ``None``.

@@ -38,9 +38,6 @@ class Journal:
     """CSV files, checkpoints, progress and log lines of rank 0; silent in every other rank.
 
     Args:
-        config: of the run.
-        directory: the run's own.
-        world: the place of this process.
         resumed_at: the step a run goes on from; rows after it are cut off.
 
     Attributes:

@@ -48,8 +48,7 @@ class NonFinitePolicy:
         """The step was not finite on some rank; returns if it is to be skipped by all.
 
         Args:
-            step: its number, from 1.
-            rank: of this process.
+            step, rank: its number, from 1, and that of this process.
             sequences: indices of the sequences that this rank trained on, to find them again.
             losses: of every rank on its own sequences, in nats per token.
             grad_norm: of all ranks together, before clipping.
@@ -78,12 +77,8 @@ class NonFinitePolicy:
     def nonfinite_validation(self, step: int, rank: int, losses: Sequence[float]) -> None:
         """The held-out loss was not finite on some rank; returns if the run is to go on.
 
-        Held-out losses are counted apart from steps, by the same limit in a row.
-
-        Args:
-            step: after which it was measured.
-            rank: of this process.
-            losses: of every rank on its own held-out sequences, in nats per token.
+        Held-out losses are counted apart from steps, by the same limit in a row. `losses` are those of every rank after
+        the step, in nats per token.
 
         Raises:
             TrainingDiverged: the run must end here; no checkpoint of this step is written.
@@ -103,11 +98,7 @@ class NonFinitePolicy:
         return {"consecutive": self.consecutive, "skipped": self.skipped, "validations": self.validations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the counts of a checkpoint.
-
-        Raises:
-            CheckpointError: they are none.
-        """
+        """Go on with the counts of a checkpoint; a CheckpointError where they are none."""
         counts = {"validations": 0, **state}  # which older checkpoints lack
         known = {"consecutive", "skipped", "validations"}
         if set(counts) != known or any(type(n) is not int or not 0 <= n < 2**53 for n in counts.values()):

@@ -56,15 +56,11 @@ def train_step(
 
     Args:
         model: tokens to logits; wrapped in DDP or FSDP where other processes work on batches of their own.
-        optimizer: what updates the weights.
         batches: this process's micro batches.
-        lr: learning rate of this step.
         clip: greatest norm of the gradient; ``None`` for any.
-        device: where the model is.
-        dtype: ``"float32"``, or ``"bf16"`` for autocast.
+        dtype, counted: as for :func:`~nsa_compile.train.evaluation.logits_and_loss`.
         timer: told of each phase.
         hook: the communication hook of a model wrapped in DDP.
-        counted: which tokens ``[S + 1]`` of every sequence the loss is about; ``None`` for all but the first.
     """
     timer = timer or PhaseTimer(device)
     total = torch.zeros((), device=device)

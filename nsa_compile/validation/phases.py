@@ -347,8 +347,7 @@ def judge_gates(work: PhaseRun, record: RunRecord, place: str) -> None:
 def train(work: PhaseRun, steps: int, *settings: str, on_noise: bool = False) -> tuple[dict[str, Any], RunRecord]:
     """Train the configuration for so many steps: the summary of the run and its record. Its files become artifacts.
 
-    Args:
-        on_noise: its data are random bytes; its picture of the loss is drawn again with a title that says so.
+    With `on_noise` its data are random bytes: its picture of the loss is drawn again with a title that says so.
     """
     config_file = str(work.plan.config_file)
     made = base_overrides(config_file, [f"run.dir={work.folder / 'runs'}", *settings], steps)

@@ -213,11 +213,7 @@ class Phase:
 
 
 def begin(plan: Runbook) -> None:
-    """Make the directory of a validation.
-
-    Raises:
-        UserError: there is one already, or it cannot be made.
-    """
+    """Make the directory of a validation; a UserError where there is one already, or it cannot be made."""
     try:
         plan.directory.mkdir(parents=True)
     except OSError as error:
@@ -230,11 +226,7 @@ def begin(plan: Runbook) -> None:
 
 
 def load_plan(directory: Path) -> Runbook:
-    """The validation that a directory holds.
-
-    Raises:
-        UserError: it holds none, or one that this version cannot go on with.
-    """
+    """The validation that a directory holds; a UserError where it is none that this version can go on with."""
     record = directory / "plan.json"
     if not record.is_file():
         raise UserError(f"'{directory}' holds no validation: it has no plan.json; --resume takes the directory of one")

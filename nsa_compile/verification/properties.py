@@ -51,11 +51,7 @@ class Measured:
     bound: float = 0.0
 
     def add(self, what: str, error: float, bound: float) -> None:
-        """Take note of an error.
-
-        Raises:
-            Broken: it is above its bound, or not a number.
-        """
+        """Take note of an error; `Broken` is raised where it is above its bound, or not a number."""
         if not error <= bound:
             raise Broken(f"{what}: error {error:.2g}, bound {bound:.2g}")
         if self.bound == 0 or error * self.bound > self.error * bound:

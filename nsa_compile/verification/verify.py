@@ -69,11 +69,9 @@ def verify(
 
     Args:
         config: what is configured; its first example is this, made small.
-        device: ``"cpu"`` or ``"cuda"``.
         dtype: ``"float32"``, ``"bf16"`` or ``"float64"``; float64 is always checked as well where it is the judge.
         seconds: time for all properties together; each has at least one example.
         examples: instead, this many examples of each property.
-        seed: of the random examples.
         properties: names of `PROPERTIES`.
         config_path: the file that `config` comes from, for the command that repeats a failure.
         tell: is handed a line about each property.

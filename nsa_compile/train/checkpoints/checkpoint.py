@@ -132,22 +132,14 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            CheckpointError: it could not be.
-        """
+        """Wait until everything is written; a CheckpointError where it could not be."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Raise a writer's error as soon as there is one, without waiting.
-
-        Raises:
-            CheckpointError: the last checkpoint could not be written.
-        """
+        """Raise a CheckpointError if the last checkpoint could not be written, without waiting for it."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

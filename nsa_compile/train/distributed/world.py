@@ -86,11 +86,7 @@ class World:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's host list, as in ``gpu[03-07,12],big1``: ``gpu03``.
-
-    Raises:
-        UserError: it is none.
-    """
+    """The first of Slurm's host list, ``gpu03`` of ``gpu[03-07,12],big1``; a UserError where it is none."""
     match = re.match(r"([^,\[\]]+)(?:\[([^,\-\]]+)[^\]]*\])?", nodes)
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST = '{nodes}' must be a list of hosts; set MASTER_ADDR instead")
@@ -98,11 +94,7 @@ def first_host(nodes: str) -> str:
 
 
 def check_world(config: RunConfig, size: int, local_size: int) -> None:
-    """Make sure that `size` processes, `local_size` of them here, can train as configured, before any is started.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """Raise a UserError unless `size` processes, `local_size` of them here, can train as configured."""
     batch = config.train.batch_size
     if batch % size:
         raise UserError(
@@ -116,21 +108,13 @@ def check_world(config: RunConfig, size: int, local_size: int) -> None:
 
 
 def check_device(config: RunConfig) -> None:
-    """Make sure that there is a GPU if the configuration asks for one; for commands that compute as a run does.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Raise a UserError if the configuration asks for a GPU and there is none."""
     if config.train.device == "cuda":
         _check_gpus(config, 1)
 
 
 def check_port(port: int | None) -> None:
-    """Make sure that the processes can meet at this port of this machine.
-
-    Raises:
-        UserError: it is in use.
-    """
+    """Raise a UserError unless the processes can meet at this port of this machine."""
     if port is None:
         return
     with socket.socket() as probe:

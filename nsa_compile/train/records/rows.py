@@ -108,11 +108,9 @@ class _Log:
 
 
 class CsvLog(_Log, Generic[Row]):
-    """Rows that are appended to a CSV file.
+    """Rows of one type that are appended to a CSV file.
 
     Args:
-        path: the file.
-        row_type: its columns.
         resumed_at: keep the rows up to this step and cut the others off; without it the file starts empty.
 
     Raises:
@@ -135,12 +133,7 @@ class CsvLog(_Log, Generic[Row]):
 class JsonLog(_Log):
     """Objects that are appended to a file, one a line; each has a ``step``, and steps ascend.
 
-    Args:
-        path: the file.
-        resumed_at: keep what was written up to this step and cut the rest off; without it the file starts empty.
-
-    Raises:
-        CheckpointError: the file of a resumed run cannot be read.
+    `resumed_at` is as for :class:`CsvLog`, and so is what a file that cannot be read raises.
     """
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:

@@ -16,11 +16,7 @@ from nsa_compile.files import NotPlainFile, refuse_links, what_became_of
 
 
 def check_output(directory: str) -> None:
-    """Make sure that a directory, or the nearest parent that exists, can be written to.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Raise a UserError unless a directory, or the nearest parent that exists, can be written to."""
     path = Path(directory).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
@@ -30,11 +26,7 @@ def check_output(directory: str) -> None:
 
 
 def create_run_directory(config: RunConfig) -> Path:
-    """Create and return ``<run.dir>/<run.name>-<time>``, never one that exists.
-
-    Raises:
-        UserError: it cannot be created.
-    """
+    """Create and return ``<run.dir>/<run.name>-<time>``, never one that exists, or raise a UserError."""
     check_output(config.run.dir)
     stem = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Two runs may start within the same second.
@@ -51,11 +43,7 @@ def create_run_directory(config: RunConfig) -> Path:
 
 
 def check_run_directory(directory: Path) -> None:
-    """Make sure that nothing in the directory of a run to go on with leads out of it; it may come from elsewhere.
-
-    Raises:
-        CheckpointError: something does.
-    """
+    """Raise a CheckpointError if anything in the directory of a run leads out of it: it may come from elsewhere."""
     try:
         refuse_links(directory)
         for name in ("checkpoints", "tensorboard"):
@@ -101,11 +89,7 @@ def loss_of_directory(held: HeldDirectory) -> str | None:
 
 @contextlib.contextmanager
 def lock_run_directory(directory: Path) -> Iterator[None]:
-    """Be the only process that changes a run; the lock dies with the process, however that ends.
-
-    Raises:
-        UserError: another process works on the run.
-    """
+    """Be the only process that changes a run, or raise a UserError; the lock dies with the process."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 class TensorBoard:
     """Event files in ``<run>/tensorboard``: every column of the records is a scalar, unless it was not measured.
 
-    Args:
-        directory: the run's.
-        resumed_at: the step a resumed run goes on from; what was written after it is no longer shown.
+    What was written after `resumed_at`, the step a resumed run goes on from, is no longer shown.
 
     Raises:
         NotPlainFile: the folder, or something in it, is a link.

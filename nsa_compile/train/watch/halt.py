@@ -36,11 +36,7 @@ def halt_reason(run_directory: Path) -> str | None:
 
 
 def clear_halt(run_directory: Path) -> None:
-    """Remove the file of an earlier attempt; one process does so before any of a new attempt starts.
-
-    Raises:
-        UserError: it cannot be removed.
-    """
+    """Remove the file of an earlier attempt, or raise a UserError; one process does so before any starts anew."""
     path = run_directory / HALT
     try:
         path.unlink(missing_ok=True)

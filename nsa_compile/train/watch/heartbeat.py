@@ -36,15 +36,9 @@ _NAME = re.compile(r"heartbeat_rank(\d{1,6})\.jsonl")
 
 
 class Heartbeat:
-    """Writes the heartbeat of this process while it is entered.
+    """Writes the heartbeat of this process while it is entered, a ``beat`` row every `interval` seconds.
 
     A file that cannot be written to is said so once, on stderr; the training goes on.
-
-    Args:
-        run_directory: the run's own, which exists.
-        rank: of this process.
-        interval: seconds between two ``beat`` rows.
-        world_size: how many ranks the run has.
     """
 
     def __init__(

@@ -28,9 +28,7 @@ def send_signal(pid: int, started: int, signum: int, *, holds: Path) -> bool:
     """Send a signal to a process, if it is the one that is meant; SIGUSR1 only to one that handles it.
 
     Args:
-        pid: its number.
         started: its ``start_ticks``.
-        signum: the signal.
         holds: a file it must have open, because the two numbers come from a file that anybody may have written.
 
     Returns:

@@ -121,9 +121,7 @@ class RunState:
 def present_attempt(ranks: Sequence[RankState], since: float = 0.0) -> RunState:
     """The state of the newest attempt: ranks that stopped before its newest start are of an earlier one.
 
-    Args:
-        ranks: all that have a file.
-        since: attempts that began before this unix time are none.
+    `ranks` are all that have a file; attempts that began before the unix time `since` are none.
     """
     known = [(state, state.start, state.last) for state in ranks if state.start and state.start.time >= since]
     if not known:

@@ -63,12 +63,7 @@ class Finding:
 
 
 class Watchdog:
-    """Applies the rules of ``watchdog`` in the configuration.
-
-    Args:
-        config: limits.
-        clock: gives the unix time.
-    """
+    """Applies the rules of ``watchdog`` in the configuration; `clock` gives the unix time."""
 
     def __init__(self, config: WatchdogSection, clock: Callable[[], float] = time.time) -> None:
         self._config = config
@@ -332,14 +327,9 @@ def run_watchdog(
     *,
     since: float = 0.0,
 ) -> None:
-    """Watch a run until ``stop_event`` is set, for a thread of the launcher.
+    """Watch a run until `stop_event` is set, for a thread of the launcher.
 
-    Args:
-        run_directory: the run's own.
-        config: limits and actions.
-        actions: carries them out.
-        stop_event: ends this call.
-        since: unix time of the launch; what earlier attempts left behind is not looked at.
+    `since` is the unix time of the launch; what earlier attempts left behind is not looked at.
     """
     files, watchdog = HeartbeatFiles(run_directory), Watchdog(config)
     while not stop_event.wait(config.interval_s):
