@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa_compile.backend import nsa_compile_backend
 from nsa_compile.errors import UserError
 from nsa_compile.passes.pipeline import ScanNotBatched
-from tests.model_judge import FAILURES, judge, judge_in_time, shrink
+from tests.model_judge import FAILURES, general, judge, judge_in_time, shrink
 from tests.model_programs import HEADER, draw
 
 # One of everything that a compiler may get wrong, in the form of a drawn program.
@@ -176,6 +176,20 @@ def test_judge_accepts_what_is_right():
 
 def test_judge_passes_over_what_eager_refuses():
     assert judge(EVERYTHING.replace("h.mul_(2)", "x.mul_(2)")).kind == "eager_fails"
+
+
+def test_judge_passes_over_what_torch_does_by_itself():
+    """Its functionalization draws in another order into a transposed tensor."""
+    drawn = "h = h * torch.empty_like(h.transpose(0, 2)).bernoulli_(0.5).transpose(0, 2)"
+    assert judge(EVERYTHING.replace("h.mul_(2)", drawn)).kind == "torch_differs"
+
+
+def test_errors_of_torch_are_told_without_who_handed_it_the_graph():
+    for one, other in (
+        ("backend='backend' raised:", "backend='aot_eager' raised:"),
+        ("a tensor, which is output 1 of Mul, is", "a tensor, which is output 0 of Stack, is"),
+    ):
+        assert general(one) == general(other)
 
 
 # Programs of the grammar, and not the one above alone, must be such that a fault shows.
