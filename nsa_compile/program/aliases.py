@@ -14,7 +14,17 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.ir.aten import operand
-from nsa_compile.ir.scans import ScanSite, ancestors, example, fake_inputs, find_scans, place_of, results, subgraphs
+from nsa_compile.ir.scans import (
+    ScanSite,
+    ancestors,
+    example,
+    fake_inputs,
+    find_scans,
+    place_of,
+    results,
+    scan_results,
+    subgraphs,
+)
 from nsa_compile.program.functional import memory
 
 __all__ = ["hand_on_originals"]
@@ -31,7 +41,40 @@ def hand_on_originals(gm: fx.GraphModule) -> None:
             original = _Originals(site).after_last_step(final)
             if original is not None:
                 _hand_on(gm, site.owner, final, original)
+        if site.owner is gm:
+            _share(site)
     gm.recompile()
+
+
+def _share(site: ScanSite) -> None:
+    """Let final carries that are one tensor, or a tensor and a view of it, be so again."""
+    graph, updates = site.owner.graph, [_uncopied(x) for x in results(site.body)[: len(site.init)]]
+    for final in [n for n in site.node.users if n.target is operator.getitem and place_of(n) < len(updates)]:
+        j = place_of(final)
+        earlier = [i for i, base in enumerate(updates) if i < j or base is not updates[j]]
+        found = [(i, views) for i in earlier if (views := _views_between(updates[i], updates[j])) is not None]
+        if not found:
+            continue
+        i, views = max(found, key=lambda x: len(x[1]))  # what all of them are views of
+        with graph.inserting_before(final):
+            base = graph.call_function(operator.getitem, (site.node, i))
+            base.meta = {**final.meta, "example_value": scan_results(site.node)[i]}
+            value = _copied(graph, views, base)
+        final.replace_all_uses_with(value)
+        graph.erase_node(final)
+
+
+def _views_between(base: fx.Node, node: fx.Node) -> list[fx.Node] | None:
+    """A node of a step, and the views from there to another one; None if that is no view of it. What the step has
+    written to is not looked at."""
+    views = []
+    while node is not base:
+        sources = node.all_input_nodes
+        if len(sources) != 1 or example(node)._version or memory(example(node)) != memory(example(sources[0])):
+            return None
+        views.append(node)
+        node = sources[0]
+    return [base, *reversed(views)]
 
 
 def _hand_on(gm: fx.GraphModule, owner: fx.GraphModule, copy: fx.Node, original: fx.Node) -> None:

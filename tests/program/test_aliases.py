@@ -86,3 +86,29 @@ def test_final_carries_share_the_memory_that_the_loop_leaves_them(write, where, 
     assert shared["turned"] == ["w"]
     assert shared["swapped"] == (["k"] if steps % 2 == 0 else [])
     assert shared["copied"] == shared["computed"] == []
+
+
+@pytest.mark.parametrize("recurrence", [True, False])
+@pytest.mark.parametrize("nested", ["eager", "aot_eager"])
+def test_final_carries_share_memory_with_each_other_as_the_loop_leaves_them(nested, recurrence):
+    """A write to one of them reaches the others."""
+
+    def run(x):
+        def step(c, row):
+            new = row * 2 + (c["whole"] * 0.5 if recurrence else 0)
+            return {"first": new[:2][:1], "part": new[:2], "whole": new, "again": new, "copy": new.clone()}, row
+
+        whole = x.new_zeros(3)
+        init = {"first": whole[:1], "part": whole[:2], "whole": whole, "again": whole, "copy": whole}
+        final, y = scan(step, init, x)
+        final["part"].fill_(7)
+        return final, y
+
+    torch._dynamo.reset()
+    fast = torch.compile(run, backend="nsa_compile", fullgraph=True, options={"nested": nested, "cache": False})
+    x = torch.arange(12.0).view(4, 3)
+    (wanted, _), (final, _) = run(x), fast(x)
+    torch.testing.assert_close(final, wanted)
+    memory = {name: value.untyped_storage()._cdata for name, value in final.items()}
+    assert len({memory[name] for name in ("first", "part", "whole", "again")}) == 1
+    assert memory["copy"] != memory["whole"]
