@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from nsa_compile import cache, inductor_files, modes
+from nsa_compile.capture import mend_dynamo
+from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.compiler_cache import errors_named
 from nsa_compile.ir import markers
 from nsa_compile.ir.scans import Declined
@@ -23,7 +25,6 @@ from nsa_compile.program.first_call import FirstCall
 from nsa_compile.program.functional import WriteBack, make_functional
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
-from nsa_compile.scan_capture import ScanNotCompiled, mend_dynamo
 
 mend_dynamo()
 

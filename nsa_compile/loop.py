@@ -177,7 +177,8 @@ def _becomes_a_node() -> bool:
     Raises:
         ScanRefused: the graph is for a backend that would leave the node to torch.
     """
-    from nsa_compile.scan_capture import becomes_a_node, mend_dynamo
+    from nsa_compile.capture import mend_dynamo
+    from nsa_compile.capture.refusals import becomes_a_node
 
     mend_dynamo()
 
@@ -187,7 +188,7 @@ def _becomes_a_node() -> bool:
 
 
 def _refuse_capture(message: str) -> None:
-    from nsa_compile.scan_capture import ScanRefused
+    from nsa_compile.capture.refusals import ScanRefused
 
     raise ScanRefused(message)
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._higher_order_ops.scan import scan_op
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nsa_compile.scan_capture import ScanNotCompiled
+from nsa_compile.capture.refusals import ScanNotCompiled
 
 # Device, dtype and whether it is on, for each device that has one.
 Autocast = tuple[tuple[str, torch.dtype, bool], ...]

@@ -33,7 +33,7 @@ LAYERS = [
     {"compiler_cache", "cli", "page"},
     {"extras"},
     {"files", "errors", "loop", "modes", "ranges", "streams", "branches"},
-    {"scan_capture"},
+    {"capture"},
     {"workarounds"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}

@@ -15,10 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from nsa_compile import modes
+from nsa_compile.capture.refusals import why_not_traced
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.rewriting import eliminate_dead_code
 from nsa_compile.ir.scans import Declined, ScanSite, example, fake_inputs, results
-from nsa_compile.scan_capture import why_not_traced
 from nsa_compile.workarounds import DATA, HonestBatchNorm
 
 

@@ -23,12 +23,12 @@ from torch import Tensor, fx
 
 from nsa_compile import ranges
 from nsa_compile.analyses.estimate import Estimate, estimate
+from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.files import write_json
 from nsa_compile.ir.scans import Decline, Declined, find_scans, name_scans_apart, subgraphs
 from nsa_compile.ops import cpp
 from nsa_compile.passes import ORDER, verifier
 from nsa_compile.passes.report import Guard, PassReport, Report, ScanReport
-from nsa_compile.scan_capture import ScanNotCompiled
 
 log = logging.getLogger("nsa_compile")
 
@@ -345,8 +345,8 @@ def pipeline_key(options: Options) -> str:
 def _own_sources() -> list[Path]:
     """The passes, the operators they put into graphs, what captures graphs, and what keeps the results."""
     package = Path(__file__).parent.parent
-    folders = [package / name for name in ("analyses", "ir", "ops", "passes", "program")]
-    modules = ("backend", "cache", "loop", "modes", "ranges", "scan_capture", "workarounds")
+    folders = [package / name for name in ("analyses", "capture", "ir", "ops", "passes", "program")]
+    modules = ("backend", "cache", "loop", "modes", "ranges", "workarounds")
     inside = [p for folder in folders for p in folder.rglob("*") if p.suffix in (".py", ".json", ".cpp", ".h", ".cu")]
     return sorted([*inside, *(package / f"{name}.py" for name in modules)])
 

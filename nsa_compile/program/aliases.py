@@ -70,11 +70,17 @@ def _views_between(base: fx.Node, node: fx.Node) -> list[fx.Node] | None:
     views = []
     while node is not base:
         sources = node.all_input_nodes
-        if len(sources) != 1 or example(node)._version or memory(example(node)) != memory(example(sources[0])):
+        if len(sources) != 1 or not _is_view(example(node), example(sources[0])):
             return None
         views.append(node)
         node = sources[0]
     return [base, *reversed(views)]
+
+
+def _is_view(value: Any, source: Any) -> bool:
+    """Whether a tensor that nobody has written to shares its memory with another one."""
+    both = isinstance(value, Tensor) and isinstance(source, Tensor)
+    return both and not value._version and memory(value) == memory(source)
 
 
 def _hand_on(gm: fx.GraphModule, owner: fx.GraphModule, copy: fx.Node, original: fx.Node) -> None:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
+from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.lowering import BodyInterpreter, applies_functorch, escaping, refuse_strided_writes, trace_to_aten
 from nsa_compile.ir.rewriting import KEPT, replace_graph
@@ -47,7 +48,6 @@ from nsa_compile.ir.scans import (
 from nsa_compile.ir.zero_gradients import has_gradient, match_outputs
 from nsa_compile.passes.verifier import snapshot
 from nsa_compile.program.loops import keep_loops
-from nsa_compile.scan_capture import ScanNotCompiled
 from nsa_compile.workarounds import HonestBatchNorm
 
 log = logging.getLogger("nsa_compile")

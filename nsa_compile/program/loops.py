@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from nsa_compile import modes
+from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.ir.rewriting import delete_unused_graphs
 from nsa_compile.ir.scans import WRITTEN, ScanSite, example, find_scans, location, scan_results, subgraphs
 from nsa_compile.ops.loop import LoopNotTraced, Program, register, run_loop
 from nsa_compile.ops.loop.step import Layout
-from nsa_compile.scan_capture import ScanNotCompiled
 
 __all__ = ["keep_loops"]
 

@@ -26,7 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from nsa_compile import modes
-from nsa_compile.scan_capture import ResultsOf, propagate_gradients, run_body, why_not_traced
+from nsa_compile.capture.refusals import why_not_traced
+from nsa_compile.capture.scans import ResultsOf, propagate_gradients, run_body
 
 __all__ = ["Layout", "LoopNotTraced", "StepGraphs", "trace_step"]
 

@@ -1,0 +1,161 @@
+"""What is said of a scan that cannot be captured or compiled: one line, with the way out."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import exc
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+log = logging.getLogger("nsa_compile")
+
+
+class ScanRefused(exc.UncapturedHigherOrderOpError, ValueError):
+    """A `nsa_compile.scan` that cannot be captured; says why in one line. Dynamo lets it through as it is."""
+
+
+class ScanNotCompiled(exc.ShortenTraceback):
+    """A `nsa_compile.scan` that was captured and cannot be compiled; says why in one line.
+
+    Dynamo hands on a `ShortenTraceback` as it is, and puts any other error of a backend behind words of its own.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
+
+
+NOT_OURS = (
+    "nsa_compile.scan at {place} was compiled by {backend}, which would run it as torch's own scan, whose gradients "
+    'are wrong; compile with backend="nsa_compile", or leave the call out with torch.compiler.disable'
+)
+
+
+def becomes_a_node() -> bool:
+    """Whether the scan that Dynamo is about to trace becomes a node of its graph; else its loop is unrolled.
+
+    Raises:
+        ScanRefused: the graph is for one of torch's own backends.
+    """
+    if torch.compiler.is_exporting():
+        return False
+    tx = InstructionTranslator.current_tx()
+    place = caller_of_scan(tx.output.current_tx) or "unknown"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        log.warning("scan at %s is unrolled: it lies inside a transform of torch.func", place)
+        return False
+    if (foreign := _torch_backend(tx.output.compiler_fn)) is not None:
+        raise ScanRefused(NOT_OURS.format(place=place, backend=f"the backend {foreign!r}"))
+    return True
+
+
+def _torch_backend(function: Any) -> str | None:
+    """The name of a backend that is one of torch's own; None for any other."""
+    name = None
+    while True:
+        name = name or getattr(function, "compiler_name", None)
+        inner = [getattr(function, held, None) for held in ("__wrapped__", "compiler_fn", "func")]
+        # torch.compile cuts a model within DistributedDataParallel into pieces for the backend.
+        inner.append(getattr(getattr(function, "__self__", None), "backend_compile_fn", None))
+        if not (found := [x for x in inner if x is not None]):
+            break
+        function = found[0]
+    module = getattr(function, "__module__", "")
+    return (name or getattr(function, "__name__", module)) if module.split(".")[0] == "torch" else None
+
+
+# In the meta of the body of a captured `nsa_compile.scan`: `file:line` of its call.
+PLACE = "nsa_scan_at"
+
+
+def captured_at(combine: Any) -> str | None:
+    return combine.meta.get(PLACE) if isinstance(combine, fx.GraphModule) else None
+
+
+def caller_of_scan(tx: Any) -> str | None:
+    """`file:line` of the call of `nsa_compile.scan` that Dynamo is in; None if it is in torch's own."""
+    inside = False
+    while tx is not None:
+        if tx.f_code.co_filename.endswith("nsa_compile/loop.py"):
+            inside = True
+        elif inside:
+            return f"{tx.f_code.co_filename}:{tx.lineno}"
+        tx = getattr(tx, "parent", None)
+    return None
+
+
+# Dynamo's class for a Python float whose value has changed between calls.
+VARYING_NUMBER = "SymFloat"
+
+
+ADVANCED = "an iterator from outside of the step"
+
+
+DRAWS = (
+    "it draws from Python's random, once for all steps; draw a tensor before the scan, one number a step, and scan it"
+)
+
+
+ASKS = "it calls requires_grad_(); ask for the gradient of a tensor that the scan is given"
+
+
+# Words of torch's messages, what they mean for the author of a step, and the way out.
+_REASONS = (
+    (
+        (VARYING_NUMBER,),
+        "it reads a Python float that is another one from call to call; pass it as a tensor, as torch.tensor(scale)",
+    ),
+    (
+        ("repeat_interleave",),
+        "it repeats rows by numbers of a tensor; give the numbers as Python integers, or index_select rows",
+    ),
+    (
+        ("DynamicOutputShape", "nonzero", "masked_select", "aten.unique"),
+        "it selects elements by their values, as x[mask], x[mask] = y and x.nonzero() do, and how many is not known "
+        "before it runs; write torch.where(mask, x, 0) or torch.where(mask, y, x) instead",
+    ),
+    (
+        ("unhinted", "data-dependent", "DataDependent", "Data-dependent", "item()", "_local_scalar_dense", "u0"),
+        "it reads a number out of a tensor, as k[t], k[:t + 1], k[:, t] = x, t.item() and `if t > 0` with a tensor t "
+        "do; write k.index_select(0, t.view(1))[0], a mask such as torch.arange(S) <= t, and "
+        "torch.where(torch.arange(S) == t, x, k) instead",
+    ),
+    (
+        (ADVANCED,),
+        "it takes the next item of an iterator from outside of it, one for all steps; make a tensor of the items, one "
+        "a step, and scan it",
+    ),
+    (
+        ("side effect",),
+        "it changes something outside of it, such as a list, a counter or an attribute; return from the step what is "
+        "to be kept, as a part of the carry or as an output",
+    ),
+    (
+        ("input mutation", "mutat"),
+        "it writes in place to its carry, to its input or to a tensor from outside; write to a copy, x.clone(), and "
+        "return it",
+    ),
+    (
+        ("HOP body output unsupported",),
+        "it returns something else than tensors in tuples, lists and dicts, as x.max(-1) is, a class of torch's own; "
+        "return its tensors, as tuple(x.max(-1))",
+    ),
+    (("metadata", "init and carry"), "it returns a carry of another shape or dtype than it was given"),
+    (("builtin print", "builtin `print`", "logging"), "it prints or logs; do so with what the scan returns"),
+    (("graph_break()", "torch.compiler.disable", "Skip calling"), "it breaks the graph, and a step is captured whole"),
+)
+
+
+def why_not_traced(error: Exception) -> str:
+    """What torch says of a step that it cannot trace, in one line."""
+    text = f"{type(error).__name__}: {error}"
+    for words, reason in _REASONS:
+        if any(word in text for word in words):
+            return reason
+    if found := re.search(r"(Data dependent|Dynamic shape) operator.*?(aten\.\w+)", text, re.DOTALL):
+        return f"what {found[2]} returns is not known before it runs; compute it outside of the scan"
+    lines = [line for line in str(error).strip().splitlines() if line]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,161 @@
+"""What Dynamo does with the step of a scan, mended: which tensors it may read, what it must not do, and why it was not
+captured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch._dynamo import exc
+from torch._dynamo.output_graph import AliasingInfo, SubgraphTracer
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
+from torch._dynamo.variables.iter import IteratorVariable
+from torch._higher_order_ops.scan import scan_op
+
+from nsa_compile.capture.refusals import (
+    ADVANCED,
+    ASKS,
+    DRAWS,
+    PLACE,
+    VARYING_NUMBER,
+    ScanRefused,
+    caller_of_scan,
+    why_not_traced,
+)
+
+
+def mend_steps() -> None:
+    """Mend all of it."""
+    explain_uncaptured_steps()
+    refuse_iterators_from_outside()
+    keep_what_steps_find()
+    let_steps_read_views()
+
+
+def explain_uncaptured_steps() -> None:
+    """Say in one line why the step of a scan cannot be captured, and what to write instead.
+
+    Dynamo's own words are of its insides: an unhinted symbol, an internal assertion (torch 2.13). What is no error,
+    such as a restart of the analysis, passes.
+    """
+    original = ScanHigherOrderVariable._call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        place, drawn = caller_of_scan(tx), len(tx.output.random_calls)
+        try:
+            with _capturing() if place else contextlib.nullcontext():
+                result = original(self, tx, args, kwargs)
+        except Exception as error:
+            own = isinstance(error, exc.TorchDynamoException)
+            failed = isinstance(error, exc.Unsupported | exc.UserError | exc.UncapturedHigherOrderOpError)
+            failed |= VARYING_NUMBER in str(error)
+            if (own and not failed) or place is None:
+                raise
+            raise ScanRefused(f"the step of the scan at {place} cannot be captured: {why_not_traced(error)}") from error
+        if place is not None and len(tx.output.random_calls) > drawn:
+            raise ScanRefused(f"the step of the scan at {place} cannot be captured: {DRAWS}")
+        if place is not None:
+            (scan,) = tx.output.current_tracer.graph.find_nodes(op="call_function", target=scan_op)[-1:]
+            body = tx.output.nn_modules[scan.args[0].target]
+            if body.graph.find_nodes(op="call_method", target="requires_grad_"):
+                raise ScanRefused(f"the step of the scan at {place} cannot be captured: {ASKS}")
+            body.meta[PLACE] = place
+        return result
+
+    ScanHigherOrderVariable._call_function = call_function  # type: ignore[method-assign]
+
+
+def keep_what_steps_find() -> None:
+    """Let Dynamo remember the objects that it first met in a step.
+
+    It forgets them with the step, and goes on with what it knows of them: what the function does to such a module or
+    list after the scan is not done at the end (torch 2.13). A step changes none of them, or it is not captured.
+    """
+    original = SideEffects.track_runahead_tensor_and_symvar_side_effects
+
+    def track(self: SideEffects, other: SideEffects) -> None:
+        original(self, other)
+        if caller_of_scan(InstructionTranslator.current_tx().output.current_tx) is None:
+            return
+        for item in other.keepalive:
+            variable = other.id_to_variable[id(item)]
+            if id(item) not in self.id_to_variable and isinstance(
+                variable.mutation_type, AttributeMutationExisting | ValueMutationExisting
+            ):
+                self.id_to_variable[id(item)] = variable
+                self.keepalive.append(item)
+
+    SideEffects.track_runahead_tensor_and_symvar_side_effects = track  # type: ignore[method-assign]
+
+
+_captures: list[object] = []  # scans whose steps Dynamo traces now, the innermost last
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
+    _captures.append(object())
+    try:
+        yield
+    finally:
+        _captures.pop()
+
+
+def refuse_iterators_from_outside() -> None:
+    """A step is traced once, so an iterator from outside of it would go on by one item instead of one a step.
+
+    Dynamo refuses what a step changes outside of it, but not for a generator or an iterator of a range or dict (torch
+    2.13).
+    """
+    for base in (IteratorVariable, LocalGeneratorObjectVariable):
+        _remember_capture(base)
+        for kind in (base, *_subclasses(base)):
+            if "tp_iternext_impl" in vars(kind):
+                _refuse_from_outside(kind)
+
+
+def _subclasses(kind: type) -> list[type]:
+    direct: list[type] = kind.__subclasses__()
+    return [*direct, *(inner for sub in direct for inner in _subclasses(sub))]
+
+
+def _remember_capture(kind: Any) -> None:
+    create = kind.__init__
+
+    def created(self: Any, *args: Any, **kwargs: Any) -> None:
+        now = _captures[-1] if _captures else None
+        captured_in = kwargs.pop("nsa_captured_in", now)  # Dynamo copies it as it would any attribute
+        create(self, *args, **kwargs)
+        self.nsa_captured_in = captured_in
+
+    kind.__init__ = created
+
+
+def _refuse_from_outside(kind: Any) -> None:
+    advance = kind.tp_iternext_impl
+
+    def advanced(self: Any, tx: Any) -> Any:
+        if _captures and self.nsa_captured_in is not _captures[-1]:
+            raise exc.UncapturedHigherOrderOpError(ADVANCED)
+        return advance(self, tx)
+
+    kind.tp_iternext_impl = advanced
+
+
+def let_steps_read_views() -> None:
+    """Let a step read a tensor from outside and a view of it, such as `a @ c @ a.mT`.
+
+    To Dynamo these are two inputs of the step that share memory, which it forbids lest one of them be written to (torch
+    2.13). It forbids a step to write to any, and what a step of ours returns is a copy.
+    """
+    original = SubgraphTracer.has_aliasing
+
+    def has_aliasing(self: SubgraphTracer) -> AliasingInfo:
+        ours = self.source_target is scan_op and caller_of_scan(InstructionTranslator.current_tx().output.current_tx)
+        return AliasingInfo(False, "") if ours else original(self)
+
+    SubgraphTracer.has_aliasing = has_aliasing  # type: ignore[method-assign]
