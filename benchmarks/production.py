@@ -27,7 +27,7 @@ from tabulate import tabulate
 
 import nsa_compile
 from nsa_compile.config import RunConfig, load_config
-from nsa_compile.machine.matmul_rate import measure_matmul_flops
+from nsa_compile.machine.matmul_rate import measure_matmul
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.profiles.measure import (
@@ -81,7 +81,7 @@ def one_process(
         with torch.device("meta"):
             parameters[attention] = sum(p.numel() for p in NSATransformer(config.model).parameters())
     failed = {name: reason for name, step in steps.items() if (reason := settle(step)) is not None}
-    peak = measure_matmul_flops(device, torch.bfloat16, seconds=2.0)
+    peak = measure_matmul(device, (torch.bfloat16,), seconds=2.0).peak
     times = interleave({name: step for name, step in steps.items() if name not in failed}, repeats, device, False)
     times |= {name: not_measured(reason) for name, reason in failed.items()}
     row: dict[str, Any] = {

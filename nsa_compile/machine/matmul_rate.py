@@ -78,11 +78,6 @@ def multiplied_dtypes(dtype: str, matmul: str = "native") -> tuple[torch.dtype, 
     return (torch.float32, *used, *low)
 
 
-def measure_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """The peak of `measure_matmul` for one element type."""
-    return measure_matmul(device, (dtype,), seconds).peak
-
-
 def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> MatmulRate:
     sizes = SIZES[device.type]
     threads = torch.get_num_threads()

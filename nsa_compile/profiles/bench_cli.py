@@ -151,7 +151,7 @@ class Output:
         """Measure the rows one by one, record them, and print and draw them in the end."""
         import torch
 
-        from nsa_compile.profiles.bench_views import VIEWS, describe
+        from nsa_compile.profiles.bench_views import VIEWS, describe, plot_times
         from nsa_compile.profiles.measure import make_record, write_record
 
         view, device = VIEWS[name], torch.device(self.device)
@@ -166,8 +166,6 @@ class Output:
             click.echo(f"measured S = {row['seq_len']} {what}".rstrip(), err=True)
         sizes = describe(record["settings"], record["environment"])
         if self.plot:
-            from nsa_compile.profiles.plots import plot_times
-
             self.plot.parent.mkdir(parents=True, exist_ok=True)
             plot_times(self.plot, view.title, sizes, view.series(done))
         click.echo(json.dumps(record, indent=2) if self.as_json else f"{view.title}\n{sizes}\n\n{view.table(done)}")

@@ -34,7 +34,7 @@ from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 from nsa_compile.files import make_private
 from nsa_compile.launch.worker import die_with
-from nsa_compile.machine.matmul_rate import measure_matmul_flops
+from nsa_compile.machine.matmul_rate import measure_matmul
 from nsa_compile.ops.cpp import kernel_directory
 from nsa_compile.passes.bisection import without_passes
 from nsa_compile.profiles.blame import first_line
@@ -147,7 +147,7 @@ def measure_prefixes(work: Measurement, without: set[int], send: Send) -> None:
         send("timing", None)
         send("timings", _time(probe, blocks, work.repeats))
     torch._dynamo.reset()  # so many programs would count towards the limit of whatever is compiled next
-    flops = measure_matmul_flops(probe.device, probe.dtype)
+    flops = measure_matmul(probe.device, (probe.dtype,)).peak
     send("machine", {"flops_per_s": flops, "bytes_per_s": measure_copy_bytes(probe.device)})
 
 

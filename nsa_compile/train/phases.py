@@ -70,7 +70,6 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside for the phase ``name``, one of ``PHASES``, which is a range of that name, too."""
-        _check(name)
         outer = self._phase
         self._enter(name)
         try:
@@ -81,7 +80,6 @@ class PhaseTimer:
 
     def rest_is(self, name: str) -> None:
         """Count the rest of the present phase for ``name``: for what is called in the middle of a backward pass."""
-        _check(name)
         self._enter(name)
         ranges.rest(name, cast(ranges.Category, name))
 
@@ -105,15 +103,12 @@ class PhaseTimer:
         return phases
 
     def _enter(self, name: str) -> None:
+        if name not in PHASES:
+            raise ValueError(f"phase {name!r} must be one of {', '.join(PHASES)}")
         self._marks.append((name, self._now()))
         self._phase = name
         if self._on_phase is not None:
             self._on_phase(name)
-
-
-def _check(name: str) -> None:
-    if name not in PHASES:
-        raise ValueError(f"phase {name!r} must be one of {', '.join(PHASES)}")
 
 
 def _cuda_event() -> torch.cuda.Event:

@@ -44,10 +44,6 @@ class TensorBoard:
         for layer in layers:
             self._scalars(f"layer {layer.layer}", step, vars(layer))
 
-    def flush(self) -> None:
-        """Let readers see everything."""
-        self._writer.flush()
-
     def __enter__(self) -> TensorBoard:
         return self
 
