@@ -403,11 +403,7 @@ class RunConfig(Section):
         return self
 
     def checkpointed_blocks(self) -> frozenset[int]:
-        """The blocks that ``train.activation_checkpointing`` names.
-
-        Raises:
-            ValueError: it names none that exist.
-        """
+        """The blocks that ``train.activation_checkpointing`` names; a ValueError where there is none of them."""
         text, layers = self.train.activation_checkpointing, self.model.n_layers
         if text in ("none", "all"):
             return frozenset(range(layers) if text == "all" else ())

@@ -44,11 +44,7 @@ _READERS = {".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet"}
 
 
 def open_dataset(**arguments: Any) -> Opener:
-    """A stream of the data set that ``datasets.load_dataset`` finds under `arguments`.
-
-    Raises:
-        UserError: the package is not installed.
-    """
+    """A stream of what ``datasets.load_dataset`` finds under `arguments`; a UserError without that package."""
     if importlib.util.find_spec("datasets") is None:
         raise UserError(
             "streams of documents (data.name = 'fineweb-edu', data.stream = true) need the package datasets; install "

@@ -111,11 +111,7 @@ class Results:
 
 
 def base_overrides(config_path: str | None, overrides: Sequence[str], steps: int | None) -> list[str]:
-    """The ``--set`` options of every arm: the user's, and those that make a short run fit to be timed.
-
-    Raises:
-        UserError: the configuration is wrong.
-    """
+    """The ``--set`` options of every arm: the user's, and those that make a short run fit to be timed."""
     config = load_config(config_path, overrides)
     length = config.train.steps if steps is None else steps
     if length < MIN_STEPS:

@@ -174,11 +174,7 @@ class Timeline:
 
 
 def timelines(events: Sequence[Event]) -> list[Timeline]:
-    """The steps of a trace, in their order.
-
-    Raises:
-        ValueError: the trace has no range ``step``.
-    """
+    """The steps of a trace, in their order; a ValueError where it has no range ``step``."""
     steps = sorted(
         (event for event in events if event.name == STEP and event.category == "user_annotation"), key=lambda e: e.start
     )

@@ -124,11 +124,7 @@ def run(
 
 
 class Trainer:
-    """A run in one of its processes; rank 0 also keeps the records.
-
-    Raises:
-        CheckpointError: see :func:`run`.
-    """
+    """A run in one of its processes; rank 0 also keeps the records."""
 
     def __init__(self, config: RunConfig, corpus: Corpus, directory: Path, world: World, heartbeat: Heartbeat) -> None:
         torch.manual_seed(config.run.seed)

@@ -76,11 +76,7 @@ class RunRecord:
 
 
 def read_run(directory: Path) -> RunRecord:
-    """Read everything a run has left so far, whether it is over or not.
-
-    Raises:
-        UserError: ``directory`` is not that of a run.
-    """
+    """Read everything that a run has left so far, over or not; a UserError if ``directory`` is not that of a run."""
     if not (directory / "training.csv").exists() and not (directory / "config.resolved.yaml").exists():
         raise UserError(
             f"'{directory}' must be the directory of a run, with 'training.csv' or 'config.resolved.yaml' in it; "

@@ -56,11 +56,7 @@ class Heartbeat:
         self._failed = False
 
     def phase(self, name: Phase) -> None:
-        """Say what this process does from now on; costs less than a microsecond.
-
-        Raises:
-            ValueError: there is no such phase.
-        """
+        """Say what this process does from now on, one of ``PHASES``; costs less than a microsecond."""
         if name not in PHASES:
             raise ValueError(f"phase = {name!r} must be one of {', '.join(sorted(PHASES))}")
         self._phase = (name, time.monotonic())
