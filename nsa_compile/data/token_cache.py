@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import Annotated, Literal
 
 import filelock
 import numpy as np
@@ -31,7 +31,7 @@ from nsa_compile.config import DataSection
 from nsa_compile.data.documents import chunks, find_files, read_documents
 from nsa_compile.data.tokenizers import Tokenizer, make_tokenizer
 from nsa_compile.errors import UserError
-from nsa_compile.files import flush, open_regular
+from nsa_compile.files import flush, open_regular, replace
 
 TOKENS, HEADER = "tokens.bin", "header.json"
 # Chunks whose place is remembered for verification; at least half as many in a cache that has them.
@@ -126,7 +126,7 @@ def open_cache(data: DataSection) -> TokenCache:
                 try:
                     return TokenCache(directory, *_open(directory, recipe), built=False)
                 except Damaged as error:
-                    _tell(f"cache '{directory}' is damaged ({error}): making it again")
+                    print(f"cache '{directory}' is damaged ({error}): making it again", file=sys.stderr)
             _build(directory, recipe)
             return TokenCache(directory, *_open(directory, recipe), built=True)
 
@@ -172,9 +172,7 @@ def _build(directory: Path, recipe: Recipe) -> None:
             raise UserError(
                 f"the files of '{directory.name}' changed while they were read; try again when they are done"
             )
-        with (unfinished / HEADER).open("w", encoding="utf-8") as file:
-            file.write(header.model_dump_json(indent=2) + "\n")
-            _flush(file)
+        replace(unfinished / HEADER, (header.model_dump_json(indent=2) + "\n").encode(), durable=True)
         flush(unfinished)
         if directory.exists():
             shutil.rmtree(directory)
@@ -224,7 +222,7 @@ def _locked(directory: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        _tell(f"waiting for another process that is making '{directory}'")
+        print(f"waiting for another process that is making '{directory}'", file=sys.stderr)
         lock.acquire()
     try:
         yield
@@ -291,7 +289,8 @@ def _write_tokens(path: Path, recipe: Recipe) -> Header:
                 write(tokenizer.encode(chunk))
                 text_bytes += len(chunk.encode("utf-8"))
                 count += 1
-        _flush(file)
+        file.flush()
+        os.fsync(file.fileno())
     return Header(
         recipe=recipe,
         dtype=str(dtype),  # type: ignore[arg-type]
@@ -360,12 +359,3 @@ def _check_samples(header: Header, tokens: npt.NDArray[np.integer]) -> None:
             f"the files have {documents} documents and {text_bytes} bytes of text, "
             f"not {header.documents} and {header.text_bytes}"
         )
-
-
-def _flush(file: IO[bytes] | IO[str]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr)

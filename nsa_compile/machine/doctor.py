@@ -19,6 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from nsa_compile import compiler_cache, inductor_files
 from nsa_compile.errors import UserError
 from nsa_compile.files import read_sealed
@@ -127,28 +129,17 @@ def _processor() -> Iterator[CheckResult]:
         f"{cores} cores for this process, vectors {capability}, {units}",
         "no vector unit that torch knows: training on the processor is slow" if slow else "",
     )
-    total, available = _memory()
-    little = available < LEAST_MEMORY
+    memory = psutil.virtual_memory()
+    little = memory.available < LEAST_MEMORY
     yield _advised(
         "memory",
-        f"{_gigabytes(available)} of {_gigabytes(total)} available",
+        f"{_gigabytes(memory.available)} of {_gigabytes(memory.total)} available",
         "little is left; nsa-compile estimate tells what a run needs" if little else "",
     )
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes of memory in total, and available without swapping."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines())
-        return total, int(lines["MemAvailable"].split()[0]) * 1024
-    return total, total
 
 
 def _compiler() -> Iterator[CheckResult]:
@@ -276,9 +267,8 @@ def _distributed() -> Iterator[CheckResult]:
 def _packages() -> Iterator[CheckResult]:
     for name, (purpose, extra) in PACKAGES.items():
         version = _version(name)
-        install = f"pip install 'nsa-compile[{extra}]'" if extra else f"pip install {name}"
         if version is None:
-            yield CheckResult(name, "warning", f"not installed; for {purpose}", install)
+            yield CheckResult(name, "warning", f"not installed; for {purpose}", f"pip install 'nsa-compile[{extra}]'")
         else:
             yield CheckResult(name, "ok", f"{version}, for {purpose}")
 

@@ -182,7 +182,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(data, monkeypatch):
     def full(file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(token_cache, "_flush", full)
+    monkeypatch.setattr(token_cache.os, "fsync", full)
     with pytest.raises(UserError, match=r"data\.cache_dir = .* must be .*: No space left on device"):
         open_cache(data)
     assert entries(data) == []

@@ -210,7 +210,7 @@ def test_a_check_that_fails_does_not_stop_the_others(monkeypatch):
     def _memory():
         raise OSError("no such device")
 
-    monkeypatch.setattr(doctor, "_memory", _memory)
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", _memory)
     findings = {f.check: f for f in examine()}
     assert findings["processor"].status == "warning"
     assert "no such device" in findings["processor"].found

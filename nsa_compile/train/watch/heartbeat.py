@@ -19,12 +19,13 @@ import time
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+import psutil
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from nsa_compile.branches import BRANCHES
 from nsa_compile.files import open_to_append
 from nsa_compile.train.records.jsonl import JsonlReader, JsonlWriter, to_json
-from nsa_compile.train.watch.processes import resident_bytes, start_ticks
+from nsa_compile.train.watch.processes import start_ticks
 
 Phase = Literal[
     "data", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluate", "compile", "idle"
@@ -120,7 +121,7 @@ class Heartbeat:
             "step": self._step,
             "phase": phase,
             "phase_s": round(time.monotonic() - since, 3),
-            "rss": resident_bytes(),
+            "rss": psutil.Process().memory_info().rss,
         }
         row = to_json(row | columns)
         # What the watchdog could not read would be a heartbeat that nobody hears.

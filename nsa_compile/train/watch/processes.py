@@ -19,11 +19,6 @@ def is_stopped(pid: int) -> bool:
     return found is not None and found[0] in ("T", "t")
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def send_signal(pid: int, started: int, signum: int, *, holds: Path) -> bool:
     """Send a signal to a process, if it is the one that is meant; SIGUSR1 only to one that handles it.
 
