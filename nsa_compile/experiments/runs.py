@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -255,14 +254,9 @@ def _train(arm: Arm, repeat: int, place: Path, threads: int | None) -> Failure |
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     log = place / "log.txt"
-    with log.open("w", encoding="utf-8") as file, terminated() as processes:
-        processes.append(
-            subprocess.Popen(
-                [*command, "--nproc", str(arm.nproc)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, env=environment,
-            )
-        )  # fmt: skip
-        code = processes[0].wait()
+    with log.open("w", encoding="utf-8") as file:
+        words = [*command, "--nproc", str(arm.nproc)]
+        code = run_process(words, stdout=subprocess.DEVNULL, stderr=file, env=environment)
     if code == 0:
         return None
     if code == EXIT_CODES["SIGINT"]:  # a Ctrl-C goes to all processes of a terminal
@@ -277,24 +271,23 @@ def last_line(log: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-@contextmanager
-def terminated() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that do not outlive the block, however it is left; SIGTERM leaves it as Ctrl-C does."""
+def run_process(words: Sequence[str], **options: Any) -> int:
+    """Run a program and return its exit code. It does not outlive this call, which SIGTERM leaves as Ctrl-C does."""
 
     def leave(signum: int, frame: object) -> None:
         sys.exit(EXIT_CODES["SIGTERM"])
 
     previous = signal.signal(signal.SIGTERM, leave)
-    processes: list[subprocess.Popen[bytes]] = []
+    process: subprocess.Popen[bytes] | None = None
     try:
-        yield processes
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, **options)
+        return process.wait()
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(GRACE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         signal.signal(signal.SIGTERM, previous)

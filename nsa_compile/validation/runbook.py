@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import UserError
-from nsa_compile.experiments.runs import last_line, terminated
+from nsa_compile.experiments.runs import last_line, run_process
 from nsa_compile.files import write_json
 from nsa_compile.machine.environment import git_revision
 from nsa_compile.train.records.run_directory import lock_run_directory
@@ -167,9 +166,8 @@ class PhaseRun:
     def process(self, name: str, words: Sequence[str], suffix: str) -> tuple[int, Path]:
         """Run a program; its exit code, and the file with what it printed."""
         output, log = self.folder / f"{name}{suffix}", self.folder / f"{name}.log"
-        with output.open("wb") as out, log.open("wb") as err, terminated() as processes:
-            processes.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err))
-            code = processes[0].wait()
+        with output.open("wb") as out, log.open("wb") as err:
+            code = run_process(words, stdout=out, stderr=err)
         self.artifact(output)
         self.artifact(log)
         return code, output
