@@ -160,10 +160,7 @@ def _run(args: list[str] | None) -> int:
         return _fail(error.format_message(), error.exit_code)
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
-            known = user_facing(error)
-            if known is None:
-                raise
-            return _fail(str(known), known.exit_code)
+            raise
         name = shortened(printable(str(error.filename)))
         return _fail(f"'{name}' is too long for the name of a file; give a shorter path", 2)
     except (click.Abort, KeyboardInterrupt):

@@ -25,6 +25,9 @@ Category = Literal[
     "step", "data", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "pass"
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+_COLORS = dict(
+    zip(CATEGORIES, ("gray", "yellow", "green", "blue", "red", "purple", "orange", "cyan", "white"), strict=True)
+)
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,4 @@ def _domain() -> Any:
 @cache
 def _attributes(name: str, category: Category) -> Any:
     domain = _domain()
-    return domain.get_event_attributes(message=name, category=domain.get_category_id(category), color=_color(category))
-
-
-def _color(category: Category) -> str:
-    colors = ("gray", "yellow", "green", "blue", "red", "purple", "orange", "cyan", "white")
-    return dict(zip(CATEGORIES, colors, strict=True))[category]
+    return domain.get_event_attributes(message=name, category=domain.get_category_id(category), color=_COLORS[category])

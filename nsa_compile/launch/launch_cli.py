@@ -42,7 +42,13 @@ def _job_options(command: Callable[..., None]) -> Callable[..., None]:
         cpu: bool,
         **others: str | None,
     ) -> None:
-        command(_job(config_path, overrides, nodes, nproc, name, cpu), **others)
+        from nsa_compile.config import load_config
+        from nsa_compile.launch.job_files import Job
+
+        config = load_config(config_path, overrides)
+        _require_match("--name", name, NAME, "a name of letters, digits, '.', '_' and '-'")
+        job = Job(name or config.run.name, config, config_path, overrides, nodes, nproc, gpus=not cpu)
+        command(job, **others)
 
     options = stacked(
         config_options,
@@ -110,17 +116,6 @@ def k8s(job: Job, image: str, claim: str) -> None:
     _require_image(image)
     _require_match("--claim", claim, r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "lower-case letters, digits, '-' and '.'")
     click.echo(render(job, image=image, claim=claim), nl=False)
-
-
-def _job(
-    config_path: str | None, overrides: tuple[str, ...], nodes: int, nproc: int, name: str | None, cpu: bool
-) -> Job:
-    from nsa_compile.config import load_config
-    from nsa_compile.launch.job_files import Job
-
-    config = load_config(config_path, overrides)
-    _require_match("--name", name, NAME, "a name of letters, digits, '.', '_' and '-'")
-    return Job(name or config.run.name, config, config_path, overrides, nodes, nproc, gpus=not cpu)
 
 
 def _require_image(image: str) -> None:
