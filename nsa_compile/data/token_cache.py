@@ -91,8 +91,6 @@ class TokenCache:
     """A finished cache.
 
     Attributes:
-        directory: where it lies.
-        header: what it holds.
         tokens: the ids ``[N]``, mapped from the file, not read.
         built: whether it was made just now.
     """

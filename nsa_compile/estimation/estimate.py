@@ -71,8 +71,6 @@ class MemoryEstimate:
         communication: DDP's buckets, or the weights and gradients that FSDP gathers for a block.
         activations: kept for backward when the forward pass is over.
         peak: most of all this alive at one time.
-        peak_at: when that is.
-        block: what a block needs.
     """
 
     weights: int

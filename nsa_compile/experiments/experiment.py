@@ -33,10 +33,7 @@ class Plan:
     Attributes:
         kind: how the arms are judged: ``ab`` the second against the first, ``sweep`` by rank, ``scaling`` by
             throughput per process against the first.
-        title: in words.
-        arms: the variants.
         threads: of each process; ``None`` leaves them to the runs.
-        notes: what a reader must know.
     """
 
     kind: Literal["ab", "sweep", "scaling"]

@@ -58,7 +58,6 @@ class RunResult:
 
     Attributes:
         arm, repeat: which run; repeats count from 1.
-        directory: its files.
         tokens_per_s, deviation: mean and standard deviation over the steps of the window; of all processes together.
         first_step, last_step: the window, both included.
         summary: of the run; see ``summary.json``.

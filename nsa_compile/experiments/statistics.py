@@ -145,7 +145,6 @@ class Standing:
         winner: the leader, or of those tied with it the one with the lowest variance; ``None`` if nothing was tested.
         tied: those without a significant difference to the leader, itself included.
         comparisons: the others against the leader.
-        verdict: in words.
     """
 
     leader: str

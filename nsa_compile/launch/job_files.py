@@ -30,13 +30,10 @@ class Job:
     """What a job file is to start.
 
     Attributes:
-        name: of the job.
         config: what is trained, checked.
         config_path: the file it came from, as the nodes see it; ``None`` for the packaged run.
         overrides: ``"section.key=value"`` strings.
-        nodes: machines.
         nproc: processes on each, one for each GPU.
-        gpus: whether processes have a GPU each.
 
     Raises:
         UserError: the processes cannot share a micro batch evenly.

@@ -51,9 +51,7 @@ class CheckResult:
     """What one check saw.
 
     Attributes:
-        check: what was looked at.
         status: ``"problem"`` means that ``nsa-compile train`` cannot run.
-        found: what is there.
         advice: what to do about it; empty if nothing.
     """
 

@@ -48,10 +48,7 @@ class Event:
     """An interval of a trace, in microseconds.
 
     Attributes:
-        name: what ran.
         category: Kineto's word for its kind: ``cpu_op``, ``user_annotation``, ``cuda_runtime``, ``kernel``, …
-        thread: where it ran.
-        start, end: when.
         correlation: the number that a kernel shares with the call that launched it.
     """
 

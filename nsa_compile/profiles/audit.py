@@ -62,7 +62,6 @@ class Observed:
 
     Attributes:
         branch: compressed, selected, window, loop, or attention where there are no branches.
-        backend: what computed it.
         calls: how often; once for each step where a loop stayed a loop.
         seen_as: the event that showed it, and whether the dispatch of our operators was watched as well.
     """

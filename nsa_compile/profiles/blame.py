@@ -32,7 +32,6 @@ class Blame:
         before: the graph before that rewrite (or pass), as readable Python.
         after: the graph after it; None where it raised.
         options: options under which the check fails, and with one rewrite less (or without the pass) does not.
-        checks: how often the check ran.
     """
 
     pass_name: str | None

@@ -200,7 +200,6 @@ class Phase:
     """One part of the runbook.
 
     Attributes:
-        run: carries it out.
         skip: why it does not apply to a plan; None where it does.
     """
 

@@ -33,7 +33,6 @@ class PropertyResult:
         ok: whether it held in all examples.
         examples: how many were run.
         error, bound: of the result that came closest to its bound, as root mean squares; 0 where equality is bitwise.
-        seconds: it took.
         message: what was wrong with the smallest failing example.
         command: what checks that example again.
     """

@@ -51,8 +51,6 @@ class Checkpoint:
     """A checkpoint as its manifest describes it.
 
     Attributes:
-        path: its directory.
-        step: optimizer steps done.
         created: when it was written, in seconds since the epoch.
         val_loss: held-out loss after ``step`` steps, in nats per token; ``None`` where that was not measured.
         files: size and digest of each file, by name.

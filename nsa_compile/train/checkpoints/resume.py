@@ -42,7 +42,6 @@ class FoundRun:
     Attributes:
         directory: the run to go on with; ``None`` starts a new one.
         checkpoint: the one that was named; ``None`` takes the newest good one.
-        notes: lines for the user.
     """
 
     directory: Path | None = None

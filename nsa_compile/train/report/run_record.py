@@ -43,8 +43,6 @@ class RunRecord:
     """What the files of a run say.
 
     Attributes:
-        directory: the run's.
-        status: one line.
         summary: the keys of ``summary.json``, computed from the rows where it does not exist; ``None`` where unknown.
         config: the configuration, if it can still be read, and ``config_text``, the file.
         steps, evals, layers: the rows of ``training.csv``, ``val.csv`` and ``attention.jsonl``.

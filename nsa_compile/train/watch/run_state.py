@@ -39,12 +39,9 @@ class RankState:
     """What is known of a rank in its newest attempt.
 
     Attributes:
-        rank: which one.
         process: whether it lives; looked at before its rows are, so that an ``end`` row is never missed.
         start: its first row; ``None`` until one was read.
-        last: its newest row.
         steps: its newest step rows.
-        step_count: how many step rows there were.
         gates: its newest reports of gates, by layer.
     """
 

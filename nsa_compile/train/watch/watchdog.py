@@ -50,10 +50,8 @@ class Finding:
     """Something that is wrong.
 
     Attributes:
-        rule: which rule found it.
         severity: what kind of action it calls for.
         ranks: whom it concerns; of a stall, who is to blame.
-        message: one line.
     """
 
     rule: str
