@@ -419,6 +419,11 @@ class RunConfig(Section):
             blocks.update(range(first, last + 1))
         return frozenset(blocks)
 
+    def changed(self, **sections: dict[str, Any]) -> RunConfig:
+        """The configuration with other values of some keys, by section but the model; they are not checked."""
+        copies = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=copies)
+
     def to_yaml(self) -> str:
         """The configuration with every default filled in, as YAML that loads to an equal configuration."""
         return yaml.safe_dump(self.plain(), sort_keys=False)

@@ -246,7 +246,7 @@ def _finished(arm: Arm, place: Path) -> Path | None:
 def _train(arm: Arm, repeat: int, place: Path, threads: int | None) -> Failure | None:
     """Train one run; what went wrong, if something did."""
     place.mkdir(parents=True, exist_ok=True)
-    config = arm.config.model_copy(update={"run": arm.config.run.model_copy(update={"dir": str(place)})})
+    config = arm.config.changed(run={"dir": str(place)})
     (place / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     command = [sys.executable, "-m", "nsa_compile", "train", "--json", "--config", str(place / "config.yaml")]
     environment = dict(os.environ)

@@ -91,7 +91,7 @@ def audit_attention(config: RunConfig, arm: str | None = None, repeats: int = 5)
         UserError: SDPA cannot run on the backends of the arm, or the model does not use it.
     """
     if arm is not None and config.compile.enabled:
-        config = config.model_copy(update={"compile": config.compile.model_copy(update={"nested": "eager"})})
+        config = config.changed(compile={"nested": "eager"})
     device = choose_device(config, World())
     torch.manual_seed(config.run.seed)
     model = NSATransformer(config.model).to(device)

@@ -121,8 +121,7 @@ def _directory(config: RunConfig, out: str | None) -> Path:
     from nsa_compile.train.records.run_directory import create_run_directory
 
     if out is None:
-        run = config.run.model_copy(update={"name": f"{config.run.name}-profile"})
-        return create_run_directory(config.model_copy(update={"run": run}))
+        return create_run_directory(config.changed(run={"name": f"{config.run.name}-profile"}))
     directory = Path(out)
     check_directory(directory)
     directory.mkdir(exist_ok=True)

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nsa_compile import ranges
-from nsa_compile.config import ProfileSection, RunConfig
+from nsa_compile.config import RunConfig
 from nsa_compile.data import Corpus
 from nsa_compile.machine.environment import describe_environment
 from nsa_compile.profiles.attribution import SYNC_PHASES, Timeline, attribute, host_intervals, read_trace, timelines
@@ -53,7 +53,7 @@ def profile_step(
         ``checks``, each with ``ok``, a number and its limit, and the culprits where it failed.
     """
     world = world or World()
-    config = config.model_copy(update={"profile": ProfileSection(nvtx=True)})
+    config = config.changed(profile={"nvtx": True})
     trace = directory / (TRACE if world.main else f"trace_rank{world.rank}.json.gz")
     try:
         with named_kernels(), Heartbeat(directory, world.rank, config.watchdog.interval_s) as heartbeat:

@@ -195,9 +195,7 @@ def different_buckets(plan: Runbook) -> list[int]:
     """The sizes to compare, each of which makes other buckets of this model's gradients."""
     found: dict[float | None, int] = {}
     for size in plan.effort.buckets:
-        ddp = plan.config.ddp.model_copy(update={"bucket_mb": size})
-        config = plan.config.model_copy(update={"ddp": ddp})
-        found.setdefault(effective_bucket_mb(config, plan.processes), size)
+        found.setdefault(effective_bucket_mb(plan.config.changed(ddp={"bucket_mb": size}), plan.processes), size)
     return list(found.values())
 
 

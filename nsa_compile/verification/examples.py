@@ -103,13 +103,7 @@ def neighbours(config: RunConfig) -> SearchStrategy[RunConfig]:
         seed, batch = draw(st.integers(0, 999)), draw(st.integers(1, 2))
         length = block + stride + draw(st.integers(0, 32))
         nested = draw(st.sampled_from(["eager", "aot_eager", config.compile.nested]))
-        example = _example(config, small, length, batch)
-        example = example.model_copy(
-            update={
-                "run": config.run.model_copy(update={"seed": seed}),
-                "compile": config.compile.model_copy(update={"nested": nested}),
-            }
-        )
+        example = _example(config, small, length, batch).changed(run={"seed": seed}, compile={"nested": nested})
         return reduced(example)  # as it will be when it is named as a configuration
 
     return draw_one()

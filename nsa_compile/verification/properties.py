@@ -148,7 +148,7 @@ def passes(example: RunConfig, setting: Setting) -> Measured:
     """The compiled model computes the same with all passes and without each of them (float64)."""
     measured = Measured()
     shorter = min(example.train.seq_len, SHORT)
-    example = example.model_copy(update={"train": example.train.model_copy(update={"seq_len": shorter})})
+    example = example.changed(train={"seq_len": shorter})
     model, tokens = _model(example, setting), _tokens(example, setting)
     exact = _results(model, model, tokens)
     size = _sizes(exact)

@@ -143,9 +143,8 @@ class _Search:
     def run(self, config: RunConfig, first: RunConfig, seed: int) -> None:
         """Check the first example, then random ones until time or number is used up."""
         for attempt in range(10):  # of which hardly one is ambiguous
-            changed = first.run.model_copy(update={"seed": first.run.seed + attempt})
             try:
-                self._try(first.model_copy(update={"run": changed}))
+                self._try(first.changed(run={"seed": first.run.seed + attempt}))
                 break
             except Ambiguous:
                 continue

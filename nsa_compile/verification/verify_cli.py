@@ -59,7 +59,7 @@ def verify(
 
     from nsa_compile.machine.preflight import check_compiler, wait_passively
 
-    check_compiler(config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": True})}))
+    check_compiler(config.changed(compile={"enabled": True}))
     wait_passively()
 
     from nsa_compile.verification.verify import verify as run
