@@ -59,15 +59,13 @@ def directory() -> Path:
 
 
 def candidates() -> list[Path]:
-    """The directories to keep compiled programs in, the first choice first."""
-    named = users_choice()
-    return [default_directory()] if named is None else [named, default_directory()]
+    """The directories to keep compiled programs in, the first choice first.
 
-
-def users_choice() -> Path | None:
-    """What VARIABLE names, unless that is torch's default: torch itself sets it to that when it is imported."""
+    What VARIABLE names is one, unless that is torch's default: torch itself sets it to that when it is imported.
+    """
     named = os.environ.get(VARIABLE)
-    return Path(os.path.abspath(named)) if named and os.path.abspath(named) != torch_default() else None
+    chosen = [Path(os.path.abspath(named))] if named and os.path.abspath(named) != torch_default() else []
+    return [*chosen, default_directory()]
 
 
 def default_directory() -> Path:
