@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 def write_page(profile: Mapping[str, Any], directory: Path) -> None:
     """Write ``profile.html`` to a directory; without matplotlib it has no pictures, and says so."""
     problems, charts = [], []
+    pictures = {
+        "Time of a step by phase and range, ms; mean of the profiled steps.": _ranges,
+        f"The {TOP_OPERATORS} operators that took longest, ms a step.": _operators,
+    }
     try:
-        charts = [
-            Chart("Time of a step by phase and range, ms; mean of the profiled steps.", _ranges(profile)),
-            Chart(f"The {TOP_OPERATORS} operators that took longest, ms a step.", _operators(profile)),
-        ]
+        charts = [Chart(caption, page.draw(partial(make, profile))[0]) for caption, make in pictures.items()]
     except ImportError:
         problems.append("no pictures: matplotlib is not installed; pip install 'nsa-compile[plots]' brings it")
     checks = [(page.Cell("ok" if ok else "FAIL", "good" if ok else "bad"), text) for ok, text in check_rows(profile)]
@@ -58,36 +60,30 @@ def write_page(profile: Mapping[str, Any], directory: Path) -> None:
     page.write_page(directory / "profile.html", "Where a training step's time goes", directory, blocks, problems)
 
 
-def _ranges(profile: Mapping[str, Any]) -> page.Markup:
-    def make() -> Figure:
-        figure, axes = page.axes(3.4)
-        phases = list(profile["phases"])
-        colors = {name: f"C{index}" for index, name in enumerate(RANGES)} | {OTHER: "darkgray"}
-        labelled: set[str] = set()
-        left = dict.fromkeys(phases, 0.0)
-        for row in profile["ranges"]:
-            phase, branch, width = row["phase"], row["branch"], row["mean_s"] * 1e3
-            label = None if branch in labelled else "rest" if branch == OTHER else branch
-            axes.barh(phase, width, left=left[phase], color=colors[branch], label=label)
-            labelled.add(branch)
-            left[phase] += width
-        axes.set_ylim(len(phases) - 0.5, -0.5)
-        axes.set_xlabel("ms")
-        figure.legend(loc="outside lower center", ncols=3)
-        return figure
-
-    return page.draw(make)[0]
+def _ranges(profile: Mapping[str, Any]) -> Figure:
+    figure, axes = page.axes(3.4)
+    phases = list(profile["phases"])
+    colors = {name: f"C{index}" for index, name in enumerate(RANGES)} | {OTHER: "darkgray"}
+    labelled: set[str] = set()
+    left = dict.fromkeys(phases, 0.0)
+    for row in profile["ranges"]:
+        phase, branch, width = row["phase"], row["branch"], row["mean_s"] * 1e3
+        label = None if branch in labelled else "rest" if branch == OTHER else branch
+        axes.barh(phase, width, left=left[phase], color=colors[branch], label=label)
+        labelled.add(branch)
+        left[phase] += width
+    axes.set_ylim(len(phases) - 0.5, -0.5)
+    axes.set_xlabel("ms")
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
 
 
-def _operators(profile: Mapping[str, Any]) -> page.Markup:
-    def make() -> Figure:
-        rows = profile["operators"][:TOP_OPERATORS]
-        figure, axes = page.axes(0.8 + 0.25 * len(rows))
-        axes.barh(range(len(rows)), [row["mean_s"] * 1e3 for row in rows])
-        names = [name if len(name) <= 28 else f"{name[:14]}…{name[-13:]}" for name, *_ in operator_rows(profile)]
-        axes.set_yticks(range(len(rows)), names)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlabel("ms")
-        return figure
-
-    return page.draw(make)[0]
+def _operators(profile: Mapping[str, Any]) -> Figure:
+    rows = profile["operators"][:TOP_OPERATORS]
+    figure, axes = page.axes(0.8 + 0.25 * len(rows))
+    axes.barh(range(len(rows)), [row["mean_s"] * 1e3 for row in rows])
+    names = [name if len(name) <= 28 else f"{name[:14]}…{name[-13:]}" for name, *_ in operator_rows(profile)]
+    axes.set_yticks(range(len(rows)), names)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("ms")
+    return figure
