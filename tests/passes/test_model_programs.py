@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_compile.backend import nsa_compile_backend
 from nsa_compile.errors import UserError
+from nsa_compile.passes.verifier import VerificationError
 from tests.model_judge import FAILURES, general, judge, judge_in_time, shrink
 from tests.model_programs import HEADER, draw
 
@@ -158,7 +159,7 @@ FAULTS = {
     "loses the gradient": (on_outputs(lambda x: x.detach()), "wrong_grad"),
     "doubles the gradient": (on_outputs(steeper), "wrong_grad"),
     "raises": (raises(IndexError("list index out of range")), "crash"),
-    "raises many lines": (raises(UserError("this\nand that")), "crash"),
+    "raises many lines": (raises(VerificationError("batch_prefill", "this\nand that")), "crash"),
     "raises one line": (raises(UserError("a step may not write to its carry; clone it")), "one_line_error"),
 }
 
