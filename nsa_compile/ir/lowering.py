@@ -16,7 +16,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from nsa_compile import modes
 from nsa_compile.capture.refusals import why_not_traced
-from nsa_compile.ir.aten import aten
+from nsa_compile.ir.aten import arguments, aten
 from nsa_compile.ir.rewriting import eliminate_dead_code
 from nsa_compile.ir.scans import Declined, ScanSite, example, fake_inputs, results
 from nsa_compile.workarounds import DATA, HonestBatchNorm
@@ -49,8 +49,19 @@ def trace_to_aten(
         gm = make_fx(fn, table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     _write_nothing_in_place(gm)
     _fill_numbers(gm)
+    _end_slices(gm)
     eliminate_dead_code(gm)
     return gm
+
+
+def _end_slices(gm: fx.GraphModule) -> None:
+    """torch.vmap overflows where an open slice is written to, `x[1:] = y`: its end is the greatest integer (torch
+    2.13)."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        write = arguments(node)
+        size = example(node).shape[write.dim]
+        if isinstance(write.end, int) and write.end > size:
+            node.args, node.kwargs = (write.self, write.src, write.dim, write.start, size, write.step), {}
 
 
 def _fill_numbers(gm: fx.GraphModule) -> None:

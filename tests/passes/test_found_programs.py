@@ -735,3 +735,19 @@ def test_a_step_that_writes_to_a_view_of_what_it_reads_is_refused():
 
     with pytest.raises(ValueError, match="it writes in place to its carry, to its input or to a tensor from outside"):
         compiled(run, fullgraph=True)(rows(3, D))
+
+
+def test_an_open_slice_of_a_new_tensor_is_written_to_at_all_steps():
+    """torch.vmap overflowed at the slice's end, the greatest integer, and the loop stayed."""
+
+    def run(x):
+        def step(c, row):
+            z = row.new_zeros(2, D)
+            z[:, 1:] = row[1:]
+            return row, z + c
+
+        return scan(step, x[0], x)
+
+    x = rows(3, D)
+    torch.testing.assert_close(nsa_compile.compile(run, nested="eager", cache=False)(x), run(x))
+    assert nsa_compile.last_report().scans[0].batched
