@@ -41,10 +41,14 @@ directory, rank, world_size, fate = Path(sys.argv[1]), int(sys.argv[2]), int(sys
 def hang_here():
     time.sleep(600)
 
+def starts(rank):
+    path = heartbeat_path(directory, rank)
+    return path.read_bytes().count(b'"start"') if path.exists() else 0
+
 install_stack_dump(directory, rank)
 with Heartbeat(directory, rank, 0.1, world_size=world_size) as heartbeat:
-    # As a process group has it: none goes on, let alone ends, before all are there.
-    while not all(heartbeat_path(directory, other).exists() for other in range(world_size)):
+    # As a process group has it: none goes on, let alone ends, before all are there, in this attempt.
+    while not all(starts(other) >= starts(rank) for other in range(world_size)):
         time.sleep(0.01)
     for step in itertools.count(1):
         for phase in ("data", "forward", "backward", "communication"):
