@@ -78,9 +78,12 @@ def _views_between(base: fx.Node, node: fx.Node) -> list[fx.Node] | None:
 
 
 def _is_view(value: Any, source: Any) -> bool:
-    """Whether a tensor that nobody has written to shares its memory with another one."""
-    both = isinstance(value, Tensor) and isinstance(source, Tensor)
-    return both and not value._version and memory(value) == memory(source)
+    """Whether a tensor that nobody has written to shares its memory with another one; of one within a vmap nothing is
+    known."""
+    if not isinstance(value, Tensor) or not isinstance(source, Tensor) or value._version:
+        return False
+    within = any(torch._C._functorch.is_batchedtensor(x) for x in (value, source))
+    return not within and memory(value) == memory(source)
 
 
 def _hand_on(gm: fx.GraphModule, owner: fx.GraphModule, copy: fx.Node, original: fx.Node) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import nsa_compile
 from nsa_compile import scan
 
 
@@ -112,3 +113,16 @@ def test_final_carries_share_memory_with_each_other_as_the_loop_leaves_them(nest
     memory = {name: value.untyped_storage()._cdata for name, value in final.items()}
     assert len({memory[name] for name in ("first", "part", "whole", "again")}) == 1
     assert memory["copy"] != memory["whole"]
+
+
+def test_carries_that_a_vmap_makes_are_no_views_of_each_other():
+    """What lies within it has no memory to compare."""
+
+    def run(x):
+        def step(c, row):
+            return (torch.vmap(lambda y: y * 2)(row), c[0] + row), c[1]
+
+        return scan(step, (x[0], x[0] * 2), x)
+
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(nsa_compile.compile(run, nested="eager", cache=False)(x), run(x))
