@@ -89,19 +89,11 @@ def caller_of_scan(tx: Any) -> str | None:
 
 # Dynamo's class for a Python float whose value has changed between calls.
 VARYING_NUMBER = "SymFloat"
-
-
 ADVANCED = "an iterator from outside of the step"
-
-
 DRAWS = (
     "it draws from Python's random, once for all steps; draw a tensor before the scan, one number a step, and scan it"
 )
-
-
 ASKS = "it calls requires_grad_(); ask for the gradient of a tensor that the scan is given"
-
-
 # Words of torch's messages, what they mean for the author of a step, and the way out.
 _REASONS = (
     (

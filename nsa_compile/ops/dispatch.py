@@ -10,15 +10,25 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_compile.ops.checks import DTYPES
+from nsa_compile.ops.checks import DTYPES, TRITON_DTYPES
 
-__all__ = ["KERNELS", "Kernel", "Use", "choose_kernel", "force_implementation", "observe", "register_kernel"]
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "Use",
+    "choose_kernel",
+    "force_implementation",
+    "observe",
+    "register_kernel",
+    "register_modules",
+]
 
 logger = logging.getLogger("nsa_compile")
 
@@ -97,6 +107,16 @@ def register_kernel(kernel: Kernel) -> None:
         raise ValueError(f"{kernel.operator} attention has a kernel {kernel.name!r}; take another name")
     kernels[kernel.name] = kernel
     _best.cache_clear()
+
+
+def register_modules(operator: str, package: str) -> None:
+    """Register the modules `triton` and `portable` of an operator's package: for CUDA and for any device."""
+
+    def register(name: str, words: str, **more: Any) -> None:
+        register_kernel(Kernel(operator, name, words, partial(import_module, f"{package}.{name}"), **more))
+
+    register("triton", "Triton", device="cuda", dtypes=TRITON_DTYPES, priority=1)
+    register("portable", "portable torch")
 
 
 def choose_kernel(operator: str, q: Tensor) -> Kernel:

@@ -4,8 +4,6 @@ blocks that follows from its weights (eq. 9-12)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from nsa_compile.ops import checks, cpp, flops
 from nsa_compile.ops.compressed.selection import SelectionParameters
 from nsa_compile.ops.declaration import declare_operator
-from nsa_compile.ops.dispatch import Kernel, register_kernel
+from nsa_compile.ops.dispatch import register_modules
 from nsa_compile.ops.keeping import select_once
 
 __all__ = ["compressed_attention"]
@@ -50,10 +48,4 @@ compressed_attention = declare_operator(
 )
 
 cpp.register_kernels("compressed")
-register_kernel(
-    Kernel(
-        "compressed", "triton", "Triton", partial(import_module, f"{__name__}.triton"),
-        device="cuda", dtypes=checks.TRITON_DTYPES, priority=1,
-    )
-)  # fmt: skip
-register_kernel(Kernel("compressed", "portable", "portable torch", partial(import_module, f"{__name__}.portable")))
+register_modules("compressed", __name__)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-from importlib import import_module
-
 from torch import Tensor
 
 from nsa_compile.ops import checks, cpp, flops
 from nsa_compile.ops.declaration import declare_operator
-from nsa_compile.ops.dispatch import Kernel, register_kernel
+from nsa_compile.ops.dispatch import register_modules
 
 __all__ = ["window_attention"]
 
@@ -27,10 +24,4 @@ window_attention = declare_operator(
 )
 
 cpp.register_kernels("window")
-register_kernel(
-    Kernel(
-        "window", "triton", "Triton", partial(import_module, f"{__name__}.triton"),
-        device="cuda", dtypes=checks.TRITON_DTYPES, priority=1,
-    )
-)  # fmt: skip
-register_kernel(Kernel("window", "portable", "portable torch", partial(import_module, f"{__name__}.portable")))
+register_modules("window", __name__)
