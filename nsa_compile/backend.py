@@ -88,23 +88,46 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     A token reads its selected blocks and its window, and writes one row of each cache. The state returned is the one
     given, and no gradient flows. `compile(model.decode_step)` leaves the state as it was, at the cost of copying every
     cache for each token.
+
+    Of a model with `blocks` each block is compiled by itself, and equal ones once: its `decode_step` takes the function
+    that runs a block, as `NSATransformer.decode_step` does.
     """
-
     step_of: Any = model.decode_step
+    if not hasattr(model, "blocks"):
+        compiled = compile(lambda state, tokens: _in_place(state, *step_of(state, tokens)), **options)
+        return lambda state, tokens: (state, _without_gradients(compiled, state, tokens))
 
-    def step(state: Any, tokens: Tensor) -> Tensor:
-        after, logits = step_of(state, tokens)
-        for old, new in zip(_tensors(state), _tensors(after), strict=True):
-            old.copy_(new)
-        return logits
-
-    compiled = compile(step, **options)
+    compiled_block = compile(lambda block, state, x, t: _in_place(state, *block.decode_step(state, x, t)), **options)
 
     def decode_step(state: Any, tokens: Tensor) -> tuple[Any, Tensor]:
-        with torch.no_grad():
-            return state, compiled(state, tokens)
+        after, logits = _without_gradients(
+            step_of, state, tokens, block=lambda block, layer, x, t: (layer, compiled_block(block, layer, x, t))
+        )
+        state.t.copy_(after.t)
+        return state, logits
 
     return decode_step
+
+
+def compile_prefill(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    """The compiled `model.prefill(tokens, lengths, max_len) -> (state, logits)`, block by block; no gradient flows.
+
+    Each number of tokens `S` and each `max_len` is a program of its own: fill prompts up to few lengths.
+    """
+    prefill: Any = model.prefill
+    compiled = compile(lambda block, x, lengths, max_len: block.prefill(x, lengths, max_len), **options)
+    return lambda *args, **kwargs: _without_gradients(prefill, *args, block=compiled, **kwargs)
+
+
+def _without_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        return function(*args, **kwargs)
+
+
+def _in_place(state: Any, after: Any, output: Tensor) -> Tensor:
+    for old, new in zip(_tensors(state), _tensors(after), strict=True):
+        old.copy_(new)
+    return output
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -174,12 +174,18 @@ def find_steps(gm: fx.GraphModule) -> list[Step]:
 
 
 def is_single_step(gm: fx.GraphModule) -> bool:
-    """Whether a graph may be a step of generation: attention, no loop, and an integer that may be a position."""
+    """Whether a graph may be a step of generation: attention, no loop, and an integer that may be a position, or one
+    for each sequence."""
     inputs = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
-    positions = [x for x in inputs if isinstance(x, Tensor) and x.dtype == torch.int64 and x.numel() == 1]
-    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    has_softmax = any(n.target == "softmax" or getattr(n.target, "__name__", "") == "softmax" for n in calls)
-    return bool(positions) and has_softmax and not find_scans(gm)
+    integers = [x for x in inputs if isinstance(x, Tensor) and x.dtype == torch.int64]
+    calls = {
+        n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+        for n in gm.graph.nodes
+        if n.op in ("call_function", "call_method")
+    }
+    # Positions of several sequences are compared with those of rows; else integers may be labels.
+    has_positions = any(x.numel() == 1 or (x.dim() == 1 and "arange" in calls) for x in integers)
+    return has_positions and "softmax" in calls and not find_scans(gm)
 
 
 def name_scans_apart(gm: fx.GraphModule) -> None:

@@ -38,10 +38,18 @@ class DenseAttention(AttentionLayer):
         return q, k, self.v(x).unflatten(-1, (config.n_kv_heads, -1))
 
     def forward(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.shape[1], device=x.device)
-        q, k, v = (y.transpose(1, 2) for y in self._project(x, position))
+        return self._attend(*self._project(x, torch.arange(x.shape[1], device=x.device)))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The layer's output of heads `[B, S, H, D]`."""
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(o.transpose(1, 2).flatten(-2))
+
+    def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> tuple[KVCache, Tensor]:
+        q, k, v = self._project(x, torch.arange(x.shape[1], device=x.device))
+        room = (0, 0, 0, 0, 0, max_len - x.shape[1])
+        return KVCache(F.pad(k, room), F.pad(v, room)), self._attend(q, k, v)
 
     def init_state(self, batch_size: int, max_len: int) -> KVCache:
         config, weight = self.config, self.q.weight
@@ -52,16 +60,17 @@ class DenseAttention(AttentionLayer):
         )
 
     def decode_step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
-        """One token `x` `[B, dim]` at position `t`."""
-        q, k, v = self._project(x[:, None], t[None])
+        """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
+        q, k, v = self._project(x[:, None], t[..., None])
         position = torch.arange(state.k.shape[1], device=x.device)
-        here = (position == t)[:, None, None]
+        each = t[..., None]  # [1], or [B, 1]
+        here = (position == each)[..., None, None]
         state = KVCache(torch.where(here, k, state.k), torch.where(here, v, state.v))
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             state.k.transpose(1, 2),
             state.v.transpose(1, 2),
-            attn_mask=(position <= t)[None, None, None],
+            attn_mask=(position <= each)[..., None, None, :],
             enable_gqa=True,
         )
         return state, self.out(o.transpose(1, 2)[:, 0].flatten(-2))

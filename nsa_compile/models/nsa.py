@@ -20,7 +20,8 @@ from nsa_compile.loop import scan
 from nsa_compile.models.config import SparsePattern, ordered_branches
 
 __all__ = [
-    "CompressionMLP", "NSAState", "NSAToken", "decode_step", "init_state", "nsa_attention", "observed_nsa_attention",
+    "CompressionMLP", "NSAState", "NSAToken", "decode_step", "init_state", "nsa_attention", "nsa_prefill",
+    "observed_nsa_attention",
 ]  # fmt: skip
 
 Phi = Callable[[Tensor], Tensor]
@@ -35,7 +36,7 @@ class NSAToken(NamedTuple):
     window branch reads the cache of the selected one.
     """
 
-    t: Tensor  # [] int64, the position of the token
+    t: Tensor  # [] int64, the position of the token, or [B], of the token of each sequence
     q: Tensor  # [B, Hq, D]
     q_cmp: Tensor  # [B, Hq, D]
     k_cmp: Tensor  # [B, G, D]
@@ -116,9 +117,10 @@ def _gated_branches(
     n_blocks = state.k_cmp.shape[1]
     groups = state.k_slc.shape[2]
     position = torch.arange(max_len, device=t.device)
+    each = t[..., None]  # [1], or [B, 1]: what is compared with it is [T], or [B, T]
 
     # Append the token to the caches. Its keys and values are visible to itself.
-    here = (position == t)[:, None, None]
+    here = (position == each)[..., None, None]
     k_slc = torch.where(here, token.k_slc[:, None], state.k_slc)
     v_slc = torch.where(here, token.v_slc[:, None], state.v_slc)
     if token.k_win is None or token.v_win is None or state.k_win is None or state.v_win is None:
@@ -132,7 +134,7 @@ def _gated_branches(
     recent_v = torch.cat([state.recent_v[:, 1:], token.v_cmp[:, None]], dim=1)
     block = torch.arange(n_blocks, device=t.device)
     block_end = block * pattern.compress_stride + pattern.compress_block - 1
-    completed = (block_end == t)[:, None, None]
+    completed = (block_end == each)[..., None, None]
     new_k = phi_k(recent_k.transpose(1, 2)).to(state.k_cmp.dtype)
     new_v = phi_v(recent_v.transpose(1, 2)).to(state.v_cmp.dtype)
     k_cmp = torch.where(completed, new_k[:, None], state.k_cmp)
@@ -144,19 +146,22 @@ def _gated_branches(
     outputs = []
     if "compressed" in branches:
         # Compressed branch, eq. 8: attention over the blocks that end no later than t.
-        o_cmp, p_cmp = _masked_attention(q_cmp, k_cmp, v_cmp, block_end <= t)
+        o_cmp, p_cmp = _masked_attention(q_cmp, k_cmp, v_cmp, (block_end <= each)[..., None, None, :])
         outputs.append(o_cmp)
 
         if "selected" in branches:
             # Selected branch, eq. 9–12: attention over the tokens of the n best blocks.
             selected = select_blocks(p_cmp, t, max_len, pattern)  # [B, G, Nb]
             in_selected_block = selected.repeat_interleave(pattern.select_block, dim=-1)[..., :max_len]
-            o_slc, _ = _masked_attention(q, k_slc, v_slc, (in_selected_block & (position <= t))[:, :, None])
+            o_slc, _ = _masked_attention(
+                q, k_slc, v_slc, (in_selected_block & (position <= each)[..., None, :])[:, :, None]
+            )
             outputs.append(o_slc)
 
     if "window" in branches:
         # Sliding window, §3.3.3: the last w tokens, t included.
-        o_win, _ = _masked_attention(q, k_win, v_win, (position <= t) & (position > t - pattern.window))
+        in_window = (position <= each) & (position > each - pattern.window)
+        o_win, _ = _masked_attention(q, k_win, v_win, in_window[..., None, None, :])
         outputs.append(o_win)
 
     gates = token.gates.unflatten(1, (groups, -1))[..., None]  # [B, G, h, branches, 1]
@@ -182,14 +187,15 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Te
 
 
 def select_blocks(p_cmp: Tensor, t: Tensor, max_len: int, pattern: SparsePattern) -> Tensor:
-    """The n selection blocks token `t` reads: a mask `[B, G, Nb]` from the compressed weights `[B, G, h, N]`.
+    """The n selection blocks that a token at `t`, `[]` or `[B]`, reads: a mask `[B, G, Nb]` from the compressed weights
+    `[B, G, h, N]`.
 
     eq. 9 and 10 give each block its importance; the first `num_initial` blocks and the `num_local` blocks up to the
     current one are always taken and count towards n; eq. 11 takes the n best, ties to the lower index. Blocks after
     the current one are never taken. Carries no gradient.
     """
     block = torch.arange(-(-max_len // pattern.select_block), device=t.device)
-    current = t // pattern.select_block
+    current = (t // pattern.select_block)[..., None, None]  # [1, 1], or [B, 1, 1]
     visible = block <= current
     forced = (block < pattern.num_initial) | (block > current - pattern.num_local)
 
@@ -295,7 +301,27 @@ def nsa_attention(
         ValueError: shapes that do not fit together, S = 0, an unknown `phi`, or `branches` that cannot be.
     """
     keys_and_values = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    return _over_tokens(q, keys_and_values, gates, pattern, phi, q_cmp, branches, _sum_of)
+    _, output = _over_tokens(q, keys_and_values, gates, pattern, phi, q_cmp, branches, _sum_of)
+    return output
+
+
+def nsa_prefill(
+    *, lengths: Tensor, max_len: int, k_cmp: Tensor, v_cmp: Tensor, **inputs: Any
+) -> tuple[NSAState, Tensor]:
+    """`nsa_attention`, and the state after the first `lengths` `[B]` tokens of each sequence, with room for `max_len`.
+
+    What the caches hold of later tokens is written by the step that reads it first. The last l keys are those before
+    each sequence's own end.
+    """
+    inputs = {"phi": "mean", "q_cmp": None, "branches": BRANCHES, **inputs}
+    keys_and_values = (k_cmp, v_cmp, *(inputs.pop(name) for name in ("k_slc", "v_slc", "k_win", "v_win")))
+    state, output = _over_tokens(keys_and_values=keys_and_values, read=_sum_of, max_len=max_len, **inputs)
+    size = state.recent_k.shape[1]
+    row = lengths[:, None] - size + torch.arange(size, device=lengths.device)  # [B, l]
+    before = (row < 0)[..., None, None]
+    row = row.clamp(min=0)[..., None, None]
+    recent_k, recent_v = (torch.take_along_dim(x, row, dim=1).masked_fill(before, 0) for x in (k_cmp, v_cmp))
+    return state._replace(recent_k=recent_k, recent_v=recent_v), output
 
 
 def observed_nsa_attention(
@@ -319,7 +345,7 @@ def observed_nsa_attention(
         return _sum_of(gated, dtype), torch.stack(gated, dim=-2).flatten(1, 2)
 
     keys_and_values = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    output, gated = _over_tokens(q, keys_and_values, gates, pattern, phi, q_cmp, branches, both)
+    _, (output, gated) = _over_tokens(q, keys_and_values, gates, pattern, phi, q_cmp, branches, both)
     return output, gated
 
 
@@ -332,14 +358,17 @@ def _over_tokens(
     q_cmp: Tensor | None,
     branches: Sequence[str],
     read: Callable[[list[Tensor], torch.dtype], Any],
-) -> Any:
-    """What `read` makes of the gated branches of each token, as `[B, S, ...]`."""
+    max_len: int | None = None,
+) -> tuple[NSAState, Any]:
+    """The state after the last token, with room for `max_len`, and what `read` makes of the gated branches of each
+    token, as `[B, S, ...]`."""
     branches = ordered_branches(branches)
     _check_shapes(q, *keys_and_values, gates, len(branches))
     k_cmp, v_cmp, *_, k_win, _ = keys_and_values
     batch, length = q.shape[:2]
     phi_k, phi_v = _resolve_phi(phi)
-    state = init_state(batch, length, k_cmp, v_cmp, pattern=pattern, shared_kv=k_win is None)
+    room = length if max_len is None else max_len
+    state = init_state(batch, room, k_cmp, v_cmp, pattern=pattern, shared_kv=k_win is None)
     rows = NSAToken(
         torch.arange(length, device=q.device),
         *(
@@ -352,10 +381,10 @@ def _over_tokens(
         state, gated = _gated_branches(state, token, pattern, phi_k, phi_v, branches)
         return state, read(gated, token.q.dtype)
 
-    _, outputs = scan(step, state, rows)
+    state, outputs = scan(step, state, rows)
     if isinstance(outputs, Tensor):
-        return outputs.transpose(0, 1)
-    return tuple(x.transpose(0, 1) for x in outputs)
+        return state, outputs.transpose(0, 1)
+    return state, tuple(x.transpose(0, 1) for x in outputs)
 
 
 def _resolve_phi(phi: str | Phi | tuple[Phi, Phi]) -> tuple[Phi, Phi]:

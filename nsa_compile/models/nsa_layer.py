@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 from nsa_compile.branches import BRANCHES
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.nsa import CompressionMLP, NSAState, NSAToken, decode_step, init_state, mean_phi, nsa_attention
+from nsa_compile.models.nsa import (
+    CompressionMLP,
+    NSAState,
+    NSAToken,
+    decode_step,
+    init_state,
+    mean_phi,
+    nsa_attention,
+    nsa_prefill,
+)
 from nsa_compile.models.transformer import AttentionLayer, apply_rope
 
 
@@ -45,7 +54,7 @@ class NSAttention(AttentionLayer):
         return (mean_phi, mean_phi) if self.phi_k is None else (self.phi_k, self.phi_v)
 
     def _project(self, x: Tensor, position: Tensor) -> tuple[Tensor | None, ...]:
-        """q, q_cmp, then keys and values of each branch, and gates, of `x` `[B, S, dim]` at `position` `[S]`."""
+        """q, q_cmp, then keys and values of each branch, and gates, of `x` `[B, S, dim]` at `[S]` or `[B, S]`."""
         config = self.config
         groups = config.n_kv_heads
         q_cmp = self.q(x).unflatten(-1, (config.n_heads, -1))
@@ -77,6 +86,10 @@ class NSAttention(AttentionLayer):
             "branches": self.config.branches,
         }  # fmt: skip
 
+    def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> tuple[NSAState, Tensor]:
+        state, o = nsa_prefill(**self.attention_inputs(x), lengths=lengths, max_len=max_len)
+        return state, self.merge_heads(o)
+
     def merge_heads(self, o: Tensor) -> Tensor:
         """The layer's output of that of its heads, `[..., Hq, Dv] -> [..., dim]`."""
         return self.out(o.flatten(-2))
@@ -88,8 +101,8 @@ class NSAttention(AttentionLayer):
         return init_state(batch_size, max_len, key, value, pattern=config.pattern, shared_kv=config.shared_kv)
 
     def decode_step(self, state: NSAState, x: Tensor, t: Tensor) -> tuple[NSAState, Tensor]:
-        """One token `x` `[B, dim]` at position `t`."""
-        projected = (None if y is None else y[:, 0] for y in self._project(x[:, None], t[None]))
+        """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
+        projected = (None if y is None else y[:, 0] for y in self._project(x[:, None], t[..., None]))
         phi_k, phi_v = self._phi
         pattern, branches = self.config.pattern, self.config.branches
         state, o = decode_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ __all__ = ["AttentionLayer", "ModelState", "NSATransformer", "apply_rope"]
 
 
 def apply_rope(x: Tensor, position: Tensor, theta: float) -> Tensor:
-    """Rotate each head of `x` `[..., S, H, D]` by its position `[S]` (RoPE, arXiv 2104.09864), halves paired.
+    """Rotate each head of `x` `[B, S, H, D]` by its position `[S]` or `[B, S]` (RoPE, arXiv 2104.09864), halves paired.
 
     The rotation acts within one head's D channels, never across heads, so scores depend on relative position only.
     Angles are computed in at least float32.
@@ -26,8 +26,8 @@ def apply_rope(x: Tensor, position: Tensor, theta: float) -> Tensor:
     half = x.shape[-1] // 2
     dtype = torch.promote_types(x.dtype, torch.float32)
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
-    angle = position.to(dtype)[:, None] * frequency  # [S, D/2]
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]  # [S, 1, D/2]
+    angle = position.to(dtype)[..., None, None] * frequency  # [S, 1, D/2], or [B, S, 1, D/2]
+    cos, sin = angle.cos(), angle.sin()
     a, b = x.to(dtype).split(half, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
@@ -35,7 +35,7 @@ def apply_rope(x: Tensor, position: Tensor, theta: float) -> Tensor:
 class ModelState(NamedTuple):
     """Everything generation carries from token to token."""
 
-    t: Tensor  # [] int64, the next position
+    t: Tensor  # [B] int64, the next position of each sequence
     layers: list[Any]  # of each block its attention's
 
 
@@ -56,8 +56,13 @@ class AttentionLayer(nn.Module):
         """Empty caches for `max_len` tokens."""
         raise NotImplementedError
 
+    def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> tuple[Any, Tensor]:
+        """A sequence in one go: the state after the first `lengths` `[B]` tokens of `x` `[B, S, dim]`, with room for
+        `max_len`, and the output `[B, S, dim]`. What a state holds of later tokens is written before it is read."""
+        raise NotImplementedError
+
     def decode_step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, Tensor]:
-        """One token `x` `[B, dim]` at position `t`."""
+        """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
         raise NotImplementedError
 
 
@@ -94,8 +99,13 @@ class Block(nn.Module):
         x = x + o
         return x + self.mlp(self.mlp_norm(x))
 
+    def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> tuple[Any, Tensor]:
+        """The state of the attention after the first `lengths` `[B]` tokens of `x` `[B, S, dim]`, and the output."""
+        state, o = self.attention.prefill(self.attention_norm(x), lengths, max_len)
+        return state, self.after_attention(x, o)
+
     def decode_step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, Tensor]:
-        """One token `x` `[B, dim]` at position `t`."""
+        """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
         state, o = self.attention.decode_step(state, self.attention_norm(x), t)
         return state, self.after_attention(x, o)
 
@@ -156,14 +166,49 @@ class NSATransformer(nn.Module):
 
     def init_state(self, batch_size: int, max_len: int) -> ModelState:
         """Empty caches for generating up to `max_len` tokens."""
-        t = torch.zeros((), dtype=torch.int64, device=self.embedding.weight.device)
+        t = torch.zeros(batch_size, dtype=torch.int64, device=self.embedding.weight.device)
         return ModelState(t, [block.attention.init_state(batch_size, max_len) for block in self.blocks])
 
-    def decode_step(self, state: ModelState, tokens: Tensor) -> tuple[ModelState, Tensor]:
-        """The next token of each sequence, `[B]` int64, to the new state and the logits `[B, V]` after it."""
+    def prefill(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        max_len: int | None = None,
+        *,
+        block: Callable[..., tuple[Any, Tensor]] = Block.prefill,
+    ) -> tuple[ModelState, Tensor]:
+        """Read prompts in one go: what `decode_step` makes of their tokens, one after the other.
+
+        Args:
+            tokens: `[B, S]` int64. Shorter prompts are filled up at the end, with any token.
+            lengths: `[B]` int64, tokens of each prompt, from 1 to S; S by default.
+            max_len: tokens that the caches have room for, S at least and by default.
+            block: runs one block, `(block, x, lengths, max_len) -> (state, x)`.
+
+        Returns:
+            The state after the prompts, and the logits `[B, V]` after the last token of each.
+        """
+        batch, length = tokens.shape
+        if lengths is None:
+            lengths = torch.full((batch,), length, dtype=torch.int64, device=tokens.device)
         x = self.embedding(tokens)
         layers = []
-        for block, layer in zip(self.blocks, state.layers, strict=True):
-            layer, x = block.decode_step(layer, x, state.t)
+        for module in self.blocks:
+            layer, x = block(module, x, lengths, length if max_len is None else max_len)
+            layers.append(layer)
+        last = x[torch.arange(batch, device=x.device), lengths - 1]
+        return ModelState(lengths.clone(), layers), self.head(self.norm(last))
+
+    def decode_step(
+        self, state: ModelState, tokens: Tensor, *, block: Callable[..., tuple[Any, Tensor]] = Block.decode_step
+    ) -> tuple[ModelState, Tensor]:
+        """The next token of each sequence, `[B]` int64, to the new state and the logits `[B, V]` after it.
+
+        `block` runs one block, `(block, state, x, t) -> (state, x)`.
+        """
+        x = self.embedding(tokens)
+        layers = []
+        for module, layer in zip(self.blocks, state.layers, strict=True):
+            layer, x = block(module, layer, x, state.t)
             layers.append(layer)
         return ModelState(state.t + 1, layers), self.head(self.norm(x))
