@@ -112,7 +112,35 @@ def test_a_model_decodes_by_one_program(in_place, changes):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     written = [m for m in entry(last_report(), "index_cache").matches if ROW in m]
     caches = sum(x is not None and "recent" not in name for name, x in state.layers[0]._asdict().items())
-    assert len(written) == (caches * model.config.n_layers if in_place else 0)
+    assert len(written) == (caches if in_place else 0), "equal blocks are one program, updated in place"
+
+
+@pytest.mark.parametrize("changes", [{}, {"shared_kv": True}, {"attention": "dense"}])
+def test_prompts_of_several_lengths_are_continued_as_if_each_were_alone(changes):
+    """Read in one go, filled up at the end, then decoded side by side, each at its own position."""
+    torch._dynamo.reset()
+    model = tiny_model(n_layers=2, **changes)
+    options = {"nested": "eager", "cache": False}
+    prefill, step = nsa_compile.compile_prefill(model, **options), nsa_compile.compile_decode_step(model, **options)
+    tokens, lengths = tokens_for(model, 4, 30), torch.tensor([20, 1, 7, 13])
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        state, logits = prefill(tokens[:, :20], lengths, 30)
+        assert all(scan.batched for scan in last_report().scans)
+        alone = [model.init_state(1, 30) for _ in lengths]
+        for b, length in enumerate(lengths.tolist()):
+            for token in tokens[b, :length]:
+                alone[b], expected = model.decode_step(alone[b], token[None])
+            torch.testing.assert_close(logits[b], expected[0], rtol=1e-10, atol=1e-12)
+        for i in range(10):
+            following = torch.stack([tokens[b, length + i] for b, length in enumerate(lengths)])
+            state, logits = step(state, following)
+            for b, token in enumerate(following):
+                alone[b], expected = model.decode_step(alone[b], token[None])
+                torch.testing.assert_close(logits[b], expected[0], rtol=1e-10, atol=1e-12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    if not changes:
+        assert read_by_index(last_report()) == [BLOCKS.format(4), WINDOW.format(8)]
 
 
 def test_scores_are_those_of_the_tokens_that_are_read(final_graphs):
@@ -263,6 +291,65 @@ def test_rows_are_written_in_place_only_where_one_row_is_meant():
         assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True)), t
     written = [m for m in entry(last_report(), "index_cache").matches if ROW in m]
     assert len(written) == sum(is_row for _, is_row in conditions.values())
+
+
+def test_rows_of_several_sequences_are_written_where_each_has_its_own():
+    """`t [B]` against `row [S]`: row t[b] of sequence b; what is no such write stays as it is."""
+    conditions = {
+        "each its own": (lambda row, t: row == t[:, None], True),
+        "one later": (lambda row, t: row + 1 == t[:, None], True),
+        "every other": (lambda row, t: 2 * row == t[:, None] - 1, True),
+        "turned round": (lambda row, t: row == t.flip(0)[:, None], True),
+        "the first one's": (lambda row, t: (row == t[:1]).expand(3, 6), False),
+        "by head": (lambda row, t: (row[:, None] == t[:2])[None, :, :, None], False),
+        "backwards": (lambda row, t: 5 - row == t[:, None], False),
+    }
+
+    def step(t, source, *caches):
+        weights = torch.softmax(source, -1)  # a step has attention
+        for cache, (condition, _) in zip(caches, conditions.values(), strict=True):
+            here = condition(torch.arange(6), t)
+            cache.copy_(torch.where(here if here.dim() == 4 else here[:, :, None, None], source[:, None], cache))
+        return weights
+
+    torch._dynamo.reset()
+    for nested in ("eager", "inductor"):
+        fast = nsa_compile.compile(step, nested=nested, cache=False)
+        actual = [torch.zeros(3, 6, 2, 2) for _ in conditions]
+        expected = [x.clone() for x in actual]
+        for t in ([0, 1, 2], [5, 5, 5], [-3, 40, 3], [4, 13, 0]):
+            source = torch.randn(3, 2, 2)
+            fast(torch.tensor(t), source, *actual)
+            step(torch.tensor(t), source, *expected)
+            assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True)), t
+        written = [m for m in entry(last_report(), "index_cache").matches if ROW in m]
+        assert len(written) == sum(is_row for _, is_row in conditions.values())
+
+
+@pytest.mark.parametrize(
+    ("keep", "is_window"),
+    [
+        (lambda p, t: (p <= t[:, None]) & (p > t[:, None] - 3), True),
+        (lambda p, t: (t[:, None] - p >= 0) & (t[:, None] - p < 3), True),
+        (lambda p, t: (p <= t[:, None]) & (p > (t - 3)[:, None]), True),
+        (lambda p, t: (p <= t[:, None]) & (p > t.flip(0)[:, None] - 3), False),  # ends of two sequences
+        (lambda p, t: (p <= t.flip(0)[:, None]) & (p > t.flip(0)[:, None] - 3), False),
+        (lambda p, t: (p <= t[:1, None]) & (p > t[:1, None] - 3), False),  # one of several positions for all
+    ],
+)
+def test_windows_of_several_sequences_are_read_alone(keep, is_window):
+    def step(t, q, k, v):
+        scores = torch.einsum("bghd,bsgd->bghs", q, k)
+        kept = keep(torch.arange(8), t)[:, None, None]
+        weights = scores.masked_fill(~kept, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~kept, 0)
+        return torch.einsum("bghs,bsgd->bghd", weights, v)
+
+    torch._dynamo.reset()
+    fast = nsa_compile.compile(step, nested="eager", cache=False)
+    for t in ([2, 5, 7], [7, 2, 3]):
+        q, k, v = (torch.randn(3, *shape, dtype=torch.float64) for shape in ((2, 2, 4), (8, 2, 4), (8, 2, 4)))
+        torch.testing.assert_close(fast(torch.tensor(t), q, k, v), step(torch.tensor(t), q, k, v))
+    assert read_by_index(last_report()) == ([WINDOW.format(3)] if is_window else [])
 
 
 def test_copies_that_someone_outside_may_hold_stay_copies():
