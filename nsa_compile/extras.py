@@ -7,7 +7,7 @@ from nsa_compile.errors import UserError
 # Module to package, where the two differ.
 TRAIN = {"click": "", "packaging": "", "psutil": "", "pydantic": "", "tabulate": "", "tqdm": "", "yaml": "pyyaml"}
 LAB = {"hypothesis": "", "matplotlib": "", "nvtx": ""}
-TRAIN_COMMANDS = ("ckpt", "config", "data", "doctor", "launch", "train", "watch")
+TRAIN_COMMANDS = ("chat", "ckpt", "config", "data", "doctor", "generate", "launch", "train", "watch")
 
 
 def missing_extra(error: ModuleNotFoundError, command: str) -> UserError | None:

@@ -20,6 +20,8 @@ from nsa_compile.data import BatchSampler, Corpus
 from nsa_compile.data.sampling import local_rows
 from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
 from nsa_compile.files import write_json, write_text
+from nsa_compile.generation.generate import generate
+from nsa_compile.generation.sampling import Sampling
 from nsa_compile.machine.environment import peak_memory, synchronize
 from nsa_compile.machine.matmul_rate import (
     MatmulRate,
@@ -47,7 +49,6 @@ from nsa_compile.train.distributed.group import (
 )
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.evaluation import evaluate_answers
-from nsa_compile.train.generate import generate
 from nsa_compile.train.journal import Journal
 from nsa_compile.train.low_precision import convert_linear_layers
 from nsa_compile.train.nonfinite import NonFinitePolicy
@@ -459,6 +460,6 @@ class Trainer:
     def _write_sample(self, count: int) -> None:
         prompt = torch.from_numpy(self.corpus.validation[0, 0, :PROMPT_TOKENS]).to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.config.run.seed)
-        tokens = generate(self.model, prompt, count, SAMPLE_TEMPERATURE, generator)
+        tokens = generate(self.model, prompt, count, Sampling(SAMPLE_TEMPERATURE), generator)
         text = self.corpus.tokenizer.decode(torch.cat((prompt, tokens)).tolist())
         write_text(self.directory / "sample.txt", text + "\n")

@@ -14,10 +14,11 @@ import yaml
 from nsa_compile.config import OptimSection, load_config
 from nsa_compile.data import BatchSampler, load_corpus
 from nsa_compile.data.sampling import UniformBytes
+from nsa_compile.generation.generate import generate
+from nsa_compile.generation.sampling import Sampling
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
 from nsa_compile.train.evaluation import evaluate_answers, logits_and_loss
-from nsa_compile.train.generate import generate
 from nsa_compile.train.loop import run
 from nsa_compile.train.optim import make_optimizer
 from nsa_compile.train.records.run_directory import create_run_directory
@@ -131,13 +132,13 @@ def test_generation_follows_the_model_and_its_seed():
     prompt = torch.tensor([72, 105])
 
     def sample(seed):
-        return generate(model, prompt, 6, 1.0, torch.Generator().manual_seed(seed))
+        return generate(model, prompt, 6, Sampling(), torch.Generator().manual_seed(seed))
 
     assert sample(0).shape == (6,)
     assert torch.equal(sample(0), sample(0))
     assert not torch.equal(sample(0), sample(1))
     # At a temperature near zero the sample is the argmax of the sequential forward pass.
-    greedy = generate(model, prompt, 4, 1e-6, torch.Generator().manual_seed(0))
+    greedy = generate(model, prompt, 4, Sampling(temperature=1e-6), torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = model(torch.cat((prompt, greedy))[None, :-1])[0, 1:]
     assert torch.equal(logits.argmax(dim=-1), greedy)

@@ -1,0 +1,1 @@
+"""Text from a trained model: the step that trained it, token by token."""

@@ -1,0 +1,139 @@
+"""Continue prompts by the decode step that trained the model, several at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_compile.backend import compile_decode_step, compile_prefill
+from nsa_compile.generation.sampling import Sampling
+from nsa_compile.models import NSATransformer
+
+# A compiled program belongs to a number of rows of the caches, and one that reads prompts to their length: both are
+# powers of two from these on, so that a program is met again.
+LEAST_ROOM = 4096
+LEAST_PROMPT = 256
+# Prompts of up to so many tokens are read by the decode step, which then is the only program.
+STEPPED = 128
+
+
+@dataclass
+class Request:
+    """A text to go on with.
+
+    Attributes:
+        tokens: ids of the text so far, at least one: the prompt, and what has been drawn.
+        left: tokens still to draw; set it to 0 to end the text early.
+        generator: source of randomness, on the model's device.
+    """
+
+    tokens: list[int]
+    left: int
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        if not self.tokens or self.left < 1:
+            raise ValueError(f"{len(self.tokens)} tokens of prompt and {self.left} to draw; each must be at least 1")
+
+
+class Decoder:
+    """A model that can go on with texts: its decode step and its prefill, compiled if asked for.
+
+    Args:
+        model: in the dtype and on the device in which it is to run.
+        compiled: whether to compile; caches then have room for a power of two of tokens.
+        options: of the compiler, `passes.pipeline.Options`.
+    """
+
+    def __init__(self, model: NSATransformer, *, compiled: bool = True, **options: Any) -> None:
+        self.model, self.compiled = model, compiled
+        self.step: Callable[..., Any] = compile_decode_step(model, **options) if compiled else model.decode_step
+        self.prefill: Callable[..., Any] = compile_prefill(model, **options) if compiled else model.prefill
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embedding.weight.device
+
+    def rows(self, needed: int, least: int) -> int:
+        """How many rows to compile for where `needed` are."""
+        return max(least, 1 << (needed - 1).bit_length()) if self.compiled else needed
+
+
+class Session:
+    """Texts that are decoded side by side, and the caches of what has been read of them.
+
+    Each has positions, caches and randomness of its own, so it becomes the same text as alone. A text may be added to
+    between two calls of `stream`.
+    """
+
+    def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
+        self.decoder, self.requests = decoder, list(requests)
+        self.room = decoder.rows(self._needed(), LEAST_ROOM)
+        self._read = [0] * len(self.requests)  # tokens of each that are in the caches
+        self._state: Any = decoder.model.init_state(len(self.requests), self.room)
+
+    def _needed(self) -> int:
+        # The last token drawn is never fed back.
+        return max(len(request.tokens) + request.left - 1 for request in self.requests)
+
+    def fits(self) -> bool:
+        """Whether the caches have room for all that is to be drawn."""
+        return self._needed() <= self.room
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile the decode step, or fetch it, so that no token waits for it."""
+        state = self.decoder.model.init_state(len(self.requests), self.room)
+        self.decoder.step(state, torch.zeros(len(self.requests), dtype=torch.int64, device=self.decoder.device))
+
+    @torch.no_grad()
+    def stream(self, sampling: Sampling) -> Iterator[tuple[int, int]]:
+        """Draw what is left of each text; yields the number of a text and its new token.
+
+        Short prompts are read token by token, by the step that draws; if one is longer than `STEPPED`, all are read in
+        one go, filled up to one length.
+        """
+        requests, step, device = self.requests, self.decoder.step, self.decoder.device
+        logits: Tensor | None = None
+        if not any(self._read) and max(len(request.tokens) for request in requests) > STEPPED:
+            logits = self._read_prompts()
+        while True:
+            for i, request in enumerate(requests):
+                if logits is not None and request.left and self._read[i] == len(request.tokens):
+                    before = torch.tensor(request.tokens, device=device)
+                    token = int(sampling.draw(logits[i], before, request.generator))
+                    request.tokens.append(token)
+                    request.left -= 1
+                    yield i, token
+            if not any(request.left for request in requests):
+                return
+            # A text that is complete is fed its last token again, behind its end, where nothing is read any more.
+            following = [
+                request.tokens[min(n, len(request.tokens) - 1)] for request, n in zip(requests, self._read, strict=True)
+            ]
+            self._state, logits = step(self._state, torch.tensor(following, device=device))
+            self._read = [n + 1 for n in self._read]
+
+    def _read_prompts(self) -> Tensor:
+        """Fill the caches with the texts as they are; the logits after the last token of each."""
+        decoder, device = self.decoder, self.decoder.device
+        self._read = [len(request.tokens) for request in self.requests]
+        length = min(decoder.rows(max(self._read), LEAST_PROMPT), self.room)
+        tokens = torch.zeros(len(self.requests), length, dtype=torch.int64, device=device)
+        for row, request in zip(tokens, self.requests, strict=True):
+            row[: len(request.tokens)] = torch.tensor(request.tokens)
+        self._state, logits = decoder.prefill(tokens, torch.tensor(self._read, device=device), self.room)
+        return logits
+
+
+def generate(
+    model: NSATransformer, prompt: Tensor, count: int, sampling: Sampling, generator: torch.Generator
+) -> Tensor:
+    """The `count` tokens that follow a prompt `[P]` int64, without compiling anything."""
+    request = Request(prompt.tolist(), count, generator)
+    tokens = [token for _, token in Session(Decoder(model, compiled=False), [request]).stream(sampling)]
+    return torch.tensor(tokens, device=prompt.device)

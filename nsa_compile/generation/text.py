@@ -1,0 +1,57 @@
+"""Text as its tokens arrive: whole characters, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_INCOMPLETE = "\ufffd"  # what bytes that form no character decode to
+
+
+class TextStream:
+    """Turns tokens into text, piece by piece.
+
+    A character whose bytes are not all there, and what may become a stop string, is held back.
+
+    Args:
+        decode: tokens to text.
+        stops: strings at which the text ends; they are no part of it.
+        end: tokens that end it.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), end: Sequence[int] = ()
+    ) -> None:
+        self._decode, self._stops, self._end = decode, stops, set(end)
+        self._tokens: list[int] = []
+        self.text = ""
+        self.stopped_by: str | None = None  # "stop" or "end"
+
+    def feed(self, token: int) -> str:
+        """One more token; what can be shown of it now."""
+        if token in self._end:
+            self.stopped_by = "end"
+            return self._show(self._decode(self._tokens))
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped_by = "stop"
+            return self._show(text[: min(found)])
+        # The bytes of a character are at most four, so three may still wait for the last one.
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        rest = text[: len(text) - held]
+        complete = rest.rstrip(_INCOMPLETE)
+        return self._show(complete if len(rest) - len(complete) <= 3 else rest)
+
+    def finish(self) -> str:
+        """What was held back, when no token follows."""
+        return "" if self.stopped_by else self._show(self._decode(self._tokens))
+
+    def _show(self, text: str) -> str:
+        new, self.text = text[len(self.text) :], text
+        return new
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of a text with which a stop string may begin."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
