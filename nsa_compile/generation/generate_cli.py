@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -120,10 +121,9 @@ def chat(run: Path, dtype: str, compiled: bool, **options: Any) -> None:
 
 def _next_line() -> str | None:
     """A line of the user's, with its end; None when there are no more."""
-    stdin = click.get_text_stream("stdin")
-    if stdin.isatty():
+    if sys.stdin.isatty():
         click.echo("> ", nl=False, err=True)
-    return stdin.readline() or None
+    return sys.stdin.readline() or None
 
 
 @dataclass(frozen=True)
