@@ -41,20 +41,17 @@ class Sampling:
             if not right:
                 raise ValueError(f"{name} = {getattr(self, name)} must be {rule}")
 
-    def draw(self, logits: Tensor, before: Tensor, generator: torch.Generator) -> Tensor:
-        """The next token `[1]` int64 of one sequence, from its logits `[V]`.
+    def probabilities(self, logits: Tensor, before: Tensor) -> Tensor:
+        """Of each token `[V]`, from the logits `[V]` and the tokens `[T]` int64 of the sequence so far.
 
-        Args:
-            before: the tokens `[T]` of the sequence so far.
-            generator: source of randomness, on the device of the logits.
+        Tokens that tie with the k-th are kept. At a temperature of 0 the first of the most probable has all.
         """
         logits = logits.float()
         if self.repetition_penalty != 1:
-            there = logits[before]
-            penalty = self.repetition_penalty
+            there, penalty = logits[before], self.repetition_penalty
             logits = logits.index_put((before,), torch.where(there > 0, there / penalty, there * penalty))
         if self.temperature == 0:
-            return logits.argmax(keepdim=True)
+            return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1)
         logits = logits / self.temperature
         if self.top_k is not None and self.top_k < len(logits):
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -math.inf)
@@ -63,4 +60,8 @@ class Sampling:
             ordered, index = probabilities.sort(descending=True, stable=True)
             beyond = ordered.cumsum(-1) - ordered >= self.top_p
             probabilities = probabilities.index_fill(0, index[beyond], 0)
-        return torch.multinomial(probabilities, 1, generator=generator)
+        return probabilities
+
+    def draw(self, logits: Tensor, before: Tensor, generator: torch.Generator) -> Tensor:
+        """The next token `[1]` int64; `generator` is on the device of the logits."""
+        return torch.multinomial(self.probabilities(logits, before), 1, generator=generator)

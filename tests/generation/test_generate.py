@@ -1,0 +1,108 @@
+"""Texts decoded side by side, against the model's own forward pass and against each text alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa_compile.generation import generate as module
+from nsa_compile.generation.generate import Decoder, Request, Session
+from nsa_compile.generation.sampling import Sampling
+from tests.models.test_nsa import tiny_model
+
+GREEDY = Sampling(temperature=0)
+EAGER = {"nested": "eager", "cache": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return tiny_model(n_layers=2)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Programs of few rows, and a prompt that is long at once."""
+    monkeypatch.setattr(module, "LEAST_ROOM", 32)
+    monkeypatch.setattr(module, "LEAST_PROMPT", 8)
+    monkeypatch.setattr(module, "STEPPED", 6)
+
+
+def request(prompt, count, seed=0):
+    return Request(list(prompt), count, torch.Generator().manual_seed(seed))
+
+
+def texts(decoder, requests, sampling):
+    session = Session(decoder, requests)
+    drawn = [[] for _ in requests]
+    for i, token in session.stream(sampling):
+        drawn[i].append(token)
+    assert [r.tokens[len(r.tokens) - len(d) :] for r, d in zip(requests, drawn, strict=True)] == drawn
+    return drawn
+
+
+def test_a_greedy_text_is_what_the_forward_pass_finds_most_probable(model):
+    prompt = [3, 1, 4, 1, 5]
+    (drawn,) = texts(Decoder(model, compiled=False), [request(prompt, 12)], GREEDY)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *drawn]]))[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == drawn
+
+
+@settings(max_examples=6)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=14), min_size=1, max_size=4),
+    counts=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    sampling=st.sampled_from([GREEDY, Sampling(), Sampling(0.7, top_k=4, repetition_penalty=1.3)]),
+)
+def test_every_text_is_the_one_that_it_is_alone(model, prompts, counts, sampling):
+    def requests():
+        return [request(p, n, seed) for seed, (p, n) in enumerate(zip(prompts, counts, strict=False))]
+
+    slow, fast = Decoder(model, compiled=False), Decoder(model, **EAGER)
+    alone = [texts(slow, [each], sampling)[0] for each in requests()]
+    assert texts(fast, requests(), sampling) == alone
+    assert [len(drawn) for drawn in alone] == counts[: len(prompts)]
+
+
+def test_one_program_serves_every_length_and_position(model):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    decoder = Decoder(model, **EAGER)
+    for prompt, count in (([1], 5), ([1, 2, 3], 20), ([1] * 6, 2)):
+        texts(decoder, [request(prompt, count)], GREEDY)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_text_that_is_added_to_is_as_if_it_had_been_there(model, compiled):
+    decoder = Decoder(model, **EAGER) if compiled else Decoder(model, compiled=False)
+    session = Session(decoder, [request([1, 2, 3], 4)])
+    list(session.stream(GREEDY))
+    (going,) = session.requests
+    going.tokens += [7, 8]
+    going.left = 5
+    assert session.fits() == compiled  # without compilation there is room for what was asked for
+    if not compiled:
+        session = Session(decoder, session.requests)
+    before = list(going.tokens)
+    drawn = [token for _, token in session.stream(GREEDY)]
+    assert [drawn] == texts(Decoder(model, compiled=False), [request(before, 5)], GREEDY)
+
+
+def test_a_text_may_be_ended_early(model):
+    session = Session(Decoder(model, compiled=False), [request([1], 9), request([2], 3)])
+    seen = []
+    for i, _ in session.stream(GREEDY):
+        seen.append(i)
+        if seen.count(0) == 2:
+            session.requests[0].left = 0
+    assert (seen.count(0), seen.count(1)) == (2, 3)
+
+
+def test_there_has_to_be_a_prompt_and_something_to_draw():
+    for prompt, count in (([], 1), ([1], 0)):
+        with pytest.raises(ValueError, match="each must be at least 1"):
+            request(prompt, count)
