@@ -23,6 +23,7 @@ from nsa_compile.machine.environment import describe_environment, git_revision
 from nsa_compile.models.variant import LayerRow
 from nsa_compile.train.checkpoints.checkpoint import CheckpointWriter
 from nsa_compile.train.distributed.all_reduce import Overlap
+from nsa_compile.train.distributed.group import all_reduce_max
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.records.rows import THROUGHPUT_STEPS, CsvLog, EvalRow, JsonLog, StepRow
 from nsa_compile.train.records.run_directory import HeldDirectory, loss_of_directory
@@ -192,6 +193,13 @@ class Journal:
                     "put it back and use --resume, or start a new run"
                 )
         return None
+
+    def require_written(self, device: torch.device) -> None:
+        """Wait for the checkpoints; a CheckpointError in every process if one, or another record, is not there."""
+        failed, lost = self.save_error(wait=True), self.lost()
+        error = failed if lost is None else CheckpointError(lost)
+        if all_reduce_max(error is not None, device):
+            raise error or CheckpointError()
 
     def communication(self) -> dict[str, Any]:
         """How gradients were sent in the last steps, for the summary; empty where DDP sent none."""

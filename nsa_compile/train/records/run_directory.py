@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -13,6 +14,8 @@ from typing import Self
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.files import NotPlainFile, refuse_links, what_became_of
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_output(directory: str) -> None:
@@ -85,6 +88,28 @@ def loss_of_directory(held: HeldDirectory) -> str | None:
     if became == "was deleted":
         return f"{line}: its records and checkpoints are lost; start it again"
     return f"{line}: what came after its last checkpoint is lost; go on with --resume and the directory's new name"
+
+
+@contextlib.contextmanager
+def held_for_a_run(directory: Path) -> Iterator[None]:
+    """Say as a CheckpointError what is lost where the directory disappears, or something cannot be written to it."""
+    try:
+        with HeldDirectory(directory) as held:
+            try:
+                yield
+            except (OSError, CheckpointError):
+                if lost := loss_of_directory(held):
+                    raise CheckpointError(lost) from None
+                raise
+    except OSError as error:  # rows, statistics, pictures: whatever could not be written
+        own = error.filename is not None and Path(str(error.filename)).is_relative_to(directory)
+        if error.errno not in _NO_ROOM and not own:
+            raise
+        name = error.filename or directory
+        way_out = "make room for it" if error.errno in _NO_ROOM else "put that right"
+        raise CheckpointError(
+            f"'{name}' cannot be written: {error.strerror}; {way_out} and go on with --resume"
+        ) from None
 
 
 @contextlib.contextmanager
