@@ -9,8 +9,7 @@ from __future__ import annotations
 import io
 import re
 import time
-from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -26,8 +25,10 @@ from tabulate import tabulate
 from nsa_compile.files import replace
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
 
 Tone = Literal["", "good", "bad", "quiet"]
 
@@ -91,7 +92,7 @@ class Table(Block):
 
 @dataclass(frozen=True)
 class Chart(Block):
-    """A picture: what `svg_of` or `embedded` made, with its caption."""
+    """A picture that `draw` made, with its caption."""
 
     caption: str
     content: Markup
@@ -183,9 +184,9 @@ WIDTH = 4.8
 # Readings of a chart that a pointer finds, at most.
 BANDS = 150
 # Stand-ins for the colours of the theme, which are settled when a page is shown; in a PNG they are those on white.
-_TEXT, _QUIET, _BACK = "#010101", "#cfcfd6", "#fefefe"
+_TEXT, QUIET, _BACK = "#010101", "#cfcfd6", "#fefefe"
 _CYCLE = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
-_THEME = {_TEXT: "--text", _QUIET: "--line", _BACK: "--back"} | {c: f"--c{i}" for i, c in enumerate(_CYCLE)}
+_THEME = {_TEXT: "--text", QUIET: "--line", _BACK: "--back"} | {c: f"--c{i}" for i, c in enumerate(_CYCLE)}
 
 
 def axes(height: float, rows: int = 1, columns: int = 1, **more: Any) -> tuple[Figure, Any]:
@@ -211,9 +212,9 @@ def _style() -> Iterator[None]:
             "axes.spines.right": False,
             "axes.spines.top": False,
             "font.size": 9,
-            "grid.color": _QUIET,
+            "grid.color": QUIET,
             "legend.facecolor": _BACK,
-            "legend.edgecolor": _QUIET,
+            "legend.edgecolor": QUIET,
             "path.simplify_threshold": 0.5,
             "svg.fonttype": "none",
             "svg.hashsalt": "nsa",
@@ -234,13 +235,20 @@ def draw(make: Callable[[], Figure]) -> tuple[Markup, bytes]:
     return _in_theme(vectors.getvalue(), readings), pixels.getvalue()
 
 
+def tell_bars(bars: Iterable[Rectangle], texts: Iterable[str]) -> None:
+    """Have a pointer over each bar of a chart show its text."""
+    for bar, text in zip(bars, texts, strict=True):
+        bar.set_gid(text)
+
+
 def _readings(figure: Figure) -> Markup:
-    """Invisible bands over the lines of a drawn figure, each with the values there, which a pointer shows."""
+    """Invisible rectangles over the lines and bars of a drawn figure, each with its values, which a pointer shows."""
     by_place: dict[tuple[float, ...], list[Any]] = {}
     for ax in figure.axes:  # two that share a place have a scale each
-        by_place.setdefault(ax.bbox.bounds, []).extend(line for line in ax.get_lines() if _has_numbers(line))
-    unit, height = 72 / figure.dpi, figure.bbox.height
-    bands = []
+        drawn = [line for line in ax.get_lines() if line.get_transform() is ax.transData]  # not across the axes
+        by_place.setdefault(ax.bbox.bounds, []).extend(line for line in drawn if _has_numbers(line))
+    bars = [(bar.get_window_extent().bounds, bar.get_gid()) for ax in figure.axes for bar in ax.patches]
+    rects = [_rect(figure, place, text) for place, text in bars if text]
     for (left, bottom, width, tall), lines in by_place.items():
         values: dict[float, list[str]] = {}
         for line in lines:
@@ -252,12 +260,24 @@ def _readings(figure: Figure) -> Markup:
         at = [float(lines[0].axes.transData.transform((x, 0))[0]) for x in shown]
         ends = [left, *((a + b) / 2 for a, b in pairwise(at)), left + width]
         name = lines[0].axes.get_xlabel() if lines else ""
+        ticks = {} if name or not lines else _ticks(lines[0].axes)
         for x, begin, end in zip(shown, ends, ends[1:], strict=False):
-            title = f"{name} {x:g}: {', '.join(values[x])}".strip()
-            place = (begin * unit, (height - bottom - tall) * unit, max(0.0, end - begin) * unit, tall * unit)
-            rect = '<rect class="reading" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
-            bands.append(Markup(rect).format(*place, title))
-    return Markup("").join(bands)
+            title = f"{name} {ticks.get(x, f'{x:g}')}: {', '.join(values[x])}".strip()
+            rects.append(_rect(figure, (begin, bottom, max(0.0, end - begin), tall), title))
+    return Markup("").join(rects)
+
+
+def _rect(figure: Figure, bounds: tuple[float, float, float, float], text: str) -> Markup:
+    unit, (left, bottom, width, height) = 72 / figure.dpi, bounds
+    place = (left * unit, (figure.bbox.height - bottom - height) * unit, width * unit, height * unit)
+    rect = '<rect class="reading" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
+    return Markup(rect).format(*place, text)
+
+
+def _ticks(ax: Axes) -> dict[float, str]:
+    """The texts along the x axis, by place."""
+    texts = zip(ax.get_xticks(), ax.get_xticklabels(), strict=False)  # there are none where an axis below has them
+    return {float(x): text.get_text() for x, text in texts}
 
 
 def _has_numbers(line: Line2D) -> bool:
@@ -278,8 +298,3 @@ def _in_theme(svg: str, readings: Markup) -> Markup:
     for color, name in _THEME.items():
         inner = inner.replace(f": {color}", f": var({name})")
     return Markup(f"<svg {box[0]}>{inner}{readings}</svg>")  # matplotlib has escaped every text in it
-
-
-def embedded(picture: bytes, caption: str) -> Markup:
-    """A PNG file as part of a page."""
-    return Markup('<img alt="{}" src="data:image/png;base64,{}">').format(caption, b64encode(picture).decode())

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+CHART_CAPTION = "Tokens per second of each run (dots; runs of one round are joined) and their mean (bar)."
+
+
 def render_text(record: dict[str, Any]) -> str:
     """The record of an experiment as text for a terminal of 100 columns: what differs between variants as a table."""
     head, *rows = _rows(record)
@@ -48,9 +51,7 @@ def write_views(record: dict[str, Any], directory: Path) -> list[Path]:
     files, charts = [], []
     if find_spec("matplotlib") and any(arm["runs"] for arm in record["arms"]):
         vectors, pixels = page.draw(lambda: figure(record))
-        charts.append(
-            Chart("Tokens per second of each run (dots; runs of one round are joined) and their mean (bar).", vectors)
-        )
+        charts.append(Chart(CHART_CAPTION, vectors))
         files.append(directory / "experiment.png")
         replace(files[-1], pixels)
     files.append(directory / "experiment.html")

@@ -210,7 +210,7 @@ def _waterfall(rows: Sequence[Row]) -> Figure:
 def _roofline(rows: Sequence[Row], machine: Mapping[str, float]) -> Figure:
     import numpy as np
 
-    figure, axes = page.axes(3.6)
+    figure, axes = page.axes(4.4)
     points = [
         (r["estimate"]["flops"] / r["estimate"]["bytes_moved"], r["estimate"]["flops"] / r["forward"]["median_s"])
         for r in rows
@@ -226,7 +226,7 @@ def _roofline(rows: Sequence[Row], machine: Mapping[str, float]) -> Figure:
     axes.set_xlabel("arithmetic intensity, FLOP/byte")
     axes.set_ylabel("GFLOP/s")
     axes.grid(True, which="both", linewidth=0.3, alpha=0.6)
-    axes.legend(fontsize="x-small")
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 

@@ -63,13 +63,15 @@ def write_page(profile: Mapping[str, Any], directory: Path) -> None:
 def _ranges(profile: Mapping[str, Any]) -> Figure:
     figure, axes = page.axes(3.4)
     phases = list(profile["phases"])
-    colors = {name: f"C{index}" for index, name in enumerate(RANGES)} | {OTHER: "darkgray"}
+    colors = {name: f"C{index}" for index, name in enumerate(RANGES)} | {OTHER: page.QUIET}
     labelled: set[str] = set()
     left = dict.fromkeys(phases, 0.0)
     for row in profile["ranges"]:
         phase, branch, width = row["phase"], row["branch"], row["mean_s"] * 1e3
-        label = None if branch in labelled else "rest" if branch == OTHER else branch
-        axes.barh(phase, width, left=left[phase], color=colors[branch], label=label)
+        name = "rest" if branch == OTHER else branch
+        label = None if branch in labelled else name
+        bars = axes.barh(phase, width, left=left[phase], color=colors[branch], label=label)
+        page.tell_bars(bars, [f"{phase}, {name}: {width:.4g} ms"])
         labelled.add(branch)
         left[phase] += width
     axes.set_ylim(len(phases) - 0.5, -0.5)
@@ -81,7 +83,8 @@ def _ranges(profile: Mapping[str, Any]) -> Figure:
 def _operators(profile: Mapping[str, Any]) -> Figure:
     rows = profile["operators"][:TOP_OPERATORS]
     figure, axes = page.axes(0.8 + 0.25 * len(rows))
-    axes.barh(range(len(rows)), [row["mean_s"] * 1e3 for row in rows])
+    bars = axes.barh(range(len(rows)), [row["mean_s"] * 1e3 for row in rows])
+    page.tell_bars(bars, [f"{row['name']}: {row['mean_s'] * 1e3:.4g} ms" for row in rows])
     names = [name if len(name) <= 28 else f"{name[:14]}…{name[-13:]}" for name, *_ in operator_rows(profile)]
     axes.set_yticks(range(len(rows)), names)
     axes.set_ylim(len(rows) - 0.5, -0.5)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_compile.branches import BRANCHES
 from nsa_compile.experiments.runs import base_overrides
+from nsa_compile.experiments.views import CHART_CAPTION, figure
 from nsa_compile.files import replace, write_json
 from nsa_compile.machine.environment import describe_environment, git_revision
 from nsa_compile.machine.matmul_rate import MatmulRate, busy, impossible
-from nsa_compile.page import draw
 from nsa_compile.train.distributed.buckets import effective_bucket_mb
 from nsa_compile.train.records.plots import loss_figure
 from nsa_compile.train.report.run_record import RunRecord, latest_layers, read_run
@@ -266,6 +266,8 @@ def experiment(work: PhaseRun, name: str, *command: str, override: str = "--set"
     work.figure("verdict", record["verdict"], f"{name}/experiment.json")
     for note in record["notes"]:
         work.note(note)
+    if (place / "experiment.png").exists():  # matplotlib is installed, and there is a run
+        work.chart(name, CHART_CAPTION, lambda: figure(record))
     for path in sorted(place.glob("experiment.*")):
         work.artifact(path)
     return record
@@ -345,26 +347,30 @@ def judge_gates(work: PhaseRun, record: RunRecord, place: str) -> None:
 def train(work: PhaseRun, steps: int, *settings: str, on_noise: bool = False) -> tuple[dict[str, Any], RunRecord]:
     """Train the configuration for so many steps: the summary of the run and its record. Its files become artifacts.
 
-    With `on_noise` its data are random bytes: its picture of the loss is drawn again with a title that says so.
+    With `on_noise` its data are random bytes: the picture of the loss among them is one with a title that says so.
     """
     config_file = str(work.plan.config_file)
     made = base_overrides(config_file, [f"run.dir={work.folder / 'runs'}", *settings], steps)
     options = ["--config", config_file, *(word for setting in made for word in ("--set", setting))]
     summary = work.command("train", "train", *options, "--nproc", str(work.plan.processes))
     record = read_run(Path(summary["run_dir"]))
-    picture, caption = record.directory / "loss.png", "loss of the run on the configured data"
-    if on_noise and picture.exists():
-        picture, caption = work.folder / "loss_on_random_bytes.png", f"loss on random bytes: {NO_FALL}"
+    picture = record.directory / "loss.png"
+    caption = f"Loss on random bytes: {NO_FALL}." if on_noise else "Loss of the run on the configured data."
 
-        def make() -> Figure:
-            drawing = loss_figure(record.steps, record.evals, record.summary["best_unigram_loss"])
-            drawing.suptitle(caption, color="firebrick", fontsize="medium", wrap=True)
-            return drawing
+    def make() -> Figure:
+        drawing = loss_figure(record.steps, record.evals, record.summary["best_unigram_loss"])
+        if on_noise:
+            drawing.suptitle(caption, color="C3", fontsize="medium", wrap=True)
+        return drawing
 
-        replace(picture, draw(make)[1])
+    if picture.exists():  # matplotlib is installed
+        content = work.chart("loss", caption, make)
+        if on_noise:
+            picture = work.folder / "loss_on_random_bytes.png"
+            replace(picture, content)
     for name in RUN_FILES:
         work.artifact(record.directory / name)
-    work.artifact(picture, caption)
+    work.artifact(picture)
     return summary, record
 
 

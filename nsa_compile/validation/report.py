@@ -7,22 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from nsa_compile.files import replace
-from nsa_compile.page import (
-    Block,
-    Cell,
-    Chart,
-    Code,
-    Heading,
-    Items,
-    Table,
-    Text,
-    Texts,
-    Tone,
-    embedded,
-    markdown,
-    render,
-)
+from nsa_compile.page import Block, Cell, Chart, Code, Heading, Items, Table, Text, Texts, Tone, markdown, render
 from nsa_compile.validation.runbook import SCHEMA, PhaseOutcome, Runbook, verdict
 
 # What a table of figures says of each.
@@ -101,10 +89,9 @@ def _phase(plan: Runbook, phase: dict[str, Any]) -> Iterator[Block]:
         )
     if phase["figures"]:
         yield Table([_cells(figure) for figure in phase["figures"]], COLUMNS)
-    for name in phase["artifacts"]:
-        if name.endswith(".png") and (plan.directory / name).exists():
-            caption = ": ".join(filter(None, (name, phase["captions"].get(name))))
-            yield Chart(caption, embedded((plan.directory / name).read_bytes(), caption))
+    for name, caption in phase["captions"].items():
+        if (plan.directory / name).exists():
+            yield Chart(caption, Markup((plan.directory / name).read_text("utf-8")))
     if phase["commands"]:
         yield Code("\n".join(phase["commands"]))
     if phase["artifacts"]:

@@ -16,14 +16,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import UserError
 from nsa_compile.experiments.runs import last_line, run_process
-from nsa_compile.files import write_json
+from nsa_compile.files import replace, write_json
 from nsa_compile.machine.environment import git_revision
+from nsa_compile.page import draw
 from nsa_compile.train.records.run_directory import lock_run_directory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
 
 SCHEMA = 1
 # Exit codes by which a command says what it found: nothing, or something.
@@ -111,7 +115,7 @@ class Criterion:
 class PhaseOutcome:
     """What a phase came to. It `failed` where it could not be carried out or found something wrong.
 
-    `captions` are what a reader must know of a picture, by its name among the artifacts.
+    `captions` are of the charts, by the file that holds what `page.draw` made.
     """
 
     phase: str
@@ -172,12 +176,18 @@ class PhaseRun:
         self.artifact(log)
         return code, output
 
-    def artifact(self, path: Path, caption: str = "") -> None:
+    def artifact(self, path: Path) -> None:
         name = self.relative(path)
         if path.is_file() and path.stat().st_size and name not in self.outcome.artifacts:
             self.outcome.artifacts.append(name)
-            if caption:
-                self.outcome.captions[name] = caption
+
+    def chart(self, name: str, caption: str, make: Callable[[], Drawing]) -> bytes:
+        """Draw a chart of the report's page; returns the content of a PNG file of it."""
+        vectors, pixels = draw(make)
+        path = self.folder / f"{name}.svg"
+        replace(path, vectors.encode())
+        self.outcome.captions[self.relative(path)] = caption
+        return pixels
 
     def relative(self, path: Path) -> str:
         return path.relative_to(self.plan.directory).as_posix()

@@ -250,6 +250,9 @@ def test_the_loss_on_random_bytes_is_shown_as_such(plan, monkeypatch):
     assert (plan.directory / picture).read_bytes() != b"a rising line"
     for path in write_report(plan, [outcome], []):
         assert path.read_text().count("the loss stays near ln 256 = 5.545 or rises") >= 2, path
+    page = (plan.directory / "report.html").read_text()
+    assert "<img" not in page
+    assert "<title>optimizer step 2: training 2</title>" in page  # what a pointer shows
 
 
 def test_the_loss_on_data_of_ones_own_is_judged(plan, work):

@@ -139,6 +139,8 @@ def test_a_pointer_over_a_chart_reads_its_values(make_run):
     assert f"{float(written['loss']):.4g}" in read[steps[-1]]
     ends = [(float(x), float(x) + float(width)) for x, width, _ in readings]
     assert all(abs(end - begin) < 0.3 for (_, end), (begin, _) in pairwise(ends)), "they leave no gap"
+    (phases,) = re.findall(r'<figure id="phases">.*?</figure>', content, re.DOTALL)
+    assert re.search(r"<title>optimizer step \d+: data .*, forward .*, other .*</title>", phases)
 
 
 def test_the_page_tells_every_size_and_result(make_run):
