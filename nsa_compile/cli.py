@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
 from nsa_compile.errors import one_line, printable, shortened, user_facing
 from nsa_compile.extras import missing_extra
@@ -92,6 +93,21 @@ def stacked(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return command
 
     return decorate
+
+
+@add_completion_class
+class BashWords(BashComplete):
+    """Completion for bash, which takes ``KEY=VALUE`` for three words and completes the last one."""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        args, incomplete = super().get_completion_args()
+        if incomplete == "=":
+            args, incomplete = [*args, "="], ""
+        self._key = "".join(args[-2:]) if args[-1:] == ["="] else ""
+        return (args[:-2] if self._key else args), self._key + incomplete
+
+    def format_completion(self, item: CompletionItem) -> str:
+        return f"{item.type},{item.value.removeprefix(self._key)}"
 
 
 def _complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:

@@ -111,6 +111,23 @@ def test_a_shell_completes_keys_and_values(incomplete, expected, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train.dty", ["plain,train.dtype="]),
+        ("train.dtype =", ["plain,float32", "plain,bf16"]),
+        ("train.dtype = b", ["plain,bf16"]),
+    ],
+)
+def test_bash_completes_a_value_though_it_takes_it_for_a_word_of_its_own(words, expected, monkeypatch, capsys):
+    monkeypatch.setenv("_NSA_COMPILE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", f"nsa-compile train --set {words}")
+    monkeypatch.setenv("COMP_CWORD", str(2 + len(words.split())))
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["keys", "trian"], "'trian' is no section"),

@@ -70,7 +70,8 @@ def stop_on_signals(one_of_several: bool = False) -> Iterator[StopRequest]:
             return
         if stop.signal is None:
             stop.signal = signal.Signals(signum).name
-            _say("stopping after this step; Ctrl-C (again) to stop at once")
+            line_end = "\n" if os.isatty(_STDERR) else ""  # of the progress bar
+            _say(f"{line_end}stopping after this step; Ctrl-C (again) to stop at once")
         elif signum == signal.SIGINT:
             raise KeyboardInterrupt
 

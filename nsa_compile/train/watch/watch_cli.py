@@ -171,21 +171,21 @@ def _table(run: RunState) -> str:
     for state in run.ranks:
         row = _row(state, now)
         gates = row["gates"]
+        process = "" if row["process"] == "running" else f" ({row['process']})"
         rows.append(
             (
                 row["rank"],
                 row["step"],
-                row["phase"] if row["process"] == "running" else f"{row['phase']} ({row['process']})",
-                f"{row['phase_s']:.0f} s",
+                f"{row['phase']}{process}, {row['phase_s']:.0f} s",
                 _number(row["loss"], ".4f"),
                 _number(row["tokens_per_s"], ",.0f"),
                 f"{row['rss'] / 1e6:,.0f} MB",
-                "–" if gates is None else " ".join(f"{b} {gates[b]:.2f}" for b in _INITIALS),
+                "–" if gates is None else " ".join(f"{gates[b]:.2f}" for b in _INITIALS),
             )
         )
-    rows += [(rank, "–", "not started", "–", "–", "–", "–", "–") for rank in run.missing]
-    headers = ("rank", "step", "phase", "since", "loss", "tokens/s", "memory", "mean gates")
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=("right", "right", "left", *["right"] * 5))
+    rows += [(rank, "–", "not started", "–", "–", "–", "–") for rank in run.missing]
+    headers = ("rank", "step", "phase, since", "loss", "tokens/s", "memory", f"gates {' '.join(_INITIALS)}")
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=("right", "right", "left", *["right"] * 4))
 
 
 def _row(state: RankState, now: float) -> dict[str, Any]:
