@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
+
+from nsa_compile.trees import Structure, leaves_like, put_together, taken_apart
 
 log = logging.getLogger("nsa_compile")
 
@@ -52,23 +53,22 @@ def _loop(step, init, xs):
     first, state, inputs, row = _arguments(init, xs)
     carry = init
     rows: list[list[torch.Tensor]] = []
-    y_spec = None
+    structure = None
     for t in range(inputs[0].shape[0]):
-        carry, y = step(carry, _put_together([leaf[t] for leaf in inputs], row))
-        leaves, y_spec = pytree.tree_flatten(y)
+        carry, y = step(carry, put_together([leaf[t] for leaf in inputs], row))
+        leaves, structure = taken_apart(y, none_is_a_leaf=True)
         if t == 0:
             _require_tensors(_AN_OUTPUT, leaves)
         rows.append(leaves)
     last = _carry_like(state, carry)
     _check_carry(first, last)
-    assert y_spec is not None
     ys = [torch.stack(column) for column in zip(*rows, strict=True)]
-    return _put_together(last, state), pytree.tree_unflatten(ys, y_spec)
+    return put_together(last, state), put_together(ys, structure)
 
 
 def _arguments(init, xs):
-    first, state = _taken_apart("init", init)
-    inputs, row = _taken_apart("xs", xs)
+    first, state = _tensors("init", init)
+    inputs, row = _tensors("xs", xs)
     _require_rows(inputs)
     return first, state, inputs, row
 
@@ -96,7 +96,7 @@ def _require_rows(leaves: list[torch.Tensor]) -> None:
     if not leaves:
         _refuse("scan: xs holds no tensor, so the number of steps is unknown; put torch.arange(S) into it")
     lengths = [leaf.shape[0] if leaf.dim() else -1 for leaf in leaves]
-    if -1 in lengths or len(set(lengths)) != 1:
+    if -1 in lengths or lengths != lengths[:1] * len(lengths):
         _refuse(f"scan: every leaf of xs needs the sequence as its first dimension, got lengths {lengths}")
     if lengths[0] == 0:
         _refuse("scan: xs have length 0 and the outputs of no step have no shape; pass at least one row")
@@ -118,44 +118,21 @@ def _refuse(message: str) -> NoReturn:
     raise ValueError(message)
 
 
-_Structure = tuple[pytree.TreeSpec, list[bool]]  # of a pytree, and which of its leaves are None
-
-
-def _taken_apart(what: str, tree: Any) -> tuple[list[torch.Tensor], _Structure]:
+def _tensors(what: str, tree: Any) -> tuple[list[torch.Tensor], Structure]:
     """The tensors of a pytree, and its structure. None marks what is absent: it stays and takes no part."""
-    leaves, spec = pytree.tree_flatten(tree)
-    tensors = [leaf for leaf in leaves if leaf is not None]
+    tensors, structure = taken_apart(tree)
     _require_tensors(what, tensors)
-    return tensors, (spec, [leaf is None for leaf in leaves])
+    return tensors, structure
 
 
-def _put_together(tensors: Sequence[Any], structure: _Structure) -> Any:
-    """The pytree of that structure that holds these tensors."""
-    spec, absent = structure
-    rest = list(tensors)
-    return pytree.tree_unflatten([None if none else rest.pop(0) for none in absent], spec)
-
-
-def _carry_like(state: _Structure, carry: Any) -> list[torch.Tensor]:
+def _carry_like(state: Structure, carry: Any) -> list[torch.Tensor]:
     """The tensors of a carry that has the structure of the first one, which is `state`."""
-    what = "the carry that the step returns"
-    tensors, structure = _taken_apart(what, carry)
-    if structure != state:
-        first = _put_together([0] * len(state[1]), state)
-        tensors, structure = _taken_apart(what, _in_order(first, carry))
-    if structure != state:
+    tensors = leaves_like(state, carry)
+    if tensors is None:
+        _tensors("the carry that the step returns", carry)
         _refuse("scan: the step returned a carry of another structure than it was given; a carry keeps its keys, "
                 "its length and what is None")  # fmt: skip
     return tensors
-
-
-def _in_order(like: Any, tree: Any) -> Any:
-    """A carry with its keys in the order of another's: a step may write them down in any."""
-    if type(like) is dict and type(tree) is dict and like.keys() == tree.keys():
-        return {key: _in_order(like[key], tree[key]) for key in like}
-    if type(like) is type(tree) and type(like) in (list, tuple) and len(like) == len(tree):
-        return type(like)([_in_order(a, b) for a, b in zip(like, tree, strict=True)])
-    return tree
 
 
 def _check_carry(first: list[torch.Tensor], last: list[torch.Tensor]) -> None:
@@ -215,17 +192,17 @@ def _captured_scan(step, init, xs):
 
     def flat_step(*tensors):
         # The body must not touch the outer tensors, or it would take them as inputs: their structure has none.
-        carry, y = step(_put_together(tensors[:n], state), _put_together(tensors[n:] if n else tensors[1:], row))
+        carry, y = step(put_together(tensors[:n], state), put_together(tensors[n:] if n else tensors[1:], row))
         flat = _carry_like(state, carry)
-        rows, y_spec = pytree.tree_flatten(y)
+        rows, structure = taken_apart(y, none_is_a_leaf=True)
         _require_tensors(_AN_OUTPUT, rows)
-        ys = pytree.tree_unflatten([_own(leaf) for leaf in rows], y_spec)
+        ys = put_together([_own(leaf) for leaf in rows], structure)
         return [_own(leaf) for leaf in flat or tensors[:1]], ys
 
     start = [_own(leaf) for leaf in first or [torch.zeros((), device=inputs[0].device)]]
     combine = functools.partial(_called, combine_fn=flat_step)  # the form that Dynamo asks for
     last, ys = scan_op(combine, start, inputs, additional_inputs=())
-    return _put_together(last, state), ys
+    return put_together(last, state), ys
 
 
 def _called(*tensors, combine_fn):

@@ -36,7 +36,7 @@ LAYERS = [
     {"extras"},
     {"files", "errors", "loop", "modes", "ranges", "streams", "branches"},
     {"capture"},
-    {"workarounds"},
+    {"workarounds", "trees"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo import exc
 from torch._dynamo.output_graph import AliasingInfo, SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._higher_order_ops.scan import scan_op
+from torch.utils import _pytree as pytree
 
 from nsa_compile.capture.refusals import (
     ADVANCED,
@@ -27,6 +30,7 @@ from nsa_compile.capture.refusals import (
     caller_of_scan,
     why_not_traced,
 )
+from nsa_compile.trees import put_together, taken_apart
 
 
 def mend_steps() -> None:
@@ -35,6 +39,7 @@ def mend_steps() -> None:
     refuse_iterators_from_outside()
     keep_what_steps_find()
     let_steps_read_views()
+    take_results_apart_quickly()
 
 
 def explain_uncaptured_steps() -> None:
@@ -48,7 +53,7 @@ def explain_uncaptured_steps() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         place, drawn = caller_of_scan(tx), len(tx.output.random_calls)
         try:
-            with _capturing() if place else contextlib.nullcontext():
+            with _capturing(tx) if place else contextlib.nullcontext():
                 result = original(self, tx, args, kwargs)
         except Exception as error:
             own = isinstance(error, exc.TorchDynamoException)
@@ -93,12 +98,19 @@ def keep_what_steps_find() -> None:
     SideEffects.track_runahead_tensor_and_symvar_side_effects = track  # type: ignore[method-assign]
 
 
-_captures: list[object] = []  # scans whose steps Dynamo traces now, the innermost last
+@dataclass(eq=False)
+class _Capture:
+    """A scan whose step Dynamo traces now."""
+
+    tx: Any  # Dynamo's translator of the function that calls the scan operator
+
+
+_captures: list[_Capture] = []  # the innermost last
 
 
 @contextlib.contextmanager
-def _capturing() -> Iterator[None]:
-    _captures.append(object())
+def _capturing(tx: Any) -> Iterator[None]:
+    _captures.append(_Capture(tx))
     try:
         yield
     finally:
@@ -159,3 +171,31 @@ def let_steps_read_views() -> None:
         return AliasingInfo(False, "") if ours else original(self)
 
     SubgraphTracer.has_aliasing = has_aliasing  # type: ignore[method-assign]
+
+
+def take_results_apart_quickly() -> None:
+    """Let Dynamo trace short functions of ours where it takes the results of a step apart and puts them together.
+
+    It traces torch's pytree there, five times a scan, which takes longer than most steps do (torch 2.13).
+    """
+    original = higher_order_ops._make_inlined
+    ours = {
+        pytree.tree_flatten: taken_apart,
+        pytree.tree_leaves: _leaves,
+        pytree.tree_structure: _structure,
+        pytree.tree_unflatten: put_together,
+    }
+
+    def make_inlined(tx: Any, function: Any) -> Any:
+        in_scan = _captures and tx is _captures[-1].tx
+        return original(tx, ours.get(function, function) if in_scan else function)
+
+    higher_order_ops._make_inlined = make_inlined  # type: ignore[assignment]
+
+
+def _leaves(tree):
+    return taken_apart(tree)[0]
+
+
+def _structure(tree):
+    return taken_apart(tree)[1]
