@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.utils import preserve_rng_state
 from torch._functorch._aot_autograd.functional_utils import has_data_mutation
 from torch._guards import tracing
 from torch._ops import OpOverload
@@ -129,8 +130,16 @@ def trace_step(
     """
     wanted = [bool(flag) and x.differentiable for flag, x in zip(differentiable, inputs, strict=False)]
     wanted += [False] * (len(inputs) - len(wanted))
-    # Torch's own modes may be under way: the operator that asks is itself traced.
-    with modes.unobserved(), tracing(None), preserve_node_meta(), modes.restored(), modes.under(autocast):
+    # Torch's own modes may be under way: the operator that asks is itself traced. What a step draws from no tensor is
+    # drawn in earnest, and a call that brings other gradients than were captured has the step traced while it runs.
+    with (
+        preserve_rng_state(),
+        modes.unobserved(),
+        tracing(None),
+        preserve_node_meta(),
+        modes.restored(),
+        modes.under(autocast),
+    ):
         try:
             results_of = _results_of(body, inputs)
             wanted, with_gradient = propagate_gradients(results_of, n_init, length, wanted)
