@@ -342,12 +342,13 @@ def torch_alone(run: Callable, namespace: dict) -> Callable:
 
 
 def python_loop(step: Callable, init: Any, xs: Any) -> tuple[Any, Any]:
-    """The meaning of a scan over dicts, written out."""
+    """The meaning of a scan, written out."""
+    rows, spec = pytree.tree_flatten(xs)
     carry, ys = init, []
-    for t in range(next(iter(xs.values())).shape[0]):
-        carry, y = step(carry, {key: x[t] for key, x in xs.items()})
+    for t in range(rows[0].shape[0]):
+        carry, y = step(carry, pytree.tree_unflatten([x[t] for x in rows], spec))
         ys.append(y)
-    return carry, {key: torch.stack([y[key] for y in ys]) for key in ys[0]}
+    return carry, pytree.tree_map(lambda *column: torch.stack(column), *ys)
 
 
 def same_failure(one: Verdict | None, other: Verdict) -> bool:
