@@ -120,7 +120,9 @@ def run_loop(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         key: of a registered program.
         tensors: carries, xs `[S, ...]`, and additional inputs.
     """
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    # Operators record nothing in inference mode, with gradients enabled within it or not; an autograd function does.
+    recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    if recorded and any(x.requires_grad for x in tensors):
         return list(_Differentiable.apply(key, *tensors))
     return _operator(key, [])(tensors[0], list(tensors[1:]), key, [])
 
@@ -143,6 +145,7 @@ class _Differentiable(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @torch._disable_dynamo  # a backward pass within a compiled function: saved tensors of a checkpoint are read once
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         step = program(ctx.key).graphs(ctx.differentiable)
         saved, n = ctx.saved_tensors, len(step.rows_read) + len(step.additional_read)  # read once: it may be computed
