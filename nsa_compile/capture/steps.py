@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._dynamo import exc
 from torch._dynamo.output_graph import AliasingInfo, SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
@@ -70,6 +71,10 @@ def explain_uncaptured_steps() -> None:
             if body.graph.find_nodes(op="call_method", target="requires_grad_"):
                 raise ScanRefused(f"the step of the scan at {place} cannot be captured: {ASKS}")
             body.meta[PLACE] = place
+            # The function may write to a result, which gives Dynamo's stand-in for it the gradient of what was written.
+            scan.meta["example_value"] = tuple(
+                torch.empty_like(x, requires_grad=x.requires_grad) for x in scan.meta["example_value"]
+            )
         return result
 
     ScanHigherOrderVariable._call_function = call_function  # type: ignore[method-assign]

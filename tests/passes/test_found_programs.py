@@ -751,3 +751,65 @@ def test_an_open_slice_of_a_new_tensor_is_written_to_at_all_steps():
     x = rows(3, D)
     torch.testing.assert_close(nsa_compile.compile(run, nested="eager", cache=False)(x), run(x))
     assert nsa_compile.last_report().scans[0].batched
+
+
+def test_a_step_traced_while_it_runs_draws_nothing():
+    """Behind a write, gradients are known at the first call alone: the step was traced again then, and really drew."""
+    w = rows(D, D)
+
+    def run(x):
+        h = x.clone().mul_(2)
+
+        def step(c, row):
+            return c, (row @ w)[torch.randperm(D)]
+
+        return scan(step, x[0], h)[1]
+
+    x = rows(3, D).requires_grad_()
+    states = []
+    for function in (run, compiled(run, fullgraph=True)):
+        torch.manual_seed(0)
+        function(x)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_a_loop_in_inference_mode_with_gradients_enabled_within():
+    def run(x):
+        with torch.enable_grad():
+            return scan(lambda c, row: (c * 0.5 + row, c), x[0], x)[1]
+
+    x = rows(3, D).requires_grad_()
+    with torch.inference_mode():
+        y = compiled(run, fullgraph=True)(x)
+        torch.testing.assert_close(y, run(x))
+        assert not y.requires_grad
+
+
+def test_a_gradient_of_a_loop_within_a_compiled_function_in_a_checkpoint():
+    """Dynamo traced the loop's backward pass, and read a second time what a checkpoint hands out once."""
+
+    def run(x, w):
+        print(end="")
+        y = scan(lambda c, row: (c * 0.5 + row @ w, c.tanh()), x[0], x)[1]
+        return y, torch.autograd.grad(y.sum(), w, retain_graph=True)[0]
+
+    x, w = rows(3, D), rows(D, D).requires_grad_()
+    gradients = []
+    for function in (run, compiled(run)):
+        y, inner = checkpoint(function, x, w, use_reentrant=False)
+        gradients.append((inner, torch.autograd.grad(y.square().sum(), w)[0]))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_a_result_without_gradient_that_is_added_to(nested):
+    """What Dynamo said of a result was what became of it: the write got a gradient, and `out=` was refused."""
+
+    def run(x):
+        y = scan(lambda c, row: (c, (row * 2).detach()), x[0], x)[1]
+        torch.mul(y, 3, out=y)
+        y += x
+        return y
+
+    equal_gradients(run, rows(3, D).requires_grad_(), nested=nested)
