@@ -1,14 +1,20 @@
-"""A compiled decode step with and without `fuse_selection_scatter`, at several cache lengths, on the CPU.
+"""A compiled decode step of NSA, its dense twin and the time that reading its bytes takes, by context and batch.
 
     python benchmarks/decode.py
-    python benchmarks/decode.py --cache-lens 4096 --tokens 50
+    python benchmarks/decode.py --contexts 4096 --batches 1 --tokens 50
 
-One token goes through one layer. With the pass it reads the rows of its n selected blocks and of its window; without,
-the selected branch scores the whole cache. The caches are full of random rows, and the token stands at their end.
+On the CPU. One token of each sequence goes through a model of two layers. The caches are full of random rows, and the
+tokens stand at their end. Bytes are those a step has to read: all weights, and of the caches what its attention reads,
+for NSA the compressed rows, those of the n selected blocks and of the window. Their floor is the time in which this
+machine reads as many, by the fastest of several sums over a large tensor, on the same threads, in the same run.
 """
 
 from __future__ import annotations
 
+import gc
+import math
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +25,7 @@ from tabulate import tabulate
 from torch.utils._pytree import tree_leaves
 
 import nsa_compile
+from nsa_compile.models import NSAConfig, NSATransformer
 from nsa_compile.profiles.measure import (
     CPU,
     build,
@@ -31,46 +38,100 @@ from nsa_compile.profiles.measure import (
 )
 
 RECORD = Path(__file__).parent / "results" / "decode.json"
-PASS = "fuse_selection_scatter"
+FLOATS_READ = 2**26  # 256 MiB: more than caches hold
+
+
+def bytes_read(model: NSATransformer, context: int, batch: int) -> int:
+    """What one step reads of weights and caches, in float32."""
+    config, pattern = model.config, model.config.pattern
+    # An embedding is read by one row a token.
+    weights = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel() + batch * config.dim
+    if config.attention == "dense":
+        rows = context
+    else:
+        compressed = (context - pattern.compress_block) // pattern.compress_stride + 1
+        selected = min(pattern.num_selected * pattern.select_block, context)
+        rows = compressed + selected + min(pattern.window, context)
+    row = config.n_kv_heads * (config.head_dim + config.value_dim)
+    return 4 * (weights + batch * config.n_layers * rows * row)
+
+
+def seconds_per_byte() -> float:
+    """By the fastest of several sums over more memory than caches hold."""
+    numbers = torch.ones(FLOATS_READ)
+    samples = []
+    for _ in range(8):
+        begun = time.perf_counter()
+        numbers.sum()
+        samples.append(time.perf_counter() - begun)
+    return min(samples) / numbers.nbytes
+
+
+def stepped(config: NSAConfig, context: int, batch: int) -> tuple[NSATransformer, Any]:
+    """A model, and a function that decodes one token of each sequence at the end of full caches."""
+    model = build(config)
+    step = nsa_compile.compile_decode_step(model)
+    state = model.init_state(batch, context)
+    for leaf in tree_leaves(state):
+        if leaf is not None and leaf.is_floating_point():
+            leaf.normal_()
+    tokens = torch.zeros(batch, dtype=torch.int64)
+
+    def decode() -> None:
+        state.t.fill_(context - 1)  # the step counts on
+        step(state, tokens)
+
+    return model, decode
 
 
 @click.command()
-@click.option("--cache-lens", default="4096,32768", show_default=True, help="Rows of the caches.")
-@click.option(
-    "--tokens", default=30, show_default=True, type=click.IntRange(min=1), help="Timed tokens of each, in turns."
-)
+@click.option("--contexts", default="2048,8192,32768,131072", show_default=True, help="Tokens in the caches.")
+@click.option("--batches", default="1,8", show_default=True, help="Sequences decoded side by side.")
+@click.option("--tokens", default=30, show_default=True, type=click.IntRange(min=1), help="Timed steps, in turns.")
 @click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/decode.json without it.")
 @torch.no_grad()
-def main(cache_lens, tokens, out) -> None:
-    """Time a decode step with the pass on and off."""
+def main(contexts, batches, tokens, out) -> None:
+    """Time decode steps of NSA and of its dense twin."""
     path = Path(out) if out else RECORD
-    config = model_config(layers=1, dim=256, head_dim=64)
-    model = build(config)
+    config = model_config(layers=2, dim=256, head_dim=64)
     rows: list[dict[str, Any]] = []
-    for length in (int(word) for word in cache_lens.split(",")):
-        torch._dynamo.reset()
-        state = model.init_state(1, length)
-        for leaf in tree_leaves(state):
-            if leaf is not None and leaf.is_floating_point():
-                leaf.normal_()
-        token = torch.zeros(1, dtype=torch.int64)
-        steps = {
-            "on": nsa_compile.compile_decode_step(model),
-            "off": nsa_compile.compile_decode_step(model, disable=(PASS,)),
-        }
-
-        def decode(step: Any, state: Any = state, token: torch.Tensor = token, length: int = length) -> None:
-            state.t.fill_(length - 1)  # the step counts on
-            step(state, token)
-
-        timings = interleave({name: partial(decode, step) for name, step in steps.items()}, tokens, CPU)
-        rows.append({"cache_len": length, **timings, "ratio": ratio(timings["off"], timings["on"])})
-        settings = {"tokens": tokens, "disabled": PASS, "layers": 1, "dim": config.dim, "heads": config.n_heads}
-        write_record(path, make_record("decode", settings, rows))
-    table = [(r["cache_len"], *(show(r[n]) for n in ("on", "off")), f"{r['ratio']:.1f}") for r in rows]
-    headers = ("cache", "on, ms (range)", "off, ms (range)", "off / on")
+    per_byte = math.inf
+    for context in (int(word) for word in contexts.split(",")):
+        for batch in (int(word) for word in batches.split(",")):
+            gc.collect()
+            torch._dynamo.reset()
+            made = {name: stepped(replace(config, attention=name), context, batch) for name in ("nsa", "dense")}
+            timings = interleave({name: partial(decode) for name, (_, decode) in made.items()}, tokens, CPU)
+            per_byte = min(per_byte, seconds_per_byte())
+            row: dict[str, Any] = {"context": context, "batch": batch, "dense_over_nsa": None}
+            for name, (model, _) in made.items():
+                read = bytes_read(model, context, batch)
+                row[name] = {
+                    **timings[name],
+                    "tokens_per_s": batch / timings[name]["median_s"],
+                    "bytes_per_token": read / batch,
+                    "over_floor": timings[name]["median_s"] / (read * per_byte),
+                }
+            row["dense_over_nsa"] = ratio(timings["dense"], timings["nsa"])
+            rows.append(row)
+            settings = {"tokens": tokens, "layers": 2, "dim": config.dim, "heads": config.n_heads, "dtype": "float32"}
+            settings |= {"groups": config.n_kv_heads, "bytes_per_s": 1 / per_byte}
+            write_record(path, make_record("decode", settings, rows))
+    table = [
+        (
+            *(r["context"], r["batch"]),
+            *(show(r[name]) for name in ("nsa", "dense")),
+            *(f"{r['nsa']['tokens_per_s']:,.0f}", f"{r['nsa']['bytes_per_token'] / 2**20:.1f}"),
+            *(f"{r['dense_over_nsa']:.1f}", f"{r['nsa']['over_floor']:.1f}", f"{r['dense']['over_floor']:.1f}"),
+        )
+        for r in rows
+    ]
+    headers = (
+        *("context", "batch", "NSA, ms (range)", "dense, ms (range)", "NSA, tokens/s", "MiB/token"),
+        *("dense / NSA", "NSA / floor", "dense / floor"),
+    )
     print(tabulate(table, headers=headers))
-    print(path)
+    print(f"{1 / per_byte / 1e9:.1f} GB/s read; {path}")
 
 
 if __name__ == "__main__":

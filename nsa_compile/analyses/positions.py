@@ -39,7 +39,7 @@ class Write:
     position: fx.Node  # one integer, or one for each sequence
     first: int
     stride: int
-    by_sequence: bool  # of dimension 0, and `dim` is 1
+    by_sequence: bool  # of dimension 0
 
 
 def find_window(node: fx.Node, conditions: tuple[Condition, ...], record: ScanRecord) -> KeyRange | None:
@@ -120,7 +120,7 @@ def find_write(node: fx.Node, record: ScanRecord) -> Write | None:
     by_sequence = example(difference.base).numel() > 1
     if by_sequence:
         each = torch.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1))
-        if dim != 1 or which.shape[0] != shape[0] or not torch.equal(which, each.expand_as(which)):
+        if dim == 0 or which.shape[0] != shape[0] or not torch.equal(which, each.expand_as(which)):
             return None
     return Write(cache, source, dim, difference.base, int(rows[0]), stride, by_sequence)
 

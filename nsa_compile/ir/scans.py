@@ -185,7 +185,8 @@ def is_single_step(gm: fx.GraphModule) -> bool:
     }
     # Positions of several sequences are compared with those of rows; else integers may be labels.
     has_positions = any(x.numel() == 1 or (x.dim() == 1 and "arange" in calls) for x in integers)
-    return has_positions and "softmax" in calls and not find_scans(gm)
+    has_attention = bool({"softmax", "scaled_dot_product_attention"} & calls)
+    return has_positions and has_attention and not find_scans(gm)
 
 
 def name_scans_apart(gm: fx.GraphModule) -> None:

@@ -49,12 +49,15 @@ class NSAToken(NamedTuple):
 
 
 class NSAState(NamedTuple):
-    """The caches before a token: room for S tokens and for the `N = (S - l) // d + 1` blocks they complete."""
+    """The caches before a token: room for S tokens and for the `N = (S - l) // d + 1` blocks they complete.
+
+    Compressed blocks are read as a whole, and lie as that is fastest: one group after the other.
+    """
 
     recent_k: Tensor  # [B, l, G, D], the last l uncompressed keys
     recent_v: Tensor  # [B, l, G, Dv]
-    k_cmp: Tensor  # [B, N, G, D]
-    v_cmp: Tensor  # [B, N, G, Dv]
+    k_cmp: Tensor  # [B, G, N, D]
+    v_cmp: Tensor  # [B, G, N, Dv]
     k_slc: Tensor  # [B, S, G, D]
     v_slc: Tensor  # [B, S, G, Dv]
     k_win: Tensor | None  # [B, S, G, D]
@@ -73,8 +76,8 @@ def init_state(
     return NSAState(
         recent_k=cache(key, pattern.compress_block),
         recent_v=cache(value, pattern.compress_block),
-        k_cmp=cache(key, n_blocks),
-        v_cmp=cache(value, n_blocks),
+        k_cmp=cache(key, n_blocks).transpose(1, 2).contiguous(),
+        v_cmp=cache(value, n_blocks).transpose(1, 2).contiguous(),
         k_slc=cache(key, max_len),
         v_slc=cache(value, max_len),
         k_win=None if shared_kv else cache(key, max_len),
@@ -114,7 +117,7 @@ def _gated_branches(
     """The new state, and the output of each branch times its gate, `[B, G, h, Dv]` (eq. 5 before its sum)."""
     t = token.t
     max_len = state.k_slc.shape[1]
-    n_blocks = state.k_cmp.shape[1]
+    n_blocks = state.k_cmp.shape[2]
     groups = state.k_slc.shape[2]
     position = torch.arange(max_len, device=t.device)
     each = t[..., None]  # [1], or [B, 1]: what is compared with it is [T], or [B, T]
@@ -134,11 +137,11 @@ def _gated_branches(
     recent_v = torch.cat([state.recent_v[:, 1:], token.v_cmp[:, None]], dim=1)
     block = torch.arange(n_blocks, device=t.device)
     block_end = block * pattern.compress_stride + pattern.compress_block - 1
-    completed = (block_end == each)[..., None, None]
+    completed = (block_end == each)[..., None, :, None]
     new_k = phi_k(recent_k.transpose(1, 2)).to(state.k_cmp.dtype)
     new_v = phi_v(recent_v.transpose(1, 2)).to(state.v_cmp.dtype)
-    k_cmp = torch.where(completed, new_k[:, None], state.k_cmp)
-    v_cmp = torch.where(completed, new_v[:, None], state.v_cmp)
+    k_cmp = torch.where(completed, new_k[:, :, None], state.k_cmp)
+    v_cmp = torch.where(completed, new_v[:, :, None], state.v_cmp)
 
     q = token.q.unflatten(1, (groups, -1))  # [B, G, h, D]
     q_cmp = token.q_cmp.unflatten(1, (groups, -1))
@@ -146,7 +149,9 @@ def _gated_branches(
     outputs = []
     if "compressed" in branches:
         # Compressed branch, eq. 8: attention over the blocks that end no later than t.
-        o_cmp, p_cmp = _masked_attention(q_cmp, k_cmp, v_cmp, (block_end <= each)[..., None, None, :])
+        o_cmp, p_cmp = _masked_attention(
+            q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), (block_end <= each)[..., None, None, :]
+        )
         outputs.append(o_cmp)
 
         if "selected" in branches:

@@ -109,13 +109,12 @@ def write_row(build: NodeBuilder, write: Write) -> fx.Node:
         old = build(aten.index_select.default, write.cache, write.dim, row)
         new = build(aten.where.self, there, write.source, old)
         return build(aten.index_copy.default, write.cache, write.dim, row, new)
+    # What is indexed comes first, with nothing between: [B, ...] without the dimension of the rows.
     sequence = build(aten.arange.default, count, dtype=torch.int64, device=example(write.cache).device)
-    old = build(aten.index.Tensor, write.cache, [sequence, row])
-    source = build(aten.expand.default, write.source, [count, 1, *shape[2:]])
-    new = build(
-        aten.where.self,
-        build(aten.reshape.default, there, [count, *[1] * len(shape[2:])]),
-        build(aten.reshape.default, source, [count, *shape[2:]]),
-        old,
-    )
-    return build(aten.index_put.default, write.cache, [sequence, row], new)
+    at = [sequence, *[None] * (write.dim - 1), row]
+    one, rest = [*shape], [count, *shape[1 : write.dim], *shape[write.dim + 1 :]]
+    one[write.dim] = 1
+    source = build(aten.reshape.default, build(aten.expand.default, write.source, one), rest)
+    there = build(aten.reshape.default, there, [count, *[1] * (len(rest) - 1)])
+    new = build(aten.where.self, there, source, build(aten.index.Tensor, write.cache, at))
+    return build(aten.index_put.default, write.cache, at, new)

@@ -156,7 +156,7 @@ def test_scores_are_those_of_the_tokens_that_are_read(final_graphs):
                 state, tokens_for(model, 1, 1)[:, 0]
             )
         flops.append(last_report().passes[-1].estimate.flops)
-        blocks.append(state.layers[0].k_cmp.shape[1])
+        blocks.append(state.layers[0].k_cmp.shape[2])
         floats = [
             x for n in final_graphs[-1].graph.nodes if isinstance(x := n.meta.get("example_value"), Tensor)
             and x.is_floating_point() and length in x.shape
@@ -302,6 +302,7 @@ def test_rows_of_several_sequences_are_written_where_each_has_its_own():
         "turned round": (lambda row, t: row == t.flip(0)[:, None], True),
         "the first one's": (lambda row, t: (row == t[:1]).expand(3, 6), False),
         "by head": (lambda row, t: (row[:, None] == t[:2])[None, :, :, None], False),
+        "of the last dimension": (lambda row, t: (row == t[:, None])[:, None, None], True),
         "backwards": (lambda row, t: 5 - row == t[:, None], False),
     }
 
@@ -309,13 +310,15 @@ def test_rows_of_several_sequences_are_written_where_each_has_its_own():
         weights = torch.softmax(source, -1)  # a step has attention
         for cache, (condition, _) in zip(caches, conditions.values(), strict=True):
             here = condition(torch.arange(6), t)
-            cache.copy_(torch.where(here if here.dim() == 4 else here[:, :, None, None], source[:, None], cache))
+            here = here if here.dim() == 4 else here[:, :, None, None]
+            new = source[..., None] if cache.shape[-1] == 6 else source[:, None]
+            cache.copy_(torch.where(here, new, cache))
         return weights
 
     torch._dynamo.reset()
     for nested in ("eager", "inductor"):
         fast = nsa_compile.compile(step, nested=nested, cache=False)
-        actual = [torch.zeros(3, 6, 2, 2) for _ in conditions]
+        actual = [torch.zeros(*((3, 2, 2, 6) if "last" in name else (3, 6, 2, 2))) for name in conditions]
         expected = [x.clone() for x in actual]
         for t in ([0, 1, 2], [5, 5, 5], [-3, 40, 3], [4, 13, 0]):
             source = torch.randn(3, 2, 2)
