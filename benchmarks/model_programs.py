@@ -3,6 +3,7 @@
     python -m benchmarks.model_programs --count 2000 --seed 0
     python -m benchmarks.model_programs --count 100000 --jobs 2 --out programs.json
     python -m benchmarks.model_programs --only 17,230 --shrink 2        # these programs of the seed again
+    python -m benchmarks.model_programs --count 80 --nested inductor    # the same, with Inductor behind the passes
 
 The programs are those of `tests/model_programs.py`, judged by `tests/model_judge.py` in processes that may die or hang.
 A failing program is shrunk to the statements that it needs. Failures of the same verdict that hold all pieces of a
@@ -29,12 +30,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click
 
 from nsa_compile.profiles.measure import make_record, write_record
-from tests.model_judge import VERDICTS, Verdict, judge_in_time, shrink
+from tests.model_judge import VERDICTS, Verdict, judge_in_time, shrink, with_nested
 from tests.model_programs import draw
 
 SECONDS = 30  # of processor time that a program may take
 PATIENCE = 10  # a busy machine takes so many times longer
 SHRINK_SECONDS = 600
+NESTED = ("eager", "aot_eager", "inductor")
 TASKS_A_WORKER = 300  # Dynamo keeps some of each program it has seen
 # Pieces that nearly every program has: they say nothing about a cause.
 COMMON = {"scan", "output", "argument", "first carry", "scanned input", "rows", "final carry", "run plain", "cache"}
@@ -48,6 +50,7 @@ def worker(pipe: Connection) -> None:
     import gc
 
     spare_dynamo()
+    spare_inductor()
     gc.disable()  # one collection every few programs costs a fifth less than torch's many objects do
     logging.disable(logging.CRITICAL)
     devnull = os.open(os.devnull, os.O_WRONLY)
@@ -57,7 +60,7 @@ def worker(pipe: Connection) -> None:
         task = pipe.recv()
         if task is None:
             return
-        pipe.send(judged(*task[1:]) if task[0] == "judge" else shrunk(*task[1:]))
+        pipe.send(judge_in_time(task[1], SECONDS) if task[0] == "judge" else shrunk(*task[1:]))
         if n % 20 == 0:
             gc.collect()
         if n == 0:
@@ -72,8 +75,12 @@ def spare_dynamo() -> None:
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
-def judged(seed: int, number: int) -> Verdict:
-    return judge_in_time(draw(seed, number).source, SECONDS)
+def spare_inductor() -> None:
+    """Let Inductor draw the random numbers of eager mode, so that they can be compared, and compile in this process."""
+    import torch._inductor.config
+
+    torch._inductor.config.fallback_random = True
+    torch._inductor.config.compile_threads = 1
 
 
 def shrunk(source: str, verdict: Verdict) -> str:
@@ -174,29 +181,29 @@ def pieces_of(source: str) -> frozenset[str]:
     return frozenset(line.split("#: ")[1] for line in source.splitlines() if "#: " in line) - COMMON
 
 
-def group(failures: dict[int, Verdict], seed: int, examples: int, jobs: int) -> list[Group]:
+def group(failures: dict[int, Verdict], sources: dict[int, str], examples: int, jobs: int) -> list[Group]:
     """Shrink the smallest failure that no group explains yet, until all are explained or `examples` have been shrunk.
 
     What is left over after that makes groups by verdict and cause.
     """
-    programs = {number: draw(seed, number) for number in failures}
+    pieces = {number: pieces_of(source) for number, source in sources.items()}
     groups: list[Group] = []
-    unexplained = sorted(failures, key=lambda number: len(programs[number].source))
+    unexplained = sorted(failures, key=lambda number: len(sources[number]))
     while unexplained and examples > 0:
         # One of each verdict and cause in a round, so that the rounds can be shrunk side by side.
         chosen = list({failures[number]: number for number in reversed(unexplained)}.values())[
             : min(examples, 8 * jobs)
         ]
         examples -= len(chosen)
-        tasks = [(n, ("shrink", programs[n].source, failures[n])) for n in chosen]
+        tasks = [(n, ("shrink", sources[n], failures[n])) for n in chosen]
         for number, source in in_workers(tasks, jobs, SHRINK_SECONDS):
             if not isinstance(source, str):  # the process died of it
-                source = programs[number].source
+                source = sources[number]
             groups.append(Group(failures[number], pieces_of(source), source))
             print(f"\n[{number}] {failures[number].kind}: {failures[number].cause}\n{essence(source)}", flush=True)
-        unexplained = [n for n in unexplained if not any(g.explains(failures[n], programs[n].pieces) for g in groups)]
+        unexplained = [n for n in unexplained if not any(g.explains(failures[n], pieces[n]) for g in groups)]
     for number, verdict in failures.items():
-        owner = next((g for g in groups if g.explains(verdict, programs[number].pieces)), None)
+        owner = next((g for g in groups if g.explains(verdict, pieces[number])), None)
         if owner is None:
             owner = next((g for g in groups if g.verdict == verdict and g.source == ""), None)
         if owner is None:
@@ -224,13 +231,21 @@ def essence(source: str) -> str:
 @click.option("--only", default="", help="Numbers of single programs, separated by commas.")
 @click.option("--jobs", default=1, show_default=True, help="Processes.")
 @click.option("--shrink", "examples", default=20, show_default=True, help="Failures to shrink at most.")
+@click.option("--nested", type=click.Choice(NESTED), default=None, help="Nested backend, instead of the drawn one.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Record as JSON.")
-def main(count: int, seed: int, first: int, only: str, jobs: int, examples: int, out: Path | None) -> None:
+def main(
+    count: int, seed: int, first: int, only: str, jobs: int, examples: int, nested: str | None, out: Path | None
+) -> None:
     """Judge drawn programs and group what fails."""
     numbers = [int(n) for n in only.split(",")] if only else list(range(first, first + count))
     began = time.monotonic()
     verdicts: dict[int, Verdict] = {}
-    tasks = ((n, ("judge", seed, n)) for n in numbers)
+
+    def source_of(number: int) -> str:
+        source = draw(seed, number).source
+        return with_nested(source, nested) if nested else source
+
+    tasks = ((n, ("judge", source_of(n))) for n in numbers)
     for number, verdict in in_workers(tasks, jobs, SECONDS * PATIENCE):
         verdicts[number] = verdict
         if verdict.failed:
@@ -243,7 +258,7 @@ def main(count: int, seed: int, first: int, only: str, jobs: int, examples: int,
         causes = Counter(v.cause for v in verdicts.values() if v.kind == kind)
         print(f"\n{kind}:" + "".join(f"\n{n:6}  {cause}" for cause, n in causes.most_common(25)))
     failures = {n: v for n, v in verdicts.items() if v.failed}
-    groups = group(failures, seed, examples, jobs)
+    groups = group(failures, {n: source_of(n) for n in failures}, examples, jobs)
     for g in groups:
         named = ", ".join(map(str, g.programs[:6]))
         print(
@@ -260,7 +275,7 @@ def main(count: int, seed: int, first: int, only: str, jobs: int, examples: int,
             }
             for g in groups
         ]
-        settings = {"seed": seed, "programs": len(verdicts), "seconds": seconds}
+        settings = {"seed": seed, "nested": nested or "as drawn", "programs": len(verdicts), "seconds": seconds}
         errors = Counter(v.cause for v in verdicts.values() if v.kind == "one_line_error")
         more = {"counts": counts(verdicts), "one_line_errors": dict(errors.most_common())}
         write_record(out, make_record("model programs", settings, rows, **more))

@@ -298,7 +298,8 @@ def as_torch_functionalizes(source: str) -> bool:
     try:
         with quiet():
             torch._dynamo.reset()
-            theirs = Subject(source.replace("NESTED, FULLGRAPH, MODE = 'eager'", FUNCTIONAL), python_loop, torch_alone)
+            functional = with_nested(source, "aot_eager") if "MODE = 'eager'" in source else source
+            theirs = Subject(functional, python_loop, torch_alone)
             seen = [theirs.call(n) for n in range(len(theirs.calls) + 1)]
             torch._dynamo.reset()
             return against(seen, source, nsa_compile.scan, nsa_compiler([])) is None
@@ -306,7 +307,9 @@ def as_torch_functionalizes(source: str) -> bool:
         return False
 
 
-FUNCTIONAL = "NESTED, FULLGRAPH, MODE = 'aot_eager'"
+def with_nested(source: str, nested: str) -> str:
+    """The same program with another nested backend."""
+    return re.sub(r"^NESTED, FULLGRAPH, MODE = '\w+'", f"NESTED, FULLGRAPH, MODE = '{nested}'", source, flags=re.M)
 
 
 def overwrites_what_backward_needs(source: str) -> bool:
