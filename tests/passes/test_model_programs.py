@@ -174,6 +174,24 @@ def test_judge_accepts_what_is_right():
     assert judge(EVERYTHING, lambda run, _: run).kind == "no_scan_seen"
 
 
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-5), ("bfloat16", 0.06)])
+def test_judge_sees_more_than_roundings(dtype, off):
+    """Within the band of its dtype, and farther from the program in float64 than eager is."""
+    source = (
+        EVERYTHING.replace("torch.float64, 2, 1", f"torch.{dtype}, 2, 1")
+        .replace(" + torch.rand(S, B, D, dtype=DTYPE)", "")
+        .replace("D), dtype=DTYPE)", "D), dtype=torch.float64).bfloat16().to(DTYPE)")
+        .replace("randn(D, D, dtype=DTYPE)", "randn(D, D, dtype=torch.float64).bfloat16().to(DTYPE)")
+    )
+    assert judge(source, lambda run, _: run).kind == "no_scan_seen"
+
+    def changed(x: Tensor) -> Tensor:
+        return x * (1 + off) if x.is_floating_point() else x
+
+    verdict = judge(source, on_outputs(lambda x: changed(x).to(x.dtype) if x.requires_grad else x))
+    assert (verdict.kind, verdict.cause) == ("wrong_value", "output: farther from float64 than eager")
+
+
 def test_judge_passes_over_what_eager_refuses():
     assert judge(EVERYTHING.replace("h.mul_(2)", "x.mul_(2)")).kind == "eager_fails"
 
