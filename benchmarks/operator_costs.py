@@ -4,7 +4,7 @@
     python benchmarks/operator_costs.py --device vectors
     python benchmarks/operator_costs.py --seq-lens 128,256 --repeats 1 --out costs.json
 
-Writes nsa_compile/passes/operator_costs.json, by which `lower_attention` chooses between an operator that follows its
+Writes nsa_compile/analyses/operator_costs.json, by which `lower_attention` chooses between an operator that follows its
 mask and dense attention. Each operator is timed at several lengths and sizes of its mask, in turns with dense
 attention, and `time = per_query * queries + per_pair * pairs` is fitted to the medians, each by its share: an error of
 10 % counts the same at every size. A figure is for one key/value head with all its query heads, so it compares with
@@ -30,14 +30,14 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-import nsa_compile.passes
+import nsa_compile.analyses
 from nsa_compile.ir import attention
 from nsa_compile.ops import compressed_attention, flops, force_implementation, selected_attention, window_attention
 from nsa_compile.ops.compressed.selection import best_blocks_at
 from nsa_compile.ops.dispatch import choose_kernel
 from nsa_compile.profiles.measure import SEED, interleave, make_record, write_record
 
-COSTS = Path(nsa_compile.passes.__file__).parent / "operator_costs.json"
+COSTS = Path(nsa_compile.analyses.__file__).parent / "operator_costs.json"
 GROUPS, HEADS, DIM = 2, 4, 64  # key/value heads, query heads of each, width
 BLOCK, STRIDE, SELECT_BLOCK = 32, 16, 64
 WINDOWS = (64, 256, 512)

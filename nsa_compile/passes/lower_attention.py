@@ -10,23 +10,19 @@ Each becomes one of
 Attention of one query on indices, in a step by itself or in the body of a scan that stays a loop, gathers the rows it
 reads, and only these.
 
-Which one is faster is decided by the number of keys each of them touches and by what a key costs, as measured
-(`operator_costs.json`; `benchmarks/operator_costs.py` measures it anew).
+`analyses/attention_costs.py` says which one is faster.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from nsa_compile.analyses.attention_costs import Call, fits_sdpa, is_causal, prefers_sparse, selected_blocks
 from nsa_compile.branches import BRANCH_OF
 from nsa_compile.ir import attention as eager
 from nsa_compile.ir.aten import aten
@@ -35,7 +31,6 @@ from nsa_compile.ir.lowering import reshape_views, trace_to_aten
 from nsa_compile.ir.markers import label_of, set_label
 from nsa_compile.ir.rewriting import eliminate_dead_code, inline_tensors
 from nsa_compile.ir.scans import example, fake_inputs, find_scans, location, subgraphs
-from nsa_compile.ops import cpp, flops
 from nsa_compile.ops.compressed import compressed_attention
 from nsa_compile.ops.selected import selected_attention
 from nsa_compile.ops.window import window_attention
@@ -44,8 +39,6 @@ from nsa_compile.passes.report import AttentionChoice
 
 # What batch_prefill puts between a selection and the attention to what it selects.
 LAYOUT = {aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim}
-
-Call = AttentionCall[fx.Node] | SelectCall[fx.Node]
 
 
 class Implementation(NamedTuple):
@@ -104,7 +97,7 @@ def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
                 continue
             selection = SelectCall.of(source)
             takes_all = selection.num_selected >= selection.num_blocks
-            if takes_all and _is_causal(call) and context.may_rewrite():
+            if takes_all and is_causal(call) and context.may_rewrite():
                 context.match(location(node), f"all {selection.num_blocks} blocks are selected: no indices")
                 set_label(node, _range_of(node))  # of the selected branch all the same
                 node.args = replace(call, indices=None).args
@@ -113,11 +106,6 @@ def _drop_needless_indices(gm: fx.GraphModule, context: PassContext) -> bool:
             eliminate_dead_code(graph)  # the ranking, if nobody else reads it
         changed |= dropped
     return changed
-
-
-def _is_causal(call: AttentionCall[fx.Node]) -> bool:
-    """Whether a call's mask keeps every key up to the query's own."""
-    return isinstance(call.kind, Window) and call.kind.size >= example(call.q).shape[1]
 
 
 def _range_of(node: fx.Node) -> str:
@@ -142,13 +130,8 @@ def _describe(call: Call) -> str:
     queries, keys = example(call.q).shape[1], example(call.k).shape[1]
     if isinstance(call, SelectCall):
         return f"selection of {call.num_selected} of {call.num_blocks} blocks for {queries} queries"
-    blocks = "" if call.indices is None else f", {_selected_blocks(call)} selected blocks of {call.select_block}"
+    blocks = "" if call.indices is None else f", {selected_blocks(call)} selected blocks of {call.select_block}"
     return f"attention of {queries} queries to {keys} keys ({call.kind}{blocks})"
-
-
-def _selected_blocks(call: AttentionCall[fx.Node]) -> int:
-    assert call.indices is not None
-    return example(call.indices).shape[-1]
 
 
 # -- the choice
@@ -159,14 +142,14 @@ def choose(node: fx.Node, wish: str) -> Implementation:
     call = call_of(node)
     if isinstance(call, SelectCall):
         partner = next((n for n in call.q.users if n.target is ATTENTION and _same_scores(n, node)), None)
-        return _compressed(node, partner) if _prefers_sparse(call, wish) else _dense(node, call)
+        return _compressed(node, partner) if prefers_sparse(call, wish) else _dense(node, call)
     queries = example(call.q).shape[1]
     if call.indices is not None and queries == 1:
         return Implementation("rows of the selected blocks", _one_query(call), [node])
-    if call.mask is not None or isinstance(call.kind, Opaque | All) or not _prefers_sparse(call, wish):
+    if call.mask is not None or isinstance(call.kind, Opaque | All) or not prefers_sparse(call, wish):
         return _dense(node, call)
     if call.indices is not None:
-        return _selected(node, call) if _is_causal(call) else _dense(node, call)
+        return _selected(node, call) if is_causal(call) else _dense(node, call)
     if isinstance(call.kind, Blocks):
         partner = next((n for n in call.q.users if n.target is SELECT and _same_scores(node, n)), None)
         return _compressed(partner, node)
@@ -179,64 +162,6 @@ def _same_scores(attention: fx.Node, selection: fx.Node) -> bool:
     if a.mask is not None or a.indices is not None:
         return False
     return (a.q, a.k, a.scale, a.kind) == (b.q, b.k, b.scale, b.kind)
-
-
-@cache
-def _costs() -> dict[str, Any]:
-    return json.loads((Path(__file__).parent / "operator_costs.json").read_text())
-
-
-def _prefers_sparse(call: Call, wish: str) -> bool:
-    """Whether the operator that follows the mask is faster than dense attention, or asked for."""
-    read = (call.q, call.k) if isinstance(call, SelectCall) else (call.q, call.k, call.v)
-    if isinstance(call, SelectCall) and call.mask is not None:
-        return False
-    if len({example(x).dtype for x in read}) > 1:
-        return False  # the operators want one dtype
-    if wish != "auto":
-        return wish == "sparse"
-    q, k = example(call.q), example(call.k)
-    queries, keys = q.shape[1], k.shape[1]
-    costs = _costs().get(_machine(q.device.type), UNMEASURED)
-
-    def cost(name: str, pairs: int) -> float:
-        return costs[name]["per_query"] * queries + costs[name]["per_pair"] * pairs
-
-    return cost(*_sparse_work(call, queries, keys)) < cost(_dense_name(call, queries, keys), queries * keys)
-
-
-def _sparse_work(call: Call, queries: int, keys: int) -> tuple[str, int]:
-    """The operator that follows a mask, and how many pairs of queries and keys it computes."""
-    if isinstance(call.kind, Blocks):
-        return "compressed", flops.compressed_pairs(queries, keys, call.kind.size, call.kind.stride)
-    assert isinstance(call, AttentionCall)
-    if call.indices is not None:
-        return "selected", flops.window_pairs(queries, keys, _selected_blocks(call) * call.select_block)
-    assert isinstance(call.kind, Window)
-    return "window", flops.window_pairs(queries, keys, call.kind.size)
-
-
-def _dense_name(call: Call, queries: int, keys: int) -> str:
-    """What dense attention costs goes by: whether its scores go through memory, and whether it is causal."""
-    if isinstance(call, SelectCall) or not _fits_sdpa(call):
-        return "dense_scores"
-    return "dense_causal" if _is_causal(call) and queries == keys else "dense"
-
-
-def _machine(device: str) -> str:
-    """Whose costs to go by."""
-    return "vectors" if device == "cpu" and not cpp.has_matrix_unit() else device
-
-
-# Of a device on which `benchmarks/operator_costs.py` has not run, in units of a pair of flash attention: an operator
-# that follows its mask is taken to get half the rate of flash, which skips half of the pairs where the mask is causal
-# and takes no other mask; scores that go through memory are slower yet.
-UNMEASURED = {
-    name: {"per_query": 0.0, "per_pair": pairs}
-    for name, pairs in {
-        "window": 2.0, "compressed": 2.0, "selected": 2.0, "dense_causal": 0.5, "dense": 1.5, "dense_scores": 4.0,
-    }.items()
-}  # fmt: skip
 
 
 # -- the implementations, on `q [N, S, m, D]`, `k [N, T, D]`, `v [N, T, Dv]`
@@ -287,24 +212,13 @@ def _dense(node: fx.Node, call: Call) -> Implementation:
 
     def run(*tensors: Tensor) -> list[Tensor]:
         given = _refill(call, tensors)
-        if not _fits_sdpa(call):
+        if not fits_sdpa(call):
             return [eager.dense(given)]
-        if _is_causal(call) and given.q.shape[1] == given.k.shape[1]:
+        if is_causal(call) and given.q.shape[1] == given.k.shape[1]:
             return [_sdpa(given, None, is_causal=True)]
         return [_sdpa(given, eager.keep_mask(given), is_causal=False)]
 
     return Implementation("dense", run, [node])
-
-
-def _fits_sdpa(call: AttentionCall[fx.Node]) -> bool:
-    """A row that sees nothing would be NaN; each query sees at least itself through a window. SDPA wants one dtype.
-
-    In low precision SDPA may be taken apart into float32 products, which an ambient autocast would round again.
-    """
-    q, k, v = (example(x) for x in (call.q, call.k, call.v))
-    by_window = isinstance(call.kind, Window) and call.mask is None and call.indices is None
-    precise = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.float64)
-    return by_window and k.shape[1] >= q.shape[1] and precise
 
 
 def _sdpa(call: AttentionCall[Tensor], keep: Tensor | None, *, is_causal: bool) -> Tensor:

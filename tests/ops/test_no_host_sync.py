@@ -12,11 +12,11 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from nsa_compile.analyses import attention_costs
 from nsa_compile.backend import optimize, parse_options, specialize_shapes
 from nsa_compile.config import load_config
 from nsa_compile.models.transformer import Block
 from nsa_compile.ops.dispatch import KERNELS
-from nsa_compile.passes import lower_attention
 from tests.models.test_nsa import tiny_model
 from tests.ops.triton_cases import on_cuda
 
@@ -32,7 +32,7 @@ class Stopped(Exception):
 @pytest.mark.parametrize("preset", ["nsa_125m_gpt2.yaml", "m7c_125m_2xa100_production.yaml"])
 def test_on_cuda_the_presets_attend_with_the_operators_in_bf16(preset, monkeypatch):
     """The passes on fake tensors, with the costs of a CUDA device."""
-    monkeypatch.setattr(lower_attention, "_machine", lambda device: "cuda")
+    monkeypatch.setattr(attention_costs, "machine", lambda device: "cuda")
     config = load_config(str(CONFIGS / preset))
     called: dict[str, set[torch.dtype]] = {}
 

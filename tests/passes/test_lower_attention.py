@@ -13,13 +13,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch.utils import _pytree as pytree
 
+from nsa_compile.analyses import attention_costs
 from nsa_compile.ir import attention as nodes
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.scans import example, find_scans
 from nsa_compile.loop import scan as nsa_scan
 from nsa_compile.models import SparsePattern, nsa_attention
 from nsa_compile.ops import cpp
-from nsa_compile.passes import lower_attention
 from nsa_compile.passes.pipeline import Options, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.verification.oracle import importance, select
@@ -113,7 +113,7 @@ def test_auto_asks_the_measured_costs(cost, expected, monkeypatch):
     per_pair = dict.fromkeys(("dense", "dense_causal", "dense_scores"), 1.0)
     per_pair |= dict.fromkeys(("window", "compressed", "selected"), cost)
     costs = {operator: {"per_pair": price, "per_query": 0.0} for operator, price in per_pair.items()}
-    monkeypatch.setattr(lower_attention, "_costs", lambda: {"cpu": costs, "vectors": costs})
+    monkeypatch.setattr(attention_costs, "costs", lambda: {"cpu": costs, "vectors": costs})
     program = KINDS["window_attention"]
     actual, report = run_compiled(program, attention="auto")
     assert chosen(report) == [expected]
@@ -123,11 +123,11 @@ def test_auto_asks_the_measured_costs(cost, expected, monkeypatch):
 def test_costs_are_those_of_the_machine(monkeypatch):
     for has_matrix_unit, machine in ((True, "cpu"), (False, "vectors")):
         monkeypatch.setattr(cpp, "has_matrix_unit", lambda has=has_matrix_unit: has)
-        assert lower_attention._machine("cpu") == machine
-    assert lower_attention._machine("cuda") == "cuda"
+        assert attention_costs.machine("cpu") == machine
+    assert attention_costs.machine("cuda") == "cuda"
     operators = {"dense", "dense_causal", "dense_scores", "window", "compressed", "selected"}
-    assert all(operators <= set(lower_attention._costs()[machine]) for machine in ("cpu", "vectors"))
-    assert operators <= set(lower_attention._costs().get("cuda", lower_attention.UNMEASURED))
+    assert all(operators <= set(attention_costs.costs()[machine]) for machine in ("cpu", "vectors"))
+    assert operators <= set(attention_costs.costs().get("cuda", attention_costs.UNMEASURED))
 
 
 class SomeSteps(AttentionProgram):

@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import fx
@@ -181,7 +182,7 @@ def test_check_compares_values_on_the_first_inputs(monkeypatch):
     assert all(p.max_abs_error is not None for p in report.passes if p.changed)
 
     # Now a pass that reads the wrong rows.
-    healthy = batch_prefill.np.ascontiguousarray
+    healthy = np.ascontiguousarray
     monkeypatch.setattr(batch_prefill.BatchedBody, "_constant", lambda self, v: torch.from_numpy(healthy(v) * 0))
     with pytest.raises(Exception, match="pass batch_prefill: it changed values on real inputs"):
         run(cumulative, x, 5, check=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -116,7 +117,7 @@ def test_a_pass_that_raises_in_one_rewrite(rewriting):
 def test_a_wrong_pass_of_the_package_is_blamed_in_the_middle_of_the_pipeline(monkeypatch):
     from nsa_compile.passes import batch_prefill
 
-    healthy = batch_prefill.np.ascontiguousarray
+    healthy = np.ascontiguousarray
     monkeypatch.setattr(batch_prefill.BatchedBody, "_constant", lambda self, v: torch.from_numpy(healthy(v) * 0))
     blame = bisect(equals_the_loop, nested="eager")
     assert blame.pass_name == "batch_prefill"

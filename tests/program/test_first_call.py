@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -255,7 +256,7 @@ def test_a_wrong_pass_of_the_package_is_named(monkeypatch, budget):
 
         return nsa_compile.scan(step, x.new_zeros(3, x.shape[1]), x)[1]
 
-    healthy = batch_prefill.np.ascontiguousarray
+    healthy = np.ascontiguousarray
     monkeypatch.setattr(batch_prefill.BatchedBody, "_constant", lambda self, v: torch.from_numpy(healthy(v) * 0))
     with pytest.raises(Miscompiled, match=r"^pass batch_prefill: "):
         compiled(window)(seeded(6, 4))

@@ -1,0 +1,323 @@
+"""The values of a resolved body at all its steps together: what batch_prefill computes in place of the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from nsa_compile.analyses.batched_operators import Value, apply_at_steps, spread
+from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
+from nsa_compile.ir.carries import Invariant, Known, Latest, Rows
+from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
+
+Times = tuple[int, ...]
+
+_ATTENTION = (ATTENTION, SELECT)
+
+
+class BatchedBody:
+    """Evaluates nodes of a resolved body at all steps, or at some, together.
+
+    Raises:
+        Declined: a carry is a recurrence, a buffer is too large, or an operator has no batched form.
+    """
+
+    def __init__(
+        self,
+        site: ScanSite,
+        record: ScanRecord,
+        init: tuple[Tensor, ...],
+        xs: tuple[Tensor, ...],
+        additional: tuple[Tensor, ...],
+        max_guard_bytes: int,
+    ) -> None:
+        self.site, self.record, self.max_guard_bytes = site, record, max_guard_bytes
+        self.init, self.xs = init, xs
+        self.carries, x_nodes, additional_nodes = site.placeholders()
+        self.updates, self.y_nodes = site.outputs()
+        self.all_times: Times = tuple(range(record.length))
+        self.x_of = dict(zip(x_nodes, xs, strict=True))
+        self.same_of = dict(zip(additional_nodes, additional, strict=True))
+        self.carry_of = {carry: i for i, carry in enumerate(self.carries)}
+        self.update_of = {
+            update: i
+            for i, (update, kind) in enumerate(zip(self.updates, record.carries, strict=True))
+            if isinstance(kind, Rows)
+        }
+        self.done: dict[tuple[fx.Node, Times], Value] = {}
+        self.carries_under_way: set[int] = set()
+        self.full: dict[int, Tensor] = {}
+        self.stacks: dict[int, Tensor] = {}
+        self.queries: dict[tuple[fx.Node, Times], Tensor] = {}
+
+    def ys(self) -> list[Tensor]:
+        """The outputs, `[S, ...]`."""
+        return [spread(self.value(y, self.all_times), self.record.length).contiguous() for y in self.y_nodes]
+
+    def final_carries(self) -> list[Tensor]:
+        """The carries after the last step. Those nobody uses are dead code and go."""
+        finals = []
+        read = self.site.read
+        last = (self.record.length - 1,)
+        for i, (update, kind) in enumerate(zip(self.updates, self.record.carries, strict=True)):
+            if i not in read or update is self.carries[i]:
+                finals.append(self.init[i])
+            elif isinstance(kind, Rows) and kind.write_once:
+                finals.append(self._full(i))
+            else:
+                tensor, has_steps = self.value(update, last)
+                finals.append(tensor[0] if has_steps else tensor)
+        return [x.clone(memory_format=torch.contiguous_format) for x in finals]
+
+    # -- values
+
+    def value(self, node: Any, times: Times) -> Value:
+        """A node at `times`, computed at most once.
+
+        Its operands come first, by a stack of our own: a step may be deeper than Python's.
+        """
+        if not isinstance(node, fx.Node):
+            return node, False
+        waiting = [node]
+        while waiting:
+            key = (waiting[-1], times)
+            operands = [] if key in self.done else self._plain_operands(waiting[-1])
+            missing = [n for n in operands if (n, times) not in self.done]
+            if missing:
+                waiting += missing
+                continue
+            if key not in self.done:
+                self.done[key] = self._compute(waiting[-1], times)
+            waiting.pop()
+        return self.done[node, times]
+
+    def _plain_operands(self, node: fx.Node) -> list[fx.Node]:
+        """What a node needs at the same steps; carries, and attention, see to what they need themselves."""
+        if node.op != "call_function" or node in self.update_of or node.target in _ATTENTION:
+            return []
+        return node.all_input_nodes
+
+    def _compute(self, node: fx.Node, times: Times) -> Value:
+        if node in self.x_of:
+            return self._at(self.x_of[node], times), True
+        if node in self.same_of:
+            return self.same_of[node], False
+        if node in self.carry_of:
+            return self._before(node, self.carry_of[node], times)
+        if node in self.update_of:
+            return self._after(node, self.update_of[node], times)
+        if node.op == "get_attr":
+            return operator.attrgetter(str(node.target))(self.site.body), False
+        if node.target in _ATTENTION:
+            with fx.traceback.set_current_meta(node):
+                return self._attention(node, times), True
+        operands = {n: self.value(n, times) for n in node.all_input_nodes}
+        with fx.traceback.set_current_meta(node):
+            return apply_at_steps(node, operands)
+
+    def _attention(self, node: fx.Node, times: Times) -> Tensor:
+        """An attention node, or the selection of its blocks: the steps become its queries.
+
+        Over all steps, and with keys that are the same at all of them, a mask that is known by kind is never computed.
+        """
+        run: Any = node.target
+        call: Any = SelectCall.of(node) if node.target is SELECT else AttentionCall.of(node)
+        caches = {name: self.value(getattr(call, name), times) for name in ("k", "v") if hasattr(call, name)}
+        narrowing = {name: x for name in call.TENSORS[1 + len(caches) :] if (x := getattr(call, name)) is not None}
+        together = not any(has_steps for _, has_steps in caches.values())
+        if together and times == self.all_times and not isinstance(call.kind, Opaque):
+            narrowing = {name: x for name, x in narrowing.items() if name == "indices"}
+        queries = spread(self.value(call.q, times), len(times))
+        narrow = {name: spread(self.value(x, times), len(times)) for name, x in narrowing.items()}
+        batched = replace(call, **dict.fromkeys(call.TENSORS[1 + len(caches) :]))
+        if together:
+            # [S, N, 1, ...] -> [N, S, ...]; one tensor for all who read it, so that they are seen to belong together
+            key = (call.q, times)
+            if key not in self.queries:
+                self.queries[key] = queries.squeeze(2).transpose(0, 1)
+            caches = {name: x for name, (x, _) in caches.items()}
+            narrow = {name: x.squeeze(2).transpose(0, 1) for name, x in narrow.items()}
+            batched = replace(batched, q=self.queries[key], **caches, **narrow)
+            return run(*batched.args).transpose(0, 1).unsqueeze(2)
+        # Each step sees caches of its own: [S, N, 1, ...] -> [S * N, 1, ...]
+        sequences = queries.shape[1]
+
+        def fold(x: Tensor) -> Tensor:
+            return x.expand(len(times), sequences, *x.shape[2:]).flatten(0, 1)
+
+        spread_caches = {name: spread(x, len(times)) for name, x in caches.items()}
+        folded = {name: fold(x) for name, x in {"q": queries, **spread_caches, **narrow}.items()}
+        return run(*replace(batched, **folded).args).unflatten(0, (len(times), sequences))
+
+    # -- carries
+
+    def _before(self, node: fx.Node, i: int, times: Times) -> tuple[Tensor, bool]:
+        """A carry as a step finds it."""
+        kind = self.record.carries[i]
+        if isinstance(kind, Invariant):
+            return self.init[i], False
+        if isinstance(kind, Known):
+            return self._at(self._constant(kind.values), times), True
+        if isinstance(kind, Latest):
+            # Step t finds what step t − 1 left.
+            earlier = tuple(t - 1 for t in times if t > 0)
+            parts = [self.init[i].unsqueeze(0)] * sum(t == 0 for t in times)
+            if earlier:
+                with self._not_again(i, node):
+                    parts.append(spread(self.value(self.updates[i], earlier), len(earlier)))
+            return torch.cat(parts), True
+        if kind.write_once:
+            if f"{node.name}.before" in self.record.guards_dropped:
+                return self._full(i), False
+            return self._guarded(node, i, times, inclusive=False), True
+        before = np.concatenate([-1 - np.arange(kind.size)[None], kind.table[:-1]])
+        return self._look_up(node, i, before[list(times)]), True
+
+    def _after(self, node: fx.Node, i: int, times: Times) -> tuple[Tensor, bool]:
+        """A buffer as a step leaves it, which is how it mostly reads it."""
+        kind = self.record.carries[i]
+        if kind.write_once:
+            if self.carries[i].name in self.record.guards_dropped:
+                return self._full(i), False
+            return self._guarded(node, i, times, inclusive=True), True
+        return self._look_up(node, i, kind.table[list(times)]), True
+
+    @contextlib.contextmanager
+    def _not_again(self, i: int, node: fx.Node) -> Iterator[None]:
+        """Compute what carry `i` becomes; if that needs the carry itself, at whatever step, it is a recurrence."""
+        if i in self.carries_under_way:
+            raise Declined("the carry is computed from its own earlier values (a recurrence)", node)
+        self.carries_under_way.add(i)
+        try:
+            yield
+        finally:
+            self.carries_under_way.discard(i)
+
+    def _new_rows(self, i: int, times: Times) -> Tensor:
+        """What the steps `times` write into buffer `i`: `[len(times) * count, ...]`, rows first."""
+        kind = self.record.carries[i]
+        with self._not_again(i, kind.written):
+            rows = spread(self.value(kind.written, times), len(times))
+        written, in_rows = kind.layout(example(self.carries[i]).shape)
+        rows = rows.reshape(len(times), *([1] * (len(written) + 1 - rows.dim())), *rows.shape[1:])
+        rows = rows.expand(len(times), *written).reshape(len(times), *in_rows).to(self.init[i].dtype)
+        return rows.movedim(kind.dim + 1, 1).flatten(0, 1)
+
+    def _full(self, i: int) -> Tensor:
+        """Buffer `i` with every row that is ever written in place."""
+        if i not in self.full:
+            kind = self.record.carries[i]
+            with fx.traceback.set_current_meta(kind.written):
+                written, which = kind.written_at.tolist(), kind.which.tolist()
+                times = sorted({t for t in written if t < self.record.length})
+                init = self.init[i].movedim(kind.dim, 0)
+                if not times:
+                    self.full[i] = self.init[i]
+                else:
+                    rows = self._new_rows(i, tuple(times))
+                    position = {t: k for k, t in enumerate(times)}
+                    source = [
+                        kind.size + position[t] * kind.count + w if t < self.record.length else r
+                        for r, (t, w) in enumerate(zip(written, which, strict=True))
+                    ]
+                    self.full[i] = _pick(init, rows, source).movedim(0, kind.dim)
+        return self.full[i]
+
+    def _guarded(self, node: fx.Node, i: int, times: Times, *, inclusive: bool) -> Tensor:
+        """`where(written_at <= t, full, init)`, a copy of the buffer for each step."""
+        kind = self.record.carries[i]
+        self._check_memory(node, len(times))
+        full = self._full(i)
+        t = np.array(times)[:, None]
+        visible = kind.written_at <= t if inclusive else kind.written_at < t
+        shape = [len(times)] + [1] * full.dim()
+        shape[kind.dim + 1] = kind.size
+        mask = self._constant(visible.reshape(shape))
+        with fx.traceback.set_current_meta(node):
+            return torch.where(mask, full.unsqueeze(0), self.init[i].unsqueeze(0))
+
+    def _look_up(self, node: fx.Node, i: int, table: np.ndarray) -> Tensor:
+        """Rows of a buffer that moves or is rewritten: picked for each step from all rows there ever were."""
+        kind = self.record.carries[i]
+        self._check_memory(node, table.shape[0])
+        with fx.traceback.set_current_meta(node):
+            if i not in self.stacks:
+                initial = self.init[i].reshape(1) if not self.init[i].dim() else self.init[i].movedim(kind.dim, 0)
+                self.stacks[i] = torch.cat([initial, self._new_rows(i, self.all_times)])
+            index = np.where(table < 0, -1 - table, table + kind.size)
+            rows = self.stacks[i].index_select(0, self._constant(index).flatten())
+            if not self.init[i].dim():
+                return rows
+            return rows.unflatten(0, tuple(table.shape)).movedim(1, kind.dim + 1)
+
+    def _check_memory(self, node: fx.Node, copies: int) -> None:
+        value = example(node)
+        needed = copies * value.numel() * value.element_size()
+        if needed > self.max_guard_bytes:
+            raise Declined(
+                f"a buffer of {list(value.shape)} needs a copy for each of {copies} steps, {needed} bytes, and "
+                f"max_guard_bytes is {self.max_guard_bytes}",
+                node,
+            )
+
+    # -- small helpers
+
+    def _at(self, tensor: Tensor, times: Times) -> Tensor:
+        """Rows `times` of `[S, ...]`: as a slice where they are evenly spaced."""
+        return tensor if times == self.all_times else _take(tensor, list(times), self._constant)
+
+    def _constant(self, table: np.ndarray | Tensor) -> Tensor:
+        """A table as a tensor on the device of the data: computed there if it is large and linear, else a constant of
+        the graph. Of what it computes from an `arange`, Inductor gets some gradients wrong (fmod; torch 2.13).
+        """
+        device = self.xs[0].device
+        if isinstance(table, Tensor) and table.dtype != torch.int64:  # NumPy has not every dtype
+            return table.to(device)
+        value = table.numpy() if isinstance(table, Tensor) else table
+        if value.dtype == np.int64 and value.ndim == 2 and value.size and (slopes := _slopes(value)) is not None:
+            down, across = (torch.arange(n, device=device) * step for n, step in zip(value.shape, slopes, strict=True))
+            return down[:, None] + across + int(value.flat[0])
+        return torch.from_numpy(np.ascontiguousarray(value)).to(device)
+
+
+def _slopes(value: np.ndarray) -> list[int] | None:
+    """The step along each axis of a table that is linear in its indices, or None if it is not."""
+    first = value[(0,) * value.ndim]
+    slopes = [int(np.take(value, min(1, size - 1), axis).flat[0] - first) for axis, size in enumerate(value.shape)]
+    grid = sum(
+        np.arange(size).reshape([-1 if a == axis else 1 for a in range(value.ndim)]) * slope
+        for axis, (size, slope) in enumerate(zip(value.shape, slopes, strict=True))
+    )
+    return slopes if np.array_equal(value, grid + first) else None
+
+
+def _take(tensor: Tensor, rows: list[int], constant: Any) -> Tensor:
+    if len(rows) == 1:
+        return tensor[rows[0] : rows[0] + 1]
+    step = rows[1] - rows[0]
+    if step > 0 and rows == list(range(rows[0], rows[-1] + 1, step)):
+        return tensor[rows[0] : rows[-1] + 1 : step]
+    return tensor.index_select(0, constant(np.array(rows)))
+
+
+def _pick(init: Tensor, rows: Tensor, source: list[int]) -> Tensor:
+    """Rows `source` of `cat([init, rows])`, in as few pieces as they fall into when these are few."""
+    size = init.shape[0]
+    runs: list[list[int]] = []
+    for s in source:
+        if runs and s == runs[-1][1] + 1 and (s != size):
+            runs[-1][1] = s
+        else:
+            runs.append([s, s])
+    if len(runs) <= 4:
+        pieces = [(init[a : b + 1] if b < size else rows[a - size : b - size + 1]) for a, b in runs]
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    index = torch.from_numpy(np.array(source)).to(rows.device)
+    return torch.cat([init, rows]).index_select(0, index)

@@ -1,0 +1,148 @@
+"""One operator of a step at several steps together.
+
+A value is a pair: the tensor, and whether it has a leading dimension of steps or is the same at all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+
+from nsa_compile.analyses.known import promotes_by_rank
+from nsa_compile.ir.aten import arguments, aten, operand
+from nsa_compile.ir.scans import Declined, example, first_line, place_of
+
+Value = tuple[Any, bool]
+
+
+def spread(value: Value, steps: int) -> Tensor:
+    """A value at each step, `[S, ...]`."""
+    tensor, has_steps = value
+    return tensor if has_steps else tensor.unsqueeze(0).expand(steps, *tensor.shape)
+
+
+def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
+    """One operator, batched over the operands that have steps.
+
+    Raises:
+        Declined: it has no batched form that does to each step what the operator does to it.
+    """
+    with_steps = [n for n, (_, has_steps) in operands.items() if has_steps]
+    if node.target is operator.getitem:
+        source, has_steps = operands[operand(node)]
+        return source[place_of(node)], has_steps
+    # torch.vmap then leaves the padding index out of the gradient (torch 2.13).
+    padded = node.target is aten.embedding.default and arguments(node).padding_idx != -1
+    if padded and operands[operand(node)][1]:
+        raise Declined("embedding with a padding_idx in weights that differ from step to step", node)
+    if not with_steps:
+        return _call(node, {n: tensor for n, (tensor, _) in operands.items()}), False
+    if node.target in (aten.bmm.default, aten.baddbmm.default):
+        return _batched_bmm(node, operands), True
+    casts = _casts_of_numbers(node)
+    operands = {n: (x.to(casts[n]) if n in casts else x, has_steps) for n, (x, has_steps) in operands.items()}
+    same = {n: tensor for n, (tensor, has_steps) in operands.items() if not has_steps}
+
+    def one_step(*rows: Tensor) -> Any:
+        return _call(node, {**same, **dict(zip(with_steps, rows, strict=True))})
+
+    try:
+        with _no_vmap_fallback():
+            result = torch.vmap(one_step)(*(operands[n][0] for n in with_steps))
+    except Exception as error:
+        raise Declined(f"{node.target} cannot be batched over steps: {first_line(error)}", node) from error
+    _check_batched(node, result)
+    return result, True
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    if not isinstance(node.target, OpOverload):
+        raise Declined(f"{node.target} is no operator on tensors, and has no batched form", node)
+    return node.target(*args, **kwargs)
+
+
+def _casts_of_numbers(node: fx.Node) -> dict[fx.Node, torch.dtype]:
+    """The dtypes to which a pointwise operator, at one step, casts its operands without dimensions.
+
+    They weigh less in the common dtype than tensors with dimensions do, which they become when batched: vmap would
+    compute `where(mask, float64, float32[D])` in float64, and compare an int64 with int8s without wrapping around.
+    """
+    target: Any = node.target
+    if torch.Tag.pointwise not in target.tags or not promotes_by_rank(node):
+        return {}
+    conditions = {node.args[i] for i, a in enumerate(target._schema.arguments) if a.name in ("condition", "mask")}
+    operands = [x for x in node.args if isinstance(x, fx.Node | int | float) and x not in conditions]
+    common = example(node).dtype
+    if common == torch.bool:
+        common = elementwise_dtypes(
+            *(example(x) if isinstance(x, fx.Node) else x for x in operands),
+            type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.NO_OPMATH,
+        )[1]
+    return {x: common for x in operands if isinstance(x, fx.Node) and example(x).dim() == 0}
+
+
+def _check_batched(node: fx.Node, result: Any) -> None:
+    """Whether a result at several steps has the shape and dtype of its node at each.
+
+    Raises:
+        Declined: it has not; the operator's batched form is not what it does to one step.
+    """
+    expected: Any = example(node)
+    pairs = [(result, expected)] if isinstance(result, Tensor) else list(zip(result, expected, strict=True))
+    for batched, one in pairs:
+        if isinstance(one, Tensor) and (batched.shape[1:] != one.shape or batched.dtype != one.dtype):
+            raise Declined(
+                f"{node.target} is {one.dtype}{list(one.shape)} at one step and {batched.dtype}"
+                f"{list(batched.shape[1:])} batched",
+                node,
+            )
+
+
+@contextlib.contextmanager
+def _no_vmap_fallback() -> Iterator[None]:
+    """Let vmap refuse an operator without a batching rule; its fallback is a loop, traced once for each step."""
+    functorch: Any = torch._C._functorch
+    enabled = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(enabled)
+
+
+def _batched_bmm(node: fx.Node, operands: dict[fx.Node, Value]) -> Tensor:
+    """`[b, m, k] @ [b, k, n]` at S steps. An operand that is the same at all steps is not copied S times: the steps
+    join the rows (or columns) of the other one."""
+    added = operand(node) if node.target is aten.baddbmm.default else None
+    first = 0 if added is None else 1
+    (a, a_steps), (b, b_steps) = operands[operand(node, first)], operands[operand(node, first + 1)]
+    if a_steps and b_steps:
+        product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+    elif a_steps:
+        steps, batch, m, _ = a.shape
+        product = torch.bmm(a.transpose(0, 1).reshape(batch, steps * m, a.shape[-1]), b)
+        product = product.view(batch, steps, m, b.shape[-1]).transpose(0, 1)
+    elif b_steps:
+        steps, batch, k, n = b.shape
+        product = torch.bmm(a, b.permute(1, 2, 0, 3).reshape(batch, k, steps * n))
+        product = product.view(batch, a.shape[1], steps, n).permute(2, 0, 1, 3)
+    else:
+        product = torch.bmm(a, b).unsqueeze(0)
+    if added is None:
+        return product
+    extra, extra_steps = operands[added]
+    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+    if beta == 0:  # then what is added is not read: it may be NaN
+        return alpha * product
+    # It may have fewer dimensions than the product, before which the steps come.
+    extra = extra if extra_steps else extra.unsqueeze(0)
+    extra = extra.reshape(extra.shape[0], *([1] * (product.dim() - extra.dim())), *extra.shape[1:])
+    return beta * extra + alpha * product
