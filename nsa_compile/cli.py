@@ -116,6 +116,14 @@ def _complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete
     return found
 
 
+def set_option(help: str, *names: str) -> Callable[[Any], Any]:
+    """An option for keys of the configuration, ``--set`` unless it has another name."""
+    return click.option(
+        *(names or ("--set", "overrides")), metavar="KEY=VALUE", multiple=True, help=help,
+        shell_complete=_complete_setting,
+    )  # fmt: skip
+
+
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr."
 )
@@ -125,10 +133,7 @@ config_options = stacked(
         "--config", "config_path", metavar="FILE", type=click.Path(),
         help="Run configuration; without it, the packaged run.",
     ),
-    click.option(
-        "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set optim.lr=3e-4.",
-        shell_complete=_complete_setting,
-    ),
+    set_option("Override one key, e.g. --set optim.lr=3e-4."),
 )  # fmt: skip
 run_options = stacked(json_option, config_options)
 

@@ -419,6 +419,20 @@ class RunConfig(Section):
             blocks.update(range(first, last + 1))
         return frozenset(blocks)
 
+    def sizes(self) -> dict[str, Any]:
+        """The sizes that every figure of a run belongs to."""
+        shape, model = self.train, self.model
+        return {
+            "seq_len": shape.seq_len,
+            "batch_size": shape.batch_size,
+            "accumulate": shape.accumulate,
+            "dtype": shape.dtype,
+            "attention": model.attention,
+            "layers": model.n_layers,
+            "num_selected": model.pattern.num_selected,
+            "window": model.pattern.window,
+        }
+
     def changed(self, **sections: dict[str, Any]) -> RunConfig:
         """The configuration with other values of some keys, by section but the model; they are not checked."""
         copies = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}

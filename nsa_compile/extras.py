@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 from nsa_compile.errors import UserError
 
 # Module to package, where the two differ.
 TRAIN = {"click": "", "packaging": "", "psutil": "", "pydantic": "", "tabulate": "", "tqdm": "", "yaml": "pyyaml"}
 LAB = {"hypothesis": "", "matplotlib": "", "nvtx": ""}
 TRAIN_COMMANDS = ("chat", "ckpt", "config", "data", "doctor", "generate", "launch", "train", "watch")
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package; ``None`` where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def missing_extra(error: ModuleNotFoundError, command: str) -> UserError | None:

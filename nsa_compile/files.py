@@ -17,6 +17,11 @@ from typing import Any
 _SEAL = hashlib.sha256().digest_size  # bytes at the end of a sealed file
 
 
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest parent that exists."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
 class NotPlainFile(OSError, ValueError):
     """A path is not what it must be: a plain file, or a directory, without a second name.
 

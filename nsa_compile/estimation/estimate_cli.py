@@ -12,6 +12,7 @@ import click
 
 from nsa_compile.cli import run_options
 from nsa_compile.errors import UserError
+from nsa_compile.files import nearest_existing
 
 if TYPE_CHECKING:
     from nsa_compile.config import RunConfig
@@ -113,7 +114,7 @@ def _estimate(config: RunConfig, processes: int, measure: bool) -> dict[str, Any
             "checkpoint": checkpoint,
             "checkpoints": estimates.checkpoints_on_disk(config),
             "total": checkpoint * estimates.checkpoints_on_disk(config),
-            "free": shutil.disk_usage(_existing(Path(config.run.dir))).free,
+            "free": shutil.disk_usage(nearest_existing(Path(config.run.dir))).free,
         },
     }
 
@@ -209,7 +210,3 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.3g} s"
     hours, rest = divmod(round(seconds / 60), 60)
     return f"{hours} h {rest:02} min" if hours else f"{rest} min"
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())

@@ -24,6 +24,8 @@ from nsa_compile.train.report.summary import doubts_of
 
 SCHEMA = 1
 RECORD = "experiment.json"
+# What the record keeps of a `RunResult`.
+RUN_COLUMNS = ("repeat", "directory", "tokens_per_s", "deviation", "first_step", "last_step")
 
 
 @dataclass(frozen=True)
@@ -261,22 +263,14 @@ def conclude(plan: Plan, results: Results, directory: Path, repeats: int, window
 
 
 def _describe(arm: Arm, runs: list[RunResult]) -> dict[str, Any]:
-    model, train = arm.config.model, arm.config.train
     rates = [run.tokens_per_s for run in runs]
     return {
         "name": arm.name,
         "overrides": list(arm.overrides),
         "sizes": {
-            "seq_len": train.seq_len,
-            "batch_size": train.batch_size,
-            "accumulate": train.accumulate,
-            "layers": model.n_layers,
+            **arm.config.sizes(),
             "parameters": runs[0].summary["parameters"] if runs else None,
-            "attention": model.attention,
-            "num_selected": model.pattern.num_selected,
-            "window": model.pattern.window,
-            "dtype": train.dtype,
-            "steps": train.steps,
+            "steps": arm.config.train.steps,
             "processes": arm.nproc,
             "threads": runs[0].threads if runs else None,
             "bucket_mb": arm.bucket_mb,
@@ -285,17 +279,7 @@ def _describe(arm: Arm, runs: list[RunResult]) -> dict[str, Any]:
         "between_runs": statistics.stdev(rates) if len(rates) > 1 else None,
         "within_runs": within_runs(runs) if runs else None,
         "mfu": statistics.fmean(run.summary["mfu"] for run in runs) if runs else None,
-        "runs": [
-            {
-                "repeat": run.repeat,
-                "directory": run.directory,
-                "tokens_per_s": run.tokens_per_s,
-                "deviation": run.deviation,
-                "first_step": run.first_step,
-                "last_step": run.last_step,
-            }
-            for run in runs
-        ],
+        "runs": [{key: vars(run)[key] for key in RUN_COLUMNS} for run in runs],
     }
 
 

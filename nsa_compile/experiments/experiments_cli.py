@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nsa_compile.cli import json_option, stacked
+from nsa_compile.cli import json_option, set_option, stacked
 
 if TYPE_CHECKING:
     from nsa_compile.experiments.experiment import Plan
@@ -33,10 +33,6 @@ _experiment_options = stacked(
 )
 
 
-def _set_option(name: str, help: str) -> Callable[[Any], Any]:
-    return click.option(name, "overrides", metavar="KEY=VALUE", multiple=True, help=help)
-
-
 def _nproc_option(default: int) -> Callable[[Any], Any]:
     return click.option(
         "--nproc", type=click.IntRange(min=1), default=default, show_default=True, help="Processes of a run."
@@ -44,8 +40,8 @@ def _nproc_option(default: int) -> Callable[[Any], Any]:
 
 
 @click.command()
-@_set_option("--set", "Key that B changes; several make one variant.")
-@click.option("--base-set", "base", metavar="KEY=VALUE", multiple=True, help="Override one key for both.")
+@set_option("Key that B changes; several make one variant.")
+@set_option("Override one key for both.", "--base-set", "base")
 @_nproc_option(1)
 @_experiment_options
 def ab(
@@ -70,7 +66,7 @@ def ab(
 @click.command()
 @click.argument("key")
 @click.argument("values", nargs=-1, required=True)
-@_set_option("--set", "Override one key for all.")
+@set_option("Override one key for all.")
 @_nproc_option(2)
 @_experiment_options
 def sweep(
@@ -114,7 +110,7 @@ class Counts(click.Command):
     help="Numbers of processes, as in --nproc 1 2 4.",
 )  # fmt: skip
 @click.option("--strong", is_flag=True, help="Share train.batch_size among the processes: strong scaling.")
-@_set_option("--set", "Override one key for all.")
+@set_option("Override one key for all.")
 @_experiment_options
 def scaling(
     counts: tuple[int, ...],

@@ -23,7 +23,8 @@ import psutil
 
 from nsa_compile import compiler_cache, inductor_files
 from nsa_compile.errors import UserError
-from nsa_compile.files import read_sealed
+from nsa_compile.extras import installed_version
+from nsa_compile.files import nearest_existing, read_sealed
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -225,7 +226,7 @@ def _gpu() -> Iterator[CheckResult]:
             f"{'no ' + ', no '.join(missing) if missing else 'bf16, fp8'}; {build}",
             "train.dtype=bf16 is slow here; use float32" if "bf16" in missing else "",
         )
-    triton = _version("triton")
+    triton = installed_version("triton")
     yield _advised(
         "Triton",
         triton or "not installed",
@@ -264,18 +265,11 @@ def _distributed() -> Iterator[CheckResult]:
 
 def _packages() -> Iterator[CheckResult]:
     for name, (purpose, extra) in PACKAGES.items():
-        version = _version(name)
+        version = installed_version(name)
         if version is None:
             yield CheckResult(name, "warning", f"not installed; for {purpose}", f"pip install 'nsa-compile[{extra}]'")
         else:
             yield CheckResult(name, "ok", f"{version}, for {purpose}")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _directories(run_dir: str) -> Iterator[CheckResult]:
@@ -288,7 +282,7 @@ def _directories(run_dir: str) -> Iterator[CheckResult]:
 
 def _directory(check: str, path: Path, otherwise: Status, advice: str) -> CheckResult:
     """Whether a directory, or the nearest parent that exists, can be written to, and how much fits."""
-    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    existing = nearest_existing(path)
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass

@@ -7,11 +7,12 @@ import platform
 import re
 import resource
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from nsa_compile.extras import installed_version
 
 PACKAGES = ("nsa-compile", "torch", "triton", "numpy", "pydantic", "nvtx", "matplotlib", "tokenizers")
 
@@ -27,7 +28,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         },
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := installed_version(name)) is not None},
         "git": git_revision(),
     }
 
@@ -65,13 +66,6 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

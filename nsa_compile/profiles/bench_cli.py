@@ -14,6 +14,7 @@ import click
 
 from nsa_compile.cli import FiniteRange, SuggestingGroup, json_option, stacked
 from nsa_compile.errors import UserError
+from nsa_compile.files import nearest_existing
 from nsa_compile.models.config import SparsePattern
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class Output:
 def _check_writable(name: str, path: Path) -> None:
     """The path is a file, or can become one."""
     target = path.absolute()
-    existing = next(p for p in (target, *target.parents) if p.exists())
+    existing = nearest_existing(target)
     if target.is_dir():
         reason = "it is a directory"
     elif existing != target and not existing.is_dir():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nsa_compile.cli import FiniteRange, SuggestingGroup, json_option, run_options
+from nsa_compile.cli import FiniteRange, SuggestingGroup, json_option, run_options, set_option
 from nsa_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ def list_passes(as_json: bool) -> None:
 @passes.command(short_help="What each pass does to a program or a model.")
 @click.argument("script", metavar="[SCRIPT]", required=False)
 @click.option("--config", "config_path", metavar="FILE", help="Run configuration; without it, the packaged run.")
-@click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set train.seq_len=256."
-)
+@set_option("Override one key, e.g. --set train.seq_len=256.")
 @json_option
 def explain(script: str | None, config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Run the Python program SCRIPT and tell what each pass did to every graph that it compiles.

@@ -197,18 +197,10 @@ def _check_syncs(run: _Steps, attribution: dict[str, Any]) -> dict[str, Any]:
 
 def _settings(config: RunConfig, trainer: Trainer, steps: int, warmup: int) -> dict[str, Any]:
     """The sizes that every figure belongs to."""
-    shape, pattern = config.train, config.model.pattern
     return {
         "device": trainer.device.type,
-        "dtype": shape.dtype,
-        "seq_len": shape.seq_len,
-        "batch_size": shape.batch_size,
-        "accumulate": shape.accumulate,
-        "attention": config.model.attention,
-        "layers": config.model.n_layers,
+        **config.sizes(),
         "parameters": trainer.parameters,
-        "num_selected": pattern.num_selected,
-        "window": pattern.window,
         "compiled": config.compile.nested if config.compile.enabled else None,
         "processes": trainer.world.size,
         "threads": torch.get_num_threads(),

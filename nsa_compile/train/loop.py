@@ -391,23 +391,16 @@ def _run(trainer: Trainer, directory: Path, resumed: Checkpoint | None) -> dict[
 
 def _figures(trainer: Trainer, journal: Journal, resumed_at: int, memory: int) -> dict[str, Any]:
     """What the summary says of the sizes and the results of a run."""
-    config, shape, pattern = trainer.config, trainer.config.train, trainer.config.model.pattern
+    config = trainer.config
     rates, evaluations = trainer.matmul_rates, journal.evaluations.rows
     found = throughput(journal.steps.rows[resumed_at:])
     if found["mfu"] is not None:  # the rows' is of the peak at the start
         found["mfu"] *= rates[0].peak / best_of(rates)
     return {
-        "seq_len": shape.seq_len,
-        "batch_size": shape.batch_size,
-        "accumulate": shape.accumulate,
+        **config.sizes(),
+        "parameters": trainer.parameters,
         "processes": trainer.world.size,
         "strategy": config.ddp.strategy if trainer.world.size > 1 else None,
-        "dtype": shape.dtype,
-        "attention": config.model.attention,
-        "layers": config.model.n_layers,
-        "parameters": trainer.parameters,
-        "num_selected": pattern.num_selected,
-        "window": pattern.window,
         **found,
         "flops_per_token": trainer.flops_per_token,
         "peak_flops": best_of(rates),

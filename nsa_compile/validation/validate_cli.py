@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nsa_compile.cli import json_option
+from nsa_compile.cli import json_option, set_option
 from nsa_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("config_path", metavar="CONFIG", required=False)
-@click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key, e.g. --set accept.mfu=0.3."
-)
+@set_option("Override one key, e.g. --set accept.mfu=0.3.")
 @click.option(
     "--preset",
     default="quick",

@@ -152,9 +152,9 @@ def phase_columns(phases: Mapping[str, float] | None) -> dict[str, Any]:
     return {f"{name}_s": seconds for name, seconds in (phases or {}).items()}
 
 
-def finite_or_none(value: float) -> float | None:
-    """A number as JSON can hold it."""
-    return value if math.isfinite(value) else None
+def finite_or_none(value: Any) -> Any:
+    """A value as JSON can hold it, which has no numbers that are not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def throughput(rows: Sequence[StepRow]) -> dict[str, Any]:

@@ -13,15 +13,14 @@ from typing import Self
 
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import CheckpointError, UserError
-from nsa_compile.files import NotPlainFile, refuse_links, what_became_of
+from nsa_compile.files import NotPlainFile, nearest_existing, refuse_links, what_became_of
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_output(directory: str) -> None:
     """Raise a UserError unless a directory, or the nearest parent that exists, can be written to."""
-    path = Path(directory).absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    existing = nearest_existing(Path(directory))
     if not existing.is_dir():
         raise UserError(_unwritable(directory, f"'{existing}' is not a directory"))
     if not os.access(existing, os.W_OK | os.X_OK):

@@ -23,7 +23,7 @@ from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.variant import AttentionVariant, LayerRow, find
 from nsa_compile.page import size
 from nsa_compile.train.checkpoints.files import Checkpoint, checkpoint_paths, read_checkpoint
-from nsa_compile.train.records.rows import EvalRow, StepRow, row_parser, throughput
+from nsa_compile.train.records.rows import EvalRow, StepRow, finite_or_none, row_parser, throughput
 from nsa_compile.train.records.run_directory import lock_run_directory
 
 Row = TypeVar("Row", StepRow, EvalRow)
@@ -271,14 +271,9 @@ def _summary(record: RunRecord, saved: dict[str, Any] | None) -> dict[str, Any]:
         "val_loss_end": evals[-1].val_loss if evals else None,
         "accuracy": evals[-1].accuracy if evals else None,
     }
-    sizes: dict[str, Any] = dict.fromkeys(
-        ("seq_len", "batch_size", "accumulate", "dtype", "layers", "num_selected", "window"), "?"
-    )
-    if config is not None:
-        pattern = config.model.pattern
-        sizes = {name: getattr(config.train, name) for name in ("seq_len", "batch_size", "accumulate", "dtype")}
-        sizes |= {"layers": config.model.n_layers, "num_selected": pattern.num_selected, "window": pattern.window}
-    summary |= sizes
+    sizes = {} if config is None else config.sizes()
+    for name in ("seq_len", "batch_size", "accumulate", "dtype", "layers", "num_selected", "window"):
+        summary[name] = sizes.get(name, "?")
     if saved is not None and saved.get("steps") == step:
         for name in _RESULTS:
             value = saved.get(name)
@@ -290,12 +285,7 @@ def _summary(record: RunRecord, saved: dict[str, Any] | None) -> dict[str, Any]:
         summary |= {name: value for name, value in saved.items() if name not in known}
     if summary["parameters"] is None and config is not None:
         summary["parameters"] = _count_parameters(config)
-    return {name: _finite(value) for name, value in summary.items()}
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no other numbers."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {name: finite_or_none(value) for name, value in summary.items()}
 
 
 def _count_parameters(config: RunConfig) -> int:
