@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -15,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Whether the compiler knows the vectors that the processor has: each process would start one of its own to find out.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# As seldom as `tests/children` says, not after each compilation.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # Every Python that tests start imports `sitecustomize` from there.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (f"{Path(__file__).parent}/children", os.environ.get("PYTHONPATH")))
@@ -24,6 +27,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.children import sitecustomize  # noqa: F401  # here, too, what it changes
+from tests.room import with_room
 
 _COMMON: dict[str, Any] = {
     "deadline": None,
@@ -61,8 +65,11 @@ TINY_RUN = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What compiles most comes first: were it left to the end, one process would work and the other wait."""
+    """What compiles most comes first: were it left to the end, one process would work and the other wait. Each test has
+    room for its frames."""
     items.sort(key=lambda item: not ("inductor" in item.nodeid or "spilling" in item.nodeid))
+    for item in items:
+        item.runtest = functools.partial(with_room, item.runtest)
 
 
 def with_fault(fault: str, once: Path) -> dict[str, str]:

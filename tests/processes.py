@@ -25,6 +25,7 @@ from typing import Any, TextIO
 from nsa_compile.cli import main
 from nsa_compile.launch import worker
 from tests.children import sitecustomize
+from tests.room import with_room
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
@@ -138,7 +139,7 @@ def _run(
 
     subprocess.Popen = subprocess_handler.Popen = _popen  # type: ignore[misc]
     try:
-        program(arguments)
+        with_room(program, arguments)
     finally:
         atexit._run_exitfuncs()  # a forked process would leave without
 
@@ -210,7 +211,7 @@ def _outcome(words: Sequence[str], environment: Mapping[str, str], files: Mappin
     _become(words[3:], environment)
     code: Any = 1
     try:
-        _PROGRAMS[words[2]](list(words[3:]))
+        with_room(_PROGRAMS[words[2]], list(words[3:]))
     except SystemExit as left:
         code = left.code
     except BaseException:
