@@ -12,6 +12,7 @@ import importlib
 import math
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TextIO
 
 from nsa_compile.cli import main
@@ -103,6 +105,16 @@ def run(*arguments: str, timeout: float = 240.0, **options: Any) -> subprocess.C
     return subprocess.CompletedProcess(command.args, command.wait(), stdout, stderr)
 
 
+def script(path: str | Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The outcome of ``python path arguments``."""
+    return run(str(path), *arguments, program=_script, **options)
+
+
+def code(text: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The outcome of ``python -c text arguments``."""
+    return run(text, *arguments, program=run_code, **options)
+
+
 def sets(overrides: Iterable[str]) -> list[str]:
     """``--set`` before each override."""
     return [word for override in overrides for word in ("--set", override)]
@@ -111,6 +123,18 @@ def sets(overrides: Iterable[str]) -> list[str]:
 def train(overrides: Iterable[str], *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """The outcome of ``nsa-compile train --json``."""
     return run("train", "--json", *sets(overrides), *arguments, **options)
+
+
+def _script(words: list[str]) -> None:
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def run_code(words: list[str]) -> None:
+    """What ``python -c`` does with its words."""
+    sys.argv = ["-c", *words[1:]]
+    exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
 
 
 def _reader(connection: Connection) -> TextIO:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 pytest.importorskip("matplotlib")
 
@@ -22,8 +22,7 @@ TINY = (
 def test_both_models_are_trained_and_recorded(tmp_path):
     out = tmp_path / "needle.json"
     overrides = [word for override in TINY for word in ("--set", override)]
-    command = [sys.executable, str(SCRIPT), *overrides, "--eval-seconds", "0", "--sequences", "4", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = processes.script(SCRIPT, *overrides, "--eval-seconds", "0", "--sequences", "4", "--out", str(out))
     assert done.returncode == 0, done.stderr
     record = json.loads(out.read_text())
     assert record["benchmark"] == "needle"

@@ -6,8 +6,6 @@ import csv
 import functools
 import os
 import statistics
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +13,8 @@ import pytest
 import torch
 
 from nsa_compile import ranges
+from nsa_compile.cli import main
+from tests import processes
 from tests.conftest import TINY_RUN, cold_cache
 from tests.nvtx_client import Event, build_client, coverage, ranges_of, read_events
 
@@ -43,13 +43,14 @@ def client(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def under_client(client, tmp_path_factory):
-    """`under_client(arguments, NAME=value)`: run Python with the client in it; the process and what the client saw."""
+    """`under_client(words, NAME=value)`: `nsa-compile words` with the client in it, or another program; the process and
+    what the client saw."""
 
-    def run(*arguments, **variables):
+    def run(*words, program=main, **variables):
         log = tmp_path_factory.mktemp("client") / "nvtx.log"
         log.touch()
         env = {**os.environ, "NVTX_INJECTION64_PATH": str(client), "NVTX_LOG": str(log), **variables}
-        process = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
+        process = processes.run(*words, program=program, env=env)
         return process, read_events(log)
 
     return run
@@ -67,14 +68,13 @@ def trained(under_client, tmp_path_factory):
             "train.activation_checkpointing": "0" if nested == "aot_eager" else "none",
             "run.dir": str(tmp_path_factory.mktemp("runs")),
         }
-        sets = [word for key, value in {**TINY_RUN, **RUN, **changes}.items() for word in ("--set", f"{key}={value}")]
         if nested == "inductor":
             changes |= {"model.phi": "mean", "model.shared_kv": "true"}  # fewer kernels
         # A cache of its own, where that costs no compilation of C++: passes whose result is kept have no ranges.
         own = nested == "aot_eager"
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(cold_cache(tmp_path_factory.mktemp("cache")))} if own else {}
-        command = ("-c", "from nsa_compile.cli import main; main()", "train", "--json", *sets)
-        process, events = under_client(*command, **cache)
+        sets = processes.sets(f"{key}={value}" for key, value in {**TINY_RUN, **RUN, **changes}.items())
+        process, events = under_client("train", "--json", *sets, **cache)
         assert process.returncode == 0, process.stderr
         (table,) = Path(changes["run.dir"]).glob("*/training.csv")
         with table.open(encoding="utf-8") as file:
@@ -144,7 +144,7 @@ for number in (1, 2):
     except ValueError:
         pass
 """
-    process, events = under_client("-c", program)
+    process, events = under_client(program, program=processes.run_code)
     assert process.returncode == 0, process.stderr
     found = ranges_of(events)
     assert [(r.name, r.payload) for r in found] == [
@@ -171,7 +171,7 @@ with ranges.step(1):
 with ranges.step(2):
     go.set(); thread.join()
 """
-    process, events = under_client("-c", program)
+    process, events = under_client(program, program=processes.run_code)
     assert process.returncode == 0, process.stderr
     assert {(r.name, r.payload, r.around) for r in ranges_of(events)} == {
         ("step", 1, ()), ("step", 2, ()), ("nsa.win", 1, ()), ("nsa.mlp", 2, ()),

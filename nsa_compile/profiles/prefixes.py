@@ -33,12 +33,11 @@ from nsa_compile import compiler_cache, inductor_files
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
 from nsa_compile.files import make_private
-from nsa_compile.launch.worker import die_with
 from nsa_compile.machine.matmul_rate import measure_matmul
 from nsa_compile.ops.cpp import kernel_directory
 from nsa_compile.passes.bisection import without_passes
 from nsa_compile.profiles.blame import first_line
-from nsa_compile.profiles.measure import peak_memory, ran_out_of_memory, seconds_of, summarize
+from nsa_compile.profiles.measure import peak_memory, seconds_of, summarize
 from nsa_compile.profiles.probe import Errors, Probe, errors
 
 # Calls in the code that Inductor writes. It counts kernels too, but before it puts several into one function.
@@ -291,7 +290,7 @@ def _process(compiled: str) -> Iterator[tuple[subprocess.Popen[bytes], Connectio
     """
     connection, other = multiprocessing.Pipe()
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
-    code = f"from {__name__} import serve; serve({other.fileno()}, {os.getpid()})"
+    code = f"from nsa_compile.profiles.served import serve; serve({other.fileno()}, {os.getpid()})"
     process = subprocess.Popen(
         # -P: what lies in the working directory must not take the place of a module.
         [sys.executable, "-P", "-W", quiet, "-c", code],
@@ -322,23 +321,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def serve(descriptor: int, parent: int) -> None:
-    """Do the one piece of work that comes through a connection, and send its messages back."""
-    die_with(parent)
-    with Connection(descriptor) as connection:
-        measure, work, without = connection.recv()
-        try:
-            measure(work, without, lambda kind, content: connection.send((kind, content)))
-            connection.send(("done", None))
-        except UserError as error:
-            connection.send(("failed", error))
-        except (RuntimeError, MemoryError) as error:
-            if not ran_out_of_memory(error):
-                raise
-            reason = f"memory does not suffice for what comes before and after the prefixes: {first_line(error)}"
-            connection.send(("failed", UserError(f"{reason}; give fewer tokens with --seq-len")))
 
 
 def _how_it_ended(code: int) -> str:

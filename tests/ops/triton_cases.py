@@ -1,8 +1,8 @@
 """What the tests of the kernels for CUDA, which are written in Triton, run in a process of their own.
 
-    TRITON_INTERPRET=1 python tests/ops/triton_cases.py cpu window triton [deep]  # the cases of a kernel, interpreted
-    python tests/ops/triton_cases.py cuda window triton [deep]       # the same on a GPU
-    python tests/ops/triton_cases.py compile window triton [deep]    # compiled for GPUs that need not exist
+    TRITON_INTERPRET=1 python tests/ops/triton_cases.py cpu [deep]   # the cases of every kernel, interpreted
+    python tests/ops/triton_cases.py cuda [deep]       # the same on a GPU
+    python tests/ops/triton_cases.py compile [deep]    # compiled for GPUs that need not exist
 
 Triton reads TRITON_INTERPRET when it is imported, so a process has either the interpreter or the compiler. Exit
 status 0 is success, SKIPPED means that Triton cannot compile here.
@@ -37,25 +37,20 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+ON_CUDA = [kernel for kernels in KERNELS.values() for kernel in kernels.values() if kernel.device == "cuda"]
 on_cuda = pytest.mark.parametrize(
-    "kernel",
-    [
-        pytest.param(kernel, id=f"{operator}-{name}")
-        for operator, kernels in KERNELS.items()
-        for name, kernel in kernels.items()
-        if kernel.device == "cuda"
-    ],
+    "kernel", [pytest.param(kernel, id=f"{kernel.operator}-{kernel.name}") for kernel in ON_CUDA]
 )
 
 
-def run(mode: str, kernel: Kernel, config: pytest.Config) -> None:
+def run(mode: str, config: pytest.Config) -> None:
     """This file as a script; fails with what it printed."""
     deep = config.getoption("--hypothesis-profile") == "deep"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     if mode == "cpu":
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, __file__, mode, kernel.operator, kernel.name, *["deep"] * deep]
+    command = [sys.executable, __file__, mode, *["deep"] * deep]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode == SKIPPED:
         pytest.skip(result.stdout.strip())
@@ -352,9 +347,7 @@ def check(case: Case, kernel: Kernel, device: str, twice: bool) -> None:
 
 
 def check_all(kernel: Kernel, device: str, deep: bool) -> int:
-    if device == "cpu" and _interpreter_is_broken():
-        print("the interpreter of Triton 3.6 fails with NumPy 2.4 or newer")
-        return SKIPPED
+    """How many of the kernel's cases fail."""
     if device == "cuda":
         kernel.prepare()
     ours = kernel.name == "triton"  # another one has no loop orders, and refuses other things in other words
@@ -367,10 +360,10 @@ def check_all(kernel: Kernel, device: str, deep: bool) -> int:
             check(case, kernel, device, twice=device != "cpu" or case is cases[0])
         except Exception as error:
             failed += 1
-            print(f"{case}\n    {type(error).__name__}: {error}")
+            print(f"{kernel.operator} of {kernel.name}, {case}\n    {type(error).__name__}: {error}")
     if device == "cpu" and ours:
         check_refusals(kernel)
-    return min(1, failed)
+    return failed
 
 
 def _interpreter_is_broken() -> bool:
@@ -419,17 +412,11 @@ PAPER = {
 
 def compile_all(kernel: Kernel, deep: bool) -> int:
     """With the sizes of paper and presets no kernel spills, on one architecture each; deep: on both, and what the other
-    cases launch compiles, too."""
+    cases launch compiles, too. How many do not."""
     import triton
 
-    from nsa_compile.errors import UserError
-    from nsa_compile.ops.triton_report import check_compiler, compile_launch
+    from nsa_compile.ops.triton_report import compile_launch
 
-    try:
-        check_compiler()
-    except UserError as error:
-        print(error)
-        return SKIPPED
     operator, failed = kernel.operator, 0
     with tempfile.TemporaryDirectory() as cache:
         triton.knobs.cache.dir = cache
@@ -446,7 +433,7 @@ def compile_all(kernel: Kernel, deep: bool) -> int:
                 if report.shared > SHARED_MEMORY:
                     failed += 1
                     print(f"{report} for {case}")
-    return min(1, failed)
+    return failed
 
 
 def _launches(kernel: Kernel, case: Case, device: str) -> list[Any]:
@@ -462,7 +449,28 @@ def _launches(kernel: Kernel, case: Case, device: str) -> list[Any]:
     return [launch for launch in launches if launch.kernel.__module__.startswith(own)]
 
 
+def skipped(mode: str) -> str | None:
+    """Why Triton cannot interpret or compile here; None where it can."""
+    if mode == "cpu" and _interpreter_is_broken():
+        return "the interpreter of Triton 3.6 fails with NumPy 2.4 or newer"
+    if mode == "compile":
+        from nsa_compile.errors import UserError
+        from nsa_compile.ops.triton_report import check_compiler
+
+        try:
+            check_compiler()
+        except UserError as error:
+            return str(error)
+    return None
+
+
+def main(mode: str, deep: bool) -> int:
+    if reason := skipped(mode):
+        print(reason)
+        return SKIPPED
+    failed = [compile_all(k, deep) if mode == "compile" else check_all(k, mode, deep) for k in ON_CUDA]
+    return min(1, sum(failed))
+
+
 if __name__ == "__main__":
-    mode, operator, name, *rest = sys.argv[1:]
-    deep, kernel = rest == ["deep"], KERNELS[operator][name]
-    sys.exit(compile_all(kernel, deep) if mode == "compile" else check_all(kernel, mode, deep))
+    sys.exit(main(sys.argv[1], sys.argv[2:] == ["deep"]))

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import linecache
 import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -29,6 +28,7 @@ from nsa_compile.passes.pipeline import (
     register,
 )
 from nsa_compile.passes.report import Guard, Report
+from tests import processes
 
 
 def cumulative(x, steps):
@@ -335,7 +335,8 @@ def test_warm_start_runs_no_pass_and_a_changed_option_does(tmp_path, monkeypatch
 
     def hits(*limits: str) -> list[str]:
         """Whether each compilation in a process of its own was a hit."""
-        done = subprocess.run([sys.executable, script, cache, *limits], capture_output=True, text=True, check=True)
+        done = processes.script(script, str(cache), *limits)
+        assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
     assert hits("1000000") == ["False"]

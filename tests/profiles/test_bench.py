@@ -17,6 +17,7 @@ from nsa_compile.cli import cli
 from nsa_compile.ops.selected.ranges import selected_attention_v1
 from nsa_compile.profiles import bench, measure
 from nsa_compile.profiles.bench_views import VIEWS, describe
+from tests import processes
 
 LAYER = ["--seq-lens", "32", "--heads", "2", "--groups", "1", "--head-dim", "8", "--pattern", "8/4/8/3/8"]
 MODEL = ["--seq-lens", "32", "--layers", "1", "--dim", "32", "--head-dim", "8", "--pattern", "8/4/8/3/8"]
@@ -240,8 +241,8 @@ def test_measured_costs_are_what_the_compiler_reads(tmp_path):
     out = tmp_path / "costs.json"
     out.write_text('{"other": {"dense": {"per_pair": 1.0}}}', encoding="utf-8")
     script = Path(__file__).parents[2] / "benchmarks" / "operator_costs.py"
-    words = [sys.executable, str(script), "--seq-lens", "64,96", "--repeats", "1", "--out", str(out)]
-    subprocess.run(words, check=True, capture_output=True)
+    done = processes.script(script, "--seq-lens", "64,96", "--repeats", "1", "--out", str(out))
+    assert done.returncode == 0, done.stderr
     measured, shipped = json.loads(out.read_text()), attention_costs.costs()["cpu"]
     for operator, costs in shipped.items():
         assert set(costs) <= set(measured["cpu"][operator])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -33,6 +31,14 @@ from nsa_compile.profiles.pass_page import cost_cells, render_profile, write_pro
 from nsa_compile.profiles.pass_profile import SCHEMA, profile_passes
 from nsa_compile.profiles.prefixes import PrefixResults, measure_prefixes, measure_within
 from tests.conftest import TINY_RUN, cold_cache
+from tests.profiles.prefix_work import (
+    work_that_compiles,
+    work_that_ends_early,
+    work_that_fails_when_it_comes_again,
+    work_that_hangs,
+    work_that_is_too_large,
+    work_that_is_wrong,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -176,19 +182,6 @@ def test_a_pass_that_raises_is_named_and_the_others_measured(planted, tmp_path):
 # ------------------------------------------------------------------------------- a process that is ended for its prefix
 
 
-def work_that_hangs(work, without, send):
-    """Prefix 1 never ends, nor does what it has started; prefix 2 ends the process, the others do as they should."""
-    for count in {0, 1, 2, 3} - without:
-        send("began", count)
-        if count == 1:
-            cleaning = f"trap 'echo clean > {work}.told; exit' TERM; echo $$ > {work}; while :; do sleep 0.1; done"
-            subprocess.run(["sh", "-c", cleaning], check=False)
-        if count == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        send("measured", {"not_measured": None, "compile_s": float(os.getpid()), "inductor_cache_hit": False})
-    send("timings", {count: {"by": os.getpid()} for count in {0, 1, 2, 3} - without})
-
-
 def test_a_prefix_that_hangs_and_one_that_ends_its_process_are_given_up(tmp_path):
     told = []
     results = PrefixResults(3, told.append)
@@ -212,20 +205,6 @@ def test_a_prefix_that_hangs_and_one_that_ends_its_process_are_given_up(tmp_path
         time.sleep(0.05)
 
 
-def work_that_compiles(work, without, send):
-    """Tell where compiled programs go; prefix 0 leaves something there and ends the process."""
-    for count in {0, 1} - without:
-        send("began", count)
-        directory = compiler_cache.directory()
-        with (Path(work) / "told").open("a") as told:
-            print(directory, *sorted(path.name for path in directory.rglob("*.so")), file=told)
-        if count == 0:
-            (directory / "left.so").touch()
-            (directory / "precompiled_headers" / "header").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        send("measured", {"not_measured": None, "compile_s": 1.0, "inductor_cache_hit": False})
-
-
 def test_a_process_that_may_be_ended_compiles_into_a_directory_of_its_own(tmp_path, monkeypatch):
     mine = tmp_path / "mine"
     monkeypatch.setenv(compiler_cache.VARIABLE, str(mine))
@@ -240,18 +219,6 @@ def test_a_process_that_may_be_ended_compiles_into_a_directory_of_its_own(tmp_pa
     assert (mine / "precompiled_headers" / "header").exists(), "headers are shared"
 
 
-def work_that_fails_when_it_comes_again(work, without, send):
-    """Prefix 1 ends the process; in the next one prefix 0 raises."""
-    measured = {0, 1, 2} - without
-    for count in sorted(measured):
-        send("began", count)
-        if count == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        problem = "RuntimeError: not again" if without and count == 0 else None
-        send("measured", {"not_measured": problem, "compile_s": 1.0, "inductor_cache_hit": False})
-    send("timings", {2: {"forward": {}, "backward": {}}})
-
-
 def test_a_prefix_that_fails_when_it_comes_again_is_given_up():
     told = []
     results = PrefixResults(2, told.append)
@@ -263,18 +230,6 @@ def test_a_prefix_that_fails_when_it_comes_again_is_given_up():
         "inductor_cache_hit": False,
     }
     assert set(results.measured) - results.given_up == set(results.timings), "a timing of each that was measured"
-
-
-def work_that_ends_early(work, without, send):
-    sys.exit(3)
-
-
-def work_that_is_wrong(work, without, send):
-    raise UserError(f"seq_len is {work}")
-
-
-def work_that_is_too_large(work, without, send):
-    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes\nmore")
 
 
 def test_a_process_that_ends_at_no_prefix_is_an_error(tmp_path, monkeypatch):
