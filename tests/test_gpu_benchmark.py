@@ -152,7 +152,7 @@ from benchmarks import selected_orders
 from benchmarks.gpu import orders
 from nsa_compile.ops.selected import triton
 (name, shape), = orders.shapes(smoke=True)
-row = orders.measure_order(shape, torch.device("cpu"))
+row = orders.measure_order({{**shape, "seq_len": 8}}, torch.device("cpu"))  # a quarter of the programs
 assert len(row["milliseconds"]) == 5
 triton.ORDER_TABLE = Path({str(tmp_path / "orders.json")!r})
 triton.ORDER_TABLE.write_text("{{}}")

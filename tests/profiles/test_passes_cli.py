@@ -17,6 +17,7 @@ from nsa_compile.errors import UserError
 from nsa_compile.passes.pipeline import pipeline
 from nsa_compile.passes.report import Guard, Report, ScanReport
 from nsa_compile.profiles.rendering import render_report, with_unit
+from tests import processes
 
 
 @pytest.fixture
@@ -148,8 +149,8 @@ def test_a_users_mistake_is_one_line_found_before_torch_is_imported(arguments, e
 
 
 def test_explain_in_a_process_of_its_own_needs_no_compiler(tiny_overrides):
-    sets = [word for override in tiny_overrides() for word in ("--set", override)]
-    result = passes_command("explain", "--json", *sets, PATH="/nowhere", CXX="no-such-compiler")
+    environment = {**os.environ, "PATH": "/nowhere", "CXX": "no-such-compiler"}
+    result = processes.run("passes", "explain", "--json", *processes.sets(tiny_overrides()), env=environment)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["report"]["scans"][0]["batched"]
 
