@@ -6,6 +6,7 @@ import importlib.util
 import json
 import linecache
 import shutil
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -28,7 +29,6 @@ from nsa_compile.passes.pipeline import (
     register,
 )
 from nsa_compile.passes.report import Guard, Report
-from tests import processes
 
 
 def cumulative(x, steps):
@@ -335,8 +335,7 @@ def test_warm_start_runs_no_pass_and_a_changed_option_does(tmp_path, monkeypatch
 
     def hits(*limits: str) -> list[str]:
         """Whether each compilation in a process of its own was a hit."""
-        done = processes.script(script, str(cache), *limits)
-        assert done.returncode == 0, done.stderr
+        done = subprocess.run([sys.executable, script, cache, *limits], capture_output=True, text=True, check=True)
         return done.stdout.split()
 
     assert hits("1000000") == ["False"]
