@@ -162,14 +162,17 @@ print("left")
 
 
 def test_a_group_is_left_while_a_thread_of_it_still_has_a_tensor(tmp_path):
-    ranks = [processes.Command(LEAVER, str(rank), str(tmp_path), program=processes.run_code) for rank in range(2)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", LEAVER, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
     try:
-        for rank in ranks:
-            assert rank.communicate(timeout=60)[0] == "left\n"
-            assert rank.returncode == 0
+        for process in processes:
+            assert process.communicate(timeout=60)[0] == "left\n"
+            assert process.returncode == 0
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in processes:
+            process.kill()
 
 
 def train(overrides, *arguments, **options):
