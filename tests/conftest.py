@@ -65,10 +65,11 @@ TINY_RUN = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What compiles most comes first: were it left to the end, one process would work and the other wait. Each test has
-    room for its frames."""
+    """What compiles most comes first: were it left to the end, one process would work and the other wait. Tests and
+    their fixtures have room for their frames."""
     items.sort(key=lambda item: not ("inductor" in item.nodeid or "spilling" in item.nodeid))
     for item in items:
+        item.setup = functools.partial(with_room, item.setup)
         item.runtest = functools.partial(with_room, item.runtest)
 
 
