@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from nsa_compile.loop import scan
 from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.nsa import CompressionMLP
 from nsa_compile.ops.keeping import keep_selection
@@ -58,8 +59,25 @@ class AttentionLayer(nn.Module):
 
     def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> tuple[Any, Tensor]:
         """A sequence in one go: the state after the first `lengths` `[B]` tokens of `x` `[B, S, dim]`, with room for
-        `max_len`, and the output `[B, S, dim]`. What a state holds of later tokens is written before it is read."""
-        raise NotImplementedError
+        `max_len`, and the output `[B, S, dim]`. What a state holds of later tokens is written before it is read.
+
+        This one is a loop of `decode_step` for states of tensors `[B, ...]`, and stays one where it is compiled, as the
+        lengths are data. A layer that knows which state its sequence leaves does without.
+        """
+
+        def step(state: Any, token: tuple[Tensor, Tensor]) -> tuple[Any, Tensor]:
+            t, row = token
+            after, o = self.decode_step(state, row, t)
+            there = t < lengths
+            kept = (
+                None if old is None else torch.where(there.reshape(-1, *[1] * (old.dim() - 1)), new, old)
+                for new, old in zip(after, state, strict=True)
+            )
+            return type(state)(*kept), o
+
+        rows = (torch.arange(x.shape[1], device=x.device), x.transpose(0, 1))
+        state, o = scan(step, self.init_state(x.shape[0], max_len), rows)
+        return state, o.transpose(0, 1)
 
     def decode_step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, Tensor]:
         """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""

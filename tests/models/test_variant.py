@@ -107,6 +107,13 @@ def test_it_decodes_as_it_trains_and_has_named_ranges(overrides):
     for t in range(12):
         state, logits = model.decode_step(state, tokens[:, t])
         torch.testing.assert_close(logits, expected[:, t])
+    # Prompts of two lengths, by the prefill that every layer has; then each goes on at its own position.
+    lengths = torch.tensor([8, 5])
+    for prefill in (model.prefill, nsa_compile.compile_prefill(model, nested="eager", cache=False)):
+        state, logits = prefill(tokens[:, :8], lengths, 12)
+        for i in range(4):
+            torch.testing.assert_close(logits, expected[[0, 1], lengths - 1 + i])
+            state, logits = model.decode_step(state, tokens[[0, 1], lengths + i])
 
 
 def test_its_name_and_its_rules_are_those_of_the_configuration(overrides):
