@@ -15,6 +15,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.dicts import SideEffectsProxyDict
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
 from torch._dynamo.variables.iter import IteratorVariable
@@ -39,6 +40,7 @@ def mend_steps() -> None:
     explain_uncaptured_steps()
     refuse_iterators_from_outside()
     keep_what_steps_find()
+    assign_to_what_is_current()
     let_steps_read_views()
     take_results_apart_quickly()
 
@@ -101,6 +103,24 @@ def keep_what_steps_find() -> None:
                 self.keepalive.append(item)
 
     SideEffects.track_runahead_tensor_and_symvar_side_effects = track  # type: ignore[method-assign]
+
+
+def assign_to_what_is_current() -> None:
+    """Let the attributes of an object that was assigned to before a scan be assigned to after it, too.
+
+    Dynamo sets the record of such assignments aside with each step, and goes on with a copy of it, but the `__dict__`
+    of an object keeps the record with which it was made: what is written then is read by nobody (torch 2.13).
+    """
+
+    def current(self: SideEffectsProxyDict) -> SideEffects:
+        made_with: SideEffects = vars(self)["side_effects"]
+        graph = made_with.output_graph_weakref()
+        return made_with if graph is None else graph.side_effects
+
+    def remember(self: SideEffectsProxyDict, made_with: SideEffects) -> None:
+        vars(self)["side_effects"] = made_with
+
+    SideEffectsProxyDict.side_effects = property(current, remember)  # type: ignore[assignment]
 
 
 @dataclass(eq=False)

@@ -629,6 +629,43 @@ def test_a_buffer_replaced_behind_a_scan_whose_step_was_the_first_to_read_the_mo
     assert model.count == 2
 
 
+class Assigned:
+    pass
+
+
+class Assigning(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.calls, self.last = 0, None
+
+    def forward(self, x):
+        own = Assigned()
+        own.factor = 1
+        self.count += 1
+        for layer in range(3):
+            own.factor = layer + 1
+            x = scan(lambda c, row: (c * 0.5 + row, c + row), x[0], x)[1] * own.factor
+            own.last = x[-1]
+        self.last, self.calls = x, self.calls + 1
+        return x + own.last
+
+
+@pytest.mark.parametrize("nested", NESTED)
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_attributes_assigned_to_before_and_after_a_scan(nested, fullgraph):
+    """What was assigned to an object again, after a scan, was lost; its old value was read."""
+    inputs = [rows(3, D).requires_grad_(), rows(3, D).requires_grad_()]
+    models = Assigning(), Assigning()
+    fast = compiled(models[1], nested, fullgraph=fullgraph)
+    for _ in range(2):
+        results = [run(x) for run, x in zip((models[0], fast), inputs, strict=True)]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y, x in zip(results, inputs, strict=True)))
+    assert [(model.calls, int(model.count)) for model in models] == [(2, 2)] * 2
+    torch.testing.assert_close(models[0].last, models[1].last)
+
+
 SEEN = []
 
 
