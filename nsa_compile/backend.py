@@ -21,6 +21,7 @@ from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.program.aliases import hand_on_originals
+from nsa_compile.program.checks import check_after_loops
 from nsa_compile.program.first_call import FirstCall
 from nsa_compile.program.functional import WriteBack, make_functional
 from nsa_compile.program.loops import keep_loops
@@ -156,6 +157,7 @@ def nsa_compile_backend(
     with modes.unobserved():
         example_inputs = specialize_shapes(gm, example_inputs)
         hand_on_originals(gm)
+        check_after_loops(gm)
         captured = verifier.snapshot(gm) if chosen.check == "first" else None
         _last_report, written = optimize(gm, chosen, example_inputs)
     if _explained is not None:
