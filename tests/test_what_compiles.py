@@ -566,6 +566,35 @@ def output_of_a_class_of_torch(compile):
 
 
 @program
+def raising_step(compile):
+    def step(c, row):
+        if row.shape[0] != 99:
+            raise ValueError("bad width")
+        return c, row
+
+    return trained(compile(lambda x: scan(step, x.new_zeros(D), x)), rows())
+
+
+@program
+def three_results(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c, row, row), x.new_zeros(D), x)), rows())
+
+
+@program
+def strided_read_in_a_step(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c, c.as_strided((2,), (1,))), x[0], x)), rows())
+
+
+@program
+def inverse_in_a_recurrence(compile):
+    def step(c, row):
+        c = c + row[:, None] * row
+        return c, torch.linalg.solve(c, row)
+
+    return trained(compile(lambda x: scan(step, torch.eye(D, dtype=x.dtype), x)), rows())
+
+
+@program
 def repeats_by_a_tensor(compile):
     def run(x):
         times = torch.tensor([1, 2, 0, 1])

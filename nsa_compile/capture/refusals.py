@@ -93,6 +93,9 @@ ADVANCED = "an iterator from outside of the step"
 DRAWS = (
     "it draws from Python's random, once for all steps; draw a tensor before the scan, one number a step, and scan it"
 )
+READS_MEMORY = (
+    "it calls as_strided(), which reads memory as it lies, and a compiled step has its tensors elsewhere; use views"
+)
 ASKS = "it calls requires_grad_(); ask for the gradient of a tensor that the scan is given"
 # Words of torch's messages, what they mean for the author of a step, and the way out.
 _REASONS = (
@@ -132,8 +135,8 @@ _REASONS = (
     ),
     (
         ("HOP body output unsupported",),
-        "it returns something else than tensors in tuples, lists and dicts, as x.max(-1) is, a class of torch's own; "
-        "return its tensors, as tuple(x.max(-1))",
+        "it returns something else than tensors in tuples, lists and dicts, such as a named tuple, which x.max(-1) is, "
+        "too; return its tensors, as tuple(x.max(-1))",
     ),
     (("metadata", "init and carry"), "it returns a carry of another shape or dtype than it was given"),
     (("builtin print", "builtin `print`", "logging"), "it prints or logs; do so with what the scan returns"),
@@ -149,5 +152,7 @@ def why_not_traced(error: Exception) -> str:
             return reason
     if found := re.search(r"(Data dependent|Dynamic shape) operator.*?(aten\.\w+)", text, re.DOTALL):
         return f"what {found[2]} returns is not known before it runs; compute it outside of the scan"
+    if found := re.search(r"raised exception (.*)|ConstantVariable\(str: (.*)\)", text):
+        return f"it raises {found[1] or found[2]}"
     lines = [line for line in str(error).strip().splitlines() if line]
     return lines[0] if lines else type(error).__name__

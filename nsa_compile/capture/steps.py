@@ -27,6 +27,7 @@ from nsa_compile.capture.refusals import (
     ASKS,
     DRAWS,
     PLACE,
+    READS_MEMORY,
     VARYING_NUMBER,
     ScanRefused,
     caller_of_scan,
@@ -61,7 +62,7 @@ def explain_uncaptured_steps() -> None:
         except Exception as error:
             own = isinstance(error, exc.TorchDynamoException)
             failed = isinstance(error, exc.Unsupported | exc.UserError | exc.UncapturedHigherOrderOpError)
-            failed |= VARYING_NUMBER in str(error)
+            failed |= isinstance(error, exc.ObservedException) or VARYING_NUMBER in str(error)
             if (own and not failed) or place is None:
                 raise
             raise ScanRefused(f"the step of the scan at {place} cannot be captured: {why_not_traced(error)}") from error
@@ -72,6 +73,8 @@ def explain_uncaptured_steps() -> None:
             body = tx.output.nn_modules[scan.args[0].target]
             if body.graph.find_nodes(op="call_method", target="requires_grad_"):
                 raise ScanRefused(f"the step of the scan at {place} cannot be captured: {ASKS}")
+            if any(getattr(n.target, "__name__", n.target) == "as_strided" for n in body.graph.nodes):
+                raise ScanRefused(f"the step of the scan at {place} cannot be captured: {READS_MEMORY}")
             body.meta[PLACE] = place
             # The function may write to a result, which gives Dynamo's stand-in for it the gradient of what was written.
             scan.meta["example_value"] = tuple(
