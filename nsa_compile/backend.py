@@ -26,6 +26,7 @@ from nsa_compile.program.first_call import FirstCall
 from nsa_compile.program.functional import WriteBack, make_functional
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
+from nsa_compile.workarounds import let_inductor_read_what_was_written
 
 mend_dynamo()
 
@@ -228,6 +229,7 @@ def compile_nested(
             return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if nvtx else {}))
     patches = {"config_patches": markers.inductor_config(gm)} if nvtx else {}
     inductor_files.prepare()
+    let_inductor_read_what_was_written()
     with errors_named(), _limits_named():
         return lookup_backend("inductor")(gm, list(example_inputs), **patches)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -33,3 +34,22 @@ class HonestBatchNorm(TorchFunctionMode):
 
 # `x.data` in a captured graph. Traced as it is, it leaves no node behind, and gradients flow through (torch 2.13).
 DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
+
+@cache
+def let_inductor_read_what_was_written() -> None:
+    """Keep the order of a write and its reader where Inductor lays out the reader's loops anew to fuse them on the CPU.
+
+    It takes down what the reader reads again, by the name that the tensor had before it was written to, unless the
+    reader is tied to another kernel as well. The reader may then run first: the gradient of rows taken from a
+    concatenation by `index_select` came out without what the rows add to it (torch 2.13).
+    """
+    from torch._inductor.scheduler import SchedulerNode
+
+    original = SchedulerNode.recompute_size_and_body
+
+    def recompute(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign]

@@ -850,3 +850,21 @@ def test_a_result_without_gradient_that_is_added_to(nested):
         return y
 
     equal_gradients(run, rows(3, D).requires_grad_(), nested=nested)
+
+
+def test_gradients_of_rows_that_each_step_replaces_under_inductor():
+    """Inductor added up the gradients of a cache's rows behind the kernel that reads their sum."""
+
+    def run(x):
+        def step(c, row):
+            k = c.clone()
+            k.select(0, 0).copy_(row)
+            y = ((k @ row).softmax(-1)[:, None] * c).sum(0)
+            z = torch.full_like(c, 0.5)
+            z.narrow(0, 0, 1).copy_(y[None])
+            return k, ((z * row.tanh()).sum(-1).softmax(-1)[:, None] * z).sum(0)
+
+        return scan(step, torch.full_like(x, 0.5), x)[1]
+
+    equal_gradients(run, rows(6, 3).requires_grad_(), nested="inductor")
+    assert nsa_compile.last_report().scans[0].batched
