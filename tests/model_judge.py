@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import itertools
 import linecache
+import math
 import re
 import signal
 import sys
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
@@ -319,6 +321,8 @@ def judge(source: str, compiler: Compiler | None = None) -> Verdict:
         return what_happened(reports)
     if verdict.failed and overwrites_what_backward_needs(source):
         return Verdict("eager_fails", "a checkpointed region overwrites what its backward needs")
+    if verdict.failed and "NaN" in verdict.cause and makes_nan(source):
+        return Verdict("eager_fails", "a layer makes NaN")  # which is not promised to come out alike
     if verdict.failed and compiler is None:
         alone = same_failure(against(wanted, source, python_loop, torch_alone), verdict)
         if alone or (verdict.kind == "wrong_value" and as_torch_functionalizes(source)):
@@ -363,6 +367,37 @@ def overwrites_what_backward_needs(source: str) -> bool:
     except RuntimeError as error:
         return "modified by an inplace operation" in str(error)
     return False
+
+
+class _MakesNan(TorchDispatchMode):
+    """Notes whether an operator makes NaN of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = _has_nan((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        # What a new tensor holds is nobody's number.
+        self.made |= not before and "empty" not in str(func) and _has_nan(result)
+        return result
+
+
+def _has_nan(value: Any) -> bool:
+    leaves = pytree.tree_leaves(value)
+    tensors = (x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+    return any(isinstance(x, float) and math.isnan(x) for x in leaves) or any(bool(x.isnan().any()) for x in tensors)
+
+
+def makes_nan(source: str) -> bool:
+    """Whether an operator of a program, run as written, makes NaN, as a softmax over nothing but -inf does."""
+    with quiet():
+        eager = Subject(source, nsa_compile.scan)
+        with _MakesNan() as watch:
+            for n in range(len(eager.calls) + 1):
+                eager.call(n)
+    return watch.made
 
 
 def against(wanted: list[Observation], source: str, scan: Callable, compiler: Compiler) -> Verdict | None:

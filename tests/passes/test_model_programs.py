@@ -196,6 +196,13 @@ def test_judge_passes_over_what_eager_refuses():
     assert judge(EVERYTHING.replace("h.mul_(2)", "x.mul_(2)")).kind == "eager_fails"
 
 
+def test_judge_passes_over_nan_that_a_layer_makes():
+    compiler = on_outputs(lambda x: x.nan_to_num())
+    assert judge(EVERYTHING.replace("h.mul_(2)", "h = h / 0 * 0"), compiler).kind == "eager_fails"
+    given = EVERYTHING.replace("requires_grad_()", "fill_(math.nan)")
+    assert judge(given, compiler).cause == "output: a number where eager has NaN"
+
+
 def test_judge_passes_over_what_torch_does_by_itself():
     """Its functionalization draws in another order into a transposed tensor."""
     drawn = "h = h * torch.empty_like(h.transpose(0, 2)).bernoulli_(0.5).transpose(0, 2)"
