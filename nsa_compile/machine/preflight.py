@@ -38,22 +38,25 @@ def check_compiler(config: RunConfig) -> None:
 
 def check_tensorboard(config: RunConfig) -> None:
     """Raise a UserError if event files are asked for and tensorboard is not installed. Imports neither it nor torch."""
-    if config.log.tensorboard and find_spec("tensorboard") is None:
-        raise UserError(
-            "log.tensorboard = true needs the package tensorboard; install it with "
-            "pip install 'nsa-compile[tensorboard]', or use --set log.tensorboard=false"
-        )
+    if config.log.tensorboard:
+        _require("tensorboard", "log.tensorboard = true", "log.tensorboard=false")
 
 
 def check_torchao(config: RunConfig) -> None:
     """Raise a UserError if torchao is asked for and not installed. Imports neither it nor torch."""
-    wanted = {"optim.name": (config.optim.name, "adamw"), "train.matmul": (config.train.matmul, "native")}
-    for key, (value, without) in wanted.items():
-        if value != without and find_spec("torchao") is None:
-            raise UserError(
-                f"{key} = '{value}' needs the package torchao; install it with "
-                f"pip install 'nsa-compile[torchao]', or use --set {key}={without}"
-            )
+    if config.optim.name != "adamw":
+        _require("torchao", f"optim.name = '{config.optim.name}'", "optim.name=adamw")
+    if config.train.matmul != "native":
+        _require("torchao", f"train.matmul = '{config.train.matmul}'", "train.matmul=native")
+
+
+def _require(package: str, what: str, without: str) -> None:
+    """Raise a UserError unless a package is there, which an extra of its name brings."""
+    if find_spec(package) is None:
+        raise UserError(
+            f"{what} needs the package {package}; install it with pip install 'nsa-compile[{package}]', "
+            f"or use --set {without}"
+        )
 
 
 def check_matmul(config: RunConfig) -> None:

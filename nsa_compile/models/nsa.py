@@ -318,9 +318,8 @@ def nsa_prefill(
     What the caches hold of later tokens is written by the step that reads it first. The last l keys are those before
     each sequence's own end.
     """
-    inputs = {"phi": "mean", "q_cmp": None, "branches": BRANCHES, **inputs}
-    keys_and_values = (k_cmp, v_cmp, *(inputs.pop(name) for name in ("k_slc", "v_slc", "k_win", "v_win")))
-    state, output = _over_tokens(keys_and_values=keys_and_values, read=_sum_of, max_len=max_len, **inputs)
+    given = _given(k_cmp=k_cmp, v_cmp=v_cmp, **inputs)
+    state, output = _over_tokens(read=_sum_of, max_len=max_len, **given)
     size = state.recent_k.shape[1]
     row = lengths[:, None] - size + torch.arange(size, device=lengths.device)  # [B, l]
     before = (row < 0)[..., None, None]
@@ -329,29 +328,21 @@ def nsa_prefill(
     return state._replace(recent_k=recent_k, recent_v=recent_v), output
 
 
-def observed_nsa_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    gates: Tensor,
-    *,
-    pattern: SparsePattern,
-    phi: str | Phi | tuple[Phi, Phi] = "mean",
-    q_cmp: Tensor | None = None,
-    branches: Sequence[str] = BRANCHES,
-) -> tuple[Tensor, Tensor]:
+def observed_nsa_attention(**inputs: Any) -> tuple[Tensor, Tensor]:
     """`nsa_attention`, and what each branch gave to it, times its gate: `[B, S, Hq, branches, Dv]`."""
 
     def both(gated: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return _sum_of(gated, dtype), torch.stack(gated, dim=-2).flatten(1, 2)
 
-    keys_and_values = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    _, (output, gated) = _over_tokens(q, keys_and_values, gates, pattern, phi, q_cmp, branches, both)
+    _, (output, gated) = _over_tokens(read=both, **_given(**inputs))
     return output, gated
+
+
+def _given(**inputs: Any) -> dict[str, Any]:
+    """The arguments of `nsa_attention`, by name, as `_over_tokens` takes them."""
+    inputs = {"phi": "mean", "q_cmp": None, "branches": BRANCHES, **inputs}
+    names = ("k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
+    return {"keys_and_values": tuple([inputs.pop(name) for name in names]), **inputs}
 
 
 def _over_tokens(
