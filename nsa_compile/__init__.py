@@ -9,14 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nsa_compile.backend import compile, compile_blocks, compile_decode_step, compile_prefill, last_report
+    from nsa_compile.backend import (
+        compile,
+        compile_block,
+        compile_blocks,
+        compile_decode_step,
+        compile_prefill,
+        last_report,
+    )
     from nsa_compile.loop import scan
 
 __version__ = "0.1.0"
-__all__ = ["compile", "compile_blocks", "compile_decode_step", "compile_prefill", "last_report", "scan"]
+__all__ = [
+    "compile", "compile_block", "compile_blocks", "compile_decode_step", "compile_prefill", "last_report", "scan",
+]  # fmt: skip
 
 _HOME = {
     "compile": "backend",
+    "compile_block": "backend",
     "compile_blocks": "backend",
     "compile_decode_step": "backend",
     "compile_prefill": "backend",

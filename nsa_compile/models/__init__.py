@@ -10,17 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nsa_compile.models.config import NSAConfig, SparsePattern
+    from nsa_compile.models.documents import Documents
     from nsa_compile.models.nsa import decode_step, nsa_attention
+    from nsa_compile.models.nsa_layer import NSAttention
     from nsa_compile.models.transformer import NSATransformer
     from nsa_compile.models.variant import AttentionVariant
 
-__all__ = ["AttentionVariant", "NSAConfig", "NSATransformer", "SparsePattern", "decode_step", "nsa_attention"]
+__all__ = [
+    "AttentionVariant", "Documents", "NSAConfig", "NSATransformer", "NSAttention", "SparsePattern", "decode_step",
+    "nsa_attention",
+]  # fmt: skip
 
 _HOME = {
     "AttentionVariant": "variant",
+    "Documents": "documents",
     "NSAConfig": "config",
     "SparsePattern": "config",
     "NSATransformer": "transformer",
+    "NSAttention": "nsa_layer",
     "decode_step": "nsa",
     "nsa_attention": "nsa",
 }

@@ -116,6 +116,29 @@ class SparsePattern:
             )
 
 
+def check_attention(owner: object) -> None:
+    """What an attention asks of the attributes of a model's configuration, or of a layer, that have its sizes.
+
+    Raises:
+        ValueError: naming the attribute, its value and the rule it breaks.
+    """
+    sizes: Any = owner
+    for name in ("dim", "n_heads", "n_kv_heads", "head_dim"):
+        _require_int(owner, name, 1)
+    for name in ("v_head_dim", "phi_hidden"):
+        if getattr(owner, name) is not None:
+            _require_int(owner, name, 1)
+    _require_bool(owner, "shared_kv")
+    _require_positive(owner, "rope_theta")
+    _require_choice(owner, "phi", get_args(Phi))
+    if not isinstance(sizes.pattern, SparsePattern):
+        raise ValueError(f"pattern = {sizes.pattern!r} must be a SparsePattern")
+    if sizes.n_heads % sizes.n_kv_heads:
+        raise ValueError(f"n_heads = {sizes.n_heads} must be a multiple of n_kv_heads = {sizes.n_kv_heads}")
+    if sizes.head_dim % 2:
+        raise ValueError(f"head_dim = {sizes.head_dim} must be even, because RoPE rotates pairs of channels")
+
+
 @dataclass(frozen=True)
 class NSAConfig:
     """A decoder-only transformer whose attention is NSA, or dense for comparison.
@@ -161,24 +184,15 @@ class NSAConfig:
     """Hidden width of the compression MLP; null takes twice the head's width."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
+        for name in ("vocab_size", "n_layers"):
             _require_int(self, name, 1)
-        for name in ("v_head_dim", "mlp_hidden", "phi_hidden"):
-            if getattr(self, name) is not None:
-                _require_int(self, name, 1)
-        for name in ("shared_kv", "tie_embeddings"):
-            _require_bool(self, name)
-        for name in ("rope_theta", "norm_eps"):
-            _require_positive(self, name)
-        _require_choice(self, "phi", get_args(Phi))
+        if self.mlp_hidden is not None:
+            _require_int(self, "mlp_hidden", 1)
+        _require_bool(self, "tie_embeddings")
+        _require_positive(self, "norm_eps")
         _require_choice(self, "attention", tuple(REGISTERED))
         object.__setattr__(self, "branches", ordered_branches(self.branches))
-        if not isinstance(self.pattern, SparsePattern):
-            raise ValueError(f"pattern = {self.pattern!r} must be a SparsePattern")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.n_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} must be even, because RoPE rotates pairs of channels")
+        check_attention(self)
         if mistake := self.variant.mistake(self):
             raise ValueError(mistake)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nsa_compile.branches import BRANCHES
-from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.config import SparsePattern, check_attention, ordered_branches
+from nsa_compile.models.documents import Documents
 from nsa_compile.models.nsa import (
     CompressionMLP,
     NSAState,
@@ -21,31 +24,83 @@ from nsa_compile.models.nsa import (
 )
 from nsa_compile.models.transformer import AttentionLayer, apply_rope
 
+log = logging.getLogger("nsa_compile")
+
+UNCOMPILED = "NSAttention runs uncompiled, as a slow loop over the tokens; nsa_compile.compile_block(layer) compiles it"
+_said: set[str] = set()
+
 
 class NSAttention(AttentionLayer):
-    """Multi-head NSA with its projections and gates: `[B, S, dim] -> [B, S, dim]`.
+    """Multi-head Native Sparse Attention with its projections, rotary positions and gates: `[B, S, dim]` to the same.
+
+        layer = NSAttention(dim=512, n_heads=8, n_kv_heads=2, head_dim=64)
+        y = layer(x)
+
+    Uncompiled it is the loop over the tokens, and says so once; `nsa_compile.compile_block(layer)`, or compiling what
+    it is a part of, makes it fast.
 
     Keys and values have a projection for each branch (the paper's choice) or one shared by all. A branch that
-    `config.branches` lacks has neither projection nor gate. Gates are a sigmoid
+    `branches` lacks has neither projection nor gate. Gates are a sigmoid
     per branch and head of the layer's input. RoPE turns queries and keys of the selected and the window branch;
     compression happens on keys before RoPE, so the compressed branch reads with an unrotated query.
+
+    **Padding and packed documents.** Positions, compressed blocks and selection blocks count from the first token of
+    each document, and no window, block or selection reaches into another one: a packed document gives what it gives
+    alone, as do its gradients, and so do the real tokens of a padded row. `Documents` says how: each document is
+    computed as a row of its own.
+
+    **Decoding.** `init_state`, `prefill` and `decode_step` are the same step over caches.
+
+    Args:
+        dim: width of the input and the output.
+        n_heads: query heads, `Hq`.
+        n_kv_heads: key/value heads, `G`, which divide the query heads; those of a group select the same blocks.
+        head_dim: width of a query or key head; even.
+        pattern: block sizes, counts and window.
+        v_head_dim: width of a value head; `head_dim` by default.
+        phi: how a block is compressed (eq. 7), `"mlp"` or `"mean"`.
+        phi_hidden: hidden width of the compression MLP; twice the head's width by default.
+        shared_kv: whether the branches share one key/value projection.
+        branches: those of `"compressed"`, `"selected"` and `"window"` that there are; selected needs compressed.
+        rope_theta: base of the rotary frequencies.
+
+    Raises:
+        ValueError: naming the argument, its value and the rule it breaks.
     """
 
-    def __init__(self, config: NSAConfig) -> None:
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        pattern: SparsePattern = SparsePattern(),  # noqa: B008  # frozen
+        v_head_dim: int | None = None,
+        phi: str = "mlp",
+        phi_hidden: int | None = None,
+        shared_kv: bool = False,
+        branches: Sequence[str] = BRANCHES,
+        rope_theta: float = 10000.0,
+    ) -> None:
         super().__init__()
-        self.config = config
-        heads, groups, dim = config.n_heads, config.n_kv_heads, config.dim
-        key_dim, value_dim = config.head_dim, config.value_dim
-        kv_sets = 1 if config.shared_kv else len(config.branches)
-        self.q = nn.Linear(dim, heads * key_dim, bias=False)
-        self.k = nn.Linear(dim, kv_sets * groups * key_dim, bias=False)
-        self.v = nn.Linear(dim, kv_sets * groups * value_dim, bias=False)
-        self.gate = nn.Linear(dim, heads * len(config.branches))
-        self.out = nn.Linear(heads * value_dim, dim, bias=False)
-        if config.phi == "mlp" and "compressed" in config.branches:
-            block = config.pattern.compress_block
-            self.phi_k: nn.Module | None = CompressionMLP(block, key_dim, config.phi_hidden)
-            self.phi_v: nn.Module | None = CompressionMLP(block, value_dim, config.phi_hidden)
+        self.dim, self.n_heads, self.n_kv_heads, self.head_dim = dim, n_heads, n_kv_heads, head_dim
+        self.pattern, self.v_head_dim, self.phi, self.phi_hidden = pattern, v_head_dim, phi, phi_hidden
+        self.shared_kv, self.branches, self.rope_theta = shared_kv, ordered_branches(branches), rope_theta
+        check_attention(self)
+        self.value_dim = head_dim if v_head_dim is None else v_head_dim
+        self.says_uncompiled = True
+        self._compiled: Callable[[Tensor], Tensor] | None = None
+        kv_sets = 1 if shared_kv else len(self.branches)
+        self.q = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.k = nn.Linear(dim, kv_sets * n_kv_heads * head_dim, bias=False)
+        self.v = nn.Linear(dim, kv_sets * n_kv_heads * self.value_dim, bias=False)
+        self.gate = nn.Linear(dim, n_heads * len(self.branches))
+        self.out = nn.Linear(n_heads * self.value_dim, dim, bias=False)
+        if phi == "mlp" and "compressed" in self.branches:
+            block = pattern.compress_block
+            self.phi_k: nn.Module | None = CompressionMLP(block, head_dim, phi_hidden)
+            self.phi_v: nn.Module | None = CompressionMLP(block, self.value_dim, phi_hidden)
         else:
             self.phi_k = self.phi_v = None
 
@@ -55,25 +110,87 @@ class NSAttention(AttentionLayer):
 
     def _project(self, x: Tensor, position: Tensor) -> tuple[Tensor | None, ...]:
         """q, q_cmp, then keys and values of each branch, and gates, of `x` `[B, S, dim]` at `[S]` or `[B, S]`."""
-        config = self.config
-        groups = config.n_kv_heads
-        q_cmp = self.q(x).unflatten(-1, (config.n_heads, -1))
-        gates = self.gate(x).sigmoid().unflatten(-1, (config.n_heads, -1))
-        keys = self.k(x).unflatten(-1, (-1, groups, config.head_dim)).unbind(-3)
-        values = self.v(x).unflatten(-1, (-1, groups, config.value_dim)).unbind(-3)
+        q_cmp = self.q(x).unflatten(-1, (self.n_heads, -1))
+        gates = self.gate(x).sigmoid().unflatten(-1, (self.n_heads, -1))
+        keys = self.k(x).unflatten(-1, (-1, self.n_kv_heads, self.head_dim)).unbind(-3)
+        values = self.v(x).unflatten(-1, (-1, self.n_kv_heads, self.value_dim)).unbind(-3)
 
         def rope(y: Tensor) -> Tensor:
-            return apply_rope(y, position, config.rope_theta)
+            return apply_rope(y, position, self.rope_theta)
 
         q = rope(q_cmp)
-        if config.shared_kv:
+        if self.shared_kv:
             return q, q_cmp, keys[0], values[0], rope(keys[0]), values[0], None, None, gates
         # A branch that is not there is handed the first one's, which it does not read.
-        cmp, slc, win = (config.branches.index(b) if b in config.branches else 0 for b in BRANCHES)
+        cmp, slc, win = (self.branches.index(b) if b in self.branches else 0 for b in BRANCHES)
         return q, q_cmp, keys[cmp], values[cmp], rope(keys[slc]), values[slc], rope(keys[win]), values[win], gates
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        doc_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Attention of each token to those before it in its document.
+
+        Args:
+            x: `[B, S, dim]`.
+            attention_mask: `[B, S]` bool, or integers 0 and 1: 0 for padding, at the left or right of a row. Its output
+                is zero.
+            doc_ids: `[B, S]` integers: tokens with the same number are one document.
+            cu_seqlens: `[n + 1]` integers: the starts of the documents of one sequence, B = 1, and S.
+            documents: the same, made by `Documents.of` once for all layers. Making them reads values, which waits for
+                the device, and cannot happen within a compiled function.
+
+        Returns:
+            `[B, S, dim]`.
+
+        Raises:
+            ValueError: what is given is of another shape or dtype, or against the rules of `Documents.of`.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {list(x.shape)}; it must be [B, S, {self.dim}]")
+        told = not (attention_mask is None and doc_ids is None and cu_seqlens is None)
+        if not told and documents is None:
+            return self._rows()(x)
+        if documents is None:
+            documents = Documents.of(attention_mask=attention_mask, doc_ids=doc_ids, cu_seqlens=cu_seqlens)
+        elif told:
+            raise ValueError("documents was given with attention_mask, doc_ids or cu_seqlens; give one of them")
+        rows = self._rows()
+        return documents.pack([rows(row) for row in documents.unpack(x)])
+
+    def _rows(self) -> Callable[[Tensor], Tensor]:
+        """What computes rows that hold one document each, `[N, L, dim] -> [N, L, dim]`."""
+        if torch.compiler.is_compiling():
+            return self._attend
+        if self._compiled is not None:
+            return self._compiled
+        if self.says_uncompiled and not _said:
+            _said.add(UNCOMPILED)
+            log.warning(UNCOMPILED)
+        return self._attend
+
+    def _attend(self, x: Tensor) -> Tensor:
         return self.merge_heads(nsa_attention(**self.attention_inputs(x)))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile in place, as `torch.nn.Module.compile`, what is computed of rows of one shape.
+
+        Which documents there are is data: they are taken apart outside of what is compiled.
+        """
+        self._compiled = torch.compile(self._attend, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As torch does: what is compiled belongs to this layer, and no copy and no file has it.
+        return {**super().__getstate__(), "_compiled": None}
+
+    def extra_repr(self) -> str:
+        names = ("dim", "n_heads", "n_kv_heads", "head_dim", "v_head_dim", "phi", "shared_kv", "branches", "pattern")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def attention_inputs(self, x: Tensor) -> dict[str, Any]:
         """What `nsa_attention` takes, by name, of the layer's input."""
@@ -82,8 +199,8 @@ class NSAttention(AttentionLayer):
         k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = kv
         return {
             "q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "k_slc": k_slc, "v_slc": v_slc, "k_win": k_win, "v_win": v_win,
-            "gates": gates, "pattern": self.config.pattern, "phi": self._phi, "q_cmp": q_cmp,
-            "branches": self.config.branches,
+            "gates": gates, "pattern": self.pattern, "phi": self._phi, "q_cmp": q_cmp,
+            "branches": self.branches,
         }  # fmt: skip
 
     def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> tuple[NSAState, Tensor]:
@@ -95,17 +212,16 @@ class NSAttention(AttentionLayer):
         return self.out(o.flatten(-2))
 
     def init_state(self, batch_size: int, max_len: int) -> NSAState:
-        config, weight = self.config, self.q.weight
-        key = weight.new_empty(config.n_kv_heads, config.head_dim)
-        value = weight.new_empty(config.n_kv_heads, config.value_dim)
-        return init_state(batch_size, max_len, key, value, pattern=config.pattern, shared_kv=config.shared_kv)
+        weight = self.q.weight
+        key = weight.new_empty(self.n_kv_heads, self.head_dim)
+        value = weight.new_empty(self.n_kv_heads, self.value_dim)
+        return init_state(batch_size, max_len, key, value, pattern=self.pattern, shared_kv=self.shared_kv)
 
     def decode_step(self, state: NSAState, x: Tensor, t: Tensor) -> tuple[NSAState, Tensor]:
         """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
         projected = (None if y is None else y[:, 0] for y in self._project(x[:, None], t[..., None]))
         phi_k, phi_v = self._phi
-        pattern, branches = self.config.pattern, self.config.branches
         state, o = decode_step(
-            state, NSAToken(t, *projected), pattern=pattern, phi_k=phi_k, phi_v=phi_v, branches=branches
+            state, NSAToken(t, *projected), pattern=self.pattern, phi_k=phi_k, phi_v=phi_v, branches=self.branches
         )
         return state, self.merge_heads(o)

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from nsa_compile.models.transformer import AttentionLayer, NSATransformer
 
 
+# What the layer takes of a model's configuration.
+_LAYER_FIELDS = (
+    "dim", "n_heads", "n_kv_heads", "head_dim", "v_head_dim", "pattern", "phi", "phi_hidden", "shared_kv", "branches",
+    "rope_theta",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class LayerStatistics(LayerRow):
     """What the attention of one layer does, over the tokens, heads and sequences of a batch.
@@ -108,7 +115,17 @@ class NSA(AttentionVariant):
     def layer(self, model: NSAConfig) -> AttentionLayer:
         from nsa_compile.models.nsa_layer import NSAttention
 
-        return NSAttention(model)
+        fields = ("v_head_dim", "pattern", "phi", "phi_hidden", "shared_kv", "branches", "rope_theta")
+        layer = NSAttention(
+            model.dim,
+            model.n_heads,
+            model.n_kv_heads,
+            model.head_dim,
+            **{name: getattr(model, name) for name in fields},
+        )
+        # What runs such a model uncompiled does so on purpose, or says so itself.
+        layer.says_uncompiled = False
+        return layer
 
     def min_seq_len(self, model: NSAConfig) -> tuple[int, str]:
         least = model.pattern.compress_block

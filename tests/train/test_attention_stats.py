@@ -61,7 +61,7 @@ def layer_statistics(layer, attention, x):
     q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = attention._project(x, torch.arange(x.shape[1]))
     k_win, v_win = (k_slc, v_slc) if k_win is None else (k_win, v_win)
     phi_k, phi_v = attention._phi
-    p = attention.config.pattern
+    p = attention.pattern
     sizes = {
         "l": p.compress_block, "d": p.compress_stride, "l_sel": p.select_block, "n": p.num_selected, "w": p.window,
         "phi_k": phi_k, "phi_v": phi_v, "index_convention": p.index_convention,
