@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,13 @@ class Decoder:
     """
 
     def __init__(self, model: NSATransformer, *, compiled: bool = True, **options: Any) -> None:
-        self.model, self.compiled = model, compiled
+        self.model, self.compiled, self._options = model, compiled, options
         self.step: Callable[..., Any] = compile_decode_step(model, **options) if compiled else model.decode_step
         self.prefill: Callable[..., Any] = compile_prefill(model, **options) if compiled else model.prefill
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
+        # What is compiled holds the model, and would go on with the weights of the old one.
+        return Decoder(copy.deepcopy(self.model, memo), compiled=self.compiled, **self._options)
 
     @property
     def device(self) -> torch.device:

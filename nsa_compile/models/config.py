@@ -6,6 +6,7 @@ model's configuration before paying for the import.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -195,6 +196,18 @@ class NSAConfig:
         check_attention(self)
         if mistake := self.variant.mistake(self):
             raise ValueError(mistake)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> NSAConfig:
+        """The configuration of which ``values`` is the ``dataclasses.asdict``, also as JSON has it.
+
+        Raises:
+            ValueError: a field is missing, unknown or not what it must be.
+        """
+        try:
+            return cls(**{**values, "pattern": SparsePattern(**values.get("pattern", {}))})
+        except TypeError as error:  # of Python, about the names of the fields
+            raise ValueError(str(error).partition("() ")[2] or str(error)) from None
 
     @property
     def variant(self) -> AttentionVariant:

@@ -193,6 +193,7 @@ class NSATransformer(nn.Module):
         lengths: Tensor | None = None,
         max_len: int | None = None,
         *,
+        every: bool = False,
         block: Callable[..., tuple[Any, Tensor]] = Block.prefill,
     ) -> tuple[ModelState, Tensor]:
         """Read prompts in one go: what `decode_step` makes of their tokens, one after the other.
@@ -201,10 +202,11 @@ class NSATransformer(nn.Module):
             tokens: `[B, S]` int64. Shorter prompts are filled up at the end, with any token.
             lengths: `[B]` int64, tokens of each prompt, from 1 to S; S by default.
             max_len: tokens that the caches have room for, S at least and by default.
+            every: give the logits after every token, not only after the last one of each prompt.
             block: runs one block, `(block, x, lengths, max_len) -> (state, x)`.
 
         Returns:
-            The state after the prompts, and the logits `[B, V]` after the last token of each.
+            The state after the prompts, and the logits `[B, V]` after the last token of each, or `[B, S, V]`.
         """
         batch, length = tokens.shape
         if lengths is None:
@@ -214,8 +216,8 @@ class NSATransformer(nn.Module):
         for module in self.blocks:
             layer, x = block(module, x, lengths, length if max_len is None else max_len)
             layers.append(layer)
-        last = x[torch.arange(batch, device=x.device), lengths - 1]
-        return ModelState(lengths.clone(), layers), self.head(self.norm(last))
+        read = x if every else x[torch.arange(batch, device=x.device), lengths - 1]
+        return ModelState(lengths.clone(), layers), self.head(self.norm(read))
 
     def decode_step(
         self, state: ModelState, tokens: Tensor, *, block: Callable[..., tuple[Any, Tensor]] = Block.decode_step

@@ -1,0 +1,78 @@
+"""The state of the decode step as `transformers` hands it from token to token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from nsa_compile.models.transformer import ModelState, NSATransformer
+
+
+class NSACache(Cache):
+    """A `ModelState`, and how many columns of tokens have been read, padding included.
+
+    Its caches have room for more tokens than they hold, and grow.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.state: ModelState | None = None
+        self.room = self.columns = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # as long as there is memory
+
+    @property
+    def is_croppable(self) -> bool:
+        return False  # a completed block cannot be taken back
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError("the state of NSA's decode step cannot forget tokens; read the shorter text anew")
+
+    def reset(self) -> None:
+        self.state, self.room, self.columns = None, 0, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def grow(self, model: NSATransformer, room: int) -> None:
+        """Make room for `room` tokens; what the caches hold stays."""
+        assert self.state is not None
+        empty = model.init_state(len(self.state.t), room)
+        self.state = ModelState(
+            self.state.t,
+            [
+                type(layer)(
+                    *(old if old is None else _begin_with(new, old) for new, old in zip(more, layer, strict=True))
+                )
+                for more, layer in zip(empty.layers, self.state.layers, strict=True)
+            ],
+        )
+        self.room = room
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor of the state."""
+        if self.state is not None:
+            layers: list[Any] = [
+                type(layer)(*(tensor if tensor is None else function(tensor) for tensor in layer))
+                for layer in self.state.layers
+            ]
+            self.state = ModelState(function(self.state.t), layers)
+
+
+def _begin_with(new: Tensor, old: Tensor) -> Tensor:
+    """`new` `[B, T', ...]`, its first rows those of `old` `[B, T, ...]`."""
+    return torch.cat([old, new[:, old.shape[1] :]], dim=1)

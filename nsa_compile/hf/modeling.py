@@ -1,0 +1,205 @@
+"""`NSATransformer` as a model of `transformers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from nsa_compile.generation.generate import LEAST_PROMPT, Decoder
+from nsa_compile.generation.generate import LEAST_ROOM as COMPILED_ROOM
+from nsa_compile.hf.cache import NSACache
+from nsa_compile.hf.configuration import NSAConfig
+from nsa_compile.models import NSATransformer
+from nsa_compile.models.nsa import CompressionMLP
+
+# Tokens that a cache has room for at first, where no program belongs to their number.
+LEAST_ROOM = 64
+# Not of the model, but of `loss_function` and of the decorator of `forward`.
+LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "ignore_index")
+
+
+class NSAForCausalLM(PreTrainedModel, GenerationMixin):
+    """A language model of `nsa_compile.models` with the interface of `transformers`.
+
+    Eagerly its attention is a loop over the tokens. `nsa_compile.compile_blocks(model.model)` compiles what trains and
+    scores, `compile_generation` what `generate` runs.
+    """
+
+    config_class = NSAConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
+    _is_stateful = True  # so that no assistant is let guess ahead: the state takes no token back
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__(config)
+        self.model = NSATransformer(config.sizes())
+        self._decoder = Decoder(self.model, compiled=False)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> NSAForCausalLM:
+        """As every model of `transformers`, but from safetensors alone: a pickle may run any code."""
+        model: NSAForCausalLM = super().from_pretrained(*args, **{**kwargs, "use_safetensors": True})
+        return model
+
+    def compile_generation(self, **options: Any) -> None:
+        """Let `generate` run the compiled decode step and prefill; `options` are the compiler's.
+
+        Caches and prompts are then filled up to a power of two of tokens, so that few programs are compiled.
+        """
+        self._decoder = Decoder(self.model, **options)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.model.head = new_embeddings
+
+    @torch.no_grad()
+    @guard_torch_init_functions()
+    def initialize_weights(self) -> None:
+        """Draw weights as those of a new `NSATransformer`; those that came from a file stay, by the guard."""
+        self.model._init_weights()
+        for module in self.modules():
+            if isinstance(module, CompressionMLP):
+                nn.init.normal_(module.position, std=0.02)
+            if isinstance(module, nn.RMSNorm):
+                nn.init.ones_(module.weight)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # `generate` makes none; `forward` makes an NSACache
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: NSACache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of tokens, and the loss if there are labels.
+
+        Args:
+            input_ids: `[B, S]` int64; with a cache that has read something, the tokens after it.
+            attention_mask: `[B, S]`, or with those in the cache: 0 for padding, before or after the tokens of a
+                sequence. Padding changes nothing: each sequence begins at position 0.
+            past_key_values: what has been read before.
+            labels: `[B, S]` int64, -100 for tokens that do not count; the token after each is predicted.
+            use_cache: return the state after the tokens. No gradient flows then.
+            logits_to_keep: logits of so many of the last columns; 0 for all.
+            kwargs: what the loss takes, such as `num_items_in_batch`.
+
+        Returns:
+            Logits `[B, S, V]`. Where padding follows a sequence they are those after its last token.
+
+        Raises:
+            ValueError: a mask that no padding before or after explains, or an argument that the model does not take.
+        """
+        _refuse_what_is_unknown(kwargs)
+        if not isinstance(past_key_values, NSACache | None):
+            raise ValueError(f"past_key_values is a {type(past_key_values).__name__}; it must be an NSACache or None")
+        if past_key_values is not None and past_key_values.columns:
+            logits = self._continue(input_ids, attention_mask, past_key_values)
+        else:
+            start, lengths = _extent(input_ids, attention_mask)
+            tokens = _turned(input_ids, start)
+            if use_cache:
+                past_key_values = NSACache() if past_key_values is None else past_key_values
+                logits = self._read(tokens, lengths, past_key_values, every=logits_to_keep != 1)
+            else:
+                logits = self.model(tokens)
+            if logits.dim() == 2:
+                logits = logits[:, None]
+            else:
+                logits = _turned_back(logits, start, lengths)
+        if logits_to_keep:
+            logits = logits[:, -logits_to_keep:]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    @torch.no_grad()
+    def _read(self, tokens: Tensor, lengths: Tensor, cache: NSACache, *, every: bool) -> Tensor:
+        """Fill a cache with sequences `[B, S]` from column 0 on; logits as `NSATransformer.prefill` gives them."""
+        decoder, columns = self._decoder, tokens.shape[1]
+        cache.room = self._room(columns + 1)
+        filled = F.pad(tokens, (0, decoder.rows(columns, LEAST_PROMPT) - columns))
+        cache.state, logits = decoder.prefill(filled, lengths, cache.room, every=every)
+        cache.columns = columns
+        return logits[:, :columns] if every else logits
+
+    @torch.no_grad()
+    def _continue(self, tokens: Tensor, attention_mask: Tensor | None, cache: NSACache) -> Tensor:
+        """Logits `[B, T, V]` of tokens `[B, T]` that follow what a cache holds, read one after the other."""
+        if attention_mask is not None and not attention_mask[:, -tokens.shape[1] :].all():
+            raise ValueError("attention_mask has a 0 for a token that follows those in the cache; leave that token out")
+        cache.columns += tokens.shape[1]
+        if cache.columns > cache.room:
+            cache.grow(self.model, self._room(cache.columns))
+        logits = []
+        for column in tokens.unbind(1):
+            cache.state, following = self._decoder.step(cache.state, column)
+            logits.append(following)
+        return torch.stack(logits, dim=1)
+
+    def _room(self, tokens: int) -> int:
+        """Rows of the caches for so many tokens: a power of two, so that caches seldom grow."""
+        return max(COMPILED_ROOM if self._decoder.compiled else LEAST_ROOM, 1 << (tokens - 1).bit_length())
+
+
+def _refuse_what_is_unknown(arguments: dict[str, Any]) -> None:
+    """What `transformers` may ask of a model and this one does not do; silence would be a wrong answer."""
+    for name, value in arguments.items():
+        if name not in LOSS_ARGUMENTS and value is not None and value is not False:
+            raise ValueError(f"NSAForCausalLM does not take {name}; leave it out")
+
+
+def _extent(tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The column at which each sequence begins, and its length, `[B]` each."""
+    batch, columns = tokens.shape
+    if attention_mask is None:
+        return tokens.new_zeros(batch), tokens.new_full((batch,), columns)
+    if attention_mask.shape != tokens.shape:
+        raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; input_ids has {list(tokens.shape)}")
+    there = attention_mask != 0
+    start, lengths = there.int().argmax(dim=1), there.sum(dim=1)
+    column = torch.arange(columns, device=tokens.device)
+    together = (column >= start[:, None]) & (column < (start + lengths)[:, None])
+    wrong = ((together != there).any(dim=1) | (lengths == 0)).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"row {wrong[0]} of attention_mask must be 1 for a sequence of one or more tokens and 0 before and after it"
+        )
+    return start, lengths
+
+
+def _turned(tokens: Tensor, start: Tensor) -> Tensor:
+    """Sequences `[B, S]` moved to column 0; the padding before them comes after them."""
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    return tokens.gather(1, (column + start[:, None]) % tokens.shape[1])
+
+
+def _turned_back(logits: Tensor, start: Tensor, lengths: Tensor) -> Tensor:
+    """Logits `[B, S, V]` in the columns of their tokens; those of the last token also in the columns after it."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    row = torch.minimum((column - start[:, None]).clamp(min=0), lengths[:, None] - 1)
+    return logits.take_along_dim(row[..., None], dim=1)

@@ -1,0 +1,258 @@
+"""`NSAForCausalLM` against `NSATransformer`, and each text of a batch against itself alone."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import nsa_compile
+from nsa_compile.generation.generate import generate
+from nsa_compile.generation.sampling import Sampling
+from nsa_compile.hf import NSACache, NSAConfig, NSAForCausalLM, modeling
+from tests.models.test_nsa import tiny_model
+
+EAGER = {"nested": "eager", "cache": False}
+
+
+def wrapped(**changes):
+    """A model of `transformers`, in float64, and the one of ours with the same weights."""
+    torch.manual_seed(0)
+    ours = tiny_model(n_layers=2, **changes)
+    model = NSAForCausalLM(NSAConfig.of(ours.config)).double().eval()
+    model.model.load_state_dict(ours.state_dict())
+    return model, ours
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return wrapped()
+
+
+@pytest.fixture
+def model(pair):
+    return pair[0]
+
+
+def random_tokens(*shape):
+    return torch.randint(0, 19, shape, generator=torch.Generator().manual_seed(1))
+
+
+def ragged(lengths, side):
+    """Tokens `[B, S]` and their mask, with padding on a side."""
+    width = max(lengths)
+    column = torch.arange(width)
+    each = torch.tensor(lengths)[:, None]
+    mask = (column < each) if side == "right" else (column >= width - each)
+    return random_tokens(len(lengths), width), mask.long()
+
+
+def test_logits_are_those_of_the_model_within(pair):
+    model, ours = pair
+    tokens = random_tokens(2, 13)
+    assert torch.equal(model(tokens).logits, ours(tokens))
+    assert torch.equal(model(tokens, logits_to_keep=3).logits, ours(tokens)[:, -3:])
+
+
+def test_the_loss_is_that_of_the_next_token(pair):
+    model, ours = pair
+    tokens = random_tokens(2, 9)
+    labels = tokens.clone()
+    labels[:, :4] = -100
+    wanted = torch.nn.functional.cross_entropy(ours(tokens)[:, 3:-1].flatten(0, 1), tokens[:, 4:].flatten())
+    torch.testing.assert_close(model(tokens, labels=labels).loss.double(), wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_padding_on_either_side_changes_nothing(model, side, use_cache):
+    tokens, mask = ragged([5, 11, 1], side)
+    logits = model(tokens, attention_mask=mask, use_cache=use_cache).logits
+    for row, there, found in zip(tokens, mask.bool(), logits, strict=True):
+        alone = model(row[there][None]).logits[0]
+        torch.testing.assert_close(found[there], alone)
+        torch.testing.assert_close(found[-1], alone[-1])
+
+
+@pytest.mark.parametrize("mask", [[[1, 0, 1], [1, 1, 1]], [[0, 0, 0], [1, 1, 1]]])
+def test_other_masks_are_refused(model, mask):
+    with pytest.raises(ValueError, match="row 0 of attention_mask must be 1"):
+        model(random_tokens(2, 3), attention_mask=torch.tensor(mask))
+
+
+def test_a_cache_of_another_kind_is_refused(model):
+    from transformers import DynamicCache
+
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache; it must be an NSACache"):
+        model(random_tokens(1, 3), past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize("name", ["position_ids", "inputs_embeds", "output_hidden_states"])
+def test_what_the_model_does_not_do_is_refused(model, name):
+    with pytest.raises(ValueError, match=f"does not take {name}"):
+        model(random_tokens(1, 3), **{name: True})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_model_is_the_same_bit_for_bit(tmp_path, tied):
+    model, _ = wrapped(tie_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
+    again = NSAForCausalLM.from_pretrained(tmp_path)
+    before, after = model.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    assert (again.model.head.weight is again.model.embedding.weight) == tied
+    assert again.config.sizes() == model.config.sizes()
+
+
+def test_the_auto_classes_know_it(model, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).sizes() == model.config.sizes()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is NSAForCausalLM
+    tokens = random_tokens(1, 5)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_weights_that_a_file_lacks_begin_as_in_a_new_model(model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = ["model.blocks.0.attention.phi_k.position", "model.blocks.1.attention.q.weight", "model.norm.weight"]
+    for name in lost:
+        del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    found = NSAForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert torch.equal(found[lost[2]], torch.ones_like(found[lost[2]]))
+    assert all(0.005 < found[name].std() < 0.05 for name in lost[:2])
+
+
+def test_a_pickle_is_refused(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        NSAForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
+    with pytest.raises(Exception, match="header"):
+        NSAForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_configuration_is_checked():
+    sizes = {"vocab_size": 8, "dim": 8, "n_layers": 1, "n_heads": 3, "n_kv_heads": 2, "head_dim": 4}
+    with pytest.raises(ValueError, match="n_heads = 3 must be a multiple of n_kv_heads = 2"):
+        NSAConfig(**sizes)
+    with pytest.raises(ValueError, match="missing 1 required positional argument: 'dim'"):
+        NSAConfig(**{name: value for name, value in sizes.items() if name != "dim"})
+    assert NSAConfig(**{**sizes, "n_heads": 2}).hidden_size == 8
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Caches that soon have to grow, programs of few rows."""
+    monkeypatch.setattr(modeling, "LEAST_ROOM", 8)
+    monkeypatch.setattr(modeling, "COMPILED_ROOM", 32)
+    monkeypatch.setattr(modeling, "LEAST_PROMPT", 8)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_every_greedy_text_is_the_one_that_it_is_alone(pair, compiled, side):
+    model, ours = pair
+    if compiled:
+        model, _ = wrapped()
+        model.compile_generation(**EAGER)
+    tokens, mask = ragged([3, 7, 1], side)
+    texts = model.generate(tokens, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    for row, there, text in zip(tokens, mask.bool(), texts, strict=True):
+        wanted = generate(ours, row[there], 12, Sampling(temperature=0), torch.Generator())
+        assert text[len(row) :].tolist() == wanted.tolist()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": True}, {"num_beams": 2, "num_return_sequences": 2}])
+def test_the_cache_changes_nothing(model, how):
+    tokens, mask = ragged([4, 6], "left")
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        found.append(model.generate(tokens, attention_mask=mask, max_new_tokens=9, use_cache=use_cache, **how))
+    assert found[0].tolist() == found[1].tolist()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_text_goes_on_from_the_cache_that_was_returned(model):
+    prompt = random_tokens(1, 5)
+    begun = model.generate(prompt, max_new_tokens=6, return_dict_in_generate=True)
+    cache = begun.past_key_values
+    assert isinstance(cache, NSACache)
+    assert (cache.get_seq_length(), int(cache.state.t)) == (10, 10)  # the last token drawn is not in it
+    longer = torch.cat([begun.sequences, random_tokens(1, 3)], dim=1)
+    wanted = model.generate(longer, max_new_tokens=6)
+    assert model.generate(longer, max_new_tokens=6, past_key_values=cache).tolist() == wanted.tolist()
+
+
+def test_tokens_that_follow_the_cache_have_no_padding(model):
+    cache = model(random_tokens(2, 4), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="has a 0 for a token that follows"):
+        model(random_tokens(2, 2), attention_mask=torch.tensor([[1] * 6, [1] * 5 + [0]]), past_key_values=cache)
+
+
+def test_compiled_blocks_give_the_logits_of_the_loop(pair):
+    model, _ = wrapped()
+    tokens, mask = ragged([9, 12], "left")
+    wanted = pair[0](tokens, attention_mask=mask, labels=tokens)
+    nsa_compile.compile_blocks(model.model, **EAGER)
+    found = model(tokens, attention_mask=mask, labels=tokens)
+    assert nsa_compile.last_report().scans[0].name
+    torch.testing.assert_close((found.logits, found.loss), (wanted.logits, wanted.loss))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_copy_of_a_model_generates_by_its_own_weights(pair):
+    model, _ = wrapped()
+    model.compile_generation(**EAGER)
+    prompt = random_tokens(1, 3)
+    texts = [model.generate(prompt, max_new_tokens=9).tolist()]
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.model.head.weight.neg_()
+    texts += [each.generate(prompt, max_new_tokens=9).tolist() for each in (copied, model)]
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_a_model_with_dense_attention_does_the_same():
+    model, ours = wrapped(attention="dense")
+    prompt = random_tokens(1, 5)
+    wanted = generate(ours, prompt[0], 6, Sampling(temperature=0), torch.Generator())
+    assert model.generate(prompt, max_new_tokens=6)[0, 5:].tolist() == wanted.tolist()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
+def test_the_trainer_trains_it(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model, _ = wrapped()
+    model.float()
+    rows = [{"input_ids": row, "labels": row} for row in random_tokens(6, 12)]
+    before = model.state_dict()["model.blocks.0.attention.q.weight"].clone()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], save_steps=3, use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+    assert trainer.train().global_step == 3
+    assert not torch.equal(before, model.state_dict()["model.blocks.0.attention.q.weight"])
+    assert trainer.evaluate()["eval_loss"] > 0
+    saved = NSAForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in saved.state_dict().items())
