@@ -26,6 +26,15 @@ def check_directory(path: Path) -> None:
         raise _cannot_write(path, "writing there is not allowed", "DIR")
 
 
+def check_new_directory(path: Path) -> None:
+    """Raise a UserError unless a directory can be put at `path`, given with --out: there is none, or an empty one."""
+    if path.exists():
+        check_directory(path)
+        if next(path.iterdir(), None) is not None:
+            raise _cannot_write(path, "it is not empty", "DIR")
+    _check_parent(path.absolute(), "DIR")
+
+
 def _check_parent(path: Path, kind: str) -> None:
     if not path.parent.is_dir():
         raise _cannot_write(path, f"'{path.parent}' is not a directory", kind)

@@ -28,6 +28,7 @@ LAZY_COMMANDS = {
     "data": ("nsa_compile.data.data_cli:data", "Look at a data set, tokenize it, check what was kept."),
     "doctor": ("nsa_compile.machine.doctor_cli:doctor", "What this machine can run, and what is missing."),
     "estimate": ("nsa_compile.estimation.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
+    "export": ("nsa_compile.generation.export_cli:export", "Write a trained model for other programs."),
     "generate": ("nsa_compile.generation.generate_cli:generate", "Go on with prompts by a trained model."),
     "launch": ("nsa_compile.launch.launch_cli:launch", "Print a job file for several nodes."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),

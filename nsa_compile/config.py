@@ -32,7 +32,7 @@ from pydantic_core import PydanticCustomError
 
 from nsa_compile.errors import UserError, printable, shortened
 from nsa_compile.files import open_regular
-from nsa_compile.models.config import MAX_SIZE, NSAConfig, SparsePattern
+from nsa_compile.models.config import MAX_SIZE, NSAConfig, SparsePattern, from_plain, required
 from nsa_compile.passes import ORDER
 
 TOKENIZER_VOCAB_SIZES = {"byte": 256, "gpt2": 50257}
@@ -344,7 +344,7 @@ class RunConfig(Section):
     @classmethod
     def _build_model(cls, value: Any) -> Any:
         # The model's dataclasses check their own fields; pydantic in strict mode takes no mapping for one.
-        return _build_dataclass(NSAConfig, value) if isinstance(value, dict) else value
+        return from_plain(NSAConfig, value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
@@ -445,27 +445,6 @@ class RunConfig(Section):
     def plain(self) -> dict[str, Any]:
         """The configuration as it is read from a file: nested dicts of numbers, texts and lists."""
         return self.model_dump(mode="json")
-
-
-def _build_dataclass(schema: Any, values: dict[str, Any]) -> Any:
-    """An instance of a self-validating dataclass from a mapping; messages begin with the dotted field."""
-    values = dict(values)
-    for field in dataclasses.fields(schema):
-        if field.name == "pattern" and isinstance(values.get("pattern"), dict):
-            try:
-                values["pattern"] = _build_dataclass(SparsePattern, values["pattern"])
-            except ValueError as error:
-                raise ValueError(f"pattern.{error}") from None
-    if missing := [name for name in _required(schema) if name not in values]:
-        others = f", and so are {', '.join(missing[1:])}" if missing[1:] else ""
-        raise ValueError(f"{missing[0]} is missing and has no default{others}")
-    return schema(**values)
-
-
-def _required(schema: Any) -> list[str]:
-    """The fields of a dataclass without a default."""
-    missing = dataclasses.MISSING
-    return [f.name for f in dataclasses.fields(schema) if f.default is missing and f.default_factory is missing]
 
 
 def default_config_text() -> str:
@@ -685,7 +664,7 @@ def _describe(error: ValidationError) -> str:
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
     if key == "model" and first["type"] == "missing":
         return (
-            f"the section model is missing: give it at least {', '.join(_required(NSAConfig))}; "
+            f"the section model is missing: give it at least {', '.join(required(NSAConfig))}; "
             "nsa-compile config show prints a whole configuration to begin with"
         )
     if key in _SECTIONS and first["type"] != "value_error":

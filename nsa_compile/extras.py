@@ -9,7 +9,8 @@ from nsa_compile.errors import UserError
 # Module to package, where the two differ.
 TRAIN = {"click": "", "packaging": "", "psutil": "", "pydantic": "", "tabulate": "", "tqdm": "", "yaml": "pyyaml"}
 LAB = {"hypothesis": "", "matplotlib": "", "nvtx": ""}
-TRAIN_COMMANDS = ("chat", "ckpt", "config", "data", "doctor", "generate", "launch", "train", "watch")
+HF = {"safetensors": "", "transformers": ""}
+TRAIN_COMMANDS = ("chat", "ckpt", "config", "data", "doctor", "export", "generate", "launch", "train", "watch")
 
 
 def installed_version(package: str) -> str | None:
@@ -28,9 +29,9 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> UserError | None:
         command: the first word of the command line; empty for the command line itself.
     """
     module = (error.name or "").partition(".")[0]
-    if module not in TRAIN | LAB:
+    if module not in TRAIN | LAB | HF:
         return None
-    extra = "train" if module in TRAIN and command in ("", *TRAIN_COMMANDS) else "lab"
+    extra = "hf" if module in HF else "train" if module in TRAIN and command in ("", *TRAIN_COMMANDS) else "lab"
     name = f"nsa-compile {command}".rstrip()
-    package = (TRAIN | LAB)[module] or module
+    package = (TRAIN | LAB | HF)[module] or module
     return UserError(f"{name} needs {package}; install it with: pip install 'nsa-compile[{extra}]'")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nsa_compile.cli import LAZY_COMMANDS
-from nsa_compile.extras import LAB, TRAIN, TRAIN_COMMANDS, missing_extra
+from nsa_compile.extras import HF, LAB, TRAIN, TRAIN_COMMANDS, missing_extra
 
 ROOT = Path(__file__).parent.parent
 # Finds none of the packages that its first argument names.
@@ -56,9 +56,9 @@ from nsa_compile.cli import LAZY_COMMANDS, main
 
 for command, words in {
     **{name: [] for name in LAZY_COMMANDS},
-    "ab": ["--set", "optim.lr=1"], "audit": ["attention"], "bench": ["step"], "ckpt": ["ls", "x"],
-    "config": ["show"], "data": ["smoke"], "launch": ["slurm", "--nodes", "1", "--nproc", "1"],
-    "passes": ["list"], "profile": ["step"], "report": ["."], "sweep": ["optim.lr", "1", "2"], "validate": ["x"],
+    "ab": ["--set", "optim.lr=1"], "audit": ["attention"], "bench": ["step"], "chat": ["."], "ckpt": ["ls", "x"],
+    "config": ["show"], "data": ["smoke"], "generate": [".", "--prompt", "x"],
+    "launch": ["slurm", "--nodes", "1", "--nproc", "1"], "passes": ["list"], "profile": ["step"], "report": ["."], "sweep": ["optim.lr", "1", "2"], "validate": ["x"],
     "watch": ["x"],
 }.items():
     said = io.StringIO()
@@ -83,6 +83,7 @@ def test_the_extras_bring_what_the_code_imports():
         extras["lab"] + extras["plots"]
     )
     assert "nsa-compile[train,plots]" in extras["lab"]
+    assert set(HF) | {"accelerate"} == names(extras["hf"])
     installs = re.findall(r"EXTRAS := (.+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert installs == ["train,plots", "dev"], "make train needs no linter, and make test all"
 
@@ -115,6 +116,13 @@ def test_the_command_line_itself_is_an_extra(arguments):
     name, extra = ("nsa-compile verify", "lab") if "verify" in arguments else ("nsa-compile", "train")
     assert result.returncode == 2
     assert result.stderr == f"error: {name} needs click; install it with: pip install 'nsa-compile[{extra}]'\n"
+
+
+def test_export_names_the_extra_of_the_formats(tmp_path):
+    words = ["export", "runs/x", "--to", "hf", "--out", str(tmp_path / "out")]
+    result = without(HF, "from nsa_compile.__main__ import main\nmain()", *words)
+    said = "nsa-compile export needs safetensors; install it with: pip install 'nsa-compile[hf]'"
+    assert (result.returncode, result.stderr) == (2, f"error: {said}\n")
 
 
 def test_other_modules_that_are_missing_are_nobodys_extra():

@@ -74,14 +74,14 @@ class GPT2Tokenizer:
         files = _gpt2_files()
         from tokenizers import ByteLevelBPETokenizer
 
-        self._bpe = ByteLevelBPETokenizer(str(files / "encoder.json"), str(files / "vocab.bpe"))
-        self.vocab_size = self._bpe.get_vocab_size()
+        self.bpe = ByteLevelBPETokenizer(str(files / "encoder.json"), str(files / "vocab.bpe"))
+        self.vocab_size = self.bpe.get_vocab_size()
 
     def encode(self, text: str) -> npt.NDArray[np.integer]:
-        return np.array(self._bpe.encode(text).ids, dtype=np.uint16)
+        return np.array(self.bpe.encode(text).ids, dtype=np.uint16)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._bpe.decode([int(token) for token in tokens])
+        return self.bpe.decode([int(token) for token in tokens])
 
 
 def make_tokenizer(name: str) -> Tokenizer:

@@ -1,5 +1,105 @@
-"""A model as a folder that any program can read: `config.json` and `model.safetensors`."""
+"""A model as a folder that other programs can read: `config.json` and `model.safetensors`.
+
+It is what `NSAForCausalLM.save_pretrained` writes, too.
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nsa_compile.errors import UserError
+from nsa_compile.files import open_regular, write_json
+from nsa_compile.models import NSAConfig, NSATransformer
+from nsa_compile.models.config import from_plain
+
 MODEL_TYPE = "nsa_compile"  # in config.json; fla's NSA models, which are others, have "nsa"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_PREFIX = "model."  # NSAForCausalLM's name for the NSATransformer within
+
+
+class Exported(NamedTuple):
+    """A model that was exported."""
+
+    model: NSATransformer
+    tokenizer: str | None  # its name in `data.tokenizer`; None for another one
+    seq_len: int | None  # tokens of the sequences that it was trained on; None where nobody knows
+
+
+def write_exported(folder: Path, exported: Exported) -> None:
+    """Write both files into a folder that exists."""
+    from safetensors.torch import save_file
+
+    model = exported.model
+    weights = {_PREFIX + name: value.contiguous() for name, value in model.state_dict().items()}
+    if model.config.tie_embeddings:
+        del weights[_PREFIX + "head.weight"]
+    values = {
+        "model_type": MODEL_TYPE,
+        "architectures": ["NSAForCausalLM"],
+        "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
+        **asdict(model.config),
+        "tokenizer": exported.tokenizer,
+        "max_position_embeddings": exported.seq_len,
+    }
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    write_json(folder / CONFIG, values)
+
+
+def read_exported(folder: Path) -> Exported:
+    """The model of a folder, in the dtype in which it was written.
+
+    Raises:
+        UserError: the folder is not of this format, or its files are damaged or do not belong together.
+    """
+    values = _read_config(folder / CONFIG)
+    names = {field.name for field in fields(NSAConfig)}
+    try:
+        config = from_plain(NSAConfig, {name: value for name, value in values.items() if name in names})
+    except ValueError as error:
+        raise UserError(f"'{folder / CONFIG}': {error}; export the model anew") from None
+    tokenizer, seq_len = values.get("tokenizer"), values.get("max_position_embeddings")
+    for name, value, kind in (("tokenizer", tokenizer, str), ("max_position_embeddings", seq_len, int)):
+        if value is not None and type(value) is not kind:
+            raise UserError(f"'{folder / CONFIG}': {name} = {value!r} must be of type {kind.__name__}; export it anew")
+    weights = _read_weights(folder / WEIGHTS)
+    if config.tie_embeddings and "embedding.weight" in weights:
+        weights["head.weight"] = weights["embedding.weight"]
+    model = NSATransformer(config)
+    if weights:
+        model.to(next(iter(weights.values())).dtype)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"'{folder / WEIGHTS}' is not of the model of {CONFIG}: {reason}; export it anew") from None
+    return Exported(model, tokenizer, seq_len)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        with open_regular(path, follow=True) as file:
+            values = json.loads(file.read())
+    except (OSError, ValueError) as error:
+        raise UserError(f"'{path}' cannot be read: {error}; export the model anew") from None
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind != MODEL_TYPE:
+        raise UserError(
+            f"'{path}' is of model_type {kind!r}; it must be {MODEL_TYPE!r}, as nsa-compile export writes it"
+        )
+    assert isinstance(values, dict)
+    return values
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    """The tensors of an `NSATransformer`; never a pickle, which may run any code."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"'{path}' is no file of safetensors: {error}; export the model anew") from None
+    return {name.removeprefix(_PREFIX): value for name, value in tensors.items()}

@@ -64,7 +64,7 @@ drawing_options = stacked(
 def generate(
     run: Path, prompts: tuple[str, ...], file: Any, as_json: bool, dtype: str, compiled: bool, **options: Any
 ) -> None:
-    """Go on with prompts by the model of a run, or of one of its checkpoints.
+    """Go on with prompts by the model of a run, of one of its checkpoints, or of an exported folder.
 
     Several prompts, of any lengths, are decoded side by side, each as if it were alone.
 
@@ -85,7 +85,7 @@ def generate(
     )
     if as_json:
         rows = [{"prompt": prompt, **asdict(text)} for prompt, text in zip(given, texts, strict=True)]
-        found = {"checkpoint": str(writer.trained.checkpoint.path), "dtype": dtype, **timing}
+        found = {"checkpoint": str(writer.trained.source), "dtype": dtype, **timing}
         click.echo(json.dumps({"texts": rows, **found}, indent=2, ensure_ascii=False))
         return
     if alone:
@@ -227,9 +227,9 @@ class Writer:
         return self._session
 
     def _warn_of_length(self, requests: Sequence[Request]) -> None:
-        trained = self.trained.config.train.seq_len
+        trained = self.trained.seq_len
         longest = max(len(request.tokens) + request.left for request in requests)
-        if longest > trained:
+        if trained is not None and longest > trained:
             click.echo(
                 f"note: the text may grow to {longest} tokens; the model was trained on {trained} at a time", err=True
             )

@@ -1,4 +1,4 @@
-"""A trained model, from a run or one of its checkpoints."""
+"""A trained model, from a run, one of its checkpoints, or what was exported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from nsa_compile.config import RunConfig, load_config
+from nsa_compile.config import TOKENIZER_VOCAB_SIZES, RunConfig, load_config
 from nsa_compile.data.tokenizers import Tokenizer, make_tokenizer
 from nsa_compile.errors import CheckpointError, UserError
+from nsa_compile.generation.exported import CONFIG, read_exported
 from nsa_compile.models import NSATransformer
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
 from nsa_compile.train.checkpoints.files import MANIFEST, STATE, Checkpoint, checkpoint_paths, verify_checkpoint
@@ -24,26 +25,27 @@ class TrainedModel:
     """A model with what it was trained by.
 
     Attributes:
-        checkpoint: where its weights come from.
+        seq_len: tokens of the sequences that it was trained on; None where nobody knows.
+        source: the checkpoint or the folder that its weights come from.
         warnings: a line for each newer checkpoint that is damaged.
     """
 
     model: NSATransformer
-    config: RunConfig
     tokenizer: Tokenizer
-    checkpoint: Checkpoint
+    seq_len: int | None
+    source: Path
     warnings: list[str]
 
 
 def load_trained(path: Path, dtype: str = "float32") -> TrainedModel:
-    """The model of a run, from its newest good checkpoint, or of the checkpoint that is named.
+    """The model of a run, from its newest good checkpoint, or of the checkpoint or the exported folder that is named.
 
     Args:
-        path: the directory of a run or of one of its checkpoints.
+        path: the directory of a run or of one of its checkpoints, or a folder of `nsa-compile export`.
         dtype: of the weights, `"float32"` or `"bf16"`.
 
     Raises:
-        UserError: the path is neither, or the run was trained on no text.
+        UserError: the path is none of these, or the folder is damaged or has a tokenizer that is not known here.
         CheckpointError: it has no good checkpoint, or one of another configuration.
     """
     if (path / MANIFEST).exists():
@@ -52,14 +54,33 @@ def load_trained(path: Path, dtype: str = "float32") -> TrainedModel:
     elif (path / "checkpoints").is_dir():
         directory = path
         checkpoint, warnings = _newest(path)
+    elif (path / CONFIG).exists():
+        return _load_exported(path, dtype)
     else:
-        raise UserError(f"'{path}' must be the directory of a run or of one of its checkpoints; see ls runs")
+        raise UserError(
+            f"'{path}' must be the directory of a run or of one of its checkpoints, or an exported model; see ls runs"
+        )
     config = load_config(str(directory / "config.resolved.yaml"))
     state = load_checkpoint(checkpoint.path)[STATE]
     model = NSATransformer(config.model)
     _put_weights(model, config, state, checkpoint)
-    model = model.to(DTYPES[dtype]).eval().requires_grad_(False)
-    return TrainedModel(model, config, make_tokenizer(config.data.tokenizer), checkpoint, warnings)
+    tokenizer = make_tokenizer(config.data.tokenizer)
+    return TrainedModel(_ready(model, dtype), tokenizer, config.train.seq_len, checkpoint.path, warnings)
+
+
+def _load_exported(folder: Path, dtype: str) -> TrainedModel:
+    exported = read_exported(folder)
+    if exported.tokenizer not in TOKENIZER_VOCAB_SIZES:
+        raise UserError(
+            f"'{folder / CONFIG}' names the tokenizer {exported.tokenizer!r}; it must be one of "
+            f"{', '.join(TOKENIZER_VOCAB_SIZES)}, or the model goes on with no text here"
+        )
+    tokenizer = make_tokenizer(exported.tokenizer)
+    return TrainedModel(_ready(exported.model, dtype), tokenizer, exported.seq_len, folder, [])
+
+
+def _ready(model: NSATransformer, dtype: str) -> NSATransformer:
+    return model.to(DTYPES[dtype]).eval().requires_grad_(False)
 
 
 def _newest(run: Path) -> tuple[Checkpoint, list[str]]:

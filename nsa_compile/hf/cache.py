@@ -74,5 +74,5 @@ class NSACache(Cache):
 
 
 def _begin_with(new: Tensor, old: Tensor) -> Tensor:
-    """`new` `[B, T', ...]`, its first rows those of `old` `[B, T, ...]`."""
-    return torch.cat([old, new[:, old.shape[1] :]], dim=1)
+    """`new` `[B, T', ...]`, its first rows those of `old` `[B, T, ...]`; `old` where a tensor has no more rows."""
+    return old if old.shape == new.shape else torch.cat([old, new[:, old.shape[1] :]], dim=1)

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from nsa_compile import models
 from nsa_compile.generation.exported import MODEL_TYPE
+from nsa_compile.models.config import from_plain
 
 _FIELDS = [field.name for field in dataclasses.fields(models.NSAConfig)]
 
@@ -42,7 +43,7 @@ class NSAConfig(PreTrainedConfig):
     ) -> None:
         kwargs = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
         given = {name: kwargs.pop(name) for name in _FIELDS if name in kwargs}
-        for name, value in dataclasses.asdict(models.NSAConfig.from_dict(given)).items():
+        for name, value in dataclasses.asdict(from_plain(models.NSAConfig, given)).items():
             setattr(self, name, list(value) if isinstance(value, tuple) else value)
         self.max_position_embeddings = max_position_embeddings
         self.tokenizer = tokenizer
@@ -55,4 +56,4 @@ class NSAConfig(PreTrainedConfig):
 
     def sizes(self) -> models.NSAConfig:
         """The configuration of the `NSATransformer` within."""
-        return models.NSAConfig.from_dict({name: getattr(self, name) for name in _FIELDS})
+        return from_plain(models.NSAConfig, {name: getattr(self, name) for name in _FIELDS})

@@ -7,8 +7,8 @@ model's configuration before paying for the import.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from nsa_compile.branches import BRANCHES, Branch
 from nsa_compile.models.variant import REGISTERED, AttentionVariant, find
@@ -140,6 +140,9 @@ def check_attention(owner: object) -> None:
         raise ValueError(f"head_dim = {sizes.head_dim} must be even, because RoPE rotates pairs of channels")
 
 
+_Schema = TypeVar("_Schema", "NSAConfig", SparsePattern)
+
+
 @dataclass(frozen=True)
 class NSAConfig:
     """A decoder-only transformer whose attention is NSA, or dense for comparison.
@@ -197,18 +200,6 @@ class NSAConfig:
         if mistake := self.variant.mistake(self):
             raise ValueError(mistake)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> NSAConfig:
-        """The configuration of which ``values`` is the ``dataclasses.asdict``, also as JSON has it.
-
-        Raises:
-            ValueError: a field is missing, unknown or not what it must be.
-        """
-        try:
-            return cls(**{**values, "pattern": SparsePattern(**values.get("pattern", {}))})
-        except TypeError as error:  # of Python, about the names of the fields
-            raise ValueError(str(error).partition("() ")[2] or str(error)) from None
-
     @property
     def variant(self) -> AttentionVariant:
         """All that is known of the model's attention."""
@@ -225,3 +216,29 @@ class NSAConfig:
         if self.mlp_hidden is not None:
             return self.mlp_hidden
         return -(-8 * self.dim // (3 * 32)) * 32
+
+
+def from_plain(schema: type[_Schema], values: Mapping[str, Any]) -> _Schema:
+    """One of the dataclasses above from a mapping, such as its ``asdict``.
+
+    Raises:
+        ValueError: a field is missing, unknown or not what it must be; the message begins with the dotted field.
+    """
+    values = dict(values)
+    if isinstance(values.get("pattern"), Mapping):
+        try:
+            values["pattern"] = from_plain(SparsePattern, values["pattern"])
+        except ValueError as error:
+            raise ValueError(f"pattern.{error}") from None
+    if missing := [name for name in required(schema) if name not in values]:
+        others = f", and so are {', '.join(missing[1:])}" if missing[1:] else ""
+        raise ValueError(f"{missing[0]} is missing and has no default{others}")
+    known = [field.name for field in fields(schema)]
+    if unknown := [name for name in values if name not in known]:
+        raise ValueError(f"{unknown[0]} is not one of {', '.join(known)}")
+    return schema(**values)
+
+
+def required(schema: type[NSAConfig] | type[SparsePattern]) -> list[str]:
+    """The fields without a default."""
+    return [field.name for field in fields(schema) if field.default is MISSING and field.default_factory is MISSING]

@@ -151,7 +151,7 @@ def test_a_configuration_is_checked():
     sizes = {"vocab_size": 8, "dim": 8, "n_layers": 1, "n_heads": 3, "n_kv_heads": 2, "head_dim": 4}
     with pytest.raises(ValueError, match="n_heads = 3 must be a multiple of n_kv_heads = 2"):
         NSAConfig(**sizes)
-    with pytest.raises(ValueError, match="missing 1 required positional argument: 'dim'"):
+    with pytest.raises(ValueError, match="dim is missing and has no default"):
         NSAConfig(**{name: value for name, value in sizes.items() if name != "dim"})
     assert NSAConfig(**{**sizes, "n_heads": 2}).hidden_size == 8
 

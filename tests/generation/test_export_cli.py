@@ -1,0 +1,189 @@
+"""`export`: what it writes is the model of the run, to us and to `transformers`; what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("transformers")
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from nsa_compile.cli import cli, main
+from nsa_compile.config import load_config
+from nsa_compile.data import load_corpus
+from nsa_compile.data.tokenizers import ByteTokenizer, make_tokenizer
+from nsa_compile.generation import exported as module
+from nsa_compile.generation.trained import load_trained
+from nsa_compile.hf import NSAForCausalLM
+from nsa_compile.hf.tokenizer import fast_tokenizer
+from nsa_compile.train.loop import run
+from nsa_compile.train.records.run_directory import create_run_directory
+from tests.conftest import TINY_RUN
+
+TEXTS = ["To be, or not", "", "  two  spaces\n\n\tand\r\n", "naïve Ā € 日本 🙂", "\x00<|endoftext|><pad>"]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def trained(request, tmp_path_factory):
+    values = {**TINY_RUN, "run.dir": str(tmp_path_factory.mktemp("export") / "runs")}
+    values["model.tie_embeddings"] = str(request.param).lower()
+    config = load_config(overrides=[f"{key}={value}" for key, value in values.items()])
+    directory = create_run_directory(config)
+    run(config, load_corpus(config), directory)
+    return directory
+
+
+def invoke(*words):
+    return CliRunner().invoke(cli, [str(word) for word in words], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def folders(trained, tmp_path_factory):
+    """The model exported in both ways."""
+    directory = tmp_path_factory.mktemp("exported")
+    for kind in ("safetensors", "hf"):
+        said = invoke("export", trained, "--to", kind, "--out", directory / kind)
+        assert said.stdout.startswith(f"{directory / kind}: config.json, ")
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "hf"])
+def test_what_is_exported_is_the_model_of_the_run(trained, folders, kind):
+    ours, again = load_trained(trained), load_trained(folders / kind)
+    assert again.model.config == ours.model.config
+    assert (again.seq_len, again.tokenizer.name) == (ours.seq_len, ours.tokenizer.name) == (32, "byte")
+    theirs = NSAForCausalLM.from_pretrained(folders / kind)
+    assert theirs.config.max_position_embeddings == 32
+    for model in (again.model, theirs.model):
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in ours.model.state_dict().items())
+    tied = ours.model.config.tie_embeddings
+    assert ("model.head.weight" in load_file(folders / kind / "model.safetensors")) != tied
+    assert (theirs.model.head.weight is theirs.model.embedding.weight) == tied
+
+
+def test_both_write_the_same_text(trained, folders):
+    from transformers import pipeline
+
+    words = ["--prompt", "Oh", "--tokens", 12, "--temperature", 0, "--no-compile"]
+    said = [invoke("generate", source, *words).stdout for source in (trained, folders / "safetensors", folders / "hf")]
+    assert said[0] == said[1] == said[2]
+    writes = pipeline("text-generation", model=str(folders / "hf"))
+    (found, longer) = writes(["Oh", "To be or"], max_new_tokens=12, do_sample=False, batch_size=2)
+    assert found[0]["generated_text"] + "\n" == said[0]
+    assert longer[0]["generated_text"].startswith("To be or")
+
+
+def test_a_model_that_transformers_saved_is_read(folders, tmp_path):
+    model = NSAForCausalLM.from_pretrained(folders / "hf", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    exported = module.read_exported(tmp_path)
+    found = exported.model.state_dict()
+    assert exported.model.embedding.weight.dtype == torch.bfloat16
+    assert all(torch.equal(found[name], value) for name, value in model.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2"])
+def test_a_tokenizer_gives_the_same_ids(name, tmp_path):
+    from transformers import AutoTokenizer
+
+    ours = make_tokenizer(name)
+    fast_tokenizer(ours).save_pretrained(tmp_path)
+    fast = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = fast(text).input_ids
+        assert ids == ours.encode(text).tolist()
+        assert fast.decode(ids) == ours.decode(ids) == text
+    batch = fast(["a", "bcd"], padding=True)
+    assert batch.attention_mask[0] == [0] * (len(batch.input_ids[1]) - 1) + [1]
+
+
+def test_every_byte_has_its_id():
+    fast = fast_tokenizer(ByteTokenizer())
+    assert len(fast) == 256
+    assert fast.decode(list("é".encode())) == "é"
+
+
+def test_an_empty_folder_is_used(trained, tmp_path):
+    (tmp_path / "out").mkdir()
+    invoke("export", trained, "--to", "safetensors", "--out", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1)
+    return error
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), SafetensorError("I/O error")])
+def test_nothing_is_left_of_an_export_that_fails(trained, tmp_path, monkeypatch, capsys, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(module, "write_json", fail)
+    said = refused(capsys, "export", trained, "--to", "safetensors", "--out", tmp_path / "out")
+    assert f"'{tmp_path / 'out'}' cannot be written: {error}; choose another place with --out DIR" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_something_in_it_is_left_alone(trained, tmp_path, capsys):
+    (tmp_path / "mine").write_text("x")
+    said = refused(capsys, "export", trained, "--to", "hf", "--out", tmp_path)
+    assert f"'{tmp_path}': it is not empty; choose another place with --out DIR" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    for place, reason in ((tmp_path / "mine", "it is no directory"), (tmp_path / "a" / "b", "is not a directory")):
+        assert reason in refused(capsys, "export", trained, "--to", "hf", "--out", place)
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    said = refused(capsys, "export", tmp_path / "nowhere", "--to", "hf", "--out", tmp_path / "out")
+    assert "must be the directory of a run" in said
+    assert "one of 'safetensors', 'hf'" in refused(capsys, "export", "x", "--to", "gguf", "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "llama"}, "is of model_type 'llama'; it must be 'nsa_compile'"),
+        ({"head_dim": 7}, "head_dim = 7 must be even"),
+        ({"pattern": {"window": 0}}, "pattern.window = 0 must be at least 1"),
+        ({"pattern": {"size": 1}}, "pattern.size is not one of compress_block"),
+        ({"dim": None}, "dim = None must be an integer"),
+        ({"tokenizer": ["x"]}, "tokenizer = ['x'] must be of type str"),
+        ({"tokenizer": "mine"}, "names the tokenizer 'mine'; it must be one of byte, gpt2"),
+        ({"max_position_embeddings": "x"}, "max_position_embeddings = 'x' must be of type int"),
+        ({"mlp_hidden": 64}, "is not of the model of config.json"),
+        ("[]", "is of model_type None"),
+        ("{", "cannot be read"),
+        ("pickle", "is no file of safetensors"),
+        ("other weights", "is not of the model of config.json"),
+        ("no weights", "is not of the model of config.json"),
+        ("lost", "is no file of safetensors"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_line(folders, tmp_path, capsys, change, said):
+    folder = tmp_path / "copy"
+    shutil.copytree(folders / "safetensors", folder)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if isinstance(change, dict):
+        config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    elif change == "pickle":
+        torch.save({"x": torch.zeros(1)}, weights)
+    elif change.endswith("weights"):
+        save_file({"x": torch.zeros(1)} if change == "other weights" else {}, weights)
+    elif change == "lost":
+        weights.unlink()
+    else:
+        config.write_text(change)
+    error = refused(capsys, "generate", folder, "--prompt", "x", "--no-compile")
+    assert said in error
