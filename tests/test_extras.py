@@ -58,7 +58,8 @@ for command, words in {
     **{name: [] for name in LAZY_COMMANDS},
     "ab": ["--set", "optim.lr=1"], "audit": ["attention"], "bench": ["step"], "chat": ["."], "ckpt": ["ls", "x"],
     "config": ["show"], "data": ["smoke"], "generate": [".", "--prompt", "x"],
-    "launch": ["slurm", "--nodes", "1", "--nproc", "1"], "passes": ["list"], "profile": ["step"], "report": ["."], "sweep": ["optim.lr", "1", "2"], "validate": ["x"],
+    "launch": ["slurm", "--nodes", "1", "--nproc", "1"], "passes": ["list"],
+    "profile": ["step"], "report": ["."], "sweep": ["optim.lr", "1", "2"], "validate": ["x"],
     "watch": ["x"],
 }.items():
     said = io.StringIO()

@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import fx
 from torch._dynamo import exc
 from torch._dynamo.output_graph import AliasingInfo, SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
@@ -20,6 +21,7 @@ from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._higher_order_ops.scan import scan_op
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from nsa_compile.capture.refusals import (
@@ -73,7 +75,7 @@ def explain_uncaptured_steps() -> None:
             body = tx.output.nn_modules[scan.args[0].target]
             if body.graph.find_nodes(op="call_method", target="requires_grad_"):
                 raise ScanRefused(f"the step of the scan at {place} cannot be captured: {ASKS}")
-            if any(getattr(n.target, "__name__", n.target) == "as_strided" for n in body.graph.nodes):
+            if _reads_by_strides(scan, body):
                 raise ScanRefused(f"the step of the scan at {place} cannot be captured: {READS_MEMORY}")
             body.meta[PLACE] = place
             # The function may write to a result, which gives Dynamo's stand-in for it the gradient of what was written.
@@ -83,6 +85,31 @@ def explain_uncaptured_steps() -> None:
         return result
 
     ScanHigherOrderVariable._call_function = call_function  # type: ignore[method-assign]
+
+
+def _reads_by_strides(scan: fx.Node, body: fx.GraphModule) -> bool:
+    """Whether a step reads a carry or a row by strides of memory, and has it in others than the loop as written."""
+
+    def memory(node: fx.Node) -> StorageWeakRef:
+        return StorageWeakRef(node.meta["example_value"].untyped_storage())
+
+    def regular(node: Any) -> bool:
+        source = node.args[0] if node.target == "clone" else node  # the copy in the standard layout is ours
+        contiguous: bool = source.meta["example_value"].is_contiguous()
+        return contiguous
+
+    init, xs = cast(Any, scan.args[1:3])
+    inputs, results = body.graph.find_nodes(op="placeholder"), cast(Any, body.graph.output_node().args[0])
+    moved = {
+        *(memory(x) for x, *same in zip(inputs, init, results, strict=False) if not all(map(regular, same))),
+        *(
+            memory(x)
+            for x, rows in zip(inputs[len(init) :], xs, strict=False)
+            if not rows.meta["example_value"][0].is_contiguous()
+        ),
+    }
+    reads = [n.args[0] for n in body.graph.nodes if getattr(n.target, "__name__", n.target) == "as_strided"]
+    return any(memory(node) in moved for node in reads)
 
 
 def keep_what_steps_find() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -74,5 +73,6 @@ class NSACache(Cache):
 
 
 def _begin_with(new: Tensor, old: Tensor) -> Tensor:
-    """`new` `[B, T', ...]`, its first rows those of `old` `[B, T, ...]`; `old` where a tensor has no more rows."""
-    return old if old.shape == new.shape else torch.cat([old, new[:, old.shape[1] :]], dim=1)
+    """`new`, with `old` in its first rows of each dimension."""
+    new[tuple(slice(0, size) for size in old.shape)] = old
+    return new
