@@ -11,4 +11,5 @@ def mend_dynamo() -> None:
     from nsa_compile.capture import scans, steps
 
     scans.capture_scans_by_shape()
+    scans.take_rows_of_any_dtype()
     steps.mend_steps()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._C import DispatchKey
+from torch._higher_order_ops import utils
 from torch._higher_order_ops.scan import scan_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import optimization_hint
@@ -43,6 +44,18 @@ def capture_scans_by_shape() -> None:
                 raise ScanNotCompiled(NOT_OURS.format(place=place, backend="a backend of your own"))
             return differentiate(combine, init, xs, additional)
         return _ShapesOfScan.apply(*_results_of_scan(combine, init, xs, additional), *inputs)
+
+
+def take_rows_of_any_dtype() -> None:
+    """Let Dynamo take the first row of an input, on which it traces a step, with a derivative for complex numbers, too.
+
+    `select_copy` has none (torch 2.13).
+    """
+
+    def first_row(t: Tensor, dim: int = 0) -> Tensor:
+        return t.select(dim, 0).clone()
+
+    utils.first_slice_copy = first_row
 
 
 def _results_of_scan(
