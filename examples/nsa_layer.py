@@ -1,36 +1,34 @@
-"""NSA as a layer in a model of your own, trained for a few steps.
+"""NSA as a layer in a model of your own, trained in a plain loop on packed documents.
 
-python examples/nsa_layer.py
+    python examples/nsa_layer.py
+
+Documents of unequal length stand one after the other in one sequence; none sees another. Activations are computed again
+for the backward pass, and matrix products are in bfloat16.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
-from nsa_compile.models import SparsePattern, nsa_attention
+from nsa_compile.models import Documents, NSAttention, SparsePattern
 
 PATTERN = SparsePattern(compress_block=8, compress_stride=4, select_block=8, num_selected=3, window=8)
+TEXTS = (b"to be, or not to be: that is the question. " * 2, b"the rest is silence. ", b"words, words, words. " * 3)
 
 
 class Block(nn.Module):
     """A pre-norm transformer block with NSA: `[B, S, dim]` to the same."""
 
-    def __init__(self, dim: int, heads: int, groups: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.split = [heads, groups, groups]
         self.norm = nn.LayerNorm(dim)
-        self.qkv = nn.Linear(dim, sum(self.split) * dim // heads)
-        self.gates = nn.Linear(dim, 3 * heads)
-        self.out = nn.Linear(dim, dim)
+        self.attention = NSAttention(dim, n_heads=4, n_kv_heads=2, head_dim=dim // 4, pattern=PATTERN)
         self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = self.qkv(h).unflatten(-1, (sum(self.split), -1)).split(self.split, dim=2)
-        gates = self.gates(h).unflatten(-1, (self.split[0], 3)).sigmoid()
-        # The three branches share keys and values here; the paper gives each its own.
-        x = x + self.out(nsa_attention(q, k, v, k, v, k, v, gates, pattern=PATTERN).flatten(2))
+    def forward(self, x: Tensor, documents: Documents) -> Tensor:
+        x = x + self.attention(self.norm(x), documents=documents)
         return x + self.mlp(x)
 
 
@@ -40,28 +38,36 @@ class Model(nn.Module):
     def __init__(self, dim: int = 32, layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads=4, groups=2) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
         self.head = nn.Linear(dim, 256)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Documents) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, documents, use_reentrant=False)
         return self.head(x)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    text = torch.tensor(list(b"to be, or not to be: that is the question. " * 4))
-    tokens, following = text[:64][None], text[1:65][None]
+    packed = torch.tensor(list(b"".join(TEXTS)))[None]  # [1, S]
+    lengths = torch.tensor([len(text) for text in TEXTS])
+    documents = Documents.of(cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)))  # once a batch, for all layers
+    last = torch.zeros_like(packed, dtype=torch.bool)
+    last[0, lengths.cumsum(0) - 1] = True
+    following = packed.roll(-1, dims=1).masked_fill(last, -100)  # nothing follows the last token of a document
+
     model = Model()
-    looped = model(tokens)
-    nsa_compile.compile_blocks(model)  # the two blocks are equal, so one compilation serves both
-    torch.testing.assert_close(model(tokens), looped)
+    looped = model(packed, documents)
+    for block in model.blocks:
+        nsa_compile.compile_block(block.attention)  # the layers are equal, so one compilation serves both
+    torch.testing.assert_close(model(packed, documents), looped)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for i in range(20):
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(packed, documents)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

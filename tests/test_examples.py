@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 @pytest.fixture
 def run(monkeypatch, capsys):
     """`run("name.py", *arguments)`: what an example prints; its programs are compiled by the passes alone."""
-    for name in ("compile", "compile_blocks"):
+    for name in ("compile", "compile_block", "compile_blocks"):
         quick = functools.partial(getattr(nsa_compile, name), nested="eager", cache=False)
         monkeypatch.setattr(nsa_compile, name, quick)
 
@@ -54,6 +54,15 @@ def test_nsa_as_a_layer_learns(run):
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
     assert losses[-1] < 0.3 * losses[0]
     assert {"compressed", "selected", "window"} <= set(re.findall(r"^(\w+): ", output, re.MULTILINE))
+
+
+@pytest.mark.parametrize("trainer", ["accelerate", "lightning"])
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::DeprecationWarning")
+def test_the_layer_learns_under_the_trainer_of_somebody_else(run, trainer):
+    pytest.importorskip(trainer)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(f"with_{trainer}.py"))]
+    assert losses[-1] < 0.5 * losses[0]
+    assert nsa_compile.last_report().scans[0].batched
 
 
 def test_a_report_tells_a_recurrence_from_a_cache(run):

@@ -20,9 +20,10 @@ class Documents(NamedTuple):
     gives alone. That needs no mask: each becomes a row of a batch, as if it were alone, filled up at its end. What is
     causal does not see what follows, so the real tokens of a row do not see its end.
 
-    Rows are filled up to the next of 32, 48, 64, 96, 128, 192 and so on, less than a half of a document longer than 32;
-    a document of 2^k or 3 · 2^k tokens is not filled up. Rows of one length are one batch, or several whose sizes are
-    powers of two. So however the lengths of documents vary, a compiled function meets few shapes, `[N, L]`.
+    Rows are filled up to the next of 32, 40, 48, 56, 64, 80 and so on, four lengths to each power of two; documents of
+    one of these lengths are not filled up, longer ones by less than a quarter. Rows of one length are one batch, or
+    several of 1, 4, 16, ... rows. So however lengths vary, a compiled function meets few shapes `[N, L]`, less than
+    `backend.SHAPES` in batches of up to 16,384 tokens.
 
     Made by `Documents.of`, once a batch: it reads the values of what it is given, which waits for the device. A tuple
     of tensors, it can be given to a compiled function, where each set of shapes of its rows is a program of its own.
@@ -186,9 +187,9 @@ def _arranged(starts: Sequence[int], lengths: Sequence[int], shape: tuple[int, i
     place = torch.zeros(shape[0] * shape[1], dtype=torch.int64)
     real = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
     places = 0
-    for row_length, documents in _batches(lengths):
+    for size, documents in _batches(lengths):
         start, length = (torch.tensor([of[i] for i in documents])[:, None] for of in (starts, lengths))
-        position = torch.arange(row_length)
+        position = torch.arange(size)
         # Its own last token fills a row up: not even a NaN of one document comes near another one.
         row = start + position.clamp(max=length - 1)
         inside = position < length
@@ -202,18 +203,21 @@ def _arranged(starts: Sequence[int], lengths: Sequence[int], shape: tuple[int, i
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """How long the rows of each batch are, and which documents it has: a power of two of them."""
+    """How long the rows of each batch are, and which documents it has: a power of four of them."""
     like: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
-        like.setdefault(_row_length(length), []).append(i)
-    for row_length, documents in sorted(like.items()):
+        like.setdefault(row_length(length), []).append(i)
+    for length, documents in sorted(like.items()):
         while documents:
-            size = 1 << (len(documents).bit_length() - 1)
-            yield row_length, documents[:size]
+            size = 1
+            while 4 * size <= len(documents):
+                size *= 4
+            yield length, documents[:size]
             documents = documents[size:]
 
 
-def _row_length(length: int) -> int:
-    """The next of 32, 48, 64, 96, 128, 192, …"""
-    power = max(_LEAST, 1 << (length - 1).bit_length())
-    return 3 * power // 4 if power > _LEAST and length <= 3 * power // 4 else power
+def row_length(length: int) -> int:
+    """The length of the row of a document: the next of 32, 40, 48, 56, 64, 80, 96, 112, 128, ..."""
+    power = max(_LEAST, 1 << (length.bit_length() - 1))
+    step = power // 4
+    return max(power, -(-length // step) * step)

@@ -52,12 +52,14 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> None:
     model(tokens).square().mean().backward()
 
 
-def seconds_of(work: Callable[[], Any], device: torch.device = CPU) -> float:
+def seconds_of(
+    work: Callable[[], Any], device: torch.device = CPU, clock: Callable[[], float] = time.perf_counter
+) -> float:
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     work()
     synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 @contextmanager
@@ -74,10 +76,12 @@ def interleave(
     repeats: int | Mapping[str, int],
     device: torch.device = CPU,
     warm_up: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, Any]]:
     """Time each of `works` `repeats` times, in turns, so that a slow minute of the machine falls on all of them.
 
-    Each runs once before, unless the caller saw to that. One that runs out of memory is recorded as not measured, and
+    Each runs once before, unless the caller saw to that. `clock` gives seconds: those that pass, or, on a machine that
+    has other work, `time.process_time`. One that runs out of memory is recorded as not measured, and
     the others go on.
     """
     counts = {name: repeats if isinstance(repeats, int) else repeats[name] for name in works}
@@ -88,7 +92,7 @@ def interleave(
             if turn >= counts[name] or name in failed:
                 continue
             try:
-                seconds = seconds_of(work, device)
+                seconds = seconds_of(work, device, clock)
                 if turn >= 0:
                     samples[name].append(seconds)
             except (RuntimeError, MemoryError) as error:
