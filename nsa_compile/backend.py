@@ -33,7 +33,7 @@ mend_dynamo()
 log = logging.getLogger("nsa_compile")
 
 # Programs, one for each shape, that a function may have; torch's own limit is 8.
-SHAPES = 128
+SHAPES = 64
 
 _last_report: Report | None = None
 _explained: list[Report] | None = None

@@ -11,6 +11,8 @@ from torch import Tensor
 
 # The shortest row that is filled up; a program is compiled for each length of rows.
 _LEAST = 32
+# More shapes of rows than documents in batches of up to 16,384 tokens can have.
+SHAPES = 256
 
 
 class Documents(NamedTuple):
@@ -20,10 +22,9 @@ class Documents(NamedTuple):
     gives alone. That needs no mask: each becomes a row of a batch, as if it were alone, filled up at its end. What is
     causal does not see what follows, so the real tokens of a row do not see its end.
 
-    Rows are filled up to the next of 32, 40, 48, 56, 64, 80 and so on, four lengths to each power of two; documents of
-    one of these lengths are not filled up, longer ones by less than a quarter. Rows of one length are one batch, or
-    several of 1, 4, 16, ... rows. So however lengths vary, a compiled function meets few shapes `[N, L]`, less than
-    `backend.SHAPES` in batches of up to 16,384 tokens.
+    Rows are filled up to the next of eight lengths to each power of two: 32, 36, 40, ..., 64, 72, ..., 512, 576, ...
+    Documents of one of these lengths are not filled up, others above 32 by less than an eighth. Rows of one length are
+    one batch, or several of 1, 4, 16, ... rows. So however lengths vary, a compiled function meets few shapes `[N, L]`.
 
     Made by `Documents.of`, once a batch: it reads the values of what it is given, which waits for the device. A tuple
     of tensors, it can be given to a compiled function, where each set of shapes of its rows is a program of its own.
@@ -217,7 +218,7 @@ def _batches(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
 
 
 def row_length(length: int) -> int:
-    """The length of the row of a document: the next of 32, 40, 48, 56, 64, 80, 96, 112, 128, ..."""
+    """The length of the row of a document: the next of 32, 36, 40, 44, ..., 64, 72, ..., 128, 144, ..."""
     power = max(_LEAST, 1 << (length.bit_length() - 1))
-    step = power // 4
+    step = power // 8
     return max(power, -(-length // step) * step)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nsa_compile.branches import BRANCHES
 from nsa_compile.models.config import SparsePattern, check_attention, ordered_branches
-from nsa_compile.models.documents import Documents
+from nsa_compile.models.documents import SHAPES, Documents
 from nsa_compile.models.nsa import (
     CompressionMLP,
     NSAState,
@@ -180,8 +180,10 @@ class NSAttention(AttentionLayer):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place, as `torch.nn.Module.compile`, what is computed of rows of one shape.
 
-        Which documents there are is data: they are taken apart outside of what is compiled.
+        Which documents there are is data: they are taken apart outside of what is compiled. Their rows have a bounded
+        number of shapes, and a program for each is kept.
         """
+        kwargs["recompile_limit"] = max(kwargs.get("recompile_limit") or 0, SHAPES)
         self._compiled = torch.compile(self._attend, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
