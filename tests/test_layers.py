@@ -21,7 +21,7 @@ LAYERS = [
     {"train.records", "train.distributed"},
     {"data", "machine", "arguments", "config_cli"},
     {"config"},
-    {"generation.generate", "generation.text", "generation.exported"},
+    {"generation.generate", "generation.text", "generation.exported", "generation.exported_step"},
     {"generation.sampling"},
     {"models"},
     {"__init__"},

@@ -29,7 +29,12 @@ class Exported(NamedTuple):
 
 
 def write_exported(folder: Path, exported: Exported) -> None:
-    """Write both files into a folder that exists."""
+    """Write both files into a folder that exists.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     model = exported.model
@@ -44,7 +49,10 @@ def write_exported(folder: Path, exported: Exported) -> None:
         "tokenizer": exported.tokenizer,
         "max_position_embeddings": exported.seq_len,
     }
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    try:
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, among others
+        raise OSError(str(error)) from None
     write_json(folder / CONFIG, values)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -29,10 +32,11 @@ from tests.conftest import TINY_RUN
 TEXTS = ["To be, or not", "", "  two  spaces\n\n\tand\r\n", "naïve Ā € 日本 🙂", "\x00<|endoftext|><pad>"]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
+    """The directory of a tiny run; its embeddings are tied where a test asks for it."""
     values = {**TINY_RUN, "run.dir": str(tmp_path_factory.mktemp("export") / "runs")}
-    values["model.tie_embeddings"] = str(request.param).lower()
+    values["model.tie_embeddings"] = str(getattr(request, "param", False)).lower()
     config = load_config(overrides=[f"{key}={value}" for key, value in values.items()])
     directory = create_run_directory(config)
     run(config, load_corpus(config), directory)
@@ -53,6 +57,7 @@ def folders(trained, tmp_path_factory):
     return directory
 
 
+@pytest.mark.parametrize("trained", [False, True], ids=["untied", "tied"], indirect=True)
 @pytest.mark.parametrize("kind", ["safetensors", "hf"])
 def test_what_is_exported_is_the_model_of_the_run(trained, folders, kind):
     ours, again = load_trained(trained), load_trained(folders / kind)
@@ -117,6 +122,43 @@ def test_an_empty_folder_is_used(trained, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
 
 
+RUNS_ALONE = """
+import sys, torch
+
+folder = sys.argv[1]
+tokens, wanted = torch.load(folder + "/wanted.pt")
+program = torch.export.load(folder + "/out/decode_step.pt2")
+compiled = torch._inductor.aoti_compile_and_package(program, package_path=folder + "/decode_step.aoti.pt2")
+(_, _, empty), _ = program.example_inputs
+batch = tokens.shape[1]
+for step in (program.module(), torch._inductor.aoti_load_package(compiled)):
+    t = torch.zeros(batch, dtype=torch.int64)
+    caches = [torch.zeros(batch, *cache.shape[1:], dtype=cache.dtype) for cache in empty]
+    with torch.no_grad():
+        found = torch.stack([step(token, t, caches).clone() for token in tokens])
+    torch.testing.assert_close(found, wanted)
+    assert t.tolist() == [len(tokens)] * batch
+assert "nsa_compile" not in sys.modules
+"""
+
+
+def test_the_decode_step_runs_without_this_package_also_compiled_by_aotinductor(trained, tmp_path):
+    invoke("export", trained, "--to", "decode-step", "--out", tmp_path / "out", "--max-len", 24)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["decode_step.pt2"]
+    model, batch = load_trained(trained).model, 3
+    tokens = torch.randint(256, (24, batch), generator=torch.Generator().manual_seed(0))
+    state, wanted = model.init_state(batch, 24), []
+    for token in tokens:
+        state, logits = model.decode_step(state, token)
+        wanted.append(logits)
+    torch.save((tokens, torch.stack(wanted)), tmp_path / "wanted.pt")
+    # Without the directory of the package on the path.
+    command = [sys.executable, "-P", "-c", RUNS_ALONE, str(tmp_path)]
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def refused(capsys, *words):
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
@@ -125,14 +167,13 @@ def refused(capsys, *words):
     return error
 
 
-@pytest.mark.parametrize("error", [OSError("no space left"), SafetensorError("I/O error")])
-def test_nothing_is_left_of_an_export_that_fails(trained, tmp_path, monkeypatch, capsys, error):
-    def fail(*_):
-        raise error
+def test_nothing_is_left_of_an_export_that_fails(trained, tmp_path, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise SafetensorError("I/O error")
 
-    monkeypatch.setattr(module, "write_json", fail)
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
     said = refused(capsys, "export", trained, "--to", "safetensors", "--out", tmp_path / "out")
-    assert f"'{tmp_path / 'out'}' cannot be written: {error}; choose another place with --out DIR" in said
+    assert f"'{tmp_path / 'out'}' cannot be written: I/O error; choose another place with --out DIR" in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -145,10 +186,17 @@ def test_a_folder_with_something_in_it_is_left_alone(trained, tmp_path, capsys):
         assert reason in refused(capsys, "export", trained, "--to", "hf", "--out", place)
 
 
+def test_room_is_for_the_decode_step(trained, tmp_path, capsys):
+    said = refused(capsys, "export", trained, "--to", "hf", "--out", tmp_path / "out", "--max-len", 8)
+    assert "--max-len 8 is for --to decode-step, and this is --to hf; leave it out" in said
+
+
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     said = refused(capsys, "export", tmp_path / "nowhere", "--to", "hf", "--out", tmp_path / "out")
     assert "must be the directory of a run" in said
-    assert "one of 'safetensors', 'hf'" in refused(capsys, "export", "x", "--to", "gguf", "--out", tmp_path / "out")
+    assert "one of 'safetensors', 'hf', 'decode-step'" in refused(
+        capsys, "export", "x", "--to", "gguf", "--out", tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize(
