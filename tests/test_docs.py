@@ -118,6 +118,17 @@ def test_the_numbers_of_the_readme_are_those_of_the_records():
         assert ratio in README
 
 
+def test_what_packed_documents_cost_is_what_was_recorded():
+    record = json.loads((ROOT / "benchmarks" / "results" / "varlen.json").read_text(encoding="utf-8"))
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    equal, drawn = record["results"]
+    shortest, longest = min(drawn["lengths"]), max(drawn["lengths"])
+    places = drawn["places"] / record["settings"]["tokens"]
+    assert f"{equal['ratio']:.2f} × for {equal['lengths'][0]} tokens each" in page
+    assert f"{drawn['ratio']:.2f} × for lengths drawn from {shortest} to {longest:,}" in page
+    assert f"whose rows have {places:.2f} × as many places" in page
+
+
 def test_the_picture_is_drawn_from_the_records():
     for theme, colors in draw_lengths.THEMES.items():
         assert (DOCS / "images" / f"lengths-{theme}.svg").read_text(encoding="utf-8") == draw_lengths.draw(colors)
