@@ -30,6 +30,7 @@ LAZY_COMMANDS = {
     "estimate": ("nsa_compile.estimation.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
     "export": ("nsa_compile.generation.export_cli:export", "Write a trained model for other programs."),
     "generate": ("nsa_compile.generation.generate_cli:generate", "Go on with prompts by a trained model."),
+    "import": ("nsa_compile.generation.import_cli:import_model", "Read an NSA model of flash-linear-attention."),
     "launch": ("nsa_compile.launch.launch_cli:launch", "Print a job file for several nodes."),
     "passes": ("nsa_compile.profiles.passes_cli:passes", "Show the compiler's passes and what they did."),
     "profile": ("nsa_compile.profiles.profile_cli:profile", "Where time goes: in a training step, and pass by pass."),

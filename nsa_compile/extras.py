@@ -10,7 +10,19 @@ from nsa_compile.errors import UserError
 TRAIN = {"click": "", "packaging": "", "psutil": "", "pydantic": "", "tabulate": "", "tqdm": "", "yaml": "pyyaml"}
 LAB = {"hypothesis": "", "matplotlib": "", "nvtx": ""}
 HF = {"safetensors": "", "transformers": ""}
-TRAIN_COMMANDS = ("chat", "ckpt", "config", "data", "doctor", "export", "generate", "launch", "train", "watch")
+TRAIN_COMMANDS = (
+    "chat",
+    "ckpt",
+    "config",
+    "data",
+    "doctor",
+    "export",
+    "generate",
+    "import",
+    "launch",
+    "train",
+    "watch",
+)
 
 
 def installed_version(package: str) -> str | None:

@@ -59,9 +59,9 @@ def export(run: Path, kind: str, out: Path, max_len: int | None) -> None:
         room = max_len or trained.seq_len
         if room is None:
             raise UserError(f"'{run}' does not say how long the texts of its training were; give --max-len N")
-        names = _write(lambda folder: write_step(folder, trained.model, room), out)
+        names = write_folder(lambda folder: write_step(folder, trained.model, room), out)
     else:
-        names = _write(lambda folder: _write_model(trained, kind, folder), out)
+        names = write_folder(lambda folder: _write_model(trained, kind, folder), out)
     click.echo(f"{out}: {', '.join(names)} of '{trained.source}'")
 
 
@@ -75,8 +75,12 @@ def _write_model(trained: TrainedModel, kind: str, folder: Path) -> None:
         save_tokenizer(trained.tokenizer, folder)
 
 
-def _write(write: Callable[[Path], None], out: Path) -> list[str]:
-    """Let a folder be written beside its place, flush it, and give it its name; returns the names of its files."""
+def write_folder(write: Callable[[Path], None], out: Path) -> list[str]:
+    """Let a folder be written beside its place, flush it, and give it its name; returns the names of its files.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     from nsa_compile.files import flush
 
     target = out.absolute()

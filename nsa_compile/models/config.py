@@ -129,7 +129,8 @@ def check_attention(owner: object) -> None:
     for name in ("v_head_dim", "phi_hidden"):
         if getattr(owner, name) is not None:
             _require_int(owner, name, 1)
-    _require_bool(owner, "shared_kv")
+    for name in ("shared_kv", "compress_rotated"):
+        _require_bool(owner, name)
     _require_positive(owner, "rope_theta")
     _require_choice(owner, "phi", get_args(Phi))
     if not isinstance(sizes.pattern, SparsePattern):
@@ -171,6 +172,9 @@ class NSAConfig:
     """How a block is compressed (eq. 7): by an MLP with a position embedding within the block, or by the mean."""
     shared_kv: bool = False
     """Whether the three branches share one key/value projection; the paper has one for each."""
+    compress_rotated: bool = False
+    """Whether keys are compressed after RoPE has turned them, and meet a query that is turned, too, as in the models of
+    flash-linear-attention."""
     branches: tuple[Branch, ...] = BRANCHES
     """Branches of eq. 5 that the model has; others have no parameters and add nothing. selected needs compressed, from
     whose weights it selects."""

@@ -42,7 +42,8 @@ class NSAttention(AttentionLayer):
     Keys and values have a projection for each branch (the paper's choice) or one shared by all. A branch that
     `branches` lacks has neither projection nor gate. Gates are a sigmoid
     per branch and head of the layer's input. RoPE turns queries and keys of the selected and the window branch;
-    compression happens on keys before RoPE, so the compressed branch reads with an unrotated query.
+    compression happens on keys before RoPE, so the compressed branch reads with an unrotated query, unless
+    `compress_rotated`.
 
     **Padding and packed documents.** Positions, compressed blocks and selection blocks count from the first token of
     each document, and no window, block or selection reaches into another one: a packed document gives what it gives
@@ -61,6 +62,7 @@ class NSAttention(AttentionLayer):
         phi: how a block is compressed (eq. 7), `"mlp"` or `"mean"`.
         phi_hidden: hidden width of the compression MLP; twice the head's width by default.
         shared_kv: whether the branches share one key/value projection.
+        compress_rotated: whether keys are compressed after RoPE, and the compressed branch reads with a rotated query.
         branches: those of `"compressed"`, `"selected"` and `"window"` that there are; selected needs compressed.
         rope_theta: base of the rotary frequencies.
 
@@ -80,6 +82,7 @@ class NSAttention(AttentionLayer):
         phi: str = "mlp",
         phi_hidden: int | None = None,
         shared_kv: bool = False,
+        compress_rotated: bool = False,
         branches: Sequence[str] = BRANCHES,
         rope_theta: float = 10000.0,
     ) -> None:
@@ -87,6 +90,7 @@ class NSAttention(AttentionLayer):
         self.dim, self.n_heads, self.n_kv_heads, self.head_dim = dim, n_heads, n_kv_heads, head_dim
         self.pattern, self.v_head_dim, self.phi, self.phi_hidden = pattern, v_head_dim, phi, phi_hidden
         self.shared_kv, self.branches, self.rope_theta = shared_kv, ordered_branches(branches), rope_theta
+        self.compress_rotated = compress_rotated
         check_attention(self)
         self.value_dim = head_dim if v_head_dim is None else v_head_dim
         self.says_uncompiled = True
@@ -119,11 +123,15 @@ class NSAttention(AttentionLayer):
             return apply_rope(y, position, self.rope_theta)
 
         q = rope(q_cmp)
-        if self.shared_kv:
-            return q, q_cmp, keys[0], values[0], rope(keys[0]), values[0], None, None, gates
         # A branch that is not there is handed the first one's, which it does not read.
-        cmp, slc, win = (self.branches.index(b) if b in self.branches else 0 for b in BRANCHES)
-        return q, q_cmp, keys[cmp], values[cmp], rope(keys[slc]), values[slc], rope(keys[win]), values[win], gates
+        alone = not self.shared_kv
+        cmp, slc, win = (self.branches.index(b) if alone and b in self.branches else 0 for b in BRANCHES)
+        k_cmp, k_slc = keys[cmp], rope(keys[slc])
+        if self.compress_rotated:
+            q_cmp, k_cmp = q, rope(k_cmp)
+        if self.shared_kv:
+            return q, q_cmp, k_cmp, values[cmp], k_slc, values[slc], None, None, gates
+        return q, q_cmp, k_cmp, values[cmp], k_slc, values[slc], rope(keys[win]), values[win], gates
 
     def forward(
         self,
@@ -191,7 +199,18 @@ class NSAttention(AttentionLayer):
         return {**super().__getstate__(), "_compiled": None}
 
     def extra_repr(self) -> str:
-        names = ("dim", "n_heads", "n_kv_heads", "head_dim", "v_head_dim", "phi", "shared_kv", "branches", "pattern")
+        names = (
+            "dim",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "v_head_dim",
+            "phi",
+            "shared_kv",
+            "compress_rotated",
+            "branches",
+            "pattern",
+        )
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def attention_inputs(self, x: Tensor) -> dict[str, Any]:

@@ -115,7 +115,9 @@ class NSA(AttentionVariant):
     def layer(self, model: NSAConfig) -> AttentionLayer:
         from nsa_compile.models.nsa_layer import NSAttention
 
-        fields = ("v_head_dim", "pattern", "phi", "phi_hidden", "shared_kv", "branches", "rope_theta")
+        fields = (
+            "v_head_dim", "pattern", "phi", "phi_hidden", "shared_kv", "compress_rotated", "branches", "rope_theta",
+        )  # fmt: skip
         layer = NSAttention(
             model.dim,
             model.n_heads,

@@ -198,6 +198,7 @@ def test_later_keys_change_no_earlier_selection():
     [
         {}, {"phi": "mean"}, {"shared_kv": True}, {"v_head_dim": 6}, {"attention": "dense"},
         {"branches": ("compressed", "window")}, {"branches": ("window",), "shared_kv": True},
+        {"compress_rotated": True},
     ],
 )  # fmt: skip
 def test_decoding_equals_the_forward_pass(changes):

@@ -1,0 +1,37 @@
+"""``nsa-compile import``: a model of others as a folder of ours."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import click
+
+from nsa_compile.arguments import check_new_directory
+from nsa_compile.generation.export_cli import write_folder
+
+
+@click.command("import")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="A folder that is new.")
+def import_model(source: Path, out: Path) -> None:
+    """Write an NSA model of flash-linear-attention (model_type nsa) as a folder of nsa-compile export.
+
+    SOURCE is a folder with its config.json and its weights as safetensors. The files of its tokenizer are copied.
+    `import nsa_compile.hf` and AutoModelForCausalLM.from_pretrained(DIR) load it.
+
+    \b
+    nsa-compile import fla-model --out model
+    """
+    check_new_directory(out)
+    importlib.import_module("safetensors")  # who lacks the extra need not wait for torch
+    from nsa_compile.generation.exported import write_exported
+    from nsa_compile.generation.imported import copy_tokenizer, read_fla
+
+    model = read_fla(source)
+
+    def write(folder: Path) -> None:
+        write_exported(folder, model)
+        copy_tokenizer(source, folder)
+
+    click.echo(f"{out}: {', '.join(write_folder(write, out))} of '{source}'")

@@ -1,0 +1,146 @@
+"""NSA models of flash-linear-attention (fla), read as models of ours.
+
+In fla (`fla/models/nsa`, `fla/ops/nsa/naive.py`) a block that is compressed is also one that is selected, blocks do not
+overlap, φ is the mean, the branches share keys and values, and these are rotated before they are compressed. The first
+block, a token's own and the one before it are always selected.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_compile.errors import UserError
+from nsa_compile.files import open_regular
+from nsa_compile.generation.exported import CONFIG, Exported
+from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
+
+MODEL_TYPE = "nsa"  # fla's, in config.json
+# What a tokenizer of transformers consists of, and where texts end.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "generation_config.json",
+)  # fmt: skip
+_NAMES = {
+    "model.embeddings.weight": "embedding.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+}
+_NAMES_OF_LAYER = {
+    "attn_norm.weight": "attention_norm.weight",
+    "attn.q_proj.weight": "attention.q.weight",
+    "attn.k_proj.weight": "attention.k.weight",
+    "attn.v_proj.weight": "attention.v.weight",
+    "attn.g_proj.weight": "attention.gate.weight",
+    "attn.o_proj.weight": "attention.out.weight",
+    "mlp_norm.weight": "mlp_norm.weight",
+    "mlp.gate_proj.weight": "mlp.gate.weight",
+    "mlp.up_proj.weight": "mlp.up.weight",
+    "mlp.down_proj.weight": "mlp.down.weight",
+}
+# A key of the configuration, and its values of which ours is a model.
+_ALIKE = {"qkv_bias": (False,), "hidden_act": ("swish", "silu"), "elementwise_affine": (True, None)}
+
+
+def read_fla(folder: Path) -> Exported:
+    """The model of a folder that fla wrote by `save_pretrained`, in the dtype in which it was written.
+
+    Raises:
+        UserError: it is not of fla's NSA models, or uses what ours do not have; its files are damaged.
+    """
+    values = _read_config(folder / CONFIG)
+    weights = _read_weights(folder)
+    try:
+        config = _config(values, hidden=weights["model.layers.0.mlp.gate_proj.weight"].shape[0])
+        model = NSATransformer(config).to(weights["model.embeddings.weight"].dtype)
+        model.load_state_dict(_renamed(weights, model))
+    except KeyError as error:
+        raise UserError(f"'{folder}' lacks {error}; it must be a folder of fla's NSAForCausalLM") from None
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"'{folder}' holds no model that can be read: {reason}; take another one") from None
+    return Exported(model, None, values["max_position_embeddings"])
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Take over the files of a tokenizer, as far as they are there."""
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            with open_regular(source / name, follow=True) as file, (target / name).open("wb") as copy:
+                shutil.copyfileobj(file, copy)
+
+
+def _config(values: dict[str, Any], hidden: int) -> NSAConfig:
+    """Raises KeyError for a key that is not there, ValueError for a value that ours cannot take."""
+    for name, alike in _ALIKE.items():
+        if values.get(name, alike[0]) not in alike:
+            raise ValueError(f"{name} = {values[name]!r} must be {alike[0]!r}")
+    size = values["block_size"]
+    return NSAConfig(
+        vocab_size=values["vocab_size"],
+        dim=values["hidden_size"],
+        n_layers=values["num_hidden_layers"],
+        n_heads=values["num_heads"],
+        n_kv_heads=values["num_kv_heads"],
+        head_dim=values["head_dim"],
+        pattern=SparsePattern(size, size, size, values["block_counts"], values["window_size"]),
+        phi="mean",
+        shared_kv=True,
+        compress_rotated=True,
+        mlp_hidden=hidden,
+        rope_theta=values["rope_theta"],
+        norm_eps=values["norm_eps"],
+        tie_embeddings=values["tie_word_embeddings"],
+    )
+
+
+def _renamed(weights: dict[str, Tensor], model: NSATransformer) -> dict[str, Tensor]:
+    """fla's weights by our names; its gates have no bias, so that ours are zero."""
+    found = {}
+    for name, value in weights.items():
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if layer:
+            found[f"blocks.{layer[1]}.{_NAMES_OF_LAYER.get(layer[2], layer[2])}"] = value
+        else:
+            found[_NAMES.get(name, name)] = value
+    biases = {name: value for name, value in model.state_dict().items() if name.endswith("attention.gate.bias")}
+    found |= {name: torch.zeros_like(value) for name, value in biases.items()}
+    if model.config.tie_embeddings:
+        found["head.weight"] = found["embedding.weight"]
+    return found
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        with open_regular(path, follow=True) as file:
+            values = json.loads(file.read())
+    except (OSError, ValueError) as error:
+        raise UserError(f"'{path}' cannot be read: {error}; give a folder of fla's NSAForCausalLM") from None
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind != MODEL_TYPE:
+        raise UserError(f"'{path}' is of model_type {kind!r}; it must be {MODEL_TYPE!r}, that of fla's NSA models")
+    # What save_pretrained leaves out where it is transformers' default.
+    return {"tie_word_embeddings": False, **values}
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all its files of safetensors; never a pickle, which may run any code."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise UserError(f"'{folder}' has no file of safetensors; save the model with safe_serialization=True")
+    weights: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            weights.update(load_file(path))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"'{path}' is no file of safetensors: {error}; fetch it anew") from None
+    return weights
