@@ -37,11 +37,9 @@ class TextStream:
         if found:
             self.stopped_by = "stop"
             return self._show(text[: min(found)])
-        # The bytes of a character are at most four, so three may still wait for the last one.
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        rest = text[: len(text) - held]
-        complete = rest.rstrip(_INCOMPLETE)
-        return self._show(complete if len(rest) - len(complete) <= 3 else rest)
+        # However many bytes of a character are there, they are one sign until the last one has come.
+        return self._show(text[: len(text) - held].removesuffix(_INCOMPLETE))
 
     def finish(self) -> str:
         """What was held back, when no token follows."""
