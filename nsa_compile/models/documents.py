@@ -36,7 +36,11 @@ class Documents(NamedTuple):
 
     @staticmethod
     def of(
-        *, attention_mask: Tensor | None = None, doc_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
+        *,
+        attention_mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        device: torch.device | str | None = None,
     ) -> Documents:
         """The documents that one of these tells of, or `doc_ids` with an `attention_mask`.
 
@@ -46,11 +50,12 @@ class Documents(NamedTuple):
                 document.
             doc_ids: `[B, S]` integers: tokens of a row with the same number are one document, and stand side by side.
             cu_seqlens: `[n + 1]` integers, from 0 to S: where in a batch `[1, S]` each document starts, and S.
+            device: of the batch; that of these tensors by default. Where they lie on the CPU, nothing waits.
 
         Raises:
             ValueError: a tensor of another shape or dtype, or with values against these rules, or of no document.
         """
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_compiling():
             _refuse_capture(
                 "attention_mask, doc_ids and cu_seqlens are read on the host, and a compiled function does not know "
                 "their values; make documents = Documents.of(...) before it and pass layer(x, documents=documents), or "
@@ -60,13 +65,13 @@ class Documents(NamedTuple):
             if attention_mask is not None or doc_ids is not None:
                 raise ValueError("cu_seqlens tells of every token; give it without attention_mask and doc_ids")
             starts, lengths, shape = _from_cu_seqlens(cu_seqlens)
-            return _arranged(starts, lengths, shape, cu_seqlens.device)
+            return _arranged(starts, lengths, shape, device or cu_seqlens.device)
         given = [x for x in (attention_mask, doc_ids) if x is not None]
         if not given:
             raise ValueError("Documents.of needs attention_mask, doc_ids or cu_seqlens")
         starts, lengths = _runs(attention_mask, doc_ids)
         batch, length = given[0].shape
-        return _arranged(starts, lengths, (batch, length), given[0].device)
+        return _arranged(starts, lengths, (batch, length), device or given[0].device)
 
     def unpack(self, x: Tensor) -> list[Tensor]:
         """The rows `[N, L, ...]` of a batch `[B, S, ...]`."""
@@ -182,7 +187,9 @@ def _require_batch(name: str, x: Tensor) -> None:
         )
 
 
-def _arranged(starts: Sequence[int], lengths: Sequence[int], shape: tuple[int, int], device: torch.device) -> Documents:
+def _arranged(
+    starts: Sequence[int], lengths: Sequence[int], shape: tuple[int, int], device: torch.device | str
+) -> Documents:
     """Rows of documents that are `lengths` long, and have their first tokens at `starts` of the batch's B · S."""
     rows = []
     place = torch.zeros(shape[0] * shape[1], dtype=torch.int64)

@@ -165,7 +165,9 @@ class NSAttention(AttentionLayer):
         if not told and documents is None:
             return self._rows()(x)
         if documents is None:
-            documents = Documents.of(attention_mask=attention_mask, doc_ids=doc_ids, cu_seqlens=cu_seqlens)
+            documents = Documents.of(
+                attention_mask=attention_mask, doc_ids=doc_ids, cu_seqlens=cu_seqlens, device=x.device
+            )
         elif told:
             raise ValueError("documents was given with attention_mask, doc_ids or cu_seqlens; give one of them")
         rows = self._rows()

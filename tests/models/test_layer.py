@@ -361,6 +361,14 @@ def test_what_is_no_document_is_refused_in_one_line(arguments, message):
     assert "\n" not in str(refused.value)
 
 
+def test_rows_lie_where_the_batch_is(monkeypatch):
+    unpack, seen = Documents.unpack, []
+    monkeypatch.setattr(Documents, "unpack", lambda self, x: seen.append(self) or unpack(self, x))
+    make_layer().to("meta")(batch(1, 9).to("meta"), torch.arange(9)[None] > 3)
+    make_layer().to("meta")(batch(1, 9).to("meta"), cu_seqlens=torch.tensor([0, 4, 9]))
+    assert {x.device.type for made in seen for x in (*made.rows, made.place, made.real) if x is not None} == {"meta"}
+
+
 def test_documents_are_given_once():
     made = Documents.of(cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="give one of them"):
