@@ -208,6 +208,14 @@ def test_documents_of_any_lengths(data):
     assert_same(value_and_grads(layer, lambda x: layer(x, cu_seqlens=starts(lengths)), x), expected)
 
 
+def test_a_whole_model_runs_on_rows():
+    model = NSATransformer(NSAConfig(vocab_size=5, n_layers=2, **SIZES)).double()
+    tokens = torch.arange(60)[None] ** 2 % 5
+    made = Documents.of(cu_seqlens=starts([37, 23]))
+    packed = made.pack([model(rows) for rows in made.unpack(tokens)])
+    torch.testing.assert_close(packed, torch.cat([model(tokens[:, :37]), model(tokens[:, 37:])], dim=1))
+
+
 def test_documents_of_several_sequences():
     layer = make_layer()
     x = batch(2, 40)
