@@ -121,6 +121,10 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             start, lengths = _extent(input_ids, attention_mask)
             tokens = _turned(input_ids, start)
+            if labels is not None:
+                # Before the first token after padding is nothing that it could be predicted from.
+                first = start.unsqueeze(1) == torch.arange(labels.shape[1], device=labels.device)
+                labels = labels.masked_fill(first, -100)
             if use_cache:
                 past_key_values = NSACache() if past_key_values is None else past_key_values
                 logits = self._read(tokens, lengths, past_key_values, every=logits_to_keep != 1)

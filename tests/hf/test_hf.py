@@ -67,6 +67,16 @@ def test_the_loss_is_that_of_the_next_token(pair):
     torch.testing.assert_close(model(tokens, labels=labels).loss.double(), wanted, rtol=1e-6, atol=0)
 
 
+def test_the_loss_is_the_same_with_padding_on_either_side(model):
+    losses = []
+    for side in ("left", "right"):
+        _, mask = ragged([5, 11, 2], side)
+        tokens = torch.zeros_like(mask)
+        tokens[mask.bool()] = random_tokens(18)
+        losses.append(model(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss)
+    torch.testing.assert_close(*losses)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_padding_on_either_side_changes_nothing(model, side, use_cache):
@@ -200,6 +210,14 @@ def test_a_text_goes_on_from_the_cache_that_was_returned(model):
     longer = torch.cat([begun.sequences, random_tokens(1, 3)], dim=1)
     wanted = model.generate(longer, max_new_tokens=6)
     assert model.generate(longer, max_new_tokens=6, past_key_values=cache).tolist() == wanted.tolist()
+
+
+def test_what_the_state_cannot_do_is_refused(model):
+    prompt = random_tokens(1, 4)
+    with pytest.raises(ValueError, match="assisted generation is not supported"):
+        model.generate(prompt, max_new_tokens=4, prompt_lookup_num_tokens=2)
+    with pytest.raises(NotImplementedError, match="cannot forget tokens"):
+        model(prompt, use_cache=True).past_key_values.crop(1)
 
 
 def test_tokens_that_follow_the_cache_have_no_padding(model):
