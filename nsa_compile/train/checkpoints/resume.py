@@ -97,13 +97,27 @@ def newest_good_checkpoint(found: FoundRun) -> tuple[Checkpoint, list[str]]:
 
 
 def first_difference(config: RunConfig, saved: Any) -> str | None:
-    """The first key whose value differs between a configuration and a saved one, said in words; free keys aside."""
+    """The first key whose value differs between a configuration and a saved one, said in words; free keys aside.
+
+    A key that the saved one lacks had its default: it was written before there was such a key.
+    """
     ours, theirs = dict(flatten(config.plain())), dict(flatten(saved))
+    for key, value in _with_defaults(saved).items():
+        if key in ours and key not in theirs and _equal(ours[key], value):
+            theirs[key] = value
     for key in [*ours, *theirs]:
         if key not in FREE_KEYS and (key not in ours or key not in theirs or not _equal(ours[key], theirs[key])):
             here, there = (_shown(values[key]) if key in values else "absent" for values in (ours, theirs))
             return f"{shortened(key)} = {here} here and {there} there"
     return None
+
+
+def _with_defaults(saved: Any) -> dict[str, Any]:
+    """The keys of a saved configuration with what it lacks filled in; none if it is no configuration."""
+    try:
+        return dict(flatten(RunConfig.model_validate(saved).plain()))
+    except Exception:  # whatever a configuration that anybody may have made up ends in
+        return {}
 
 
 def _equal(ours: Any, theirs: Any) -> bool:

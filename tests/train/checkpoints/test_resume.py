@@ -355,6 +355,8 @@ def test_every_key_but_the_free_ones_counts(tiny_overrides):
     config = load_config(overrides=tiny_overrides())
     saved = config.plain()
     assert first_difference(config, saved) is None
+    del saved["model"]["pattern"]["num_initial"]  # as if written before there was that key, whose default is ours
+    assert first_difference(config, saved) is None
     del saved["model"]["pattern"]["window"]
     assert first_difference(config, saved) == "model.pattern.window = 8 here and absent there"
     assert first_difference(config, {**saved, "model": config.plain()["model"], "zzz": {"x": 1}}) == (
