@@ -70,9 +70,10 @@ def _write_model(trained: TrainedModel, kind: str, folder: Path) -> None:
 
     write_exported(folder, Exported(trained.model, trained.tokenizer.name, trained.seq_len))
     if kind == "hf":
-        from nsa_compile.hf.tokenizer import save_tokenizer
+        from nsa_compile.train.torchao_import import import_torchao
 
-        save_tokenizer(trained.tokenizer, folder)
+        # transformers imports torchao where it is installed.
+        import_torchao("nsa_compile.hf.tokenizer").save_tokenizer(trained.tokenizer, folder)
 
 
 def write_folder(write: Callable[[Path], None], out: Path) -> list[str]:

@@ -6,6 +6,7 @@ It is what `NSAForCausalLM.save_pretrained` writes, too.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ def write_exported(folder: Path, exported: Exported) -> None:
     except SafetensorError as error:  # a full disk, among others
         raise OSError(str(error)) from None
     write_json(folder / CONFIG, values)
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors lets nobody else read it
 
 
 def read_exported(folder: Path) -> Exported:

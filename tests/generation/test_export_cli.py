@@ -119,7 +119,9 @@ def test_an_empty_folder_is_used(trained, tmp_path):
     (tmp_path / "out").mkdir()
     invoke("export", trained, "--to", "safetensors", "--out", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    files = list((tmp_path / "out").iterdir())
+    assert {path.name for path in files} == {"config.json", "model.safetensors"}
+    assert len({path.stat().st_mode for path in files}) == 1, "who may read one may read the other"
 
 
 RUNS_ALONE = """
