@@ -2,6 +2,8 @@
 So are the processes that such a one starts, the ranks of a run and the runs of an experiment.
 
 What is about starting itself (what is imported, a signal before the first step, who outlives whom) starts Python anew.
+So does what must not depend on addresses or on the seed of hashes, which forked processes share, and what is about the
+end of the interpreter, which they skip.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Calls that have room for the frames of all that they call.
 
 CPython keeps frames in pieces of 16 KiB, each from the system and given back when its last frame is left: where a loop
-calls across the end of one, every call costs two system calls and a page fault. Those of torch's compiler were a sixth
-of the processor time of compiling. A frame that needs more gets a piece that is large enough, and what is left of it
-holds the frames of what is called.
+calls across the end of one, every call costs two system calls and a page fault. In torch's compiler these were a
+seventh of the processor time. A frame that needs more gets a piece that is large enough, and what is left of it holds
+the frames of what is called.
 """
 
 from __future__ import annotations
