@@ -137,6 +137,9 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
             # What nobody reads was left in for what it does.
             if node in seen.random or (not node.users and node.op != "output"):
                 node.meta[KEPT] = True
+    for site in find_scans(gm):
+        if _draws(site.body):
+            site.node.meta[KEPT] = True
     seen = effects[gm]
     if not seen.writes:
         return WriteBack()
@@ -260,6 +263,25 @@ class _Observer(fx.Interpreter):
         self.known |= {memory(x) for x in _tensors(result)}
         self.with_gradient |= {memory(x) for x in _tensors(result) if x.requires_grad}
         return result
+
+
+def _draws(body: fx.GraphModule) -> bool:
+    """Whether a step draws random numbers, itself or in a scan of its own."""
+    with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored(), _Watch(set()) as watch:
+        try:
+            _Step(body).run(*(_like(example(n)) for n in body.graph.find_nodes(op="placeholder")))
+        except Exception:  # it may
+            return True
+    return watch.draws or any(_draws(site.body) for site in find_scans(body))
+
+
+class _Step(fx.Interpreter):
+    """Runs a step on fake tensors, but for the scans within."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if isinstance(n.target, HigherOrderOperator):
+            return pytree.tree_map_only(Tensor, _fresh_like, n.meta["example_value"])
+        return super().run_node(n)
 
 
 def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:

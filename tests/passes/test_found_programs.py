@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
@@ -627,6 +628,28 @@ def test_a_buffer_replaced_behind_a_scan_whose_step_was_the_first_to_read_the_mo
     for _ in range(2):
         fast(rows(3, D))
     assert model.count == 2
+
+
+@pytest.mark.parametrize("nested", NESTED[:1])
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_loop_that_draws_is_run_even_if_nobody_needs_what_it_draws(nested, deep):
+    """A later scan read its rows, until that one was batched and did not need them."""
+
+    def draw(x):
+        return scan(lambda c, row: (c, F.dropout(row, 0.5)), (), x)[1]
+
+    def run(x):
+        drawn = scan(lambda c, row: (c, draw(row)), (), x[:, None])[1][:, 0] if deep else draw(x)
+        first = {"a": x[0] * 0, "k": x[0]}
+        return scan(lambda c, t: ({"a": torch.tanh(t[1]), "k": c["k"]}, t[0] * 2), first, (x, drawn))[1]
+
+    x, states = rows(3, D), []
+    for function in (run, compiled(run, nested, fullgraph=True)):
+        function(x)
+        torch.manual_seed(0)
+        function(x)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
 
 
 class Assigned:
