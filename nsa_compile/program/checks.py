@@ -55,10 +55,12 @@ def _check_code(site: ScanSite, node: fx.Node) -> None:
     alone = isinstance(value, Tensor)
     values = (value,) if alone else tuple(value)
     # A matrix has a code, and several have one each.
-    matrix: Any = node.args[0]
+    rest: dict[str, Any] = dict(node.kwargs)
+    args: Any = node.args or (rest.pop("A", None) or rest.pop("input"),)
+    matrix = args[0]
     code = values[0].new_empty(example(matrix).shape[:-2], dtype=torch.int32)
     with graph.inserting_before(node):
-        computed = graph.call_function(variant, node.args, node.kwargs)
+        computed = graph.call_function(variant, args, rest)
         computed.meta = {**node.meta, "example_value": (*values, code)}
         parts = [graph.call_function(operator.getitem, (computed, i)) for i in range(len(values) + 1)]
     for part, x in zip(parts, (*values, code), strict=True):

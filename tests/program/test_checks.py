@@ -77,6 +77,7 @@ def test_an_assertion_of_a_step_fails_where_it_fails_in_the_loop(run, nested):
 MATRICES = {
     "inv": torch.linalg.inv,
     "method": lambda m: m.inverse(),
+    "by name": lambda m: torch.linalg.solve(B=m.new_ones(2, 1), A=torch.inverse(input=m)),
     "cholesky": torch.linalg.cholesky,
     "solve": lambda m: torch.linalg.solve(m, m.new_ones(2, 1)),
     "solve for a vector": lambda m: torch.linalg.solve(m, m.new_ones(2)),
