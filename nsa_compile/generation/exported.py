@@ -64,7 +64,7 @@ def read_exported(folder: Path) -> Exported:
     Raises:
         UserError: the folder is not of this format, or its files are damaged or do not belong together.
     """
-    values = _read_config(folder / CONFIG)
+    values = read_config(folder / CONFIG, MODEL_TYPE, "as nsa-compile export writes it", "export the model anew")
     names = {field.name for field in fields(NSAConfig)}
     try:
         config = from_plain(NSAConfig, {name: value for name, value in values.items() if name in names})
@@ -88,17 +88,16 @@ def read_exported(folder: Path) -> Exported:
     return Exported(model, tokenizer, seq_len)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, model_type: str, whose: str, way_out: str) -> dict[str, Any]:
+    """A `config.json` as transformers has it, of a `model_type` that is that of `whose` models."""
     try:
         with open_regular(path, follow=True) as file:
             values = json.loads(file.read())
     except (OSError, ValueError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}; export the model anew") from None
+        raise UserError(f"'{path}' cannot be read: {error}; {way_out}") from None
     kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind != MODEL_TYPE:
-        raise UserError(
-            f"'{path}' is of model_type {kind!r}; it must be {MODEL_TYPE!r}, as nsa-compile export writes it"
-        )
+    if kind != model_type:
+        raise UserError(f"'{path}' is of model_type {kind!r}; it must be {model_type!r}, {whose}")
     assert isinstance(values, dict)
     return values
 

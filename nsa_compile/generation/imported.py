@@ -7,7 +7,6 @@ block, a token's own and the one before it are always selected.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from nsa_compile.errors import UserError
 from nsa_compile.files import open_regular
-from nsa_compile.generation.exported import CONFIG, Exported
+from nsa_compile.generation.exported import CONFIG, Exported, read_config
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 
 MODEL_TYPE = "nsa"  # fla's, in config.json
@@ -54,7 +53,10 @@ def read_fla(folder: Path) -> Exported:
     Raises:
         UserError: it is not of fla's NSA models, or uses what ours do not have; its files are damaged.
     """
-    values = _read_config(folder / CONFIG)
+    values = read_config(
+        folder / CONFIG, MODEL_TYPE, "that of fla's NSA models", "give a folder of fla's NSAForCausalLM"
+    )
+    values = {"tie_word_embeddings": False, **values}  # save_pretrained leaves out transformers' default
     weights = _read_weights(folder)
     try:
         config = _config(values, hidden=weights["model.layers.0.mlp.gate_proj.weight"].shape[0])
@@ -114,19 +116,6 @@ def _renamed(weights: dict[str, Tensor], model: NSATransformer) -> dict[str, Ten
     if model.config.tie_embeddings:
         found["head.weight"] = found["embedding.weight"]
     return found
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        with open_regular(path, follow=True) as file:
-            values = json.loads(file.read())
-    except (OSError, ValueError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}; give a folder of fla's NSAForCausalLM") from None
-    kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind != MODEL_TYPE:
-        raise UserError(f"'{path}' is of model_type {kind!r}; it must be {MODEL_TYPE!r}, that of fla's NSA models")
-    # What save_pretrained leaves out where it is transformers' default.
-    return {"tie_word_embeddings": False, **values}
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.generation.exported import CONFIG, read_exported
 from nsa_compile.models import NSATransformer
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
-from nsa_compile.train.checkpoints.files import MANIFEST, STATE, Checkpoint, checkpoint_paths, verify_checkpoint
-from nsa_compile.train.checkpoints.resume import first_difference
+from nsa_compile.train.checkpoints.files import MANIFEST, STATE, Checkpoint, verify_checkpoint
+from nsa_compile.train.checkpoints.resume import first_difference, newest_good
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -85,18 +85,11 @@ def _ready(model: NSATransformer, dtype: str) -> NSATransformer:
 
 def _newest(run: Path) -> tuple[Checkpoint, list[str]]:
     """The newest good checkpoint of a run, and a warning for each newer one that is damaged."""
-    damages: list[str] = []
-    for path in reversed(checkpoint_paths(run / "checkpoints")):
-        try:
-            return verify_checkpoint(path), [f"warning: {damage}; the one before is used" for damage in damages]
-        except CheckpointError as error:
-            damages.append(str(error))
-    raise CheckpointError(
-        f"run '{run}' has no good checkpoint{''.join(f': {d}' for d in damages[:1])}; see {_LIST} {run}"
-    )
-
-
-_LIST = "nsa-compile ckpt ls"
+    checkpoint, damages = newest_good(run)
+    if checkpoint is None:
+        why = f": {damages[0]}" if damages else ""
+        raise CheckpointError(f"run '{run}' has no good checkpoint{why}; see nsa-compile ckpt ls {run}")
+    return checkpoint, [f"warning: {damage}; the one before is used" for damage in damages]
 
 
 def _put_weights(model: NSATransformer, config: RunConfig, state: Any, checkpoint: Checkpoint) -> None:

@@ -87,13 +87,21 @@ def newest_good_checkpoint(found: FoundRun) -> tuple[Checkpoint, list[str]]:
     assert found.directory is not None
     if found.checkpoint is not None:
         return verify_checkpoint(found.checkpoint), []
+    checkpoint, damages = newest_good(found.directory)
+    if checkpoint is None:
+        raise CheckpointError(f"no checkpoint of '{found.directory}' is good: {damages[0]}; use --resume never")
+    return checkpoint, [f"warning: {damage}; the one before is used" for damage in damages]
+
+
+def newest_good(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint of a run that is not damaged, if there is one, and what is wrong with each newer one."""
     damages: list[str] = []
-    for path in reversed(checkpoint_paths(found.directory / "checkpoints")):
+    for path in reversed(checkpoint_paths(run / "checkpoints")):
         try:
-            return verify_checkpoint(path), [f"warning: {damage}; the one before is used" for damage in damages]
+            return verify_checkpoint(path), damages
         except CheckpointError as error:
             damages.append(str(error))
-    raise CheckpointError(f"no checkpoint of '{found.directory}' is good: {damages[0]}; use --resume never")
+    return None, damages
 
 
 def first_difference(config: RunConfig, saved: Any) -> str | None:
