@@ -87,6 +87,9 @@ def compile_block(block: nn.Module, **options: Any) -> None:
 def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     """The compiled `model.decode_step(state, tokens) -> (state, logits)`, which updates the state in place.
 
+    What is given by name, such as `return_selection` of `NSATransformer.decode_step`, is handed on, and what the step
+    then returns beside the logits comes after them.
+
     A token reads its selected blocks and its window, and writes one row of each cache. The state returned is the one
     given, and no gradient flows. `compile(model.decode_step)` leaves the state as it was, at the cost of copying every
     cache for each token.
@@ -96,17 +99,20 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     """
     step_of: Any = model.decode_step
     if not hasattr(model, "blocks"):
-        compiled = compile(lambda state, tokens: _in_place(state, *step_of(state, tokens)), **options)
-        return lambda state, tokens: (state, _without_gradients(compiled, state, tokens))
+        compiled = compile(lambda state, tokens, **asked: _in_place(state, *step_of(state, tokens, **asked)), **options)
+        return lambda state, tokens, **asked: (state, *_without_gradients(compiled, state, tokens, **asked))
 
-    compiled_block = compile(lambda block, state, x, t: _in_place(state, *block.decode_step(state, x, t)), **options)
+    compiled_block = compile(
+        lambda block, state, x, t, **asked: _in_place(state, *block.decode_step(state, x, t, **asked)), **options
+    )
 
-    def decode_step(state: Any, tokens: Tensor) -> tuple[Any, Tensor]:
-        after, logits = _without_gradients(
-            step_of, state, tokens, block=lambda block, layer, x, t: (layer, compiled_block(block, layer, x, t))
-        )
+    def in_place(block: nn.Module, layer: Any, x: Tensor, t: Tensor, **asked: Any) -> tuple[Any, ...]:
+        return layer, *compiled_block(block, layer, x, t, **asked)
+
+    def decode_step(state: Any, tokens: Tensor, **asked: Any) -> tuple[Any, ...]:
+        after, *outputs = _without_gradients(step_of, state, tokens, block=in_place, **asked)
         state.t.copy_(after.t)
-        return state, logits
+        return state, *outputs
 
     return decode_step
 
@@ -117,7 +123,9 @@ def compile_prefill(model: nn.Module, **options: Any) -> Callable[..., Any]:
     Each number of tokens `S` and each `max_len` is a program of its own: fill prompts up to few lengths.
     """
     prefill: Any = model.prefill
-    compiled = compile(lambda block, x, lengths, max_len: block.prefill(x, lengths, max_len), **options)
+    compiled = compile(
+        lambda block, x, lengths, max_len, **asked: block.prefill(x, lengths, max_len, **asked), **options
+    )
     return lambda *args, **kwargs: _without_gradients(prefill, *args, block=compiled, **kwargs)
 
 
@@ -126,10 +134,10 @@ def _without_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         return function(*args, **kwargs)
 
 
-def _in_place(state: Any, after: Any, output: Tensor) -> Tensor:
+def _in_place(state: Any, after: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
     for old, new in zip(_tensors(state), _tensors(after), strict=True):
         old.copy_(new)
-    return output
+    return outputs
 
 
 def _tensors(value: Any) -> list[Tensor]:

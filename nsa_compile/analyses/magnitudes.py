@@ -153,7 +153,7 @@ class Magnitudes:
             return _of_known(self.record.constant[node])
         if node in self.record.known:
             return _of_known(self.record.known[node])
-        value = node.meta.get("val")
+        value = node.meta.get("example_value", node.meta.get("val"))
         if isinstance(value, Tensor) and not value.dtype.is_floating_point:
             return _of_integers(value.dtype)
         rule = MAGNITUDES.get(node.target)

@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from nsa_compile.analyses.integers import bounds, fits
 from nsa_compile.analyses.masks import MOVES, Condition, Unrecognised, constant, moved, side_of_where
 from nsa_compile.analyses.softmax import AttentionRecord, raised, weights_from
-from nsa_compile.ir.aten import arguments, aten, operand
+from nsa_compile.ir.aten import ADD, SORTED, arguments, aten, operand
 from nsa_compile.ir.attention import AttentionCall, Blocks
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
 from nsa_compile.ir.step_values import StepMask, step_mask
@@ -24,11 +25,14 @@ from nsa_compile.ir.step_values import StepMask, step_mask
 
 @dataclass(frozen=True)
 class Selection:
-    """A mask that is a scatter of block indices."""
+    """A mask that is a scatter of block indices, of which none that counts comes twice unless they are `given`."""
 
-    scatter: fx.Node  # [N, Nb], booleans
+    scatter: fx.Node  # [N, columns], booleans
     indices: fx.Node  # [N, n]
     taken: fx.Node | None  # [N, n], which of the indices count; None: all
+    marked: fx.Node | None  # [N, n], the indices with a number below 0 for those that do not count, if it is there
+    given: bool  # whether nothing is known of the indices but that the scatter has their columns
+    first: int  # the index of block 0
     block: int  # tokens a block
     rows: int  # N
     others: tuple[Condition, ...]  # the rest of the mask
@@ -39,6 +43,7 @@ class Ranking:
     """Scores that are those of eq. 8 to 11."""
 
     source: AttentionCall[fx.Node]  # the compressed attention
+    blocks: int
     kind: Blocks  # of its mask
     allowed: tuple[fx.Node, bool]  # a condition, and whether it is negated
     forced: tuple[fx.Node, bool] | None
@@ -71,45 +76,74 @@ def find_selection(node: fx.Node, known: AttentionRecord, record: ScanRecord) ->
         raise Unrecognised("its scatter takes a part of the indices only", scatter)
     if scatter.target is aten.scatter.value and not source:
         raise Unrecognised("its scatter removes blocks instead of choosing them", scatter)
-    if not _unique(indices):
-        raise Unrecognised("its block indices are not those of a sort or of top-k, so one may come twice", scatter)
-    block = _block_size(condition, node, record)
-    return Selection(
-        scatter,
-        indices,
-        source if isinstance(source, fx.Node) else None,
-        block,
-        shape[:-1].numel(),
-        (*known.mask.known_conditions, *(f for f in known.mask.data if f is not condition)),
-    )
+    first, block = _blocks_of_tokens(condition, node, record)
+    others = (*known.mask.known_conditions, *(f for f in known.mask.data if f is not condition))
+    taken = source if isinstance(source, fx.Node) else None
+    marked, given = None, False
+    if not _unique(indices) or first:
+        if taken is not None:
+            raise Unrecognised("its block indices are not those of a sort or of top-k, so one may come twice", scatter)
+        if (found_marked := _marked(indices, first, shape[-1], record)) is not None:
+            marked, taken, indices, first = *found_marked, 0
+        elif fits(bounds(indices, record), (0, shape[-1] - 1)):
+            given = True
+        else:
+            raise Unrecognised("its block indices may lie outside of its block mask; clamp them", scatter)
+    return Selection(scatter, indices, taken, marked, given, first, block, shape[:-1].numel(), others)
+
+
+def _marked(columns: fx.Node, first: int, count: int, record: ScanRecord) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """`where(taken, indices, -1)`, `taken` and `indices`, where a scatter's columns are those of indices of a sort, or
+    of top-k: index 0 in column `first`, and so on, and the -1 in a column before them."""
+    between = []
+    while columns.target in (*ADD, aten.clamp.default, aten._to_copy.default):
+        if any(isinstance(x, fx.Node) and constant(x, record) is None for x in columns.args[1:]):
+            return None
+        between.append(columns)
+        columns = operand(columns)
+    side = side_of_where(columns, record)
+    if side is None or side.constant_if_true or side.constant >= 0 or not _unique(side.value):
+        return None
+    last = bounds(side.value, record)[1]
+    numbers = x = torch.cat([torch.tensor([int(side.constant)]), torch.arange(last + 1)])
+    for node in reversed(between):
+        x = _at(node, x, record)
+    if not torch.equal(x[1:], numbers[1:] + first) or not 0 <= int(x[0]) < first or first + last >= count:
+        return None
+    return columns, side.condition, side.value
+
+
+def _at(node: fx.Node, x: Tensor, record: ScanRecord) -> Tensor:
+    """An operator on other integers than those of its first operand."""
+    others = [constant(a, record) if isinstance(a, fx.Node) else a for a in node.args[1:]]
+    if node.target is aten._to_copy.default:
+        return x.to(example(node).dtype)
+    target: Any = node.target
+    return target(x.to(example(operand(node)).dtype), *others, **node.kwargs)
 
 
 def _unique(indices: Any) -> bool:
     while indices.target is aten.slice.Tensor or indices.target is aten._to_copy.default:
         indices = indices.args[0]
-    return indices.target is operator.getitem and indices.args[0].target in (
-        aten.sort.stable,
-        aten.sort.default,
-        aten.topk.default,
-    )
+    return indices.target is operator.getitem and indices.args[0].target in SORTED
 
 
-def _block_size(condition: Condition, node: fx.Node, record: ScanRecord) -> int:
-    """Tokens a block, if token p of each row reads block p // size of the scatter's row."""
+def _blocks_of_tokens(condition: Condition, node: fx.Node, record: ScanRecord) -> tuple[int, int]:
+    """A column and tokens a block, if token p of each row reads column `first + p // size` of the scatter's row."""
     call = AttentionCall.of(node)
     rows, _, heads, _ = example(call.q).shape
     keys = example(call.k).shape[1]
     shape = example(condition.node).shape
-    blocks = shape[-1]
+    columns = shape[-1]
     numbers = condition.spread(torch.arange(shape.numel()).reshape(shape), record).reshape(rows, heads, keys)
-    if shape[:-1].numel() != rows or blocks < 2:
+    if shape[:-1].numel() != rows or columns < 2:
         raise Unrecognised("its block mask is not one for each group of heads", condition.node)
-    first = numbers[0, 0]
-    size = int((first == first[0]).sum())
-    expected = torch.arange(rows)[:, None, None] * blocks + torch.arange(keys) // size
+    row = numbers[0, 0]
+    first, size = int(row[0]), int((row == row[0]).sum())
+    expected = torch.arange(rows)[:, None, None] * columns + first + torch.arange(keys) // size
     if not torch.equal(numbers, expected.expand_as(numbers)):
         raise Unrecognised("its block mask is not spread over the tokens in blocks of one size", condition.node)
-    return size
+    return first, size
 
 
 def find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord) -> Ranking:
@@ -138,7 +172,7 @@ def find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord)
         raise Unrecognised("its scores do not come from attention to compressed blocks", score)
     terms = _linear(score, weights_from(known.softmax, known.scores, record), record)
     offsets, factors = _stencil(terms, source, rows, blocks, selection.block // kind.stride, score)
-    return Ranking(source, kind, allowed, forced, offsets, factors, num_initial, num_local)
+    return Ranking(source, blocks, kind, allowed, forced, offsets, factors, num_initial, num_local)
 
 
 def _sorted_scores(selection: Selection) -> tuple[fx.Node, int]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
 
 from nsa_compile.ir.scans import example, place_of, results
 
@@ -175,6 +176,12 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
     old.graph.erase_node(old)
 
 
+def replace_earlier(old: fx.Node, new: fx.Node) -> None:
+    """Let a node take the place of one that stands before it. What it is computed from must not depend on the old."""
+    _move_before(old, [new], {n: i for i, n in enumerate(old.graph.nodes)})
+    old.replace_all_uses_with(new)
+
+
 def _like(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake tensor of a mode: a constant that was traced has one of its own."""
     if isinstance(x, FakeTensor) and x.fake_mode is mode:
@@ -193,7 +200,8 @@ class NodeBuilder:
             node = self.body.graph.call_function(target, args, kwargs)
         around = map(example, (*node.all_input_nodes, *self.before.all_input_nodes))
         mode = next(x.fake_mode for x in around if isinstance(x, FakeTensor))
+        values = fx.node.map_arg(args, lambda n: tree_map(lambda x: _like(x, mode), example(n)))
         with mode, torch.no_grad():
-            node.meta["val"] = target(*fx.node.map_arg(args, lambda n: _like(example(n), mode)), **kwargs)
+            node.meta["val"] = target(*values, **kwargs)
         inherit_meta(node, self.before)
         return node

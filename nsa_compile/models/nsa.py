@@ -34,6 +34,9 @@ class NSAToken(NamedTuple):
     RoPE, so the compressed keys carry no rotation and meet a query without one. `gates` are activated, one for each
     branch, in the order compressed, selected, window. With a shared projection `k_win` and `v_win` are None, and the
     window branch reads the cache of the selected one.
+
+    A `selection` takes the place of the ranking, eq. 8 to 11. A number that is no block's, such as -1, stands for none,
+    and one that comes twice counts once. No block lets a token see a later one.
     """
 
     t: Tensor  # [] int64, the position of the token, or [B], of the token of each sequence
@@ -46,6 +49,7 @@ class NSAToken(NamedTuple):
     k_win: Tensor | None  # [B, G, D]
     v_win: Tensor | None  # [B, G, Dv]
     gates: Tensor  # [B, Hq, branches]
+    selection: Tensor | None = None  # [B, G, n] int32 or int64, the blocks to read instead of ranking them
 
 
 class NSAState(NamedTuple):
@@ -93,14 +97,17 @@ def decode_step(
     phi_k: Phi,
     phi_v: Phi,
     branches: Sequence[str] = BRANCHES,
-) -> tuple[NSAState, Tensor]:
+    return_selection: bool = False,
+) -> Any:
     """One token through all three branches: the new state and the output `[B, Hq, Dv]` (eq. 5).
 
     `phi_k` and `phi_v` compress a block `[B, G, l, D] -> [B, G, D]`. Of fewer `branches` the output is the sum of
-    those; the keys and values of the others are kept and not read.
+    those; the keys and values of the others are kept and not read. With `return_selection` the blocks that were read
+    come third, int32 `[B, G, n]`, as `token.selection` takes them.
     """
-    state, gated = _gated_branches(state, token, pattern, phi_k, phi_v, branches)
-    return state, _sum_of(gated, token.q.dtype)
+    state, gated, selection = _gated_branches(state, token, pattern, phi_k, phi_v, branches)
+    output = _sum_of(gated, token.q.dtype)
+    return (state, output, _filled_up(selection, pattern)) if return_selection else (state, output)
 
 
 def _sum_of(gated: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -111,10 +118,15 @@ def _sum_of(gated: list[Tensor], dtype: torch.dtype) -> Tensor:
     return output.flatten(1, 2).to(dtype)
 
 
+def _only_sum(gated: list[Tensor], dtype: torch.dtype) -> tuple[Tensor]:
+    return (_sum_of(gated, dtype),)
+
+
 def _gated_branches(
     state: NSAState, token: NSAToken, pattern: SparsePattern, phi_k: Phi, phi_v: Phi, branches: Sequence[str]
-) -> tuple[NSAState, list[Tensor]]:
-    """The new state, and the output of each branch times its gate, `[B, G, h, Dv]` (eq. 5 before its sum)."""
+) -> tuple[NSAState, list[Tensor], Tensor | None]:
+    """The new state, the output of each branch times its gate, `[B, G, h, Dv]` (eq. 5 before its sum), and the blocks
+    that were selected or given, `[B, G, n]`; None where no branch selects."""
     t = token.t
     max_len = state.k_slc.shape[1]
     n_blocks = state.k_cmp.shape[2]
@@ -147,6 +159,7 @@ def _gated_branches(
     q_cmp = token.q_cmp.unflatten(1, (groups, -1))
 
     outputs = []
+    selection = None
     if "compressed" in branches:
         # Compressed branch, eq. 8: attention over the blocks that end no later than t.
         o_cmp, p_cmp = _masked_attention(
@@ -156,7 +169,9 @@ def _gated_branches(
 
         if "selected" in branches:
             # Selected branch, eq. 9–12: attention over the tokens of the n best blocks.
-            selected = select_blocks(p_cmp, t, max_len, pattern)  # [B, G, Nb]
+            ranked = token.selection is None
+            selection = select_blocks(p_cmp, t, max_len, pattern) if ranked else token.selection  # [B, G, n]
+            selected = block_mask(selection, -(-max_len // pattern.select_block))  # [B, G, Nb]
             in_selected_block = selected.repeat_interleave(pattern.select_block, dim=-1)[..., :max_len]
             o_slc, _ = _masked_attention(
                 q, k_slc, v_slc, (in_selected_block & (position <= each)[..., None, :])[:, :, None]
@@ -172,7 +187,7 @@ def _gated_branches(
     gates = token.gates.unflatten(1, (groups, -1))[..., None]  # [B, G, h, branches, 1]
     gated = [gates[..., i, :] * output for i, output in enumerate(outputs)]
     new_state = NSAState(recent_k, recent_v, k_cmp, v_cmp, k_slc, v_slc, kept_k_win, kept_v_win)
-    return new_state, gated
+    return new_state, gated, selection
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,8 +207,8 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Te
 
 
 def select_blocks(p_cmp: Tensor, t: Tensor, max_len: int, pattern: SparsePattern) -> Tensor:
-    """The n selection blocks that a token at `t`, `[]` or `[B]`, reads: a mask `[B, G, Nb]` from the compressed weights
-    `[B, G, h, N]`.
+    """The n selection blocks that a token at `t`, `[]` or `[B]`, reads, the best first: int64 `[B, G, n]`, -1 where
+    there are fewer, from the compressed weights `[B, G, h, N]`.
 
     eq. 9 and 10 give each block its importance; the first `num_initial` blocks and the `num_local` blocks up to the
     current one are always taken and count towards n; eq. 11 takes the n best, ties to the lower index. Blocks after
@@ -211,8 +226,22 @@ def select_blocks(p_cmp: Tensor, t: Tensor, max_len: int, pattern: SparsePattern
     # A stable sort, because topk leaves the order of ties open.
     best, index = torch.sort(score, dim=-1, descending=True, stable=True)
     n = min(pattern.num_selected, block.shape[0])
-    taken = best[..., :n] > -math.inf
-    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, index[..., :n], taken)
+    return torch.where(best[..., :n] > -math.inf, index[..., :n], -1)
+
+
+def block_mask(selection: Tensor, n_select: int) -> Tensor:
+    """The blocks of a selection, integers `[B, G, n]`, as a mask `[B, G, Nb]`."""
+    # Beside the columns of the blocks there is one before and one after them, for numbers that are no block's.
+    column = selection.long().clamp(-1, n_select) + 1
+    columns = torch.zeros(*selection.shape[:-1], n_select + 2, dtype=torch.bool, device=selection.device)
+    return columns.scatter(-1, column, True)[..., 1:-1]
+
+
+def _filled_up(selection: Tensor | None, pattern: SparsePattern) -> Tensor:
+    """A selection as it is returned, int32 `[B, G, n]`, also from caches that are too short for n blocks."""
+    assert selection is not None  # `check_selecting` has seen to it
+    missing = max(0, pattern.num_selected - selection.shape[-1])
+    return F.pad(selection, (0, missing), value=-1).int()
 
 
 def block_importance(p_cmp: Tensor, n_select: int, pattern: SparsePattern) -> Tensor:
@@ -281,7 +310,9 @@ def nsa_attention(
     phi: str | Phi | tuple[Phi, Phi] = "mean",
     q_cmp: Tensor | None = None,
     branches: Sequence[str] = BRANCHES,
-) -> Tensor:
+    selection: Tensor | None = None,
+    return_selection: bool = False,
+) -> Any:
     """NSA over a sequence: `decode_step`, looped. No projection and no RoPE happen here.
 
     Args:
@@ -298,34 +329,40 @@ def nsa_attention(
         phi: `"mean"`, a module `[B, G, l, D] -> [B, G, D]` for keys and values alike, or a pair of them.
         q_cmp: `[B, S, Hq, D]`, the query of the compressed branch where it differs from `q`.
         branches: those that are there; `"selected"` needs `"compressed"`.
+        selection: `[B, S, G, n]` int32 or int64, the blocks that each token reads, instead of those that it would rank
+            best. A number that is no block's, such as -1, stands for none; one that comes twice counts once. A block
+            after the token's own gives it nothing.
+        return_selection: return the blocks that each token read, too, in this form.
 
     Returns:
-        `[B, S, Hq, Dv]`.
+        `[B, S, Hq, Dv]`, or with `return_selection` a pair of it and `[B, S, G, n]` int32, the best block first, -1
+        where there are fewer than n.
 
     Raises:
-        ValueError: shapes that do not fit together, S = 0, an unknown `phi`, or `branches` that cannot be.
+        ValueError: shapes that do not fit together, S = 0, an unknown `phi`, `branches` that cannot be, or a selection
+            of another shape or dtype, or where no branch selects.
     """
     keys_and_values = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    _, output = _over_tokens(q, keys_and_values, gates, pattern, phi, q_cmp, branches, _sum_of)
-    return output
+    _, output = _over_tokens(
+        q, keys_and_values, gates, pattern, phi, q_cmp, branches, _only_sum, selection, return_selection
+    )
+    return output if return_selection else output[0]
 
 
-def nsa_prefill(
-    *, lengths: Tensor, max_len: int, k_cmp: Tensor, v_cmp: Tensor, **inputs: Any
-) -> tuple[NSAState, Tensor]:
-    """`nsa_attention`, and the state after the first `lengths` `[B]` tokens of each sequence, with room for `max_len`.
+def nsa_prefill(*, lengths: Tensor, max_len: int, k_cmp: Tensor, v_cmp: Tensor, **inputs: Any) -> tuple[Any, ...]:
+    """The state after the first `lengths` `[B]` tokens of each sequence, with room for `max_len`, and `nsa_attention`.
 
     What the caches hold of later tokens is written by the step that reads it first. The last l keys are those before
     each sequence's own end.
     """
     given = _given(k_cmp=k_cmp, v_cmp=v_cmp, **inputs)
-    state, output = _over_tokens(read=_sum_of, max_len=max_len, **given)
+    state, output = _over_tokens(read=_only_sum, max_len=max_len, **given)
     size = state.recent_k.shape[1]
     row = lengths[:, None] - size + torch.arange(size, device=lengths.device)  # [B, l]
     before = (row < 0)[..., None, None]
     row = row.clamp(min=0)[..., None, None]
     recent_k, recent_v = (torch.take_along_dim(x, row, dim=1).masked_fill(before, 0) for x in (k_cmp, v_cmp))
-    return state._replace(recent_k=recent_k, recent_v=recent_v), output
+    return state._replace(recent_k=recent_k, recent_v=recent_v), *output
 
 
 def observed_nsa_attention(**inputs: Any) -> tuple[Tensor, Tensor]:
@@ -340,7 +377,8 @@ def observed_nsa_attention(**inputs: Any) -> tuple[Tensor, Tensor]:
 
 def _given(**inputs: Any) -> dict[str, Any]:
     """The arguments of `nsa_attention`, by name, as `_over_tokens` takes them."""
-    inputs = {"phi": "mean", "q_cmp": None, "branches": BRANCHES, **inputs}
+    defaults = {"phi": "mean", "q_cmp": None, "branches": BRANCHES, "selection": None, "return_selection": False}
+    inputs = {**defaults, **inputs}
     names = ("k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
     return {"keys_and_values": tuple([inputs.pop(name) for name in names]), **inputs}
 
@@ -353,13 +391,19 @@ def _over_tokens(
     phi: str | Phi | tuple[Phi, Phi],
     q_cmp: Tensor | None,
     branches: Sequence[str],
-    read: Callable[[list[Tensor], torch.dtype], Any],
+    read: Callable[[list[Tensor], torch.dtype], tuple[Tensor, ...]],
+    selection: Tensor | None,
+    return_selection: bool,
     max_len: int | None = None,
-) -> tuple[NSAState, Any]:
+) -> tuple[NSAState, tuple[Tensor, ...]]:
     """The state after the last token, with room for `max_len`, and what `read` makes of the gated branches of each
-    token, as `[B, S, ...]`."""
+    token, then its selection if asked for, as `[B, S, ...]`."""
     branches = ordered_branches(branches)
     _check_shapes(q, *keys_and_values, gates, len(branches))
+    if selection is not None or return_selection:
+        check_selecting("selected" in branches)
+    if selection is not None:
+        check_selection(selection, [*q.shape[:2], keys_and_values[2].shape[2]])
     k_cmp, v_cmp, *_, k_win, _ = keys_and_values
     batch, length = q.shape[:2]
     phi_k, phi_v = _resolve_phi(phi)
@@ -369,17 +413,16 @@ def _over_tokens(
         torch.arange(length, device=q.device),
         *(
             None if x is None else x.transpose(0, 1)
-            for x in (q, q if q_cmp is None else q_cmp, *keys_and_values, gates)
+            for x in (q, q if q_cmp is None else q_cmp, *keys_and_values, gates, selection)
         ),
     )
 
     def step(state: NSAState, token: NSAToken) -> tuple[NSAState, Any]:
-        state, gated = _gated_branches(state, token, pattern, phi_k, phi_v, branches)
-        return state, read(gated, token.q.dtype)
+        state, gated, chosen = _gated_branches(state, token, pattern, phi_k, phi_v, branches)
+        selected = (_filled_up(chosen, pattern),) if return_selection else ()
+        return state, (*read(gated, token.q.dtype), *selected)
 
     state, outputs = scan(step, state, rows)
-    if isinstance(outputs, Tensor):
-        return state, outputs.transpose(0, 1)
     return state, tuple(x.transpose(0, 1) for x in outputs)
 
 
@@ -425,3 +468,19 @@ def _check_shapes(
     expected = [batch, length, heads, branches]
     if list(gates.shape) != expected:
         raise ValueError(f"gates has shape {list(gates.shape)}; with this q it must be {expected}")
+
+
+def check_selecting(selects: bool) -> None:
+    """Refuse to replay or to return a selection where nothing selects."""
+    if not selects:
+        raise ValueError("selection and return_selection need the selected branch, which this attention does not have")
+
+
+def check_selection(selection: Tensor, rows: list[int]) -> None:
+    """Refuse a selection that is not `[*rows, n]` integers."""
+    if selection.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"selection has dtype {selection.dtype}; it must be torch.int32 or torch.int64, numbers of blocks and -1"
+        )
+    if list(selection.shape[:-1]) != rows or selection.dim() != len(rows) + 1 or not selection.shape[-1]:
+        raise ValueError(f"selection has shape {list(selection.shape)}; here it must be {rows} and n, 1 or more")

@@ -16,6 +16,8 @@ from nsa_compile.models.nsa import (
     CompressionMLP,
     NSAState,
     NSAToken,
+    check_selecting,
+    check_selection,
     decode_step,
     init_state,
     mean_phi,
@@ -92,6 +94,7 @@ class NSAttention(AttentionLayer):
         self.shared_kv, self.branches, self.rope_theta = shared_kv, ordered_branches(branches), rope_theta
         self.compress_rotated = compress_rotated
         check_attention(self)
+        self.selects = "selected" in self.branches
         self.value_dim = head_dim if v_head_dim is None else v_head_dim
         self.says_uncompiled = True
         self._compiled: Callable[[Tensor], Tensor] | None = None
@@ -141,7 +144,9 @@ class NSAttention(AttentionLayer):
         doc_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         documents: Documents | None = None,
-    ) -> Tensor:
+        selection: Tensor | None = None,
+        return_selection: bool = False,
+    ) -> Any:
         """Attention of each token to those before it in its document.
 
         Args:
@@ -152,9 +157,12 @@ class NSAttention(AttentionLayer):
             cu_seqlens: `[n + 1]` integers: the starts of the documents of one sequence, B = 1, and S.
             documents: the same, made by `Documents.of` once for all layers. Making them reads values, which waits for
                 the device, and cannot happen within a compiled function.
+            selection: `[B, S, G, n]` int32 or int64, the blocks of its document that each token reads, instead of those
+                that it would rank best; as `nsa_attention` takes it.
+            return_selection: return the blocks that each token read, too, in this form.
 
         Returns:
-            `[B, S, dim]`.
+            `[B, S, dim]`, or with `return_selection` a pair of it and `[B, S, G, n]` int32, -1 for none.
 
         Raises:
             ValueError: what is given is of another shape or dtype, or against the rules of `Documents.of`.
@@ -163,17 +171,27 @@ class NSAttention(AttentionLayer):
             raise ValueError(f"x has shape {list(x.shape)}; it must be [B, S, {self.dim}]")
         told = not (attention_mask is None and doc_ids is None and cu_seqlens is None)
         if not told and documents is None:
-            return self._rows()(x)
+            return self._rows()(x, **_asked(selection, return_selection))
         if documents is None:
             documents = Documents.of(
                 attention_mask=attention_mask, doc_ids=doc_ids, cu_seqlens=cu_seqlens, device=x.device
             )
         elif told:
             raise ValueError("documents was given with attention_mask, doc_ids or cu_seqlens; give one of them")
-        rows = self._rows()
-        return documents.pack([rows(row) for row in documents.unpack(x)])
+        attend = self._rows()
+        rows = documents.unpack(x)
+        given = [None] * len(rows) if selection is None else self._unpacked(selection, x, documents)
+        outputs = [attend(row, **_asked(of, return_selection)) for row, of in zip(rows, given, strict=True)]
+        if not return_selection:
+            return documents.pack(outputs)
+        o, selections = (documents.pack(part) for part in zip(*outputs, strict=True))
+        return o, selections if documents.real is None else selections.where(documents.real[..., None, None], -1)
 
-    def _rows(self) -> Callable[[Tensor], Tensor]:
+    def _unpacked(self, selection: Tensor, x: Tensor, documents: Documents) -> list[Tensor]:
+        check_selection(selection, [*x.shape[:2], self.n_kv_heads])
+        return documents.unpack(selection)
+
+    def _rows(self) -> Callable[..., Any]:
         """What computes rows that hold one document each, `[N, L, dim] -> [N, L, dim]`."""
         if torch.compiler.is_compiling():
             return self._attend
@@ -184,8 +202,13 @@ class NSAttention(AttentionLayer):
             log.warning(UNCOMPILED)
         return self._attend
 
-    def _attend(self, x: Tensor) -> Tensor:
-        return self.merge_heads(nsa_attention(**self.attention_inputs(x)))
+    def _attend(self, x: Tensor, selection: Tensor | None = None, return_selection: bool = False) -> Any:
+        asked = {"selection": selection, "return_selection": return_selection}
+        attended = nsa_attention(**self.attention_inputs(x), **asked)
+        if not return_selection:
+            return self.merge_heads(attended)
+        o, selected = attended
+        return self.merge_heads(o), selected
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place, as `torch.nn.Module.compile`, what is computed of rows of one shape.
@@ -226,9 +249,18 @@ class NSAttention(AttentionLayer):
             "branches": self.branches,
         }  # fmt: skip
 
-    def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> tuple[NSAState, Tensor]:
-        state, o = nsa_prefill(**self.attention_inputs(x), lengths=lengths, max_len=max_len)
-        return state, self.merge_heads(o)
+    def prefill(
+        self,
+        x: Tensor,
+        lengths: Tensor,
+        max_len: int,
+        selection: Tensor | None = None,
+        return_selection: bool = False,
+    ) -> Any:
+        """As `AttentionLayer.prefill`; `selection`, and what comes third with `return_selection`, as in `forward`."""
+        asked = {"selection": selection, "return_selection": return_selection}
+        state, o, *selected = nsa_prefill(**self.attention_inputs(x), lengths=lengths, max_len=max_len, **asked)
+        return state, self.merge_heads(o), *selected
 
     def merge_heads(self, o: Tensor) -> Tensor:
         """The layer's output of that of its heads, `[..., Hq, Dv] -> [..., dim]`."""
@@ -240,11 +272,28 @@ class NSAttention(AttentionLayer):
         value = weight.new_empty(self.n_kv_heads, self.value_dim)
         return init_state(batch_size, max_len, key, value, pattern=self.pattern, shared_kv=self.shared_kv)
 
-    def decode_step(self, state: NSAState, x: Tensor, t: Tensor) -> tuple[NSAState, Tensor]:
-        """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
+    def decode_step(
+        self, state: NSAState, x: Tensor, t: Tensor, selection: Tensor | None = None, return_selection: bool = False
+    ) -> Any:
+        """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`.
+
+        `selection` and what comes third with `return_selection` are `[B, G, n]`, as those of `forward`.
+        """
+        if selection is not None or return_selection:
+            check_selecting(self.selects)
+        if selection is not None:
+            check_selection(selection, [len(x), self.n_kv_heads])
         projected = (None if y is None else y[:, 0] for y in self._project(x[:, None], t[..., None]))
         phi_k, phi_v = self._phi
-        state, o = decode_step(
-            state, NSAToken(t, *projected), pattern=self.pattern, phi_k=phi_k, phi_v=phi_v, branches=self.branches
-        )
-        return state, self.merge_heads(o)
+        token = NSAToken(t, *projected)._replace(selection=selection)
+        state, o, *selected = decode_step(
+            state, token, pattern=self.pattern, phi_k=phi_k, phi_v=phi_v, branches=self.branches,
+            return_selection=return_selection,
+        )  # fmt: skip
+        return state, self.merge_heads(o), *selected
+
+
+def _asked(selection: Tensor | None, return_selection: bool) -> dict[str, Any]:
+    """What was asked for and is not there by default: the usual call stays the usual program."""
+    asked = {"selection": selection, "return_selection": return_selection}
+    return {name: value for name, value in asked.items() if value is not None and value is not False}

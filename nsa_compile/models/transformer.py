@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from nsa_compile.loop import scan
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.nsa import CompressionMLP
+from nsa_compile.models.nsa import CompressionMLP, check_selecting, check_selection
 from nsa_compile.ops.keeping import keep_selection
 
 __all__ = ["AttentionLayer", "ModelState", "NSATransformer", "apply_rope"]
@@ -49,6 +49,8 @@ class AttentionLayer(nn.Module):
 
     nsa_range = "nsa.proj"
     out: nn.Linear
+    # Whether the three methods take `selection` and `return_selection`: blocks of keys that are chosen for each token.
+    selects = False
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -57,7 +59,7 @@ class AttentionLayer(nn.Module):
         """Empty caches for `max_len` tokens."""
         raise NotImplementedError
 
-    def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> tuple[Any, Tensor]:
+    def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> Any:
         """A sequence in one go: the state after the first `lengths` `[B]` tokens of `x` `[B, S, dim]`, with room for
         `max_len`, and the output `[B, S, dim]`. What a state holds of later tokens is written before it is read.
 
@@ -79,7 +81,7 @@ class AttentionLayer(nn.Module):
         state, o = scan(step, self.init_state(x.shape[0], max_len), rows)
         return state, o.transpose(0, 1)
 
-    def decode_step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, Tensor]:
+    def decode_step(self, state: Any, x: Tensor, t: Tensor) -> Any:
         """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
         raise NotImplementedError
 
@@ -109,23 +111,32 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SwiGLU(config.dim, config.hidden_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after_attention(x, self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, **selecting: Any) -> Any:
+        """The output; with `return_selection` a pair of it and the selection.
+
+        `selecting` is `selection` or `return_selection`, for an attention that `selects`; also below.
+        """
+        attended = self.attention(self.attention_norm(x), **selecting)
+        if not selecting.get("return_selection"):
+            return self.after_attention(x, attended)
+        o, selection = attended
+        return self.after_attention(x, o), selection
 
     def after_attention(self, x: Tensor, o: Tensor) -> Tensor:
         """The rest of the layer: its input and the output of its attention, and the feed-forward layer on both."""
         x = x + o
         return x + self.mlp(self.mlp_norm(x))
 
-    def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> tuple[Any, Tensor]:
-        """The state of the attention after the first `lengths` `[B]` tokens of `x` `[B, S, dim]`, and the output."""
-        state, o = self.attention.prefill(self.attention_norm(x), lengths, max_len)
-        return state, self.after_attention(x, o)
+    def prefill(self, x: Tensor, lengths: Tensor, max_len: int, **selecting: Any) -> tuple[Any, ...]:
+        """The state of the attention after the first `lengths` `[B]` tokens of `x` `[B, S, dim]`, and the output; third
+        the selection, if asked for."""
+        state, o, *chosen = self.attention.prefill(self.attention_norm(x), lengths, max_len, **selecting)
+        return (state, self.after_attention(x, o), *chosen)
 
-    def decode_step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, Tensor]:
+    def decode_step(self, state: Any, x: Tensor, t: Tensor, **selecting: Any) -> tuple[Any, ...]:
         """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
-        state, o = self.attention.decode_step(state, self.attention_norm(x), t)
-        return state, self.after_attention(x, o)
+        state, o, *chosen = self.attention.decode_step(state, self.attention_norm(x), t, **selecting)
+        return (state, self.after_attention(x, o), *chosen)
 
 
 class NSATransformer(nn.Module):
@@ -170,17 +181,53 @@ class NSATransformer(nn.Module):
         """
         self.checkpointed = frozenset(blocks)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, selection: Tensor | None = None, return_selection: bool = False) -> Any:
+        """Logits `[B, S, V]` of tokens `[B, S]` int64.
+
+        Args:
+            tokens: ids.
+            selection: `[B, S, layers, G, n]` int32 or int64: the blocks of keys that each token reads in each layer,
+                instead of those that it would rank best. A number that is no block's, such as -1, stands for none; one
+                that comes twice counts once; a block after the token's own gives it nothing.
+            return_selection: return the blocks that each token read, too, in this form.
+
+        Returns:
+            The logits, or with `return_selection` a pair of them and the selection, int32, -1 where a token has fewer
+            than n blocks.
+
+        Raises:
+            ValueError: the selection is of another shape or dtype, or the attention selects no blocks.
+        """
         x = self.embedding(tokens)
-        for index, block in enumerate(self.blocks):
+        chosen: list[Tensor] = []
+        asked = self._asked_of_layers(selection, return_selection, tokens.shape)
+        for index, (block, selecting) in enumerate(zip(self.blocks, asked, strict=True)):
             if index in self.checkpointed:
                 # Inside a graph that is being captured the whole of a block is computed again.
                 context = noop_context_fn if torch.compiler.is_compiling() else keep_selection
                 # No generator's state to restore: a block draws no random numbers.
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, context_fn=context)
+                options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context}
+                given = checkpoint(block, x, **options, **selecting)
             else:
-                x = block(x)
-        return self.head(self.norm(x))
+                given = block(x, **selecting)
+            x, *of_layer = given if return_selection else (given,)
+            chosen += of_layer
+        logits = self.head(self.norm(x))
+        return (logits, torch.stack(chosen, dim=2)) if return_selection else logits
+
+    def _asked_of_layers(
+        self, selection: Tensor | None, return_selection: bool, rows: torch.Size
+    ) -> list[dict[str, Any]]:
+        """What each block is given beside its input, of a selection `[*rows, layers, G, n]`: nothing, as a rule."""
+        count = len(self.blocks)
+        if selection is None and not return_selection:
+            return [{}] * count
+        check_selecting(all(block.attention.selects for block in self.blocks))
+        asked = {"return_selection": True} if return_selection else {}
+        if selection is None:
+            return [asked] * count
+        check_selection(selection, [*rows, count, self.config.n_kv_heads])
+        return [{"selection": of_layer, **asked} for of_layer in selection.unbind(len(rows))]
 
     def init_state(self, batch_size: int, max_len: int) -> ModelState:
         """Empty caches for generating up to `max_len` tokens."""
@@ -194,8 +241,10 @@ class NSATransformer(nn.Module):
         max_len: int | None = None,
         *,
         every: bool = False,
-        block: Callable[..., tuple[Any, Tensor]] = Block.prefill,
-    ) -> tuple[ModelState, Tensor]:
+        selection: Tensor | None = None,
+        return_selection: bool = False,
+        block: Callable[..., tuple[Any, ...]] = Block.prefill,
+    ) -> Any:
         """Read prompts in one go: what `decode_step` makes of their tokens, one after the other.
 
         Args:
@@ -203,32 +252,54 @@ class NSATransformer(nn.Module):
             lengths: `[B]` int64, tokens of each prompt, from 1 to S; S by default.
             max_len: tokens that the caches have room for, S at least and by default.
             every: give the logits after every token, not only after the last one of each prompt.
+            selection: `[B, S, layers, G, n]`, as `forward` takes it.
+            return_selection: return the selection, too.
             block: runs one block, `(block, x, lengths, max_len) -> (state, x)`.
 
         Returns:
-            The state after the prompts, and the logits `[B, V]` after the last token of each, or `[B, S, V]`.
+            The state after the prompts, and the logits `[B, V]` after the last token of each, or `[B, S, V]`; third the
+            selection `[B, S, layers, G, n]`, if asked for.
         """
         batch, length = tokens.shape
         if lengths is None:
             lengths = torch.full((batch,), length, dtype=torch.int64, device=tokens.device)
         x = self.embedding(tokens)
-        layers = []
-        for module in self.blocks:
-            layer, x = block(module, x, lengths, length if max_len is None else max_len)
+        layers: list[Any] = []
+        chosen: list[Tensor] = []
+        asked = self._asked_of_layers(selection, return_selection, tokens.shape)
+        for module, selecting in zip(self.blocks, asked, strict=True):
+            layer, x, *of_layer = block(module, x, lengths, length if max_len is None else max_len, **selecting)
             layers.append(layer)
+            chosen += of_layer
         read = x if every else x[torch.arange(batch, device=x.device), lengths - 1]
-        return ModelState(lengths.clone(), layers), self.head(self.norm(read))
+        state = ModelState(lengths.clone(), layers)
+        return _with_selection(state, self.head(self.norm(read)), chosen)
 
     def decode_step(
-        self, state: ModelState, tokens: Tensor, *, block: Callable[..., tuple[Any, Tensor]] = Block.decode_step
-    ) -> tuple[ModelState, Tensor]:
+        self,
+        state: ModelState,
+        tokens: Tensor,
+        *,
+        selection: Tensor | None = None,
+        return_selection: bool = False,
+        block: Callable[..., tuple[Any, ...]] = Block.decode_step,
+    ) -> Any:
         """The next token of each sequence, `[B]` int64, to the new state and the logits `[B, V]` after it.
 
-        `block` runs one block, `(block, state, x, t) -> (state, x)`.
+        `selection`, and what comes third with `return_selection`, are the blocks that the token reads in each layer,
+        `[B, layers, G, n]`, as those of `forward`. `block` runs one block, `(block, state, x, t) -> (state, x)`.
         """
         x = self.embedding(tokens)
-        layers = []
-        for module, layer in zip(self.blocks, state.layers, strict=True):
-            layer, x = block(module, layer, x, state.t)
+        layers: list[Any] = []
+        chosen: list[Tensor] = []
+        asked = self._asked_of_layers(selection, return_selection, tokens.shape)
+        for module, layer, selecting in zip(self.blocks, state.layers, asked, strict=True):
+            layer, x, *of_layer = block(module, layer, x, state.t, **selecting)
             layers.append(layer)
-        return ModelState(state.t + 1, layers), self.head(self.norm(x))
+            chosen += of_layer
+        return _with_selection(ModelState(state.t + 1, layers), self.head(self.norm(x)), chosen)
+
+
+def _with_selection(state: ModelState, logits: Tensor, chosen: list[Tensor]) -> tuple[Any, ...]:
+    """State and logits, and the selections of the layers as one, `[..., layers, G, n]`, where there are any."""
+    return (state, logits, torch.stack(chosen, dim=-3)) if chosen else (state, logits)

@@ -13,12 +13,15 @@ After:
     index   = select_blocks(q_cmp, k_cmp, ...)               # importance, ranking and top-n in one
     out     = attention(q, k, v, causal, indices = index)
 
+Indices that are data, and not ranked here, become those of the attention in the same way.
+
 The two halves are separate (`analyses/ranking.py` finds both): where the scores are computed in another way than by
 eq. 8 to 11, the attention still becomes one on indices, and they stay as they are.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import torch
@@ -30,7 +33,7 @@ from nsa_compile.analyses.ranking import Ranking, Selection, find_ranking, find_
 from nsa_compile.analyses.softmax import AttentionRecord, raised
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
-from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_node
+from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_earlier, replace_node
 from nsa_compile.ir.scans import Declined, ScanRecord, example, find_steps, location
 from nsa_compile.passes.pipeline import PassContext, register
 
@@ -65,6 +68,8 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
 
 def _ranking_of(selection: Selection, body: fx.GraphModule, record: ScanRecord, context: PassContext) -> Ranking | None:
     """How the indices were ranked, if that is eq. 8 to 11; a note in the report if it is not."""
+    if selection.given:
+        return None
     try:
         return find_ranking(selection, body, record)
     except Unrecognised as found:
@@ -83,30 +88,48 @@ def rewrite(
     """Give an attention node indices in the place of the part of its mask that depends on data."""
     build = NodeBuilder(body, node)
     call = AttentionCall.of(node)
+    indices = _indices(build, selection) if ranking is None else _ranked(build, selection, ranking)
     rows, _, heads, _ = example(call.q).shape
     keys = example(call.k).shape[1]
     new = replace(
         call,
         mask=mask_tensor(build, selection.others, (rows, heads), keys, record),
-        indices=_indices(build, selection) if ranking is None else _ranked(build, selection, ranking),
+        indices=indices,
         kind=known.mask.kind if len(known.mask.data) == 1 else Opaque(),
         select_block=selection.block,
     )
+    if ranking is not None and selection.marked is not None:
+        # Who reads the indices otherwise, such as a step that returns them, is to need no ranking of its own.
+        shape, dtype = list(example(selection.marked).shape), example(selection.marked).dtype
+        as_ranked = build(aten._to_copy.default, build(aten.reshape.default, indices, shape), dtype=dtype)
+        replace_earlier(selection.marked, as_ranked)
     replace_node(node, build(ATTENTION, *new.args))
 
 
 def _indices(build: NodeBuilder, selection: Selection) -> fx.Node:
-    """The indices as they were ranked, -1 for those that do not count: `[N, 1, n]`."""
+    """The indices as they were ranked or given, -1 for those that do not count: `[N, 1, n]`."""
     indices = selection.indices
     if selection.taken is not None:
         none = build(aten.full_like.default, indices, -1)
         indices = build(aten.where.self, selection.taken, indices, none)
+    if selection.given:
+        indices = _once_each(build, build(aten.sub.Tensor, indices, selection.first))
     return build(aten.reshape.default, indices, [selection.rows, 1, example(indices).shape[-1]])
+
+
+def _once_each(build: NodeBuilder, indices: fx.Node) -> fx.Node:
+    """Indices of which none comes twice, as those of a mask."""
+    if example(indices).shape[-1] == 1:
+        return indices
+    indices = build(operator.getitem, build(aten.sort.default, indices), 0)
+    ahead, behind = (build(aten.slice.Tensor, indices, -1, *ends) for ends in ((0, -1), (1, 2**63 - 1)))
+    again = build(aten.constant_pad_nd.default, build(aten.eq.Tensor, ahead, behind), [1, 0], 0)
+    return build(aten.where.self, again, build(aten.full_like.default, indices, -1), indices)
 
 
 def _ranked(build: NodeBuilder, selection: Selection, ranking: Ranking) -> fx.Node:
     """The node that ranks the blocks and selects the best: `[N, 1, n]`."""
-    blocks = example(selection.scatter).shape[-1]
+    blocks = ranking.blocks
 
     def by_block(condition: fx.Node, negated: bool) -> fx.Node:
         row = build(aten.reshape.default, condition, [1, 1, blocks])

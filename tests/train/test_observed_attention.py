@@ -40,15 +40,15 @@ def test_another_step_has_other_statistics(monkeypatch):
     gated_branches = nsa._gated_branches
 
     def without_window(state, token, *rest):
-        state, (compressed, selected, window) = gated_branches(state, token, *rest)
-        return state, [compressed, selected, 0 * window]
+        state, (compressed, selected, window), selection = gated_branches(state, token, *rest)
+        return state, [compressed, selected, 0 * window], selection
 
     def latest_blocks(p_cmp, t, max_len, pattern):
         block = torch.arange(-(-max_len // pattern.select_block))
         score = torch.where(block <= t // pattern.select_block, block.double(), -torch.inf).expand(*p_cmp.shape[:2], -1)
         best, index = torch.sort(score, dim=-1, descending=True, stable=True)
-        taken = best[..., : pattern.num_selected] > -torch.inf
-        return torch.zeros_like(score, dtype=torch.bool).scatter(-1, index[..., : pattern.num_selected], taken)
+        n = pattern.num_selected
+        return torch.where(best[..., :n] > -torch.inf, index[..., :n], -1)
 
     monkeypatch.setattr(nsa, "_gated_branches", without_window)
     monkeypatch.setattr(nsa, "select_blocks", latest_blocks)
