@@ -20,8 +20,8 @@ def bounds(value: Any, record: ScanRecord) -> Bounds:
     if not isinstance(value, fx.Node):
         return int(value), int(value)
     dtype = example(value).dtype
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-        raise ValueError(f"{value} holds no integers")
+    if dtype is torch.bool:
+        return 0, 1
     info = torch.iinfo(dtype)
     found = _bounds(value, record)
     # Outside of its dtype, arithmetic wraps around.

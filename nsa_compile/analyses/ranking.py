@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from nsa_compile.analyses.integers import bounds, fits
 from nsa_compile.analyses.masks import MOVES, Condition, Unrecognised, constant, moved, side_of_where
 from nsa_compile.analyses.softmax import AttentionRecord, raised, weights_from
-from nsa_compile.ir.aten import ADD, SORTED, arguments, aten, operand
+from nsa_compile.ir.aten import ADD, NOT, SORTED, arguments, aten, operand
 from nsa_compile.ir.attention import AttentionCall, Blocks
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
 from nsa_compile.ir.step_values import StepMask, step_mask
@@ -102,7 +102,12 @@ def _marked(columns: fx.Node, first: int, count: int, record: ScanRecord) -> tup
         between.append(columns)
         columns = operand(columns)
     side = side_of_where(columns, record)
-    if side is None or side.constant_if_true or side.constant >= 0 or not _unique(side.value):
+    if side is None or side.constant >= 0 or not _unique(side.value):
+        return None
+    taken, if_not = side.condition, side.constant_if_true
+    while taken.target in NOT:
+        taken, if_not = operand(taken), not if_not
+    if if_not or any(example(x).shape != example(columns).shape for x in (taken, side.value)):
         return None
     last = bounds(side.value, record)[1]
     numbers = x = torch.cat([torch.tensor([int(side.constant)]), torch.arange(last + 1)])
@@ -110,7 +115,7 @@ def _marked(columns: fx.Node, first: int, count: int, record: ScanRecord) -> tup
         x = _at(node, x, record)
     if not torch.equal(x[1:], numbers[1:] + first) or not 0 <= int(x[0]) < first or first + last >= count:
         return None
-    return columns, side.condition, side.value
+    return columns, taken, side.value
 
 
 def _at(node: fx.Node, x: Tensor, record: ScanRecord) -> Tensor:
@@ -123,9 +128,14 @@ def _at(node: fx.Node, x: Tensor, record: ScanRecord) -> Tensor:
 
 
 def _unique(indices: Any) -> bool:
-    while indices.target is aten.slice.Tensor or indices.target is aten._to_copy.default:
+    while indices.target is aten.slice.Tensor or _is_wide(indices):
         indices = indices.args[0]
     return indices.target is operator.getitem and indices.args[0].target in SORTED
+
+
+def _is_wide(node: fx.Node) -> bool:
+    """Whether a node is a cast to integers that hold every index there can be."""
+    return node.target is aten._to_copy.default and example(node).dtype in (torch.int32, torch.int64)
 
 
 def _blocks_of_tokens(condition: Condition, node: fx.Node, record: ScanRecord) -> tuple[int, int]:

@@ -89,10 +89,12 @@ def nsa_attention_oracle(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, **s
 def nsa_branches_oracle(
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win,
     *, l, d, l_sel, n, w, num_initial=1, num_local=2, phi_k="mean", phi_v="mean", index_convention="minus",
+    selection=None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
     """The three branches before the gates, each [B, S, Hq, Dv], and the selected blocks [B, S, G, n].
 
-    `phi_k` and `phi_v` are a `Phi` each, or "mean"; `index_convention` is "minus" or "paper_v2".
+    `phi_k` and `phi_v` are a `Phi` each, or "mean"; `index_convention` is "minus" or "paper_v2". `selection`, integers
+    [B, S, G, any], has the blocks of each query in the place of eq. 11; the blocks returned are then those of eq. 11.
     """
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = (x.double() for x in (q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win))
     B, S, Hq, _ = q.shape
@@ -122,7 +124,8 @@ def nsa_branches_oracle(
                 scores = importance(p_cmp.detach(), num_selection_blocks, l, d, l_sel, index_convention)
                 chosen = select(scores.tolist(), t, l_sel, n, num_initial, num_local)
                 indices[b, t, g, : len(chosen)] = torch.tensor(chosen)
-                in_selected_block = torch.isin(pos // l_sel, torch.tensor(chosen))
+                read = torch.tensor(chosen) if selection is None else selection[b, t, g]
+                in_selected_block = torch.isin(pos // l_sel, read)
                 o_slc, _ = attend(q_t, k_slc[b, :, g], v_slc[b, :, g], in_selected_block & (pos <= t))
 
                 o_win, _ = attend(q_t, k_win[b, :, g], v_win[b, :, g], (t - w < pos) & (pos <= t))

@@ -17,6 +17,7 @@ from tests.attention_programs import (
     fused,
     line_of,
     run_compiled,
+    run_compiled_step,
     selection,
     together,
 )
@@ -137,6 +138,86 @@ def test_blocks_have_their_own_size():
 # -------------------------------------------------------------------------------------------------------- near misses
 
 DATA = {"data": (2, 2, 1)}
+
+# Indices that are data, from -9 to 9: of no block, of later ones, some twice.
+DRAWN = '(x["m"][:, :, 0, :5] * 4).long()'
+
+
+def given_blocks(columns: str, count: int = 6, blocks: str = "1:5", indices: str = DRAWN) -> AttentionProgram:
+    chosen = f"torch.zeros(2, 2, {count}, dtype=torch.bool).scatter(-1, {columns}, True)[..., {blocks}]"
+    return selection(taken=f"best > -inf\n        given = {indices}", chosen=chosen, out="o", **DATA)
+
+
+GIVEN = {
+    "clamped, then moved": given_blocks("given.clamp(-1, 4) + 1"),
+    "moved, then clamped": given_blocks("(1 + given).clamp(0, 5)"),
+    "in 32 bits": given_blocks("given.int().clamp(-1, 4).long() + 1"),
+    "one": given_blocks("given[..., :1].clamp(min=-1, max=4) + 1"),
+    "the last column for none": given_blocks("torch.where(given < 0, 4, given.clamp(0, 4))", 5, ":4"),
+    "into blocks alone": given_blocks("given.clamp(0, 3)", 4, ":"),
+    "one beside": given_blocks("given.clamp(-1, 4) + 1", blocks=":4"),
+}
+
+
+def test_indices_that_are_data_are_those_of_the_attention():
+    program = together(list(GIVEN.values()), COMPRESSED)
+    actual, report = run_compiled(program, attention="sparse")
+    assert fused(report) == [MASK_ONLY.format(4)] * len(GIVEN)
+    assert [choice.operator for choice in report.attention].count("selected_attention") == len(GIVEN)
+    assert_equals_loop(program, actual)
+
+
+@pytest.mark.parametrize("name", ["clamped, then moved", "one beside", "into blocks alone"])
+@pytest.mark.parametrize("form", ["a step by itself", "a loop that stays"])
+def test_single_steps_gather_the_rows_of_indices_that_are_data(name, form):
+    """Also where a block comes twice: its tokens count once."""
+    if form == "a step by itself":
+        actual, report = run_compiled_step(GIVEN[name])
+    else:
+        actual, report = run_compiled(GIVEN[name], disable=["batch_prefill"])
+    assert fused(report) == [MASK_ONLY.format(4)]
+    assert_equals_loop(GIVEN[name], actual)
+
+
+MARKED = "best > -inf\n        marked = {}"
+COLUMNS = "torch.zeros(2, 2, {}, dtype=torch.bool).scatter(-1, {}, True)[..., {}]"
+
+
+@pytest.mark.parametrize(
+    ("marked", "columns"),
+    [
+        ("torch.where(taken, index, -1)", (6, "marked.clamp(-1, 4) + 1", "1:5")),
+        ("index.masked_fill(~taken, -1)", (5, "marked + 1", "1:")),
+        ("torch.where(~taken, -1, index)", (7, "2 + marked.int().long()", "2:6")),
+    ],
+)
+@pytest.mark.parametrize("disable", [[], ["batch_prefill"]])
+def test_a_selection_that_is_returned_is_ranked_once(marked, columns, disable, tmp_path):
+    program = selection(taken=MARKED.format(marked), chosen=COLUMNS.format(*columns), out="(oc + o, marked.double())")
+    actual, report = run_compiled(program, attention="sparse", disable=disable, dump_dir=str(tmp_path))
+    assert fused(report) == [WHOLE.format(4)]
+    if not disable:
+        operators = [choice.operator for choice in report.attention]
+        assert sorted(operators) == ["compressed_attention with selection", "selected_attention"]
+        assert "aten.sort" not in max(tmp_path.glob("*.py")).read_text()
+    assert_equals_loop(program, actual)
+
+
+# Their columns may lie outside of the mask, where the loop would say so, or are no indices plus a number.
+UNSURE = {
+    "not clamped": given_blocks("given", 4, ":", indices='(x["m"][:, :, 0, :5].abs() * 0.1).long()'),
+    "clamped on one side": given_blocks("given.clamp(max=3)", 4, ":", indices=DRAWN + ".abs()"),
+    "wrapped around": given_blocks("(given.clamp(-1, 2).to(torch.int8) + 127 + 127 + 3).long()"),
+}
+
+
+def test_indices_that_may_lie_outside_of_the_mask_are_left_alone():
+    program = together(list(UNSURE.values()), COMPRESSED)
+    actual, report = run_compiled(program, attention="sparse")
+    declines = [d.reason for d in entry(report, "fuse_selection_scatter").declines]
+    assert declines == ["its block indices may lie outside of its block mask; clamp them"] * len(UNSURE)
+    assert_equals_loop(program, actual)
+
 
 # The mask is one of blocks, but they are not ranked by eq. 8 to 11.
 OTHER_RANKINGS = {
