@@ -73,10 +73,17 @@ class Session:
 
     Each has positions, caches and randomness of its own, so it becomes the same text as alone. A text may be added to
     between two calls of `stream`.
+
+    Args:
+        decoder: the model.
+        requests: the texts.
+        record_selection: keep which blocks each token read, for `selection`.
     """
 
-    def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
+    def __init__(self, decoder: Decoder, requests: Sequence[Request], *, record_selection: bool = False) -> None:
         self.decoder, self.requests = decoder, list(requests)
+        self._asked = {"return_selection": True} if record_selection else {}
+        self._selections: list[list[Tensor]] = [[] for _ in self.requests]
         self.room = decoder.rows(self._needed(), LEAST_ROOM)
         self._read = [0] * len(self.requests)  # tokens of each that are in the caches
         self._state: Any = decoder.model.init_state(len(self.requests), self.room)
@@ -89,11 +96,23 @@ class Session:
         """Whether the caches have room for all that is to be drawn."""
         return self._needed() <= self.room
 
+    def selection(self, number: int) -> Tensor:
+        """The blocks that the tokens of a text read, as `NSATransformer.forward` takes them for a batch: int32
+        `[tokens - 1, layers, G, n]`. The last token drawn is read by nobody.
+
+        Raises:
+            ValueError: the session does not record selections, or has not read the text.
+        """
+        if not self._selections[number]:
+            raise ValueError("no selection was recorded; make the Session with record_selection=True and draw from it")
+        return torch.cat(self._selections[number])[: len(self.requests[number].tokens) - 1]
+
     @torch.no_grad()
     def warm_up(self) -> None:
         """Compile the decode step, or fetch it, so that no token waits for it."""
         state = self.decoder.model.init_state(len(self.requests), self.room)
-        self.decoder.step(state, torch.zeros(len(self.requests), dtype=torch.int64, device=self.decoder.device))
+        tokens = torch.zeros(len(self.requests), dtype=torch.int64, device=self.decoder.device)
+        self.decoder.step(state, tokens, **self._asked)
 
     @torch.no_grad()
     def stream(self, sampling: Sampling) -> Iterator[tuple[int, int]]:
@@ -120,19 +139,31 @@ class Session:
             following = [
                 request.tokens[min(n, len(request.tokens) - 1)] for request, n in zip(requests, self._read, strict=True)
             ]
-            self._state, logits = step(self._state, torch.tensor(following, device=device))
+            self._state, logits, *selection = step(self._state, torch.tensor(following, device=device), **self._asked)
+            for chosen in selection:
+                self._keep(chosen[:, None])
             self._read = [n + 1 for n in self._read]
 
     def _read_prompts(self) -> Tensor:
         """Fill the caches with the texts as they are; the logits after the last token of each."""
         decoder, device = self.decoder, self.decoder.device
-        self._read = [len(request.tokens) for request in self.requests]
-        length = min(decoder.rows(max(self._read), LEAST_PROMPT), self.room)
+        lengths = [len(request.tokens) for request in self.requests]
+        length = min(decoder.rows(max(lengths), LEAST_PROMPT), self.room)
         tokens = torch.zeros(len(self.requests), length, dtype=torch.int64, device=device)
         for row, request in zip(tokens, self.requests, strict=True):
             row[: len(request.tokens)] = torch.tensor(request.tokens)
-        self._state, logits = decoder.prefill(tokens, torch.tensor(self._read, device=device), self.room)
+        self._state, logits, *selection = decoder.prefill(
+            tokens, torch.tensor(lengths, device=device), self.room, **self._asked
+        )
+        for chosen in selection:
+            self._keep(chosen)
+        self._read = lengths
         return logits
+
+    def _keep(self, selection: Tensor) -> None:
+        """Note the blocks `[B, T, layers, G, n]` that the next T tokens of each text read, where it has as many."""
+        for kept, chosen, request, read in zip(self._selections, selection, self.requests, self._read, strict=True):
+            kept.append(chosen[: max(0, len(request.tokens) - read)])
 
 
 def generate(

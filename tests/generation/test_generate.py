@@ -106,3 +106,20 @@ def test_there_has_to_be_a_prompt_and_something_to_draw():
     for prompt, count in (([], 1), ([1], 0)):
         with pytest.raises(ValueError, match="each must be at least 1"):
             request(prompt, count)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("prompts", [[range(3), range(1), range(4)], [range(3), range(11), range(7)]])
+def test_the_selection_of_each_text_is_that_of_its_tokens(model, compiled, prompts):
+    """Recorded while texts of several lengths are read and drawn, by the step alone or after a prefill."""
+    counts = (14, 9, 1)
+    requests = [request(prompt, count, seed) for seed, (prompt, count) in enumerate(zip(prompts, counts, strict=True))]
+    session = Session(Decoder(model, compiled=compiled, **EAGER), requests, record_selection=True)
+    with pytest.raises(ValueError, match="no selection was recorded"):
+        session.selection(0)
+    session.warm_up()
+    list(session.stream(Sampling()))
+    for i, (text, prompt, count) in enumerate(zip(requests, prompts, counts, strict=True)):
+        assert len(text.tokens) == len(prompt) + count
+        _, selection = model(torch.tensor([text.tokens[:-1]]), return_selection=True)
+        assert torch.equal(session.selection(i), selection[0])
