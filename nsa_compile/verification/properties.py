@@ -144,6 +144,55 @@ def gradients(example: RunConfig, setting: Setting) -> Measured:
     return Measured()
 
 
+def replay(example: RunConfig, setting: Setting) -> Measured:
+    """What trains, prefill and decoding select what the loop selects, and replay any selection as it does (float64)."""
+    measured = Measured()
+    if "selected" not in example.model.branches:
+        return measured
+    model, tokens = _model(example, setting), _tokens(example, setting)
+    read = tokens[:, :-1]
+    run: Any = _compiled(model, example, nested=_quick(example))
+    options = {"nested": "eager", "cache": False, "disable": example.compile.disable}
+    step = nsa_compile.compile_decode_step(model, **options)
+    prefill = nsa_compile.compile_prefill(model, **options)
+    lengths = torch.full((len(read),), read.shape[1], device=setting.device)
+
+    def prefilled(selection: Tensor | None = None) -> list[Tensor]:
+        asked = {"return_selection": True} if selection is None else {"selection": selection}
+        return list(prefill(read, lengths, read.shape[1], every=True, **asked)[1:])
+
+    with torch.no_grad():
+        _, selection = model(read, return_selection=True)
+        recorded = {
+            "the compiled model": run(read, return_selection=True)[1],
+            "prefill": prefilled()[1],
+            "the decode step": _decode(model, read, step, recorded=True),
+        }
+    for name, found in recorded.items():
+        differing = int((found.sort(-1).values != selection.sort(-1).values).any(-1).sum())
+        if differing:
+            raise Broken(f"{name} selects other blocks than the loop in {differing} of {found[..., 0].numel()} choices")
+
+    # Blocks that no token would choose: those of another token, later ones among them, some twice.
+    other = selection.flip(1).clamp(min=0)
+    exact = _results(model, lambda x: model(x, other), tokens)
+    size = _sizes(exact)
+    bounds = [BANDS["float64"] * x + 1e-3 * BANDS["float64"] * max(size) for x in size]
+    _hold(
+        measured,
+        "a replay in the compiled model",
+        model,
+        _results(model, lambda x: run(x, other), tokens),
+        exact,
+        bounds,
+    )
+    with torch.no_grad():
+        replayed = {"prefill": prefilled(other)[0], "the decode step": _decode(model, read, step, replayed=other)}
+    for name, logits in replayed.items():
+        _hold(measured, f"a replay in {name}", model, [logits], exact[:1], bounds[:1])
+    return measured
+
+
 def passes(example: RunConfig, setting: Setting) -> Measured:
     """The compiled model computes the same with all passes and without each of them (float64)."""
     measured = Measured()
@@ -226,6 +275,7 @@ PROPERTIES: dict[str, Property] = {
     "paths": paths,
     "future": future,
     "gradients": gradients,
+    "replay": replay,
     "passes": passes,
     "operators": operators,
 }
@@ -292,13 +342,23 @@ def _quick(example: RunConfig) -> str:
     return "aot_eager" if example.compile.nested == "inductor" else example.compile.nested
 
 
-def _decode(model: NSATransformer, tokens: Tensor, step: Callable[..., Any] | None = None) -> Tensor:
-    """The logits of each token, one decode step after the other."""
+def _decode(
+    model: NSATransformer,
+    tokens: Tensor,
+    step: Callable[..., Any] | None = None,
+    *,
+    recorded: bool = False,
+    replayed: Tensor | None = None,
+) -> Tensor:
+    """The logits of each token, one decode step after the other, or its selection where that is `recorded`."""
     state = model.init_state(tokens.shape[0], tokens.shape[1])
     rows = []
+    asked: dict[str, Any] = {"return_selection": True} if recorded else {}
     for t in range(tokens.shape[1]):
-        state, logits = (step or model.decode_step)(state, tokens[:, t])
-        rows.append(logits.clone())
+        if replayed is not None:
+            asked["selection"] = replayed[:, t]
+        state, *outputs = (step or model.decode_step)(state, tokens[:, t], **asked)
+        rows.append(outputs[-1].clone())
     return torch.stack(rows, 1)
 
 

@@ -10,7 +10,7 @@ import click
 from nsa_compile.cli import FiniteRange, run_options
 from nsa_compile.errors import UserError
 
-NAMES = ("paths", "future", "gradients", "passes", "operators")
+NAMES = ("paths", "future", "gradients", "replay", "passes", "operators")
 
 
 @click.command()
