@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -273,6 +276,66 @@ def test_a_replayed_step_computes_no_ranking(tmp_path):
     importance = "in block_importance"
     assert importance in graphs["ranked"]
     assert importance not in graphs["replayed"]
+
+
+def counting(seed: int, length: int) -> Tensor:
+    """Sequences `[8, length]` that count up, each by a number of its own, with a wrong one now and then."""
+    rng = torch.Generator().manual_seed(seed)
+    start, stride = (torch.randint(1, high, (8, 1), generator=rng) for high in (19, 6))
+    wrong = torch.rand(8, length, generator=rng) < 0.1
+    drawn = torch.randint(19, (8, length), generator=rng)
+    return torch.where(wrong, drawn, (start + stride * torch.arange(length)) % 19)
+
+
+@pytest.fixture(scope="module")
+def trained() -> NSATransformer:
+    """A model in float32 that has learned something: its loss is below that of one who knows no order."""
+    torch.manual_seed(0)
+    model = tiny_model().float()
+    nsa_compile.compile_blocks(model, nested="eager", attention="sparse", cache=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(80):
+        tokens = counting(step, 97)
+        loss = F.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * math.log(model.config.vocab_size), losses
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(("dtype", "roundings"), [(torch.float32, 64), (torch.bfloat16, 4)])
+def test_a_trained_model_selects_alike_on_every_path(trained, dtype, roundings):
+    """But for choices that rounding decides; and a replay takes those away."""
+    model = copy.deepcopy(trained).to(dtype)
+    tokens = counting(99, 96)
+    logits, by_train = compiled(model)(tokens, return_selection=True)
+    options = {"nested": "eager", "cache": False}
+    prefill, step = nsa_compile.compile_prefill(model, **options), nsa_compile.compile_decode_step(model, **options)
+    read, by_prefill = prefill(tokens, every=True, return_selection=True)[1:]
+    state, stepped, by_decode = model.init_state(8, 96), [], []
+    for column in tokens.unbind(1):
+        state, row, selection = step(state, column, return_selection=True)
+        stepped.append(row.clone())
+        by_decode.append(selection)
+    stepped, by_decode = torch.stack(stepped, 1), torch.stack(by_decode, 1)
+
+    def share_differing(selection: Tensor) -> float:
+        # Beyond the first four blocks there is a choice.
+        return (as_sets(selection) != as_sets(by_decode))[:, 16:].any(-1).double().mean().item()
+
+    def error(logits: Tensor) -> float:
+        return float((logits.float() - stepped.float()).abs().max() / stepped.float().abs().max())
+
+    assert max(map(share_differing, (by_train, by_prefill))) <= (0 if dtype == torch.float32 else 0.1)
+    rounding = roundings * torch.finfo(dtype).eps
+    run = compiled(model)
+    assert error(run(tokens, by_decode)) <= rounding
+    assert error(prefill(tokens, every=True, selection=by_decode)[1]) <= rounding
+    off = torch.where(by_decode < 1, by_decode, by_decode - 1)
+    assert error(run(tokens, off)) > rounding
 
 
 def test_blocks_of_the_future_give_nothing():
