@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -15,12 +16,28 @@ class NSACache(Cache):
     """A `ModelState`, and how many columns of tokens have been read, padding included.
 
     Its caches have room for more tokens than they hold, and grow.
+
+    Args:
+        record_selection: keep which blocks each token reads, for `selection`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, record_selection: bool = False) -> None:
         super().__init__(layers=[])
         self.state: ModelState | None = None
         self.room = self.columns = 0
+        self.record_selection = record_selection
+        self.selections: list[Tensor] = []  # of the columns that each forward pass has read
+
+    @property
+    def selection(self) -> Tensor:
+        """The blocks that the token of each column has read, int32 `[B, columns, layers, G, n]`, -1 for padding.
+
+        Raises:
+            ValueError: nothing was recorded.
+        """
+        if not self.selections:
+            raise ValueError("no selection was recorded; give the model an NSACache(record_selection=True) to fill")
+        return torch.cat(self.selections, dim=1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
@@ -37,6 +54,7 @@ class NSACache(Cache):
 
     def reset(self) -> None:
         self.state, self.room, self.columns = None, 0, 0
+        self.selections = []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -63,7 +81,8 @@ class NSACache(Cache):
         self.room = room
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor of the state."""
+        """Replace each tensor of the state, and what is recorded."""
+        self.selections = [function(selection) for selection in self.selections]
         if self.state is not None:
             layers: list[Any] = [
                 type(layer)(*(tensor if tensor is None else function(tensor) for tensor in layer))

@@ -17,7 +17,7 @@ from nsa_compile.generation.generate import LEAST_ROOM as COMPILED_ROOM
 from nsa_compile.hf.cache import NSACache
 from nsa_compile.hf.configuration import NSAConfig
 from nsa_compile.models import NSATransformer
-from nsa_compile.models.nsa import CompressionMLP
+from nsa_compile.models.nsa import CompressionMLP, check_selection
 
 # Tokens that a cache has room for at first, where no program belongs to their number.
 LEAST_ROOM = 64
@@ -93,6 +93,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        selection: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of tokens, and the loss if there are labels.
@@ -105,17 +106,22 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             labels: `[B, S]` int64, -100 for tokens that do not count; the token after each is predicted.
             use_cache: return the state after the tokens. No gradient flows then.
             logits_to_keep: logits of so many of the last columns; 0 for all.
+            selection: `[B, S, layers, G, n]` int32 or int64, the blocks that each token reads, instead of those that it
+                would rank best, as `selection` of a cache that recorded them; without a cache.
             kwargs: what the loss takes, such as `num_items_in_batch`.
 
         Returns:
             Logits `[B, S, V]`. Where padding follows a sequence they are those after its last token.
 
         Raises:
-            ValueError: a mask that no padding before or after explains, or an argument that the model does not take.
+            ValueError: a mask that no padding before or after explains, a selection of another shape or dtype, or
+                beside a cache, or an argument that the model does not take.
         """
         _refuse_what_is_unknown(kwargs)
         if not isinstance(past_key_values, NSACache | None):
             raise ValueError(f"past_key_values is a {type(past_key_values).__name__}; it must be an NSACache or None")
+        if selection is not None and (use_cache or past_key_values is not None):
+            raise ValueError("selection was given with a cache; replay it without: use_cache=False")
         if past_key_values is not None and past_key_values.columns:
             logits = self._continue(input_ids, attention_mask, past_key_values)
         else:
@@ -127,7 +133,10 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 labels = labels.masked_fill(first, -100)
             if use_cache:
                 past_key_values = NSACache() if past_key_values is None else past_key_values
-                logits = self._read(tokens, lengths, past_key_values, every=logits_to_keep != 1)
+                logits = self._read(tokens, start, lengths, past_key_values, every=logits_to_keep != 1)
+            elif selection is not None:
+                check_selection(selection, [*tokens.shape, len(self.model.blocks), self.config.n_kv_heads])
+                logits = self.model(tokens, _turned(selection, start))
             else:
                 logits = self.model(tokens)
             if logits.dim() == 2:
@@ -142,12 +151,19 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
     @torch.no_grad()
-    def _read(self, tokens: Tensor, lengths: Tensor, cache: NSACache, *, every: bool) -> Tensor:
-        """Fill a cache with sequences `[B, S]` from column 0 on; logits as `NSATransformer.prefill` gives them."""
+    def _read(self, tokens: Tensor, start: Tensor, lengths: Tensor, cache: NSACache, *, every: bool) -> Tensor:
+        """Fill a cache with sequences `[B, S]` from column 0 on, which began at column `start`; logits as
+        `NSATransformer.prefill` gives them."""
         decoder, columns = self._decoder, tokens.shape[1]
         cache.room = self._room(columns + 1)
         filled = F.pad(tokens, (0, decoder.rows(columns, LEAST_PROMPT) - columns))
-        cache.state, logits = decoder.prefill(filled, lengths, cache.room, every=every)
+        asked = {"return_selection": True} if cache.record_selection else {}
+        cache.state, logits, *selection = decoder.prefill(filled, lengths, cache.room, every=every, **asked)
+        for chosen in selection:
+            place = torch.arange(columns, device=start.device) - start[:, None]
+            there = (place >= 0) & (place < lengths[:, None])
+            chosen = _turned(chosen[:, :columns], -start)
+            cache.selections.append(chosen.masked_fill(~there[..., None, None, None], -1))
         cache.columns = columns
         return logits[:, :columns] if every else logits
 
@@ -160,8 +176,10 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if cache.columns > cache.room:
             cache.grow(self.model, self._room(cache.columns))
         logits = []
+        asked = {"return_selection": True} if cache.record_selection else {}
         for column in tokens.unbind(1):
-            cache.state, following = self._decoder.step(cache.state, column)
+            cache.state, following, *selection = self._decoder.step(cache.state, column, **asked)
+            cache.selections += [chosen[:, None] for chosen in selection]
             logits.append(following)
         return torch.stack(logits, dim=1)
 
@@ -197,9 +215,10 @@ def _extent(tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _turned(tokens: Tensor, start: Tensor) -> Tensor:
-    """Sequences `[B, S]` moved to column 0; the padding before them comes after them."""
+    """Sequences `[B, S, ...]` moved to column 0; the padding before them comes after them."""
     column = torch.arange(tokens.shape[1], device=tokens.device)
-    return tokens.gather(1, (column + start[:, None]) % tokens.shape[1])
+    place = (column + start[:, None]) % tokens.shape[1]
+    return tokens.take_along_dim(place[(..., *[None] * (tokens.dim() - 2))], dim=1)
 
 
 def _turned_back(logits: Tensor, start: Tensor, lengths: Tensor) -> Tensor:

@@ -107,6 +107,38 @@ def test_what_the_model_does_not_do_is_refused(model, name):
         model(random_tokens(1, 3), **{name: True})
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_generate_selects_is_recorded_and_replayed(pair, side):
+    """In the columns of the tokens, whatever their padding."""
+    model, ours = pair
+    tokens, mask = ragged([5, 11, 1], side)
+    cache = NSACache(record_selection=True)
+    with pytest.raises(ValueError, match="no selection was recorded"):
+        _ = cache.selection
+    read = tokens[:, :8] if side == "right" else tokens
+    there = mask[:, : read.shape[1]]
+    if side == "left":
+        arguments = {"attention_mask": there, "past_key_values": cache, "max_new_tokens": 6, "do_sample": False}
+        tokens = model.generate(read, **arguments)
+        mask = torch.cat([there, torch.ones(3, 6).long()], 1)[:, :-1]
+        tokens = tokens[:, :-1]  # the last token drawn is read by nobody
+    else:
+        model(read, attention_mask=there, past_key_values=cache, use_cache=True)
+        tokens, mask = read, there
+    assert cache.selection.shape == (*tokens.shape, 2, 2, 4)
+    for row, real, selection in zip(tokens, mask.bool(), cache.selection, strict=True):
+        assert torch.equal(selection[real], ours(row[real][None], return_selection=True)[1][0])
+        assert bool((selection[~real] == -1).all())
+    other = cache.selection.flip(1).clamp(min=0)
+    logits = model(tokens, attention_mask=mask, selection=other).logits
+    for row, real, selection, found in zip(tokens, mask.bool(), other, logits, strict=True):
+        torch.testing.assert_close(found[real], ours(row[real][None], selection[real][None])[0])
+    with pytest.raises(ValueError, match="selection was given with a cache"):
+        model(tokens, attention_mask=mask, selection=other, use_cache=True)
+    with pytest.raises(ValueError, match="selection has shape"):
+        model(tokens, attention_mask=mask, selection=other[:, 1:])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_saved_model_is_the_same_bit_for_bit(tmp_path, tied):
     model, _ = wrapped(tie_embeddings=tied)

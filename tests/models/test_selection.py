@@ -311,10 +311,10 @@ def test_a_trained_model_selects_alike_on_every_path(trained, dtype, roundings):
     """But for choices that rounding decides; and a replay takes those away."""
     model = copy.deepcopy(trained).to(dtype)
     tokens = counting(99, 96)
-    logits, by_train = compiled(model)(tokens, return_selection=True)
+    _, by_train = compiled(model)(tokens, return_selection=True)
     options = {"nested": "eager", "cache": False}
     prefill, step = nsa_compile.compile_prefill(model, **options), nsa_compile.compile_decode_step(model, **options)
-    read, by_prefill = prefill(tokens, every=True, return_selection=True)[1:]
+    by_prefill = prefill(tokens, every=True, return_selection=True)[2]
     state, stepped, by_decode = model.init_state(8, 96), [], []
     for column in tokens.unbind(1):
         state, row, selection = step(state, column, return_selection=True)
