@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from torch._inductor.cpp_builder import CppBuilder
 
 __all__ = [
-    "backward", "empty", "forward", "has_matrix_unit", "kernel_directory", "load", "register_kernels",
-    "uses_matrix_unit",
+    "backward", "call", "empty", "forward", "has_matrix_unit", "kernel_directory", "load", "register_kernels",
+    "register_step_kernel", "sizes_of", "uses_matrix_unit",
 ]  # fmt: skip
 
 logger = logging.getLogger("nsa_compile")
@@ -53,6 +54,7 @@ _DTYPES = {
     torch.float16: 3,
     torch.int32: 4,
     torch.int64: 5,
+    torch.bool: 6,
 }
 _HERE = Path(__file__).parent
 _LARGE_PAGE = 2**21
@@ -97,13 +99,19 @@ def _on_vectors() -> Iterator[None]:
         _vectors_only.pop()
 
 
+@dataclass(frozen=True)
 class _CppKernel(Kernel):
+    alone: bool = False  # its library is loaded by itself
+
     def describe(self, dtype: torch.dtype) -> str:
         return f"{self.words}, {'matrix unit' if uses_matrix_unit(dtype) else 'vectors'}"
 
 
 def register_kernels(operator: str) -> None:
-    """Register what `<operator>/cpu.py` calls: with all that the processor has, and without its matrix unit."""
+    """Register what `<operator>/cpu.py` calls: with all that the processor has, and without its matrix unit.
+
+    Those are operators over whole sequences.
+    """
 
     def load_code() -> Any:
         return import_module(f"nsa_compile.ops.{operator}.cpu")
@@ -118,24 +126,37 @@ def register_kernels(operator: str) -> None:
     register_kernel(Kernel(operator, "vectors", "C++, vectors", load_vectors, device="cpu", priority=-1))
 
 
+def register_step_kernel(operator: str) -> None:
+    """Register what `<operator>/cpu.py` calls, an operator of single steps, which needs none of the others."""
+    load_code = partial(import_module, f"nsa_compile.ops.{operator}.cpu")
+    register_kernel(_CppKernel(operator, "cpu", "C++", load_code, device="cpu", priority=1, alone=True))
+
+
 @cache
 def load(operator: str) -> ctypes.CDLL:
     """The compiled kernels of an operator. Raises whatever Inductor raises where there is no working compiler."""
-    return _load_all()[operator]
+    kernel = KERNELS[operator]["cpu"]
+    if _of_sequences(kernel):
+        return _load_all()[operator]
+    return _obtain(operator, kernel_directory(inductor_files.prepare()))
 
 
 @cache
 def _load_all() -> dict[str, ctypes.CDLL]:
-    """All operators at once: a program that uses one uses the others, and compiling three in parallel is faster."""
+    """All operators over sequences: a program that uses one uses the others, and compiling three in parallel is faster."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     kept = kernel_directory(inductor_files.prepare())
     pick_vec_isa()  # runs a compiler itself, and should do so once
-    operators = [name for name, kernels in KERNELS.items() if isinstance(kernels.get("cpu"), _CppKernel)]
+    operators = [name for name, kernels in KERNELS.items() if _of_sequences(kernels.get("cpu"))]
     with ThreadPoolExecutor(len(operators)) as pool:
         # Inductor's configuration lives in the context of the calling thread.
         loading = [pool.submit(copy_context().run, _obtain, operator, kept) for operator in operators]
         return {operator: library.result() for operator, library in zip(operators, loading, strict=True)}
+
+
+def _of_sequences(kernel: Kernel | None) -> bool:
+    return isinstance(kernel, _CppKernel) and not kernel.alone
 
 
 def kernel_directory(compiled: Path) -> Path:
@@ -247,7 +268,7 @@ def forward(
     q, k, v = inputs[:3]
     out, lse = empty(q, *q.shape[:3], v.shape[3]), empty(q, *q.shape[:3], dtype=compute_dtype(q))
     results = (out, lse) if indices is None else (out, lse, indices)
-    _call(operator, "forward", _sizes_of(q, k, v), (*inputs, *results), *parameters)
+    call(operator, "forward", sizes_of(q, k, v), (*inputs, *results), *parameters)
     return results
 
 
@@ -255,27 +276,30 @@ def backward(operator: str, inputs: tuple[Tensor, ...], *parameters: object) -> 
     """dq, dk and dv for `inputs`, which are grad_out, q, k, v, out, lse and what else the kernel reads."""
     q, k, v = inputs[1:4]
     dq, dk, dv = empty(q, *q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    _call(operator, "backward", _sizes_of(q, k, v), (*inputs, dq, dk, dv), *parameters)
+    call(operator, "backward", sizes_of(q, k, v), (*inputs, dq, dk, dv), *parameters)
     return dq, dk, dv
 
 
-def _sizes_of(q: Tensor, k: Tensor, v: Tensor) -> _Sizes:
+def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> _Sizes:
     batch, queries, query_heads, key_dim = q.shape
     return _Sizes(batch, queries, k.shape[1], query_heads, k.shape[2], key_dim, v.shape[3])
 
 
-def _call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor, ...], *parameters: object) -> None:
+def call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor | None, ...], *parameters: object) -> None:
     """`<operator>_attention_<direction>(sizes, tensors, parameters…, number of threads, use of the matrix unit)`.
 
-    Parameters are ints, floats and sequences of ints. Raises MemoryError where working memory cannot be allocated.
+    The first tensor is there; of the others one that is not has no data. Parameters are ints, floats and sequences of
+    ints. Raises MemoryError where working memory cannot be allocated.
     """
     if sizes.batch == 0 or sizes.queries == 0:
         return
     function = getattr(load(operator), f"{operator}_attention_{direction}")
+    q = tensors[0]
+    assert q is not None
     described = (_Tensor * len(tensors))(*map(_describe, tensors))
     arguments = [_to_c(parameter) for parameter in parameters]
     threads = ctypes.c_int64(torch.get_num_threads())
-    matrix_unit = ctypes.c_int64(uses_matrix_unit(tensors[0].dtype))
+    matrix_unit = ctypes.c_int64(uses_matrix_unit(q.dtype))
     if function(ctypes.byref(sizes), described, *arguments, threads, matrix_unit):
         raise MemoryError(
             f"{operator}_attention ({direction}) ran out of memory for q [{sizes.batch}, {sizes.queries}, "
@@ -283,7 +307,9 @@ def _call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor, .
         )
 
 
-def _describe(x: Tensor) -> _Tensor:
+def _describe(x: Tensor | None) -> _Tensor:
+    if x is None:
+        return _Tensor()
     stride = (*x.stride(), *(0 for _ in range(4 - x.dim())))
     return _Tensor(x.data_ptr(), stride, _DTYPES[x.dtype])
 

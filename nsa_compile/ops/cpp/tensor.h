@@ -36,7 +36,7 @@ struct Sizes {
 
 namespace {
 
-enum Dtype : int64_t { kFloat32, kFloat64, kBFloat16, kFloat16, kInt32, kInt64 };
+enum Dtype : int64_t { kFloat32, kFloat64, kBFloat16, kFloat16, kInt32, kInt64, kBool };
 
 // Runs `function(item, thread)` for every item. Items must not share results: then nothing depends on the number of
 // threads or on who runs what.

@@ -1,0 +1,96 @@
+"""`nsa_compile::step_attention`: attention of one query of each sequence to rows of a cache, and the blocks that its
+weights choose (arXiv 2502.11089, eq. 8 to 12). What generates a token runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nsa_compile.ops import checks, cpp
+from nsa_compile.ops.dispatch import choose_kernel, register_modules
+
+__all__ = ["step_attention"]
+
+
+@torch.library.custom_op("nsa_compile::step_attention", mutates_args=())
+def step_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    indices: Tensor | None,
+    allowed: Tensor | None,
+    forced: Tensor | None,
+    block_size: int,
+    scale: float,
+    ratio: int,
+    offsets: Sequence[int],
+    weights: Sequence[int],
+    num_selected: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query a sequence, without a gradient.
+
+    Args:
+        q: `[B, 1, Hq, D]`; heads `g * h … (g + 1) * h - 1` read group g.
+        k: `[B, T, G, D]`, of any strides, as v; v: `[B, T, G, Dv]`.
+        mask: booleans that broadcast to `[B, G, h, T]`: the rows that each head keeps. None: all.
+        indices: int32 or int64 `[B, G, n]`: only rows of these blocks of `block_size` rows are read. Duplicates count
+            once; negative ones and ones beyond the rows stand for nothing. None: all.
+        allowed, forced: booleans that broadcast to `[B, G, blocks]`, of the blocks to choose from.
+        block_size: rows of a block that `indices` count.
+        scale: factor of the scores.
+        ratio, offsets, weights: with p the weights of the rows, summed over the heads of a group, block b has the score
+            `Σ weights[i] · p[b · ratio + offsets[i]]`, in the order of the offsets.
+        num_selected: blocks to choose: those allowed and forced, ascending, then the best of those allowed, ties to the
+            lower index, then -1. 0: none; then `allowed` and `forced` are not read.
+
+    Returns:
+        The output `[B, 1, Hq, Dv]`, zeros where nothing is kept, and the chosen blocks, int32 `[B, G, num_selected]`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together.
+    """
+    ranking = (ratio, list(offsets), list(weights), num_selected)
+    _check(q, k, v, mask, indices, allowed, forced, block_size, num_selected)
+    forward = choose_kernel("step", q).forward
+    out, chosen = forward(q, k, v, mask, indices, allowed, forced, block_size, scale, *ranking)
+    return out, chosen
+
+
+@step_attention.register_fake
+def _(q, k, v, mask, indices, allowed, forced, block_size, scale, ratio, offsets, weights, num_selected):
+    _check(q, k, v, mask, indices, allowed, forced, block_size, num_selected)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    return out, q.new_empty(q.shape[0], k.shape[2], num_selected, dtype=torch.int32)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, indices: Tensor | None, allowed: Tensor | None,
+    forced: Tensor | None, block_size: int, num_selected: int,
+) -> None:  # fmt: skip
+    checks.check_attention(q, k, v)
+    checks.check_minimum("block_size", block_size, 1)
+    if q.shape[1] != 1:
+        raise ValueError(f"q has {q.shape[1]} queries a sequence; it must have 1")
+    groups, heads = k.shape[2], q.shape[2] // k.shape[2]
+    if mask is not None:
+        _check_booleans("mask", mask, (q.shape[0], groups, heads, k.shape[1]))
+    if indices is not None:
+        checks.check_indices(q, k, indices[:, None])
+    if num_selected:
+        if allowed is None or forced is None:
+            raise ValueError("allowed and forced must be given to choose blocks")
+        for name, x in (("allowed", allowed), ("forced", forced)):
+            _check_booleans(name, x, (q.shape[0], groups, allowed.shape[-1]))
+
+
+def _check_booleans(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    fits = x.dim() == len(shape) and all(size in (1, wanted) for size, wanted in zip(x.shape, shape, strict=True))
+    if x.dtype != torch.bool or not fits:
+        raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; it must be torch.bool and broadcast to {list(shape)}")
+
+
+cpp.register_step_kernel("step")
+register_modules("step", __name__)

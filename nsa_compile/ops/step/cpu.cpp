@@ -1,0 +1,323 @@
+// Attention of one query of each sequence, which reads the rows of a cache where they lie, and the blocks that its
+// weights choose.
+//
+// What a group of heads reads is cut into pieces of a fixed number of rows. Each piece has a maximum, sums and a part of
+// the output of its own; they are joined in their order, so that nothing depends on the number of threads.
+
+#include "tensor.h"
+
+// Mirrors the parameters of the operator.
+struct Ranking {
+  int64_t ratio;  // rows from one block to the next
+  const int64_t* offsets;
+  const int64_t* weights;
+  int64_t terms, blocks, count;
+};
+
+namespace {
+
+constexpr int64_t kPieceRows = 512;
+constexpr int64_t kRowsAtOnce = 4;
+
+template <typename T>
+class Step {
+ public:
+  Step(const Sizes& sizes, const Tensor* tensors, int64_t index_count, int64_t block_size, double scale,
+       const Ranking& ranking, int64_t threads)
+      : sizes_(sizes),
+        q_(tensors[0]),
+        mask_(tensors[3]),
+        indices_(tensors[4]),
+        allowed_(tensors[5]),
+        forced_(tensors[6]),
+        out_(tensors[7]),
+        chosen_(tensors[8]),
+        keys_(tensors[1], sizes.key_dim),
+        values_(tensors[2], sizes.value_dim),
+        index_count_(index_count),
+        block_size_(block_size),
+        scale_(static_cast<T>(scale)),
+        ranking_(ranking),
+        heads_(sizes.heads()),
+        key_columns_(padded_columns<T>(sizes.key_dim)),
+        value_columns_(padded_columns<T>(sizes.value_dim)),
+        most_pieces_(divide_up(indices_.data == nullptr ? sizes.keys : index_count * block_size, kPieceRows)),
+        listed_(sizes.sequences(), index_count),
+        listed_counts_(sizes.sequences()),
+        weights_(ranking.count ? sizes.sequences() : threads, ranking.count ? most_pieces_ * piece_size() : piece_size()),
+        maxima_(sizes.sequences(), most_pieces_ * heads_),
+        sums_(sizes.sequences(), most_pieces_ * heads_),
+        parts_(sizes.sequences(), most_pieces_ * heads_ * value_columns_),
+        queries_(threads, heads_ * key_columns_),
+        copies_(threads, kRowsAtOnce * std::max(key_columns_, value_columns_)),
+        rows_(threads, kPieceRows),
+        joined_(threads, value_columns_),
+        importance_(threads, ranking.count ? sizes.keys : 0),
+        scores_(threads, ranking.blocks),
+        others_(threads, ranking.blocks) {}
+
+  int64_t pieces(int64_t item) const {
+    const int64_t rows = indices_.data == nullptr ? sizes_.keys : listed_counts_.data()[item] * block_size_;
+    return divide_up(rows, kPieceRows);
+  }
+
+  // The blocks that the indices of a group name, ascending: a set.
+  void list_blocks(int64_t item) const {
+    if (indices_.data == nullptr) return;
+    const int64_t end = divide_up(sizes_.keys, block_size_);
+    const int64_t first = (item / sizes_.groups) * indices_.stride[0] + (item % sizes_.groups) * indices_.stride[1];
+    int64_t* listed = listed_[item];
+    int64_t count = 0;
+    for (int64_t i = 0; i < index_count_; i++) {
+      const int64_t at = first + i * indices_.stride[2];
+      const int64_t block = indices_.dtype == kInt32 ? reinterpret_cast<const int32_t*>(indices_.data)[at]
+                                                     : reinterpret_cast<const int64_t*>(indices_.data)[at];
+      if (block >= 0 && block < end) listed[count++] = block;
+    }
+    if (!std::is_sorted(listed, listed + count)) std::sort(listed, listed + count);
+    listed_counts_.data()[item] = std::unique(listed, listed + count) - listed;
+  }
+
+  // One piece of a group: weights relative to the maximum of the piece, and the part of the output that they give.
+  void attend(int64_t item, int64_t piece, int64_t thread) const {
+    const int64_t batch = item / sizes_.groups, group = item % sizes_.groups;
+    const int64_t count = list_rows(item, piece, rows_[thread]);
+    const int32_t* rows = rows_[thread];
+    T* weights = weights_of(item, piece, thread);
+    for (int64_t head = 0; head < heads_; head++) {
+      load_row(q_, batch, 0, group * heads_ + head, sizes_.key_dim, queries_[thread] + head * key_columns_);
+    }
+    const T* read[kRowsAtOnce];
+    for (int64_t i = 0; i < count; i += kRowsAtOnce) {
+      for (int64_t j = 0; j < kRowsAtOnce; j++) {
+        const int64_t row = rows[std::min(i + j, count - 1)];
+        read[j] = keys_.row(batch, row, group, copies_[thread] + j * key_columns_);
+      }
+      for (int64_t head = 0; head < heads_; head++) {
+        score(queries_[thread] + head * key_columns_, read, weights + head * kPieceRows + i);
+      }
+    }
+    T* parts = parts_[item] + piece * heads_ * value_columns_;
+    fill(parts, heads_ * value_columns_, T(0));
+    for (int64_t head = 0; head < heads_; head++) {
+      T* own = weights + head * kPieceRows;
+      if (mask_.data != nullptr && mask_.stride[2] != 0) {  // a row is listed if any head keeps it
+        for (int64_t i = 0; i < count; i++) own[i] = is_kept(batch, group, head, rows[i]) ? own[i] : -kInfinity<T>;
+      }
+      const int64_t padded_count = padded_columns<T>(count);
+      fill(own + count, padded_count - count, -kInfinity<T>);
+      exponentiate(own, padded_count, maxima_[item][piece * heads_ + head], sums_[item][piece * heads_ + head]);
+    }
+    for (int64_t i = 0; i < count; i += kRowsAtOnce) {
+      for (int64_t j = 0; j < kRowsAtOnce; j++) {
+        const int64_t row = rows[std::min(i + j, count - 1)];
+        read[j] = values_.row(batch, row, group, copies_[thread] + j * value_columns_);
+      }
+      const int64_t there = std::min(kRowsAtOnce, count - i);
+      for (int64_t head = 0; head < heads_; head++) {
+        add_values(weights + head * kPieceRows + i, read, there, parts + head * value_columns_);
+      }
+    }
+  }
+
+  // The output of a group from its pieces, and the blocks that it chooses.
+  void join(int64_t item, int64_t thread) const {
+    const int64_t batch = item / sizes_.groups, group = item % sizes_.groups, count = pieces(item);
+    T* out = joined_[thread];
+    T* importance = importance_[thread];
+    if (ranking_.count) fill(importance, sizes_.keys, T(0));
+    for (int64_t head = 0; head < heads_; head++) {
+      const auto at = [&](int64_t piece) { return piece * heads_ + head; };
+      T largest = -kInfinity<T>, sum = 0;
+      for (int64_t piece = 0; piece < count; piece++) {
+        const T maximum = maxima_[item][at(piece)];
+        if (maximum > largest || maximum != maximum) largest = maximum;  // a NaN stays visible
+      }
+      const auto factor = [&](int64_t piece) {
+        const T maximum = maxima_[item][at(piece)];
+        return maximum == -kInfinity<T> ? T(0) : std::exp(maximum - largest);
+      };
+      fill(out, value_columns_, T(0));
+      for (int64_t piece = 0; piece < count; piece++) {
+        if (maxima_[item][at(piece)] == -kInfinity<T>) continue;  // it keeps nothing
+        sum += factor(piece) * sums_[item][at(piece)];
+        const T* part = parts_[item] + at(piece) * value_columns_;
+        for (int64_t i = 0; i < value_columns_; i++) out[i] += factor(piece) * part[i];
+      }
+      const T inverse = largest == -kInfinity<T> ? T(0) : T(1) / sum;
+      store_row(out, inverse, out_, batch, 0, group * heads_ + head, sizes_.value_dim);
+      if (ranking_.count == 0) continue;
+      // eq. 10: the weights of a row summed over the heads, one after the other.
+      for (int64_t piece = 0; piece < count; piece++) {
+        const int64_t listed = list_rows(item, piece, rows_[thread]);
+        const T* weights = weights_of(item, piece, thread) + head * kPieceRows;
+        const T normal = factor(piece) * inverse;
+        for (int64_t i = 0; i < listed; i++) importance[rows_[thread][i]] += weights[i] * normal;
+      }
+    }
+    if (ranking_.count) choose(item, importance, scores_[thread], others_[thread]);
+  }
+
+ private:
+  const Sizes& sizes_;
+  const Tensor &q_, &mask_, &indices_, &allowed_, &forced_, &out_, &chosen_;
+  RowSource<T> keys_, values_;
+  int64_t index_count_, block_size_;
+  T scale_;
+  const Ranking& ranking_;
+  int64_t heads_, key_columns_, value_columns_, most_pieces_;
+  ThreadBuffers<int64_t> listed_;  // of each group, as what follows to `parts_`
+  Buffer<int64_t> listed_counts_;
+  ThreadBuffers<T> weights_;  // [piece, head, row]; of a thread where nobody needs them later
+  ThreadBuffers<T> maxima_, sums_, parts_;
+  ThreadBuffers<T> queries_, copies_;
+  ThreadBuffers<int32_t> rows_;
+  ThreadBuffers<T> joined_, importance_, scores_;
+  ThreadBuffers<int32_t> others_;
+
+  int64_t piece_size() const { return heads_ * kPieceRows; }
+
+  T* weights_of(int64_t item, int64_t piece, int64_t thread) const {
+    return ranking_.count ? weights_[item] + piece * piece_size() : weights_[thread];
+  }
+
+  bool is_kept(int64_t batch, int64_t group, int64_t head, int64_t row) const {
+    const int64_t* stride = mask_.stride;
+    return mask_.data[batch * stride[0] + group * stride[1] + head * stride[2] + row * stride[3]] != 0;
+  }
+
+  // The rows of a piece that some head keeps, and how many.
+  int64_t list_rows(int64_t item, int64_t piece, int32_t* rows) const {
+    const int64_t batch = item / sizes_.groups, group = item % sizes_.groups;
+    const int64_t masks = mask_.data == nullptr ? 0 : mask_.stride[2] == 0 ? 1 : heads_;
+    int64_t count = 0;
+    const auto list = [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < std::min(end, sizes_.keys); row++) {
+        bool kept = masks == 0;
+        for (int64_t head = 0; head < masks && !kept; head++) kept = is_kept(batch, group, head, row);
+        rows[count] = static_cast<int32_t>(row);
+        count += kept;
+      }
+    };
+    const int64_t first = piece * kPieceRows, last = first + kPieceRows;
+    if (indices_.data == nullptr) {
+      list(first, last);
+      return count;
+    }
+    for (int64_t at = first; at < last;) {
+      const int64_t block = at / block_size_, inside = at % block_size_;
+      if (block >= listed_counts_.data()[item]) break;
+      const int64_t taken = std::min(last - at, block_size_ - inside), row = listed_[item][block] * block_size_ + inside;
+      list(row, row + taken);
+      at += taken;
+    }
+    return count;
+  }
+
+  // scores[j] = q · rows[j] * scale
+  void score(const T* query, const T* const* rows, T* scores) const {
+    Vec<T> sum[kRowsAtOnce];
+    for (int64_t j = 0; j < kRowsAtOnce; j++) sum[j] = Vec<T>(T(0));
+    for (int64_t i = 0; i < key_columns_; i += kLanes<T>) {
+      const Vec<T> q = Vec<T>::loadu(query + i);
+      for (int64_t j = 0; j < kRowsAtOnce; j++) sum[j] = at::vec::fmadd(q, Vec<T>::loadu(rows[j] + i), sum[j]);
+    }
+    for (int64_t j = 0; j < kRowsAtOnce; j++) scores[j] = sum_of_lanes(sum[j]) * scale_;
+  }
+
+  // part += Σ weights[j] rows[j]
+  void add_values(const T* weights, const T* const* rows, int64_t count, T* part) const {
+    for (int64_t i = 0; i < value_columns_; i += kLanes<T>) {
+      Vec<T> sum = Vec<T>::loadu(part + i);
+      for (int64_t j = 0; j < count; j++) sum = at::vec::fmadd(Vec<T>(weights[j]), Vec<T>::loadu(rows[j] + i), sum);
+      sum.store(part + i);
+    }
+  }
+
+  // The scores of a piece become exp(score - maximum); the maximum is -inf where nothing is kept.
+  static void exponentiate(T* scores, int64_t count, T& maximum, T& sum) {
+    Vec<T> largest(-kInfinity<T>), total(T(0));
+    for (int64_t i = 0; i < count; i += kLanes<T>) largest = at::vec::maximum(largest, Vec<T>::loadu(scores + i));
+    maximum = largest_lane(largest);
+    sum = 0;
+    if (maximum == -kInfinity<T>) return fill(scores, count, T(0));
+    for (int64_t i = 0; i < count; i += kLanes<T>) {
+      const Vec<T> weight = exp_nonpositive(Vec<T>::loadu(scores + i) - Vec<T>(maximum));
+      weight.store(scores + i);
+      total = total + weight;
+    }
+    sum = sum_of_lanes(total);
+  }
+
+  // eq. 9, the terms in the order of the offsets; then eq. 11: forced blocks, ascending, the best of the others, -1.
+  void choose(int64_t item, const T* importance, T* scores, int32_t* others) const {
+    const int64_t batch = item / sizes_.groups, group = item % sizes_.groups;
+    const auto holds = [&](const Tensor& x, int64_t block) {
+      return x.data[batch * x.stride[0] + group * x.stride[1] + block * x.stride[2]] != 0;
+    };
+    int32_t* chosen = &element<int32_t>(chosen_, batch, group, 0);
+    int64_t size = 0, rest = 0;
+    for (int64_t block = 0; block < ranking_.blocks; block++) {
+      if (!holds(allowed_, block)) continue;
+      if (holds(forced_, block)) {
+        if (size < ranking_.count) chosen[size++] = static_cast<int32_t>(block);
+        continue;
+      }
+      T sum = 0;
+      for (int64_t term = 0; term < ranking_.terms; term++) {
+        const int64_t row = block * ranking_.ratio + ranking_.offsets[term];
+        if (row >= 0 && row < sizes_.keys) sum += static_cast<T>(ranking_.weights[term]) * importance[row];
+      }
+      scores[block] = sum;
+      others[rest++] = static_cast<int32_t>(block);
+    }
+    // A NaN is no order: where there is one the output is NaN, too, and any choice will do.
+    const auto better = [&](int32_t a, int32_t b) {
+      const T x = scores[a] == scores[a] ? scores[a] : kInfinity<T>, y = scores[b] == scores[b] ? scores[b] : kInfinity<T>;
+      return x > y || (x == y && a < b);
+    };
+    const int64_t taken = std::min(ranking_.count - size, rest);
+    std::partial_sort(others, others + taken, others + rest, better);
+    std::copy(others, others + taken, chosen + size);
+    fill(chosen + size + taken, ranking_.count - size - taken, -1);
+  }
+};
+
+template <typename T>
+void run(const Step<T>& step, int64_t items, int64_t threads) {
+  if (items >= threads) {
+    return parallel_for(items, threads, [&](int64_t item, int64_t thread) {
+      step.list_blocks(item);
+      for (int64_t piece = 0; piece < step.pieces(item); piece++) step.attend(item, piece, thread);
+      step.join(item, thread);
+    });
+  }
+  // Fewer groups than threads: the pieces of a group are dealt out, too.
+  std::vector<std::pair<int64_t, int64_t>> pieces;
+  for (int64_t item = 0; item < items; item++) {
+    step.list_blocks(item);
+    for (int64_t piece = 0; piece < step.pieces(item); piece++) pieces.emplace_back(item, piece);
+  }
+  parallel_for(pieces.size(), threads, [&](int64_t i, int64_t thread) {
+    step.attend(pieces[i].first, pieces[i].second, thread);
+  });
+  parallel_for(items, items, [&](int64_t item, int64_t thread) { step.join(item, thread); });
+}
+
+}  // namespace
+
+// tensors: q [B, 1, Hq, D], k [B, T, G, D], v [B, T, G, Dv], mask [B, G, h, T], indices [B, G, n], allowed and forced
+// [B, G, blocks], out [B, 1, Hq, Dv], chosen [B, G, count]; those that are not there have no data
+extern "C" int step_attention_forward(
+    const Sizes* sizes, const Tensor* tensors, int64_t index_count, int64_t block_size, double scale, int64_t ratio,
+    const int64_t* offsets, const int64_t* weights, int64_t terms, int64_t blocks, int64_t count, int64_t threads,
+    int64_t) {
+  return guarded([&] {
+    const Ranking ranking{ratio, offsets, weights, terms, blocks, count};
+    const auto start = [&](auto zero) {
+      const Step<decltype(zero)> step(*sizes, tensors, index_count, block_size, scale, ranking, threads);
+      run(step, sizes->sequences(), threads);
+    };
+    tensors[0].dtype == kFloat64 ? start(0.0) : start(0.0f);
+  });
+}
