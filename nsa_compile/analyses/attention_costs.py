@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from nsa_compile.ir.attention import AttentionCall, Blocks, SelectCall, Window
+from nsa_compile.ir.attention import All, AttentionCall, Blocks, SelectCall, Window
 from nsa_compile.ir.scans import example
 from nsa_compile.ops import cpp, flops
+from nsa_compile.ops.checks import DTYPES
 
 Call = AttentionCall[fx.Node] | SelectCall[fx.Node]
 
@@ -54,6 +55,14 @@ def prefers_sparse(call: Call, wish: str) -> bool:
         return prices[name]["per_query"] * queries + prices[name]["per_pair"] * pairs
 
     return cost(*_sparse_work(call, queries, keys)) < cost(_dense_name(call, queries, keys), queries * keys)
+
+
+def reads_in_place(call: AttentionCall[fx.Node], wish: str) -> bool:
+    """Whether `step_attention` takes an attention of one query: on the CPU, where no gradient is asked for."""
+    tensors = [example(x) for x in (call.q, call.k, call.v)]
+    told_by_tensors = call.mask is not None or isinstance(call.kind, All)
+    fits = len({x.dtype for x in tensors}) == 1 and tensors[0].dtype in DTYPES
+    return wish != "dense" and not torch.is_grad_enabled() and told_by_tensors and fits and tensors[0].is_cpu
 
 
 def _sparse_work(call: Call, queries: int, keys: int) -> tuple[str, int]:

@@ -7,8 +7,8 @@ Each becomes one of
   `nsa_compile.ops`, whose cost follows the mask;
 - dense attention with a mask, where that is faster: below a measured size, or for masks of no such kind.
 
-Attention of one query on indices, in a step by itself or in the body of a scan that stays a loop, gathers the rows it
-reads, and only these.
+Attention of one query, in a step by itself, reads the rows it needs where they lie, by `step_attention` on the CPU. Where
+it has a gradient or another device, and in the body of a scan that stays a loop, it gathers the rows of its indices.
 
 `analyses/attention_costs.py` says which one is faster.
 """
@@ -22,7 +22,15 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from nsa_compile.analyses.attention_costs import Call, fits_sdpa, is_causal, prefers_sparse, selected_blocks
+from nsa_compile.analyses.attention_costs import (
+    Call,
+    fits_sdpa,
+    is_causal,
+    prefers_sparse,
+    reads_in_place,
+    selected_blocks,
+)
+from nsa_compile.analyses.operands import as_they_are, by_group, rows_of, unexpanded
 from nsa_compile.branches import BRANCH_OF
 from nsa_compile.ir import attention as eager
 from nsa_compile.ir.aten import aten
@@ -33,6 +41,7 @@ from nsa_compile.ir.rewriting import eliminate_dead_code, inline_tensors
 from nsa_compile.ir.scans import example, fake_inputs, find_scans, location, subgraphs
 from nsa_compile.ops.compressed import compressed_attention
 from nsa_compile.ops.selected import selected_attention
+from nsa_compile.ops.step import step_attention
 from nsa_compile.ops.window import window_attention
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.report import AttentionChoice
@@ -42,11 +51,13 @@ LAYOUT = {aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim}
 
 
 class Implementation(NamedTuple):
-    """How to compute a node: a name for reports, the function, and the nodes it stands for."""
+    """How to compute a node: a name for reports, the function, the nodes it stands for, and, where it does not read what
+    they read, its inputs."""
 
     name: str
     run: Callable[..., list[Tensor]]
     nodes: list[fx.Node]
+    inputs: list[fx.Node] | None = None
 
 
 @register("lower_attention")
@@ -144,6 +155,8 @@ def choose(node: fx.Node, wish: str) -> Implementation:
         partner = next((n for n in call.q.users if n.target is ATTENTION and _same_scores(n, node)), None)
         return _compressed(node, partner) if prefers_sparse(call, wish) else _dense(node, call)
     queries = example(call.q).shape[1]
+    if queries == 1 and reads_in_place(call, wish):
+        return _step(node, call)
     if call.indices is not None and queries == 1:
         return Implementation("rows of the selected blocks", _one_query(call), [node])
     if call.mask is not None or isinstance(call.kind, Opaque | All) or not prefers_sparse(call, wish):
@@ -239,6 +252,29 @@ def _one_query(call: Call) -> Callable[..., list[Tensor]]:
     return lambda *tensors: [step(_refill(call, tensors))]
 
 
+def _step(node: fx.Node, call: AttentionCall[fx.Node]) -> Implementation:
+    """One query of each sequence, over the rows of a cache as they lie."""
+    keys, values = rows_of(call.k), rows_of(call.v)
+    batch, groups = keys.batch, keys.groups
+    if (values.batch, values.groups) != (batch, groups):
+        keys, values = as_they_are(call.k), as_they_are(call.v)
+        batch, groups = keys.batch, 1
+    mask = None if call.mask is None else unexpanded(call.mask, batch, groups)
+    inputs = [x for x in (call.q, keys.source, values.source, mask, call.indices) if x is not None]
+    block = max(1, call.select_block)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
+        others = list(rest)
+        keep = by_group(others.pop(0), batch, groups) if mask is not None else None
+        indices = others.pop(0).reshape(batch, groups, -1) if call.indices is not None else None
+        k, v = (rows.view(x).transpose(1, 2) for rows, x in ((keys, k), (values, v)))
+        q = q.reshape(batch, 1, -1, q.shape[3])
+        out, _ = step_attention(q, k, v, keep, indices, None, None, block, call.scale, 1, [], [], 0)
+        return [out.reshape(batch * groups, 1, -1, out.shape[3])]
+
+    return Implementation("step_attention", run, [node], inputs)
+
+
 def _inputs(call: Call) -> dict[str, fx.Node]:
     """The tensors that a call has."""
     return {name: x for name in call.TENSORS if (x := getattr(call, name)) is not None}
@@ -251,6 +287,6 @@ def _refill(call: Any, tensors: tuple[Tensor, ...]) -> Any:
 
 def _replace(graph: fx.GraphModule, chosen: Implementation) -> None:
     # An attention and the selection from its weights read the same queries and keys; the attention reads values, too.
-    inputs = list(_inputs(call_of(chosen.nodes[0])).values())
+    inputs = chosen.inputs or list(_inputs(call_of(chosen.nodes[0])).values())
     traced = trace_to_aten(chosen.run, fake_inputs(inputs), decompose_sdpa=False)
     inline_tensors(graph, chosen.nodes, traced, inputs)

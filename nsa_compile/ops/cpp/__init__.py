@@ -16,6 +16,7 @@ import logging
 import mmap
 import re
 import tempfile
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -62,10 +63,6 @@ _LARGE_PAGE = 2**21
 _FRESH_BYTES = 2**25
 _LONGEST_BUILD_S = 300.0  # of a kernel, on a busy machine
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4), ("dtype", ctypes.c_int64))
 
 
 class _Sizes(ctypes.Structure):
@@ -296,22 +293,23 @@ def call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor | N
     function = getattr(load(operator), f"{operator}_attention_{direction}")
     q = tensors[0]
     assert q is not None
-    described = (_Tensor * len(tensors))(*map(_describe, tensors))
+    numbers = [number for x in tensors for number in _describe(x)]
+    described = array("q", numbers)
     arguments = [_to_c(parameter) for parameter in parameters]
     threads = ctypes.c_int64(torch.get_num_threads())
     matrix_unit = ctypes.c_int64(uses_matrix_unit(q.dtype))
-    if function(ctypes.byref(sizes), described, *arguments, threads, matrix_unit):
+    if function(ctypes.byref(sizes), ctypes.c_void_p(described.buffer_info()[0]), *arguments, threads, matrix_unit):
         raise MemoryError(
             f"{operator}_attention ({direction}) ran out of memory for q [{sizes.batch}, {sizes.queries}, "
             f"{sizes.query_heads}, {sizes.key_dim}]; use a smaller batch or a shorter sequence"
         )
 
 
-def _describe(x: Tensor | None) -> _Tensor:
+def _describe(x: Tensor | None) -> tuple[int, ...]:
+    """The fields of a `Tensor` of `tensor.h`: each has 64 bits."""
     if x is None:
-        return _Tensor()
-    stride = (*x.stride(), *(0 for _ in range(4 - x.dim())))
-    return _Tensor(x.data_ptr(), stride, _DTYPES[x.dtype])
+        return 0, 0, 0, 0, 0, 0
+    return x.data_ptr(), *x.stride(), *(0,) * (4 - x.dim()), _DTYPES[x.dtype]
 
 
 def _to_c(parameter: object) -> object:

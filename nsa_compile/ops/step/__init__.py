@@ -4,6 +4,7 @@ weights choose (arXiv 2502.11089, eq. 8 to 12). What generates a token runs it."
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,24 @@ from nsa_compile.ops.dispatch import choose_kernel, register_modules
 __all__ = ["step_attention"]
 
 
-@torch.library.custom_op("nsa_compile::step_attention", mutates_args=())
+# Not `custom_op`: what surrounds an operator of that takes as long as the kernel does for a short context.
+_library = torch.library.Library("nsa_compile", "FRAGMENT")
+_library.define(
+    "step_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? indices, Tensor? allowed, Tensor? forced,"
+    " int block_size, float scale, int ratio, int[] offsets, int[] weights, int num_selected)"
+    " -> (Tensor out, Tensor chosen)"
+)
+
+
+def _compute(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, indices: Tensor | None, *others: Any
+) -> tuple[Tensor, ...]:
+    return choose_kernel("step", q).forward(q, k, v, mask, indices, *others)
+
+
+_library.impl("step_attention", _compute, "CompositeExplicitAutograd")
+
+
 def step_attention(
     q: Tensor,
     k: Tensor,
@@ -52,14 +70,12 @@ def step_attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together.
     """
-    ranking = (ratio, list(offsets), list(weights), num_selected)
     _check(q, k, v, mask, indices, allowed, forced, block_size, num_selected)
-    forward = choose_kernel("step", q).forward
-    out, chosen = forward(q, k, v, mask, indices, allowed, forced, block_size, scale, *ranking)
-    return out, chosen
+    chosen = (ratio, list(offsets), list(weights), num_selected)
+    return torch.ops.nsa_compile.step_attention(q, k, v, mask, indices, allowed, forced, block_size, scale, *chosen)
 
 
-@step_attention.register_fake
+@torch.library.register_fake("nsa_compile::step_attention", lib=_library)
 def _(q, k, v, mask, indices, allowed, forced, block_size, scale, ratio, offsets, weights, num_selected):
     _check(q, k, v, mask, indices, allowed, forced, block_size, num_selected)
     out = q.new_empty(*q.shape[:3], v.shape[3])
