@@ -57,12 +57,22 @@ def prefers_sparse(call: Call, wish: str) -> bool:
     return cost(*_sparse_work(call, queries, keys)) < cost(_dense_name(call, queries, keys), queries * keys)
 
 
-def reads_in_place(call: AttentionCall[fx.Node], wish: str) -> bool:
-    """Whether `step_attention` takes an attention of one query: on the CPU, where no gradient is asked for."""
-    tensors = [example(x) for x in (call.q, call.k, call.v)]
+def runs_in_place(gm: fx.GraphModule) -> bool:
+    """Whether a step by itself may leave attention to `step_attention`: on the CPU, where no gradient is asked for."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    on_cpu = all(x.device.type == "cpu" for n in inputs if isinstance(x := example(n), torch.Tensor))
+    return on_cpu and not torch.is_grad_enabled()
+
+
+def reads_in_place(call: Call, wish: str) -> bool:
+    """Whether `step_attention` takes an attention of one query, or the ranking of its weights."""
+    tensors = [example(x) for x in (call.q, call.k)] + ([example(call.v)] if isinstance(call, AttentionCall) else [])
     told_by_tensors = call.mask is not None or isinstance(call.kind, All)
-    fits = len({x.dtype for x in tensors}) == 1 and tensors[0].dtype in DTYPES
-    return wish != "dense" and not torch.is_grad_enabled() and told_by_tensors and fits and tensors[0].is_cpu
+    if tensors[0].shape[1] != 1 or wish == "dense" or not told_by_tensors:
+        return False
+    if torch.is_grad_enabled() or any(x.device.type != "cpu" for x in tensors):
+        return False
+    return len({x.dtype for x in tensors}) == 1 and tensors[0].dtype in DTYPES
 
 
 def _sparse_work(call: Call, queries: int, keys: int) -> tuple[str, int]:

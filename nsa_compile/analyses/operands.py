@@ -1,7 +1,7 @@
 """Operands of products as they lie: a reshape that merges dimensions of a cache would copy it.
 
-A product of batches wants keys `[N, T, D]` and masks `[N, 1, m, T]`; a cache is `[B, T, G, D]`, with N = B · G. A kernel
-that takes a stride for B and one for G needs no copy.
+A product of batches wants keys `[N, T, D]` and masks `[N, 1, m, T]`; a cache is `[B, T, G, D]`, with N = B · G. What
+takes a stride for B and one for G needs no copy.
 """
 
 from __future__ import annotations
@@ -76,5 +76,5 @@ def unexpanded(mask: fx.Node, batch: int, groups: int) -> fx.Node:
 
 
 def by_group(x: Tensor, batch: int, groups: int) -> Tensor:
-    """What `unexpanded` returns, or a mask `[1, 1, …]` or `[N, 1, …]`, as one that broadcasts to `[batch, groups, …]`."""
+    """A tensor `[1, 1, …]`, `[B · G, 1, …]` or as `unexpanded` returns, as one that broadcasts to `[B, G, …]`."""
     return x.reshape(batch, groups, *x.shape[2:]) if x.shape[:2] == (batch * groups, 1) else x

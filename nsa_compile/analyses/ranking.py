@@ -44,7 +44,8 @@ class Ranking:
 
     source: AttentionCall[fx.Node]  # the compressed attention
     blocks: int
-    kind: Blocks  # of its mask
+    kind: Blocks  # of its mask; of a step by itself one of rows
+    ratio: int  # rows from one block to the next
     allowed: tuple[fx.Node, bool]  # a condition, and whether it is negated
     forced: tuple[fx.Node, bool] | None
     offsets: tuple[int, ...]
@@ -156,8 +157,10 @@ def _blocks_of_tokens(condition: Condition, node: fx.Node, record: ScanRecord) -
     return first, size
 
 
-def find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord) -> Ranking:
+def find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord, *, by_itself: bool) -> Ranking:
     """How the indices of a selection were ranked.
+
+    In a step `by_itself` conditions on the blocks are what they are at its position, and no rule is asked of them.
 
     Raises:
         Unrecognised: in another way than eq. 8 to 11.
@@ -170,19 +173,37 @@ def find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord)
     if allowed is None:
         raise Unrecognised("no mask keeps blocks of the future out", sort)
     forced, score = _bounded(score, math.inf, record)
-    allowed_steps = _by_block(*allowed, example(sorted_score).shape, record)
-    forced_steps = None if forced is None else _by_block(*forced, example(sorted_score).shape, record)
-    num_initial, num_local = _forced_counts(allowed_steps, forced_steps, selection.block, sort)
-    for condition in (allowed, forced):
-        if condition is not None and example(condition[0]).numel() != blocks:
-            raise Unrecognised("the conditions on its blocks are not written as one boolean a block", sort)
     source, known = _attention_behind(score, body)
-    kind = source.kind
-    if not isinstance(kind, Blocks) or known.mask.data or selection.block % kind.stride:
-        raise Unrecognised("its scores do not come from attention to compressed blocks", score)
+    if by_itself:
+        num_initial, num_local = 0, 0
+    else:
+        shape = example(sorted_score).shape
+        num_initial, num_local = _counts_by_position(allowed, forced, shape, selection.block, sort, record)
+        if not isinstance(source.kind, Blocks) or known.mask.data or selection.block % source.kind.stride:
+            raise Unrecognised("its scores do not come from attention to compressed blocks", score)
     terms = _linear(score, weights_from(known.softmax, known.scores, record), record)
-    offsets, factors = _stencil(terms, source, rows, blocks, selection.block // kind.stride, score)
-    return Ranking(source, blocks, kind, allowed, forced, offsets, factors, num_initial, num_local)
+    kind = source.kind if isinstance(source.kind, Blocks) else Blocks(1, 1)
+    ratio = _ratio(terms, source, blocks, score) if by_itself else selection.block // kind.stride
+    offsets, factors = _stencil(terms, source, rows, blocks, ratio, score)
+    return Ranking(source, blocks, kind, ratio, allowed, forced, offsets, factors, num_initial, num_local)
+
+
+def _counts_by_position(
+    allowed: tuple[fx.Node, bool],
+    forced: tuple[fx.Node, bool] | None,
+    shape: torch.Size,
+    block: int,
+    sort: fx.Node,
+    record: ScanRecord,
+) -> tuple[int, int]:
+    """How many first and last blocks are always taken, of those up to the current one, at every step."""
+    allowed_steps = _by_block(*allowed, shape, record)
+    forced_steps = None if forced is None else _by_block(*forced, shape, record)
+    counts = _forced_counts(allowed_steps, forced_steps, block, sort)
+    for condition in (allowed, forced):
+        if condition is not None and example(condition[0]).numel() != shape[-1]:
+            raise Unrecognised("the conditions on its blocks are not written as one boolean a block", sort)
+    return counts
 
 
 def _sorted_scores(selection: Selection) -> tuple[fx.Node, int]:
@@ -337,6 +358,16 @@ def _summed(node: fx.Node, leaves: dict[fx.Node, Tensor], record: ScanRecord) ->
             (c, x.narrow(dim, i, 1) if keepdim else x.select(dim, i)) for c, x in terms for i in range(x.shape[dim])
         ]
     return terms
+
+
+def _ratio(terms: Terms, source: AttentionCall[fx.Node], blocks: int, score: fx.Node) -> int:
+    """How many compressed blocks lie between those that neighbouring blocks weigh."""
+    for _, numbers in terms:
+        first, second = numbers.reshape(-1, blocks)[:, :-1], numbers.reshape(-1, blocks)[:, 1:]
+        both = (first >= 0) & (second >= 0)
+        if bool(both.any()) and (ratio := int((second - first)[both][0])) > 0:
+            return ratio
+    raise Unrecognised("its scores do not weigh the compressed blocks around each block alike", score)
 
 
 def _stencil(

@@ -26,7 +26,7 @@ from nsa_compile.analyses.masks import (
     side_of_where,
 )
 from nsa_compile.analyses.staleness import Analysis
-from nsa_compile.ir.aten import MASKED_FILL, MATMUL, WHERE, arguments, aten, operand
+from nsa_compile.ir.aten import FILLED, MASKED_FILL, MATMUL, SORTED, WHERE, arguments, aten, operand
 from nsa_compile.ir.rewriting import NodeBuilder
 from nsa_compile.ir.scans import ScanRecord, example
 from nsa_compile.ir.step_values import StepMask
@@ -265,12 +265,26 @@ def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Prod
     return found
 
 
-def check_read_by(outputs: list[Product], softmax: fx.Node, record: ScanRecord) -> None:
-    """That nothing but the outputs reads the weights: scores that stay for others would be computed twice."""
+def check_read_by(outputs: list[Product], softmax: fx.Node, record: ScanRecord, *, may_rank: bool) -> None:
+    """That nothing but the outputs, or a ranking if it may, reads the weights: scores that stay for others would be
+    computed twice."""
     readers = {output.node for output in outputs} | {name for name, *_ in weights_below(softmax, record)}
-    for name, *_ in weights_below(softmax, record):
-        if any(user not in readers for user in name.users):
-            raise Unrecognised("its weights are used by something else as well", softmax)
+    others = {user for name, *_ in weights_below(softmax, record) for user in name.users if user not in readers}
+    if others and not (may_rank and _only_ranked(others)):
+        raise Unrecognised("its weights are used by something else as well", softmax)
+
+
+def _only_ranked(nodes: set[fx.Node]) -> bool:
+    """Whether all that is computed from the values of nodes goes through a sort."""
+    found, todo = set(nodes), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node.op == "output":
+            return False
+        following = () if node.target in SORTED or node.target in FILLED else node.users
+        todo += [user for user in following if user not in found]
+        found.update(following)
+    return True
 
 
 Weights = list[tuple[fx.Node, Tensor, list[Condition]]]

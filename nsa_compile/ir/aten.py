@@ -49,6 +49,8 @@ PLACED = frozenset({
     aten.scatter.src, aten.scatter.value, aten.index_put.default, aten._unsafe_index_put.default,
     aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default,
 })  # fmt: skip
+# What reads the shape of a tensor alone.
+FILLED = frozenset({aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default})
 SORTED = frozenset({aten.sort.default, aten.sort.stable, aten.topk.default})
 
 

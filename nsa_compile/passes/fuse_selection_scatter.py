@@ -34,7 +34,7 @@ from nsa_compile.analyses.softmax import AttentionRecord, raised
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_earlier, replace_node
-from nsa_compile.ir.scans import Declined, ScanRecord, example, find_steps, location
+from nsa_compile.ir.scans import Declined, ScanRecord, Step, example, find_steps, location
 from nsa_compile.passes.pipeline import PassContext, register
 
 
@@ -51,7 +51,7 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
             try:
                 with unset_fake_temporarily(), torch.no_grad():
                     selection = find_selection(node, known, record)
-                    ranking = _ranking_of(selection, step.body, record, context)
+                    ranking = _ranking_of(selection, step, context, by_itself=step.body is gm)
             except Unrecognised as found:
                 context.leave(Declined(found.why, found.node))
                 continue
@@ -66,12 +66,12 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
     return changed
 
 
-def _ranking_of(selection: Selection, body: fx.GraphModule, record: ScanRecord, context: PassContext) -> Ranking | None:
+def _ranking_of(selection: Selection, step: Step, context: PassContext, *, by_itself: bool) -> Ranking | None:
     """How the indices were ranked, if that is eq. 8 to 11; a note in the report if it is not."""
     if selection.given:
         return None
     try:
-        return find_ranking(selection, body, record)
+        return find_ranking(selection, step.body, step.record, by_itself=by_itself)
     except Unrecognised as found:
         context.leave(Declined(f"the ranking of its blocks stays as it is: {found.why}", found.node))
         return None
@@ -132,7 +132,12 @@ def _ranked(build: NodeBuilder, selection: Selection, ranking: Ranking) -> fx.No
     blocks = ranking.blocks
 
     def by_block(condition: fx.Node, negated: bool) -> fx.Node:
-        row = build(aten.reshape.default, condition, [1, 1, blocks])
+        if example(condition).numel() == blocks:
+            row = build(aten.reshape.default, condition, [1, 1, blocks])
+        else:  # one for each sequence, say
+            shape = [*example(selection.scatter).shape[:-1], blocks]
+            spread = build(aten.expand.default, condition, shape)
+            row = build(aten.reshape.default, spread, [selection.rows, 1, blocks])
         return build(aten.bitwise_not.default, row) if negated else row
 
     allowed = by_block(*ranking.allowed)
@@ -144,7 +149,7 @@ def _ranked(build: NodeBuilder, selection: Selection, ranking: Ranking) -> fx.No
         forced=build(aten.zeros_like.default, allowed) if ranking.forced is None else by_block(*ranking.forced),
         scale=ranking.source.scale,
         kind=ranking.kind,
-        select_block=selection.block,
+        select_block=ranking.ratio * ranking.kind.stride,
         num_blocks=blocks,
         offsets=ranking.offsets,
         factors=ranking.factors,

@@ -7,8 +7,9 @@ Each becomes one of
   `nsa_compile.ops`, whose cost follows the mask;
 - dense attention with a mask, where that is faster: below a measured size, or for masks of no such kind.
 
-Attention of one query, in a step by itself, reads the rows it needs where they lie, by `step_attention` on the CPU. Where
-it has a gradient or another device, and in the body of a scan that stays a loop, it gathers the rows of its indices.
+Attention of one query, in a step by itself, reads the rows it needs where they lie, by `step_attention` on the CPU.
+Where it has a gradient or another device, and in the body of a scan that stays a loop, it gathers the rows of its
+indices.
 
 `analyses/attention_costs.py` says which one is faster.
 """
@@ -51,8 +52,8 @@ LAYOUT = {aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim}
 
 
 class Implementation(NamedTuple):
-    """How to compute a node: a name for reports, the function, the nodes it stands for, and, where it does not read what
-    they read, its inputs."""
+    """How to compute a node: a name for reports, the function, the nodes it stands for, and its inputs where they are
+    others than those of the first node."""
 
     name: str
     run: Callable[..., list[Tensor]]
@@ -153,10 +154,13 @@ def choose(node: fx.Node, wish: str) -> Implementation:
     call = call_of(node)
     if isinstance(call, SelectCall):
         partner = next((n for n in call.q.users if n.target is ATTENTION and _same_scores(n, node)), None)
+        if reads_in_place(call, wish):
+            return _step(partner, node)
         return _compressed(node, partner) if prefers_sparse(call, wish) else _dense(node, call)
     queries = example(call.q).shape[1]
-    if queries == 1 and reads_in_place(call, wish):
-        return _step(node, call)
+    if reads_in_place(call, wish):
+        partner = next((n for n in call.q.users if n.target is SELECT and _same_scores(node, n)), None)
+        return _step(node, partner)
     if call.indices is not None and queries == 1:
         return Implementation("rows of the selected blocks", _one_query(call), [node])
     if call.mask is not None or isinstance(call.kind, Opaque | All) or not prefers_sparse(call, wish):
@@ -172,9 +176,8 @@ def choose(node: fx.Node, wish: str) -> Implementation:
 def _same_scores(attention: fx.Node, selection: fx.Node) -> bool:
     """Whether an attention has the scores that a selection ranks."""
     a, b = AttentionCall.of(attention), SelectCall.of(selection)
-    if a.mask is not None or a.indices is not None:
-        return False
-    return (a.q, a.k, a.scale, a.kind) == (b.q, b.k, b.scale, b.kind)
+    same_mask = a.mask is b.mask and (a.mask is not None or a.kind == b.kind)
+    return a.indices is None and same_mask and (a.q, a.k, a.scale) == (b.q, b.k, b.scale)
 
 
 # -- the implementations, on `q [N, S, m, D]`, `k [N, T, D]`, `v [N, T, Dv]`
@@ -252,27 +255,39 @@ def _one_query(call: Call) -> Callable[..., list[Tensor]]:
     return lambda *tensors: [step(_refill(call, tensors))]
 
 
-def _step(node: fx.Node, call: AttentionCall[fx.Node]) -> Implementation:
-    """One query of each sequence, over the rows of a cache as they lie."""
-    keys, values = rows_of(call.k), rows_of(call.v)
-    batch, groups = keys.batch, keys.groups
-    if (values.batch, values.groups) != (batch, groups):
-        keys, values = as_they_are(call.k), as_they_are(call.v)
-        batch, groups = keys.batch, 1
+def _step(attention: fx.Node | None, selection: fx.Node | None) -> Implementation:
+    """One query of each sequence over rows as they lie: attention, the ranking of its weights, or both."""
+    group = [n for n in (attention, selection) if n is not None]
+    call = call_of(group[0])
+    values = call.v if isinstance(call, AttentionCall) else call.k  # nobody reads the output of a ranking
+    indices = call.indices if isinstance(call, AttentionCall) else None
+    k, v = rows_of(call.k), rows_of(values)
+    if (k.batch, k.groups) != (v.batch, v.groups):
+        k, v = as_they_are(call.k), as_they_are(values)
+    batch, groups = k.batch, k.groups
     mask = None if call.mask is None else unexpanded(call.mask, batch, groups)
-    inputs = [x for x in (call.q, keys.source, values.source, mask, call.indices) if x is not None]
-    block = max(1, call.select_block)
+    allowed = forced = None
+    ranking: list[Any] = [1, [], [], 0]
+    if selection is not None:
+        ranked = SelectCall.of(selection)
+        allowed, forced = ranked.allowed, ranked.forced
+        ratio = ranked.select_block // ranked.kind.stride
+        ranking = [ratio, list(ranked.offsets), list(ranked.factors), ranked.num_selected]
+    given = [call.q, k.source, v.source, mask, indices, allowed, forced]
+    block = max(1, call.select_block) if isinstance(call, AttentionCall) else 1
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
-        others = list(rest)
-        keep = by_group(others.pop(0), batch, groups) if mask is not None else None
-        indices = others.pop(0).reshape(batch, groups, -1) if call.indices is not None else None
-        k, v = (rows.view(x).transpose(1, 2) for rows, x in ((keys, k), (values, v)))
+    def run(*tensors: Tensor) -> list[Tensor]:
+        left = iter(tensors)
+        q, keys, rows = (next(left) for _ in range(3))
+        keys, rows = (side.view(x).transpose(1, 2) for side, x in ((k, keys), (v, rows)))
         q = q.reshape(batch, 1, -1, q.shape[3])
-        out, _ = step_attention(q, k, v, keep, indices, None, None, block, call.scale, 1, [], [], 0)
-        return [out.reshape(batch * groups, 1, -1, out.shape[3])]
+        keep, blocks, may, must = (None if x is None else by_group(next(left), batch, groups) for x in given[3:])
+        out, chosen = step_attention(q, keys, rows, keep, blocks, may, must, block, call.scale, *ranking)
+        found = [out.reshape(batch * groups, 1, -1, out.shape[3])] if attention is not None else []
+        return found + ([chosen.reshape(batch * groups, 1, -1)] if selection is not None else [])
 
-    return Implementation("step_attention", run, [node], inputs)
+    name = "step_attention" + (" with selection" if selection is not None else "")
+    return Implementation(name, run, group, [x for x in given if x is not None])
 
 
 def _inputs(call: Call) -> dict[str, fx.Node]:

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from nsa_compile.analyses.attention_costs import runs_in_place
 from nsa_compile.analyses.magnitudes import given_magnitudes
 from nsa_compile.analyses.masks import Mask, Unrecognised, conjunction, mask_tensor
 from nsa_compile.analyses.softmax import (
@@ -46,6 +47,7 @@ from nsa_compile.passes.pipeline import PassContext, register
 def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     """Find attention in step bodies and make each one node that knows its mask."""
     changed = False
+    in_place = context.options.attention != "dense" and runs_in_place(gm)
     given = {site.body: given_magnitudes(site) for site in find_scans(gm)}
     for step in find_steps(gm):
         record = step.record
@@ -57,7 +59,7 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                     check_scores(softmax, scores, analysis)
                     outputs = walk_down(softmax, scores, record)
                     if step.body is gm:  # no batching will bring its scores and their ranking together
-                        check_read_by(outputs, softmax, record)
+                        check_read_by(outputs, softmax, record, may_rank=in_place)
                     mask = conjunction(scores.conditions, record)
             except Unrecognised as found:
                 context.leave(Declined(found.why, found.node))

@@ -26,8 +26,10 @@ from tests.attention_programs import (
 from tests.models.test_nsa import EXAMPLE, assume_unambiguous, tiny_model, tokens_for, value_and_grads
 from tests.passes.test_fuse_selection_scatter import OTHER_MASKS, OTHER_RANKINGS, OTHERS, selections
 from tests.passes.test_raise_attention import LOWEST
+from tests.step_programs import loop
 from tests.strategies import NSAProblem, nsa_problems
 
+RANKED = "importance, ranking and mask of blocks of {}"
 BLOCKS, WINDOW, ROW = "mask of blocks of {}", "window of {}", "one row is written"
 
 
@@ -80,7 +82,7 @@ def test_nsa_reads_its_blocks_and_its_window():
     torch._dynamo.reset()
     with torch.no_grad():
         decoded(EXAMPLE, compiled=True)(*EXAMPLE.tensors())
-    assert read_by_index(last_report()) == [BLOCKS.format(EXAMPLE.l_sel), WINDOW.format(EXAMPLE.w)]
+    assert read_by_index(last_report()) == [RANKED.format(EXAMPLE.l_sel), WINDOW.format(EXAMPLE.w)]
 
 
 # ------------------------------------------------------------------------------------------------------- whole models
@@ -140,7 +142,7 @@ def test_prompts_of_several_lengths_are_continued_as_if_each_were_alone(changes)
                 torch.testing.assert_close(logits[b], expected[0], rtol=1e-10, atol=1e-12)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     if not changes:
-        assert read_by_index(last_report()) == [BLOCKS.format(4), WINDOW.format(8)]
+        assert read_by_index(last_report()) == [RANKED.format(4), WINDOW.format(8)]
 
 
 def test_scores_are_those_of_the_tokens_that_are_read(final_graphs):
@@ -191,6 +193,30 @@ def test_without_the_pass_scores_grow_with_the_cache():
 # ----------------------------------------------------------------------------------------- other steps than NSA's own
 
 
+def check_without_gradients(program: AttentionProgram) -> Report:
+    """Compiled where no gradient is asked for, a step reads caches in place; its outputs are the loop's."""
+    torch._dynamo.reset()
+    run, *args = program.build(0)
+    step_of: list = []
+
+    def scan(step, init, xs):
+        step_of.append(nsa_compile.compile(step, nested="eager", cache=False))
+        return loop(step_of[0], init, xs)
+
+    with torch.no_grad():
+        actual, expected = run(scan, *args), run(loop, *args)
+        run, *args = program.build(0, exact=True)
+        exact = run(loop, *args)
+    for a, e, x in zip(*map(pytree.tree_leaves, (actual, expected, exact)), strict=True):
+        eps = torch.finfo(e.dtype).eps if e.dtype.is_floating_point else 0.0
+        assert a.dtype == e.dtype
+        near = 2 * float((e.double() - x.double()).abs().max()) + 64 * eps * float(x.double().abs().max())
+        assert float((a.double() - x.double()).abs().max()) <= near
+    report = last_report()
+    assert all(choice.operator.startswith("step_attention") for choice in report.attention)
+    return report
+
+
 @settings(max_examples=4)
 @given(case=selections(), nested=st.sampled_from(["eager", "aot_eager"]))
 def test_selection_in_every_form(case, nested):
@@ -198,6 +224,7 @@ def test_selection_in_every_form(case, nested):
     actual, report = run_compiled_step(program, nested)
     assert fused(report) == [BLOCKS.format(block)]
     assert_equals_loop(program, actual)
+    assert fused(check_without_gradients(program)) == [RANKED.format(block)]
 
 
 @pytest.mark.parametrize("programs", [OTHERS, *OTHER_RANKINGS.values()], ids=["others", *OTHER_RANKINGS])
@@ -206,6 +233,7 @@ def test_other_rankings_decide_what_is_read(programs):
     actual, report = run_compiled_step(program)
     assert fused(report) == [BLOCKS.format(4)] * len(programs)
     assert_equals_loop(program, actual)
+    check_without_gradients(program)
 
 
 @pytest.mark.parametrize("kind", OTHER_MASKS)
@@ -215,6 +243,7 @@ def test_other_masks_are_left_alone(kind):
     assert read_by_index(report) == []
     assert len(report.declines) >= len(OTHER_MASKS[kind])
     assert_equals_loop(program, actual)
+    assert read_by_index(check_without_gradients(program)) == []
 
 
 def windowed(keep: str, **fields) -> AttentionProgram:
@@ -251,6 +280,7 @@ def test_windows_in_every_form_are_read_alone():
     actual, report = run_compiled_step(program)
     assert read_by_index(report) == [WINDOW.format(3)] * len(WINDOWS)
     assert_equals_loop(program, actual)
+    assert read_by_index(check_without_gradients(program)) == [WINDOW.format(3)] * len(WINDOWS)
 
 
 def test_what_is_no_window_is_left_alone():

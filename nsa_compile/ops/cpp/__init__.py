@@ -140,7 +140,7 @@ def load(operator: str) -> ctypes.CDLL:
 
 @cache
 def _load_all() -> dict[str, ctypes.CDLL]:
-    """All operators over sequences: a program that uses one uses the others, and compiling three in parallel is faster."""
+    """All operators over sequences: a program that uses one uses the others, and three in parallel compile faster."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     kept = kernel_directory(inductor_files.prepare())

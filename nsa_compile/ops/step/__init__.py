@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from nsa_compile.ops import checks, cpp
+from nsa_compile.ops import checks, cpp, flops
 from nsa_compile.ops.dispatch import choose_kernel, register_modules
 
 __all__ = ["step_attention"]
@@ -80,6 +81,14 @@ def _(q, k, v, mask, indices, allowed, forced, block_size, scale, ratio, offsets
     _check(q, k, v, mask, indices, allowed, forced, block_size, num_selected)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     return out, q.new_empty(q.shape[0], k.shape[2], num_selected, dtype=torch.int32)
+
+
+@register_flop_formula(torch.ops.nsa_compile.step_attention)
+def _flops(
+    q: Any, k: Any, v: Any, mask: Any, indices: Any, allowed: Any, forced: Any, block_size: int, *rest: Any,
+    out_shape: Any = None,
+) -> int:  # fmt: skip
+    return flops.attention_flops(q, v, k[1] if indices is None else min(k[1], indices[2] * block_size))
 
 
 def _check(

@@ -41,7 +41,7 @@ class Step {
         heads_(sizes.heads()),
         key_columns_(padded_columns<T>(sizes.key_dim)),
         value_columns_(padded_columns<T>(sizes.value_dim)),
-        most_pieces_(divide_up(indices_.data == nullptr ? sizes.keys : index_count * block_size, kPieceRows)),
+        most_pieces_(divide_up(index_count < 0 ? sizes.keys : index_count * block_size, kPieceRows)),
         listed_(sizes.sequences(), index_count),
         listed_counts_(sizes.sequences()),
         weights_(ranking.count ? sizes.sequences() : threads, ranking.count ? most_pieces_ * piece_size() : piece_size()),
@@ -57,13 +57,13 @@ class Step {
         others_(threads, ranking.blocks) {}
 
   int64_t pieces(int64_t item) const {
-    const int64_t rows = indices_.data == nullptr ? sizes_.keys : listed_counts_.data()[item] * block_size_;
+    const int64_t rows = index_count_ < 0 ? sizes_.keys : listed_counts_.data()[item] * block_size_;
     return divide_up(rows, kPieceRows);
   }
 
   // The blocks that the indices of a group name, ascending: a set.
   void list_blocks(int64_t item) const {
-    if (indices_.data == nullptr) return;
+    if (index_count_ < 0) return;
     const int64_t end = divide_up(sizes_.keys, block_size_);
     const int64_t first = (item / sizes_.groups) * indices_.stride[0] + (item % sizes_.groups) * indices_.stride[1];
     int64_t* listed = listed_[item];
@@ -200,7 +200,7 @@ class Step {
       }
     };
     const int64_t first = piece * kPieceRows, last = first + kPieceRows;
-    if (indices_.data == nullptr) {
+    if (index_count_ < 0) {
       list(first, last);
       return count;
     }
@@ -307,7 +307,8 @@ void run(const Step<T>& step, int64_t items, int64_t threads) {
 }  // namespace
 
 // tensors: q [B, 1, Hq, D], k [B, T, G, D], v [B, T, G, Dv], mask [B, G, h, T], indices [B, G, n], allowed and forced
-// [B, G, blocks], out [B, 1, Hq, Dv], chosen [B, G, count]; those that are not there have no data
+// [B, G, blocks], out [B, 1, Hq, Dv], chosen [B, G, count]; those that are not there have no data. Without indices their
+// number is -1: an empty tensor has no data, either.
 extern "C" int step_attention_forward(
     const Sizes* sizes, const Tensor* tensors, int64_t index_count, int64_t block_size, double scale, int64_t ratio,
     const int64_t* offsets, const int64_t* weights, int64_t terms, int64_t blocks, int64_t count, int64_t threads,

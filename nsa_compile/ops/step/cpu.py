@@ -31,7 +31,7 @@ def forward(
     if mask is not None:
         mask = mask.expand(batch, groups, q.shape[2] // groups, rows)
     tensors = (q, k, v, mask, indices, allowed, forced, out, chosen)
-    count = 0 if indices is None else indices.shape[2]
+    count = -1 if indices is None else indices.shape[2]
     size = min(block_size, max(1, rows))  # there is only one block then
     cpp.call(
         "step", "forward", cpp.sizes_of(q, k, v), tensors, count, size, scale, ratio, offsets, weights, len(offsets),
