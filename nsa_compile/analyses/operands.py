@@ -1,7 +1,7 @@
-"""Operands of products as they lie: a reshape that merges dimensions of a cache would copy it.
+"""Operands of products as they lie: a reshape that merges dimensions of a cache would copy it, and so would a factor.
 
-A product of batches wants keys `[N, T, D]` and masks `[N, 1, m, T]`; a cache is `[B, T, G, D]`, with N = B · G. What
-takes a stride for B and one for G needs no copy.
+A product of batches wants keys `[N, T, D]` and masks `[N, 1, m, T]`; a cache is `[B, T, G, D]`, with N = B · G, or N =
+B · G · h where each query head has a product of its own. What takes a stride for B and one for G needs no copy.
 """
 
 from __future__ import annotations
@@ -16,17 +16,27 @@ from nsa_compile.ir.aten import aten
 from nsa_compile.ir.scans import example
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+_MOVES = (aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A node `[N, T, D]` as a view `[B, G, T, D]` of `source`, with B · G = N."""
+    """A node `[N, T, D]` as a view `[B, G, T, D]` of `source`, each group of which stands for N / (B · G) in a row."""
 
     source: fx.Node
     batch: int
     groups: int
     matrix: tuple[int, int]  # the last two dimensions of the source, beside those of size 1
     transposed: bool = False
+    factor: float = 1.0  # the node is the view times this
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the source was copied or multiplied to be read in this form."""
+        node: Any = self.source
+        while node.target in _MOVES:
+            node = node.args[0]
+        return node.target in (*_RESHAPES, aten.expand.default, aten.mul.Scalar, aten.clone.default)
 
     def view(self, x: Tensor) -> Tensor:
         """The source's value as `[B, G, T, D]`."""
@@ -35,33 +45,46 @@ class Rows:
 
 
 def rows_of(node: fx.Node) -> Rows:
-    """Rows `[N, T, D]` as they lie before a reshape merges their first dimensions, if one does."""
+    """Rows `[N, T, D]` as they lie before they were repeated for several heads, multiplied or merged into one batch."""
+    count, *_ = example(node).shape
     source: Any = node
-    transposed = False
-    while source.target is aten.transpose.int and {d % 3 for d in source.args[1:]} == {1, 2}:
-        source, transposed = source.args[0], not transposed
-    count, first, second = example(source).shape
-    if source.target in _RESHAPES:
-        before = _leading(example(source.args[0]).shape, (first, second))
-        if before is not None and prod(before) == count:
+    matrix: tuple[int, int] = (example(node).shape[1], example(node).shape[2])
+    transposed, factor = False, 1.0
+    found = Rows(node, count, 1, matrix)
+    while source is not None:
+        before = _leading(example(source).shape, matrix)
+        if before is not None and len(before) <= 2 and prod(before) == count:
             batch, groups = (*before, 1, 1)[:2]
-            return Rows(source.args[0], batch, groups, (first, second), transposed)
-    return as_they_are(node)
+            found = Rows(source, batch, groups, matrix, transposed, factor)
+        if before is not None and source.target is aten.expand.default and _repeats(source):
+            batch, groups = (*(size for size in example(source.args[0]).shape[:-3] if size != 1), 1, 1)[:2]
+            if count % (batch * groups) == 0:
+                return Rows(source.args[0], batch, groups, matrix, transposed, factor)
+        following: Any = source.args[0] if source.args else None
+        rank = example(source).dim()
+        if source.target is aten.transpose.int and {d % rank for d in source.args[1:]} == {rank - 2, rank - 1}:
+            matrix, transposed = (matrix[1], matrix[0]), not transposed
+        elif source.target is aten.mul.Scalar:
+            factor *= float(source.args[1])
+        elif source.target is aten.expand.default and example(following).shape == example(source).shape:
+            pass
+        elif source.target not in _RESHAPES or _leading(example(following).shape, matrix) is None:
+            return found
+        source = following
+    return found
 
 
-def as_they_are(node: fx.Node) -> Rows:
-    """Rows `[N, T, D]` without a split of N."""
-    count, rows, width = example(node).shape
-    return Rows(node, count, 1, (rows, width))
+def _repeats(expanded: fx.Node) -> bool:
+    """Whether `[B, G, 1, T, D]` is repeated for the heads of a group, and nothing else."""
+    shape, before = example(expanded).shape, example(expanded.args[0]).shape  # type: ignore[arg-type]
+    return len(shape) == len(before) == 5 and before[2] == 1 and shape[:2] == before[:2] and shape[3:] == before[3:]
 
 
 def _leading(shape: Any, matrix: tuple[int, int]) -> list[int] | None:
-    """What a shape has before a matrix, without dimensions of 1, if these are at most two."""
-    sizes = list(shape)
-    while len(sizes) > 2 and sizes[-1] == 1 and tuple(sizes[-2:]) != matrix:
-        sizes.pop()
-    before = [size for size in sizes[:-2] if size != 1]
-    return before if tuple(sizes[-2:]) == matrix and len(before) <= 2 else None
+    """What a shape has before a matrix, if it ends in that. Dimensions of 1 move no element, and are left out."""
+    sizes, last = ([size for size in x if size != 1] for x in (shape, matrix))
+    split = len(sizes) - len(last)
+    return sizes[:split] if split >= 0 and sizes[split:] == last else None
 
 
 def unexpanded(mask: fx.Node, batch: int, groups: int) -> fx.Node:

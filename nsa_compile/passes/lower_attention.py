@@ -31,7 +31,7 @@ from nsa_compile.analyses.attention_costs import (
     reads_in_place,
     selected_blocks,
 )
-from nsa_compile.analyses.operands import as_they_are, by_group, rows_of, unexpanded
+from nsa_compile.analyses.operands import by_group, rows_of, unexpanded
 from nsa_compile.branches import BRANCH_OF
 from nsa_compile.ir import attention as eager
 from nsa_compile.ir.aten import aten
@@ -154,13 +154,14 @@ def choose(node: fx.Node, wish: str) -> Implementation:
     call = call_of(node)
     if isinstance(call, SelectCall):
         partner = next((n for n in call.q.users if n.target is ATTENTION and _same_scores(n, node)), None)
-        if reads_in_place(call, wish):
-            return _step(partner, node)
+        if reads_in_place(call, wish) and (step := _step(partner, node)):
+            return step
         return _compressed(node, partner) if prefers_sparse(call, wish) else _dense(node, call)
     queries = example(call.q).shape[1]
     if reads_in_place(call, wish):
         partner = next((n for n in call.q.users if n.target is SELECT and _same_scores(node, n)), None)
-        return _step(node, partner)
+        if step := _step(node, partner):
+            return step
     if call.indices is not None and queries == 1:
         return Implementation("rows of the selected blocks", _one_query(call), [node])
     if call.mask is not None or isinstance(call.kind, Opaque | All) or not prefers_sparse(call, wish):
@@ -255,17 +256,22 @@ def _one_query(call: Call) -> Callable[..., list[Tensor]]:
     return lambda *tensors: [step(_refill(call, tensors))]
 
 
-def _step(attention: fx.Node | None, selection: fx.Node | None) -> Implementation:
-    """One query of each sequence over rows as they lie: attention, the ranking of its weights, or both."""
+def _step(attention: fx.Node | None, selection: fx.Node | None) -> Implementation | None:
+    """One query of each sequence over rows as they lie: attention, the ranking of its weights, or both. None where they
+    would have to be copied first."""
     group = [n for n in (attention, selection) if n is not None]
     call = call_of(group[0])
     values = call.v if isinstance(call, AttentionCall) else call.k  # nobody reads the output of a ranking
     indices = call.indices if isinstance(call, AttentionCall) else None
     k, v = rows_of(call.k), rows_of(values)
-    if (k.batch, k.groups) != (v.batch, v.groups):
-        k, v = as_they_are(call.k), as_they_are(values)
     batch, groups = k.batch, k.groups
-    mask = None if call.mask is None else unexpanded(call.mask, batch, groups)
+    count, _, heads, _ = example(call.q).shape
+    if k.is_copy or v.is_copy or v.factor != 1 or (v.batch, v.groups) != (batch, groups):
+        return None
+    mask = None if call.mask is None else unexpanded(call.mask, batch, count // batch)
+    repeated = count != batch * groups  # a product for each head of a group
+    if repeated and not (indices is selection is None and _is_shared(mask, batch)):
+        return None
     allowed = forced = None
     ranking: list[Any] = [1, [], [], 0]
     if selection is not None:
@@ -282,12 +288,17 @@ def _step(attention: fx.Node | None, selection: fx.Node | None) -> Implementatio
         keys, rows = (side.view(x).transpose(1, 2) for side, x in ((k, keys), (v, rows)))
         q = q.reshape(batch, 1, -1, q.shape[3])
         keep, blocks, may, must = (None if x is None else by_group(next(left), batch, groups) for x in given[3:])
-        out, chosen = step_attention(q, keys, rows, keep, blocks, may, must, block, call.scale, *ranking)
-        found = [out.reshape(batch * groups, 1, -1, out.shape[3])] if attention is not None else []
-        return found + ([chosen.reshape(batch * groups, 1, -1)] if selection is not None else [])
+        out, chosen = step_attention(q, keys, rows, keep, blocks, may, must, block, call.scale * k.factor, *ranking)
+        found = [out.reshape(count, 1, heads, -1)] if attention is not None else []
+        return found + ([chosen.reshape(count, 1, -1)] if selection is not None else [])
 
     name = "step_attention" + (" with selection" if selection is not None else "")
     return Implementation(name, run, group, [x for x in given if x is not None])
+
+
+def _is_shared(mask: fx.Node | None, batch: int) -> bool:
+    """Whether all heads of a sequence keep the same rows."""
+    return mask is None or example(mask).shape[:3] in ((1, 1, 1), (batch, 1, 1))
 
 
 def _inputs(call: Call) -> dict[str, fx.Node]:

@@ -141,6 +141,7 @@ def test_prompts_of_several_lengths_are_continued_as_if_each_were_alone(changes)
                 alone[b], expected = model.decode_step(alone[b], token[None])
                 torch.testing.assert_close(logits[b], expected[0], rtol=1e-10, atol=1e-12)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert all(choice.operator.startswith("step_attention") for choice in last_report().attention)
     if not changes:
         assert read_by_index(last_report()) == [RANKED.format(4), WINDOW.format(8)]
 
