@@ -267,16 +267,16 @@ def test_a_replayed_step_computes_no_ranking(tmp_path):
     model = tiny_model(n_layers=1)
     tokens = tokens_for(model, 1, 40)
     _, selection = model(tokens, return_selection=True)
-    graphs = {}
+    operators = {}
     for name, given_blocks in (("ranked", {}), ("replayed", {"selection": selection[:, 0]})):
         torch._dynamo.reset()
         folder = tmp_path / name
         step = nsa_compile.compile_decode_step(model, dump_dir=str(folder), nested="eager", cache=False)
         step(model.init_state(1, 40), tokens[:, 0], **given_blocks)
-        graphs[name] = max(folder.glob("*_after.py")).read_text()
-    importance = "in block_importance"
-    assert importance in graphs["ranked"]
-    assert importance not in graphs["replayed"]
+        assert "in block_importance" not in max(folder.glob("*_after.py")).read_text(), "the operator computes it"
+        operators[name] = [choice.operator for choice in nsa_compile.last_report().attention]
+    assert operators["ranked"] == ["step_attention with selection", "step_attention", "step_attention"]
+    assert operators["replayed"] == ["step_attention"] * 3
 
 
 def counting(seed: int, length: int) -> Tensor:
