@@ -28,6 +28,7 @@ LAZY_COMMANDS = {
     "data": ("nsa_compile.data.data_cli:data", "Look at a data set, tokenize it, check what was kept."),
     "doctor": ("nsa_compile.machine.doctor_cli:doctor", "What this machine can run, and what is missing."),
     "estimate": ("nsa_compile.estimation.estimate_cli:estimate", "Memory, time and disk of a run before it starts."),
+    "eval": ("nsa_compile.evaluation.eval_cli:evaluate", "How good a trained model is."),
     "export": ("nsa_compile.generation.export_cli:export", "Write a trained model for other programs."),
     "generate": ("nsa_compile.generation.generate_cli:generate", "Go on with prompts by a trained model."),
     "import": ("nsa_compile.generation.import_cli:import_model", "Read an NSA model of flash-linear-attention."),

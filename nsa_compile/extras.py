@@ -16,6 +16,7 @@ TRAIN_COMMANDS = (
     "config",
     "data",
     "doctor",
+    "eval",
     "export",
     "generate",
     "import",

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # From top to bottom. What is named here is a package or a module of nsa_compile with all that no longer name has.
 LAYERS = [
     {"validation", "__main__"},
-    {"experiments", "estimation"},
+    {"experiments", "estimation", "evaluation"},
     {"profiles", "verification"},
     {"launch", "generation"},
     {"hf"},

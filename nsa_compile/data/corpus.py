@@ -56,6 +56,8 @@ class Corpus:
         tokenizer: how ids turn back into text.
         best_unigram_loss: loss in nats per token, on held-out text, of the model that knows only how often each token
             occurs in the training text. A language model that has learned anything about order is below it.
+        held_out: the whole of the held-out text, tokens ``[N]``; ``None`` for a stream and for a synthetic task, which
+            have no such text.
         answers: for a synthetic task, which tokens ``[S + 1]`` of every sequence can be inferred from those before
             them; ``None`` where that is not known.
     """
@@ -65,6 +67,7 @@ class Corpus:
     tokenizer: Tokenizer
     best_unigram_loss: float
     answers: npt.NDArray[np.bool_] | None = None
+    held_out: npt.NDArray[np.integer] | None = None
 
 
 def load_corpus(config: RunConfig, rank: int = 0, world_size: int = 1) -> Corpus:
@@ -168,6 +171,7 @@ def _text(config: RunConfig) -> Corpus:
         evenly_spaced_batches(held_out_text, shape.eval_batches, shape.batch_size, shape.seq_len),
         tokenizer,
         best_unigram_loss(train, held_out_text, tokenizer.vocab_size),
+        held_out=held_out_text,
     )
 
 

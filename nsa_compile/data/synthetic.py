@@ -108,7 +108,7 @@ class Needle:
         places = np.sort(random.integers(room + 1, size=self.needles))
         phase = int(random.integers(len(self.FILLER)))
         filler = self.FILLER[(phase + np.arange(room + self.min_distance)) % len(self.FILLER)]
-        hay = np.insert(filler.astype(np.int64), places, self.RECORDS + len(self.VALUES) * keys + values)
+        hay = np.insert(filler.astype(np.int64), places, self._records(keys, values))
         order = random.permutation(self.needles)
         questions = np.stack((self.KEYS[keys[order]], self.VALUES[values[order]]), axis=1)
         return np.concatenate((hay, questions.flatten()))
@@ -116,6 +116,13 @@ class Needle:
     def answers(self, length: int) -> Mask:
         question = np.arange(length) - (length - 2 * self.needles)
         return (question >= 0) & (question % 2 == 1)
+
+    def record(self, key: int, value: int) -> int:
+        """The needle that a question, the letter of a key, and its answer, the digit of a value, are about."""
+        return int(self._records(np.flatnonzero(key == self.KEYS), np.flatnonzero(value == self.VALUES))[0])
+
+    def _records(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return self.RECORDS + len(self.VALUES) * keys + values
 
     def _example(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
         """Which keys and which values the needles have, ``[2, needles]``."""

@@ -28,12 +28,14 @@ class Tokenizer(Protocol):
         name: its name in ``data.tokenizer``.
         separator: what stands between two documents: the end-of-text token, where there is one.
         boundary: a pattern at the end of which a text may be cut without changing its tokens.
+        token_bytes: UTF-8 bytes of text that each id stands for, ``[vocab_size]``; 0 for what is no text.
     """
 
     name: str
     vocab_size: int
     separator: tuple[int, ...]
     boundary: re.Pattern[str]
+    token_bytes: npt.NDArray[np.int64]
 
     def encode(self, text: str) -> npt.NDArray[np.integer]: ...
 
@@ -50,6 +52,7 @@ class ByteTokenizer:
     vocab_size = 256
     separator = tuple(b"\n\n")
     boundary = re.compile("")
+    token_bytes = np.ones(256, dtype=np.int64)
 
     def encode(self, text: str) -> npt.NDArray[np.integer]:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -76,6 +79,9 @@ class GPT2Tokenizer:
 
         self.bpe = ByteLevelBPETokenizer(str(files / "encoder.json"), str(files / "vocab.bpe"))
         self.vocab_size = self.bpe.get_vocab_size()
+        # A letter of its alphabet is a byte.
+        self.token_bytes = np.array([len(self.bpe.id_to_token(i)) for i in range(self.vocab_size)])
+        self.token_bytes[list(self.separator)] = 0
 
     def encode(self, text: str) -> npt.NDArray[np.integer]:
         return np.array(self.bpe.encode(text).ids, dtype=np.uint16)

@@ -28,6 +28,7 @@ class TrainedModel:
         seq_len: tokens of the sequences that it was trained on; None where nobody knows.
         source: the checkpoint or the folder that its weights come from.
         warnings: a line for each newer checkpoint that is damaged.
+        config: of its run; None for an exported model.
     """
 
     model: NSATransformer
@@ -35,6 +36,7 @@ class TrainedModel:
     seq_len: int | None
     source: Path
     warnings: list[str]
+    config: RunConfig | None = None
 
 
 def load_trained(path: Path, dtype: str = "float32") -> TrainedModel:
@@ -65,7 +67,7 @@ def load_trained(path: Path, dtype: str = "float32") -> TrainedModel:
     model = NSATransformer(config.model)
     _put_weights(model, config, state, checkpoint)
     tokenizer = make_tokenizer(config.data.tokenizer)
-    return TrainedModel(_ready(model, dtype), tokenizer, config.train.seq_len, checkpoint.path, warnings)
+    return TrainedModel(_ready(model, dtype), tokenizer, config.train.seq_len, checkpoint.path, warnings, config)
 
 
 def _load_exported(folder: Path, dtype: str) -> TrainedModel:
