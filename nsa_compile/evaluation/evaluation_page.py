@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 TEXT_HEADERS = ("context", "stride", "tokens", "bytes", "bits per byte", "nats per token", "perplexity")
 # What of a needle is shown, and how.
 MEASURES = {
-    "accuracy": ("Share of the answers found, by depth and by length of the text.", "{:.0%}"),
-    "gain": ("Nats by which the needle makes its answer more probable, by depth and by length of the text.", "{:+.2f}"),
+    "accuracy": ("Share of the answers found", "{:.0%}"),
+    "gain": ("Nats by which the needle makes its answer more probable", "{:+.2f}"),
 }
 # The strongest colour of a cell is this much of the theme's: its text is read on it in light and dark.
 STRONGEST = 0.55
@@ -61,7 +61,7 @@ def tables(scores: Sequence[TextScore], found: Sequence[Found]) -> list[str]:
         texts.append(tabulate(text_rows(scores), TEXT_HEADERS, disable_numparse=True, stralign="right"))
     for name in measures(found):
         headers, lines = heat_rows(found, name)
-        texts.append(f"{MEASURES[name][0]}\n\n{tabulate(lines, headers, disable_numparse=True, stralign='right')}")
+        texts.append(f"{MEASURES[name][0]}:\n\n{tabulate(lines, headers, disable_numparse=True, stralign='right')}")
     return texts
 
 
@@ -75,7 +75,7 @@ def heat_map(rows: Sequence[Found], name: str) -> Figure:
         share = min(max(value / greatest, 0.0), 1.0)
         bars = axes.barh(row, 1, height=1, left=column - 0.5, color="C0", alpha=STRONGEST * share, linewidth=0)
         page.tell_bars(bars, [f"length {length:,}, depth {depth:.0%}: {text}"])
-        axes.text(column, row, text, ha="center", va="center", fontsize="small")
+        axes.text(column, row, text, ha="center", va="center")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlim(-0.5, len(lengths) - 0.5)
@@ -88,7 +88,7 @@ def heat_map(rows: Sequence[Found], name: str) -> Figure:
 def write_page(
     path: Path, about: Mapping[str, str], scores: Sequence[TextScore], found: Sequence[Found], meaning: str
 ) -> None:
-    """Write the page; without matplotlib it has no pictures, and says so.
+    """Write the page; without matplotlib it has tables for pictures, and says so.
 
     Args:
         about: what was evaluated, in words.
@@ -99,11 +99,12 @@ def write_page(
     if scores:
         blocks += [Heading("Held-out text"), Table(text_rows(scores), TEXT_HEADERS)]
     for name in measures(found):
-        if not problems:
-            try:
-                blocks.append(Chart(MEASURES[name][0], page.draw(partial(heat_map, found, name))[0]))
-            except ImportError:
-                problems.append("no pictures: matplotlib is not installed; pip install 'nsa-compile[plots]' brings it")
-        headers, lines = heat_rows(found, name)
-        blocks += [Heading(MEASURES[name][0], level=3), Table(lines, headers)]
+        blocks.append(Heading(MEASURES[name][0]))
+        try:
+            caption = "By the depth at which the needle lies, and by the length of the text."
+            blocks.append(Chart(caption, page.draw(partial(heat_map, found, name))[0]))
+        except ImportError:
+            problems = ["no pictures: matplotlib is not installed; pip install 'nsa-compile[plots]' brings it"]
+            headers, lines = heat_rows(found, name)
+            blocks.append(Table(lines, headers))
     page.write_page(path, "How good a model is", path.parent, blocks, problems)
