@@ -19,6 +19,7 @@ the loss on the run's own validation batches over the steps, and bits per byte o
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -118,8 +119,8 @@ def main(
         cells += [Cell(cheap, length, longer, seed) for seed in seeds if longer > steps]
         with ThreadPoolExecutor(jobs) as pool:
             for _ in pool.map(lambda cell: train(cell, tokens, runs), cells):
-                record(out, runs, steps, tokens)
-    record(out, runs, steps, tokens)
+                record(out, runs, tokens)
+    record(out, runs, tokens)
     print(table(json.loads(out.read_text())))
 
 
@@ -184,8 +185,8 @@ def finished(cell: Cell, runs: Path) -> Path | None:
     return None
 
 
-def record(out: Path, runs: Path, steps: int, tokens: int) -> None:
-    """Write what all finished runs of these sizes came to."""
+def record(out: Path, runs: Path, tokens: int) -> None:
+    """Write what all finished runs came to whose steps have so many tokens."""
     from nsa_compile.profiles.measure import make_record, write_record
 
     groups: dict[tuple[int, str, int], list[dict[str, Any]]] = {}
@@ -194,11 +195,9 @@ def record(out: Path, runs: Path, steps: int, tokens: int) -> None:
         summary = json.loads((place.parent / "summary.json").read_text())
         config = load_config(str(place.parent / "config.resolved.yaml"))
         length, batch = config.train.seq_len, config.train.batch_size
-        costs.setdefault(length, step_costs(length, tokens, runs))
-        cost = {name: timing["median_s"] for name, timing in costs[length].items()}
-        equal_time = round(steps * max(cost.values()) / min(cost.values()))
-        if batch * length != tokens or config.train.steps not in (steps, equal_time):
+        if batch * length != tokens:
             continue
+        costs.setdefault(length, step_costs(length, tokens, runs))
         with (place.parent / "val.csv").open(newline="") as file:
             curve = [[int(row["step"]), float(row["val_loss"])] for row in csv.DictReader(file)]
         (score,) = json.loads(place.read_text())["results"]
@@ -219,34 +218,36 @@ def record(out: Path, runs: Path, steps: int, tokens: int) -> None:
             ],
             "seeds": sorted(seeds, key=lambda row: row["seed"]),
         })  # fmt: skip
-    settings = {"steps": steps, "tokens_per_step": tokens, "dense": DENSE, "step_costs": costs}
-    write_record(out, make_record("quality", settings, rows, comparisons=comparisons(rows, steps)))
+    settings = {"tokens_per_step": tokens, "dense": DENSE, "step_costs": costs}
+    write_record(out, make_record("quality", settings, rows, comparisons=comparisons(rows)))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean and standard deviation; none of one value."""
-    return {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if values[1:] else math.nan}
+    """Mean and standard deviation, which is 0 of one value."""
+    return {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if values[1:] else 0.0}
 
 
-def comparisons(rows: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Bits per byte of NSA less those of dense attention at each length, paired by seed: of equal tokens and time."""
+def comparisons(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Bits per byte of NSA less those of dense attention, paired by seed, wherever tokens or time are equal."""
     found = []
-    for length in sorted({row["seq_len"] for row in rows}):
-        short = {row["attention"]: row for row in rows if row["seq_len"] == length and row["steps"] == steps}
-        longer = {row["attention"]: row for row in rows if row["seq_len"] == length and row["steps"] > steps}
-        for what, chosen in (("tokens", short), *([("time", {**short, **longer})] if longer else [])):
-            by_seed = {
-                name: {seed["seed"]: seed["held_out"]["bits_per_byte"] for seed in row["seeds"]}
-                for name, row in chosen.items()
-            }
-            seeds = sorted(set.intersection(*map(set, by_seed.values()))) if len(by_seed) == 2 else []
-            if len(seeds) < 2:
-                continue
-            pairs = [by_seed["nsa"][seed] - by_seed["dense"][seed] for seed in seeds]
+    for nsa, dense in itertools.product(rows, rows):
+        if (nsa["attention"], dense["attention"]) != ("nsa", "dense") or nsa["seq_len"] != dense["seq_len"]:
+            continue
+        same_time = abs(nsa["processor_s"] / dense["processor_s"] - 1) < ALLOWED
+        if nsa["steps"] != dense["steps"] and not same_time:
+            continue
+        ours, theirs = (
+            {seed["seed"]: seed["held_out"]["bits_per_byte"] for seed in row["seeds"]} for row in (nsa, dense)
+        )
+        pairs = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+        if not pairs:
+            continue
+        row = {"seq_len": nsa["seq_len"], "equal": "tokens" if nsa["steps"] == dense["steps"] else "time"}
+        row |= {"steps": [nsa["steps"], dense["steps"]], "pairs": pairs, "difference": statistics.fmean(pairs)}
+        if pairs[1:]:
             half = student_t(0.05, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
-            mean = statistics.fmean(pairs)
-            interval = [mean - half, mean + half]
-            found.append({"seq_len": length, "equal": what, "pairs": pairs, "difference": mean, "interval": interval})
+            row["interval"] = [row["difference"] - half, row["difference"] + half]
+        found.append(row)
     return found
 
 
@@ -263,11 +264,14 @@ def table(record: dict[str, Any]) -> str:
     ]  # fmt: skip
     lines = [tabulate(rows, headers, disable_numparse=True), ""]
     for row in record["comparisons"]:
-        low, high = row["interval"]
-        verdict = "no difference seen" if low <= 0 <= high else "NSA is better" if high < 0 else "NSA is worse"
+        said = f"{len(row['pairs'])} seed, too few to tell"
+        if "interval" in row:
+            low, high = row["interval"]
+            verdict = "no difference seen" if low <= 0 <= high else "NSA is better" if high < 0 else "NSA is worse"
+            said = f"95 % interval {low:+.4f} to {high:+.4f} of {len(row['pairs'])} seeds: {verdict}"
         lines.append(
-            f"S = {row['seq_len']:,}, equal {row['equal']}: NSA less dense {row['difference']:+.4f} bits per byte, "
-            f"95 % interval {low:+.4f} to {high:+.4f} of {len(row['pairs'])} seeds: {verdict}"
+            f"S = {row['seq_len']:,}, equal {row['equal']}, {row['steps'][0]:,} and {row['steps'][1]:,} steps: "
+            f"NSA less dense {row['difference']:+.4f} bits per byte, {said}"
         )
     return "\n".join(lines)
 

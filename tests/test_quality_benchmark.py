@@ -54,7 +54,7 @@ def runs(tmp_path):
 
 def test_runs_are_compared_at_equal_tokens_and_at_equal_time(runs):
     out = runs / "quality.json"
-    quality.record(out, runs, 300, TOKENS)
+    quality.record(out, runs, TOKENS)
     record = json.loads(out.read_text())
     tokens, time = record["comparisons"]
     assert (tokens["equal"], time["equal"]) == ("tokens", "time")
@@ -71,7 +71,7 @@ def test_runs_are_compared_at_equal_tokens_and_at_equal_time(runs):
     assert row["bits_per_byte"] == {"mean": pytest.approx(3.2), "deviation": pytest.approx(0.1)}
     assert [point["step"] for point in row["curve"]] == [0, 150, 300]
     text = quality.table(record)
-    assert "equal tokens: NSA less dense -0.0033 bits per byte" in text
+    assert "equal tokens, 300 and 300 steps: NSA less dense -0.0033 bits per byte" in text
     assert text.count("no difference seen") == text.count("NSA is better") == 1
 
 
