@@ -95,6 +95,9 @@ def evaluate(
         raise UserError(f"--stride {stride} must be at most --length {min(lengths)}, or tokens are left out")
     records = trained.config is not None and trained.config.data.name == "needle" and data is None
     task = task or ("needle" if records else "text")
+    if task == "needle" and (stride or max_tokens):
+        given = f"--stride {stride}" if stride else f"--max-tokens {max_tokens}"
+        raise UserError(f"{given} is for --task text, and this is --task needle; leave it out")
     texts = [] if task == "needle" and records else _texts(run, trained, data, max_tokens)
     scorer = Scorer(trained.model, compiled=compiled)
     scores: list[TextScore] = []

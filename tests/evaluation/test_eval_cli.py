@@ -94,6 +94,11 @@ def fails(capsys, *words):
         (["--length", 64, "--length", 48, "--stride", 49], "error: --stride 49 must be at most --length 48, or"),
         (["--data", "nowhere.txt"], "error: data.name = 'nowhere.txt' is no data set: there is no such file"),
         (["--task", "needle"], "error: --length 32 must be at least 1"),
+        (["--task", "needle", "--stride", 8], "error: --stride 8 is for --task text, and this is --task needle; leave"),
+        (
+            ["--task", "needle", "--max-tokens", 8],
+            "error: --max-tokens 8 is for --task text, and this is --task needle",
+        ),
         (["--out", "nowhere/page.html"], "error: nothing can be written to 'nowhere/page.html'"),
         (["--task", "words"], "error: Invalid value for '--task': 'words' is not one of"),
     ],
