@@ -113,6 +113,10 @@ def test_the_numbers_of_the_readme_are_those_of_the_records():
     answers = {row["variant"]: row["accuracy"] for row in rows("needle")}
     for share in ("all branches", "without selected"):
         assert f"{answers[share]:.0%}".replace("%", " %") in README.replace("**", "")
+    bits = {(row["seq_len"], row["attention"]): row for row in rows("quality") if row["steps"] == 300}
+    for length in (512, 1024):
+        nsa, dense = (bits[length, attention]["bits_per_byte"]["mean"] for attention in ("nsa", "dense"))
+        assert f"{nsa:.2f} against {dense:.2f}" in README
     for ratio in (f"{loop[1024]:.0f} ×", f"{loop[128]:.0f} ×", f"{layer[32768]:.1f} ×", f"{layer[8192]:.1f} ×",
                   f"{layer[2048]:.2f} ×", f"{layer[512]:.2f} ×"):  # fmt: skip
         assert ratio in README
