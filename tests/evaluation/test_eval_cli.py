@@ -127,3 +127,23 @@ def test_an_exported_model_is_told_its_text(capsys, text_run, tmp_path):
     (ours,) = results(text_run, "--data", tmp_path / "text.txt")
     (theirs,) = results(out, "--data", tmp_path / "text.txt")
     assert ours == theirs
+
+
+def test_without_matplotlib_the_page_has_tables(needle_run, tmp_path, monkeypatch):
+    def missing(make):
+        raise ImportError
+
+    monkeypatch.setattr("nsa_compile.page.draw", missing)
+    evaluate(needle_run, "--depths", 1, "--samples", 1, "--out", tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "matplotlib is not installed" in html
+    assert "<svg" not in html
+    assert "<td>50%</td>" in html.replace('<td class="">', "<td>")
+
+
+def test_the_page_of_a_text_has_its_figures(text_run, tmp_path):
+    said = evaluate(text_run, "--out", tmp_path / "page.html")
+    figures = said.stdout.splitlines()[-1].split()
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(f">{figure}<" in html for figure in figures)
+    assert str(text_run) in html
