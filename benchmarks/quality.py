@@ -195,7 +195,7 @@ def record(out: Path, runs: Path, tokens: int) -> None:
         summary = json.loads((place.parent / "summary.json").read_text())
         config = load_config(str(place.parent / "config.resolved.yaml"))
         length, batch = config.train.seq_len, config.train.batch_size
-        if batch * length != tokens:
+        if batch * length != tokens or summary["interrupted"]:
             continue
         costs.setdefault(length, step_costs(length, tokens, runs))
         with (place.parent / "val.csv").open(newline="") as file:

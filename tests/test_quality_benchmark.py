@@ -54,6 +54,7 @@ def runs(tmp_path):
 
 def test_runs_are_compared_at_equal_tokens_and_at_equal_time(runs):
     out = runs / "quality.json"
+    finish(runs, Cell("nsa", 512, 300, 4), 1.0, interrupted=True)
     quality.record(out, runs, TOKENS)
     record = json.loads(out.read_text())
     tokens, time = record["comparisons"]
