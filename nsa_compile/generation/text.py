@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+# A dialogue as text, by Jinja, for every tokenizer: the markers are plain text, which none has a token for. A turn ends
+# with CHAT_END; whoever answers stops there. A message that contains markers looks like several.
+CHAT_END = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}" + CHAT_END + "\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 _INCOMPLETE = "\ufffd"  # what bytes that form no character decode to
 
 

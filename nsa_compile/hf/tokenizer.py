@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nsa_compile.data.tokenizers import GPT2Tokenizer, Tokenizer
+from nsa_compile.generation.text import CHAT_TEMPLATE
 
 _END = "<|endoftext|>"
 
@@ -41,5 +42,6 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         padding_side="left",
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
         **special,
     )

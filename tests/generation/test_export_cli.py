@@ -22,6 +22,7 @@ from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
 from nsa_compile.data.tokenizers import ByteTokenizer, make_tokenizer
 from nsa_compile.generation import exported as module
+from nsa_compile.generation.text import CHAT_TEMPLATE
 from nsa_compile.generation.trained import load_trained
 from nsa_compile.hf import NSAForCausalLM
 from nsa_compile.hf.tokenizer import fast_tokenizer
@@ -53,7 +54,8 @@ def folders(trained, tmp_path_factory):
     directory = tmp_path_factory.mktemp("exported")
     for kind in ("safetensors", "hf"):
         said = invoke("export", trained, "--to", kind, "--out", directory / kind)
-        assert said.stdout.startswith(f"{directory / kind}: config.json, ")
+        assert said.stdout.startswith(f"{directory / kind}: ")
+        assert "config.json, model.safetensors" in said.stdout
     return directory
 
 
@@ -107,6 +109,21 @@ def test_a_tokenizer_gives_the_same_ids(name, tmp_path):
         assert fast.decode(ids) == ours.decode(ids) == text
     batch = fast(["a", "bcd"], padding=True)
     assert batch.attention_mask[0] == [0] * (len(batch.input_ids[1]) - 1) + [1]
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2"])
+def test_a_dialogue_becomes_text(name, tmp_path):
+    from jinja2 import Template
+    from transformers import AutoTokenizer
+
+    fast_tokenizer(make_tokenizer(name)).save_pretrained(tmp_path)
+    fast = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Who?\n"}, {"role": "assistant", "content": " I"}]
+    wanted = "<|user|>\nWho?\n<|end|>\n<|assistant|>\n I<|end|>\n"
+    assert Template(CHAT_TEMPLATE).render(messages=messages) == wanted
+    assert fast.apply_chat_template(messages, tokenize=False) == wanted
+    asked = fast.apply_chat_template(messages[:1], add_generation_prompt=True).input_ids
+    assert asked == make_tokenizer(name).encode("<|user|>\nWho?\n<|end|>\n<|assistant|>\n").tolist()
 
 
 def test_every_byte_has_its_id():
