@@ -37,7 +37,8 @@ def export(run: Path, kind: str, out: Path, max_len: int | None) -> None:
     """Write the model of a run, or of one of its checkpoints, into a folder of its own.
 
     `import nsa_compile.hf` and AutoModelForCausalLM.from_pretrained(DIR) load the first two kinds; so do nsa-compile
-    generate and chat. The third runs without nsa-compile. The folder is there as a whole, or not at all.
+    generate and chat. transformers serve DIR --trust-remote-code serves the second. The third runs without nsa-compile.
+    The folder is there as a whole, or not at all.
 
     \b
     nsa-compile export runs/shakespeare-cpu-20260101-120000 --to hf --out shakespeare
@@ -68,7 +69,8 @@ def export(run: Path, kind: str, out: Path, max_len: int | None) -> None:
 def _write_model(trained: TrainedModel, kind: str, folder: Path) -> None:
     from nsa_compile.generation.exported import Exported, write_exported
 
-    write_exported(folder, Exported(trained.model, trained.tokenizer.name, trained.seq_len))
+    exported = Exported(trained.model, trained.tokenizer.name, trained.seq_len)
+    write_exported(folder, exported, module=kind == "hf")
     if kind == "hf":
         from nsa_compile.train.torchao_import import import_torchao
 

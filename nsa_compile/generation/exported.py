@@ -1,6 +1,7 @@
 """A model as a folder that other programs can read: `config.json` and `model.safetensors`.
 
-It is what `NSAForCausalLM.save_pretrained` writes, too.
+It is what `NSAForCausalLM.save_pretrained` writes, too. With a module beside them, `transformers` finds the classes by
+`trust_remote_code`, where nobody has imported this package.
 """
 
 from __future__ import annotations
@@ -18,6 +19,18 @@ from nsa_compile.models.config import from_plain
 
 MODEL_TYPE = "nsa_compile"  # in config.json; fla's NSA models, which are others, have "nsa"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+MODULE = "nsa_compile_model.py"
+MODULE_TEXT = '''"""What trust_remote_code runs; the classes are those of the package: pip install 'nsa-compile[hf]'."""
+
+from nsa_compile.hf import NSAConfig, NSAForCausalLM
+
+__all__ = ["NSAConfig", "NSAForCausalLM"]
+'''
+# In config.json: the names by which the Auto classes find those of the module.
+AUTO_MAP = {
+    auto: f"{MODULE.removesuffix('.py')}.{name}"
+    for auto, name in (("AutoConfig", "NSAConfig"), ("AutoModelForCausalLM", "NSAForCausalLM"))
+}
 _PREFIX = "model."  # NSAForCausalLM's name for the NSATransformer within
 
 
@@ -29,8 +42,8 @@ class Exported(NamedTuple):
     seq_len: int | None  # tokens of the sequences that it was trained on; None where nobody knows
 
 
-def write_exported(folder: Path, exported: Exported) -> None:
-    """Write both files into a folder that exists.
+def write_exported(folder: Path, exported: Exported, *, module: bool = False) -> None:
+    """Write both files into a folder that exists, and the module if it is asked for.
 
     Raises:
         OSError: they cannot be written.
@@ -50,6 +63,9 @@ def write_exported(folder: Path, exported: Exported) -> None:
         "tokenizer": exported.tokenizer,
         "max_position_embeddings": exported.seq_len,
     }
+    if module:
+        values["auto_map"] = AUTO_MAP
+        (folder / MODULE).write_text(MODULE_TEXT, encoding="utf-8")
     try:
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk, among others

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,9 @@ LEAST_ROOM = 4096
 LEAST_PROMPT = 256
 # Prompts of up to so many tokens are read by the decode step, which then is the only program.
 STEPPED = 128
+# Dynamo has one state for all threads of a process, and a program that is met for the first time is judged beside the
+# eager one, by switches that are everybody's, too.
+_COMPILED = threading.RLock()
 
 
 @dataclass
@@ -44,6 +49,8 @@ class Request:
 class Decoder:
     """A model that can go on with texts: its decode step and its prefill, compiled if asked for.
 
+    Several threads may use it, each with states of its own.
+
     Args:
         model: in the dtype and on the device in which it is to run.
         compiled: whether to compile; caches then have room for a power of two of tokens.
@@ -52,8 +59,11 @@ class Decoder:
 
     def __init__(self, model: NSATransformer, *, compiled: bool = True, **options: Any) -> None:
         self.model, self.compiled, self._options = model, compiled, options
-        self.step: Callable[..., Any] = compile_decode_step(model, **options) if compiled else model.decode_step
-        self.prefill: Callable[..., Any] = compile_prefill(model, **options) if compiled else model.prefill
+        self.step: Callable[..., Any] = model.decode_step
+        self.prefill: Callable[..., Any] = model.prefill
+        if compiled:
+            self.step = _one_at_a_time(compile_decode_step(model, **options))
+            self.prefill = _one_at_a_time(compile_prefill(model, **options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
         # What is compiled holds the model, and would go on with the weights of the old one.
@@ -66,6 +76,17 @@ class Decoder:
     def rows(self, needed: int, least: int) -> int:
         """How many rows to compile for where `needed` are."""
         return max(least, 1 << (needed - 1).bit_length()) if self.compiled else needed
+
+
+def _one_at_a_time(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What is compiled, for several threads."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _COMPILED:
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 class Session:

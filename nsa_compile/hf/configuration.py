@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from nsa_compile import models
-from nsa_compile.generation.exported import MODEL_TYPE
+from nsa_compile.generation.exported import AUTO_MAP, MODEL_TYPE, MODULE, MODULE_TEXT
 from nsa_compile.models.config import from_plain
 
 _FIELDS = [field.name for field in dataclasses.fields(models.NSAConfig)]
@@ -48,6 +50,16 @@ class NSAConfig(PreTrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.tokenizer = tokenizer
         super().__init__(**kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Write `config.json`, and the module by which `trust_remote_code` finds the classes."""
+        self.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        (Path(save_directory) / MODULE).write_text(MODULE_TEXT, encoding="utf-8")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: a folder that is saved refers to this package, and holds no copy of its files."""
 
     @classmethod
     def of(cls, config: models.NSAConfig, **kwargs: Any) -> NSAConfig:

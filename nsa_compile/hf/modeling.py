@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -23,6 +23,8 @@ from nsa_compile.models.nsa import CompressionMLP, check_selection
 LEAST_ROOM = 64
 # Not of the model, but of `loss_function` and of the decorator of `forward`.
 LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "ignore_index")
+# What `generate` uses itself, for its stop strings, and hands on.
+GENERATE_ARGUMENTS = ("tokenizer",)
 
 
 class NSAForCausalLM(PreTrainedModel, GenerationMixin):
@@ -50,10 +52,15 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         model: NSAForCausalLM = super().from_pretrained(*args, **{**kwargs, "use_safetensors": True})
         return model
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing: a folder that is saved refers to this package, and holds no copy of its files."""
+
     def compile_generation(self, **options: Any) -> None:
         """Let `generate` run the compiled decode step and prefill; `options` are the compiler's.
 
-        Caches and prompts are then filled up to a power of two of tokens, so that few programs are compiled.
+        Caches and prompts are then filled up to a power of two of tokens, so that few programs are compiled. So does
+        `generate(cache_implementation="static")`, for which `transformers` compiles its own models.
         """
         self._decoder = Decoder(self.model, **options)
 
@@ -83,6 +90,16 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `generate` makes none; `forward` makes an NSACache
+
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        asked = generation_config.cache_implementation
+        if asked not in (None, "dynamic", "static"):
+            raise ValueError(f"cache_implementation = {asked!r} must be 'dynamic', 'static' or left out")
+        if asked == "static" and not self._decoder.compiled:
+            self.compile_generation()
+        generation_config.cache_implementation = None  # there is one kind of NSACache
+        mixin: Any = super()
+        return mixin._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     @can_return_tuple
     def forward(
@@ -118,6 +135,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 beside a cache, or an argument that the model does not take.
         """
         _refuse_what_is_unknown(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in GENERATE_ARGUMENTS}
         if not isinstance(past_key_values, NSACache | None):
             raise ValueError(f"past_key_values is a {type(past_key_values).__name__}; it must be an NSACache or None")
         if selection is not None and (use_cache or past_key_values is not None):
@@ -191,7 +209,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 def _refuse_what_is_unknown(arguments: dict[str, Any]) -> None:
     """What `transformers` may ask of a model and this one does not do; silence would be a wrong answer."""
     for name, value in arguments.items():
-        if name not in LOSS_ARGUMENTS and value is not None and value is not False:
+        if name not in (*LOSS_ARGUMENTS, *GENERATE_ARGUMENTS) and value is not None and value is not False:
             raise ValueError(f"NSAForCausalLM does not take {name}; leave it out")
 
 

@@ -16,11 +16,14 @@ _END = "<|endoftext|>"
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the files from which `AutoTokenizer` makes it, and where texts end."""
+    """Write the files from which `AutoTokenizer` makes it, where texts end, and that they are sampled.
+
+    Otherwise a server would take no notice of the temperature that it is asked for.
+    """
     fast = fast_tokenizer(tokenizer)
     fast.save_pretrained(folder)
-    if fast.eos_token_id is not None:
-        GenerationConfig(eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id).save_pretrained(folder)
+    ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id}
+    GenerationConfig(do_sample=True, top_k=0, **ends).save_pretrained(folder)
 
 
 def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -123,3 +126,24 @@ def test_the_selection_of_each_text_is_that_of_its_tokens(model, compiled, promp
         assert len(text.tokens) == len(prompt) + count
         _, selection = model(torch.tensor([text.tokens[:-1]]), return_selection=True)
         assert torch.equal(session.selection(i), selection[0])
+
+
+def test_what_is_compiled_runs_in_one_thread_at_a_time(model, monkeypatch):
+    inside, most = [], []
+
+    def pretend(model, **_):
+        def compiled(number):
+            inside.append(number)
+            time.sleep(0.001)
+            most.append(len(inside))
+            inside.remove(number)
+
+        return compiled
+
+    monkeypatch.setattr(module, "compile_decode_step", pretend)
+    monkeypatch.setattr(module, "compile_prefill", pretend)
+    decoders = [Decoder(model), Decoder(model)]
+    calls = [call for decoder in decoders for call in (decoder.step, decoder.prefill)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: calls[number % 4](number), range(32)))
+    assert most == [1] * 32

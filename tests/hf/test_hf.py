@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,9 +18,11 @@ import torch
 pytest.importorskip("transformers")
 
 import nsa_compile
+from nsa_compile.data.tokenizers import ByteTokenizer
 from nsa_compile.generation.generate import generate
 from nsa_compile.generation.sampling import Sampling
 from nsa_compile.hf import NSACache, NSAConfig, NSAForCausalLM, modeling
+from nsa_compile.hf.tokenizer import fast_tokenizer
 from tests.models.test_nsa import tiny_model
 
 EAGER = {"nested": "eager", "cache": False}
@@ -163,6 +172,32 @@ def test_the_auto_classes_know_it(model, tmp_path):
     assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
+SERVED = """
+import sys
+from transformers import AutoModelForCausalLM
+
+folder, again = sys.argv[1:]
+assert "nsa_compile" not in sys.modules
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+assert type(model).__module__ == "nsa_compile.hf.modeling"
+model.save_pretrained(again)
+import transformers
+assert transformers.NSAForCausalLM is type(model)
+"""
+
+
+def test_trust_remote_code_finds_the_package_again_and_again(model, tmp_path):
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    model.save_pretrained(folders[0])
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    for folder, again in itertools.pairwise(folders):
+        command = [sys.executable, "-c", SERVED, str(folder), str(again)]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert {path.suffix for path in again.iterdir()} == {".json", ".py", ".safetensors"}
+        assert [path.name for path in again.glob("*.py")] == ["nsa_compile_model.py"]
+
+
 def test_weights_that_a_file_lacks_begin_as_in_a_new_model(model, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -230,6 +265,27 @@ def test_the_cache_changes_nothing(model, how):
         torch.manual_seed(0)
         found.append(model.generate(tokens, attention_mask=mask, max_new_tokens=9, use_cache=use_cache, **how))
     assert found[0].tolist() == found[1].tolist()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_static_cache_is_a_compiled_step(pair, monkeypatch):
+    model, _ = wrapped()
+    monkeypatch.setattr(modeling, "Decoder", functools.partial(modeling.Decoder, **EAGER))
+    prompt = random_tokens(1, 5)
+    texts = [model.generate(prompt, max_new_tokens=9, cache_implementation=kind).tolist() for kind in (None, "static")]
+    assert model._decoder.compiled
+    assert texts[0] == texts[1]
+    with pytest.raises(ValueError, match="cache_implementation = 'offloaded' must be 'dynamic', 'static' or left out"):
+        model.generate(prompt, max_new_tokens=2, cache_implementation="offloaded")
+
+
+def test_a_text_ends_at_a_stop_string(model):
+    tokenizer = fast_tokenizer(ByteTokenizer())
+    prompt = random_tokens(1, 5)
+    text = model.generate(prompt, max_new_tokens=9)[0].tolist()
+    stop = tokenizer.decode(text[6:8])
+    found = model.generate(prompt, max_new_tokens=9, stop_strings=[stop], tokenizer=tokenizer)[0].tolist()
+    assert found == text[:8]
 
 
 @pytest.mark.usefixtures("small")
@@ -306,3 +362,23 @@ def test_the_trainer_trains_it(tmp_path):
     assert trainer.evaluate()["eval_loss"] > 0
     saved = NSAForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in saved.state_dict().items())
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_several_threads_may_generate_at_once(pair, compiled):
+    model, ours = wrapped()
+    if compiled:
+        torch._dynamo.reset()
+        model.compile_generation(**EAGER)
+    prompts = [random_tokens(1, length) for length in (1, 3, 5, 9, 12, 14, 17, 30)]
+    begin = threading.Barrier(len(prompts))
+
+    def text(prompt):
+        begin.wait()
+        return model.generate(prompt, max_new_tokens=9, do_sample=False)[0, prompt.shape[1] :].tolist()
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = list(threads.map(text, prompts))
+    alone = [generate(ours, prompt[0], 9, Sampling(temperature=0), torch.Generator()) for prompt in prompts]
+    assert found == [tokens.tolist() for tokens in alone]
