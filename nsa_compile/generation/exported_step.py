@@ -27,14 +27,9 @@ class FlatStep(nn.Module):
         layers = [type(layer)(*(None if x is None else next(rest) for x in layer)) for layer in self.layers]
         after, logits = self.model.decode_step(ModelState(t, layers), tokens)
         t.copy_(after.t)
-        for cache, new in zip(caches, tensors_of(after.layers), strict=True):
+        for cache, new in zip(caches, after.caches(), strict=True):
             cache.copy_(new)
         return logits
-
-
-def tensors_of(layers: list[tuple[Tensor | None, ...]]) -> list[Tensor]:
-    """The caches of a state, without those that a layer does not have."""
-    return [cache for layer in layers for cache in layer if cache is not None]
 
 
 def export_step(model: NSATransformer, max_len: int) -> torch.export.ExportedProgram:
@@ -43,7 +38,7 @@ def export_step(model: NSATransformer, max_len: int) -> torch.export.ExportedPro
     Its example inputs are an empty state of two sequences.
     """
     state = model.init_state(2, max_len)
-    caches = tensors_of(state.layers)
+    caches = state.caches()
     batch = {0: Dim("batch", min=1)}
     with torch.no_grad():
         return torch.export.export(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,17 @@ from torch import Tensor
 from nsa_compile.backend import compile_decode_step, compile_prefill
 from nsa_compile.generation.sampling import Sampling
 from nsa_compile.models import NSATransformer
+from nsa_compile.models.transformer import ModelState
 
-# A compiled program belongs to a number of rows of the caches, and one that reads prompts to their length: both are
-# powers of two from these on, so that a program is met again.
-LEAST_ROOM = 4096
+# A compiled program belongs to a number of texts and of tokens that their caches have room for, and one that reads
+# prompts to their length: all are powers of two, the latter from these on, so that a program is met again.
+LEAST_ROOM = 1024
 LEAST_PROMPT = 256
+LEAST_EAGER_ROOM = 64
 # Prompts of up to so many tokens are read by the decode step, which then is the only program.
 STEPPED = 128
+# Tokens that a text has left to draw where a program for fewer texts is worth the time that fetching it takes.
+WORTH_A_PROGRAM = 256
 # Dynamo has one state for all threads of a process, and a program that is met for the first time is judged beside the
 # eager one, by switches that are everybody's, too.
 _COMPILED = threading.RLock()
@@ -53,7 +58,7 @@ class Decoder:
 
     Args:
         model: in the dtype and on the device in which it is to run.
-        compiled: whether to compile; caches then have room for a power of two of tokens.
+        compiled: whether to compile; the smallest caches then have room for more tokens.
         options: of the compiler, `passes.pipeline.Options`.
     """
 
@@ -73,9 +78,13 @@ class Decoder:
     def device(self) -> torch.device:
         return self.model.embedding.weight.device
 
-    def rows(self, needed: int, least: int) -> int:
-        """How many rows to compile for where `needed` are."""
-        return max(least, 1 << (needed - 1).bit_length()) if self.compiled else needed
+    def room(self, tokens: int) -> int:
+        """How many tokens caches have room for that need it for so many."""
+        return max(LEAST_ROOM if self.compiled else LEAST_EAGER_ROOM, 1 << (tokens - 1).bit_length())
+
+    def rows_of_prompt(self, tokens: int) -> int:
+        """To how many tokens a prompt is filled up."""
+        return max(LEAST_PROMPT, 1 << (tokens - 1).bit_length()) if self.compiled else tokens
 
 
 def _one_at_a_time(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,102 +98,205 @@ def _one_at_a_time(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _Text:
+    """A request, and what has been read of it."""
+
+    def __init__(self, number: int, request: Request) -> None:
+        self.number, self.request = number, request
+        self.read = 0  # tokens that are in the caches
+        self.logits: Tensor | None = None  # after the last of these
+        self.placed = False  # whether it has caches
+
+    def at_end(self) -> bool:
+        """Whether the next token can be drawn: all that there are have been read."""
+        return self.logits is not None and self.read == len(self.request.tokens)
+
+
+class _Shelf:
+    """The caches of texts of about the same length: a row for each, a power of two of rows.
+
+    Attributes:
+        room: tokens that a row has room for.
+        texts: of each row; None where it is free.
+    """
+
+    def __init__(self, decoder: Decoder, room: int) -> None:
+        self.decoder, self.room = decoder, room
+        self.texts: list[_Text | None] = []
+        self.state: Any = None
+
+    def put(self, text: _Text, source: ModelState | None = None, row: int = 0) -> None:
+        """Give a text a row, with the caches of a row of another state, which has no more room, or with empty ones."""
+        if None not in self.texts:
+            self._resize(max(1, 2 * len(self.texts)))
+        taken = self.texts.index(None)
+        fresh = self.decoder.model.init_state(1, self.room)
+        if source is not None:
+            _copy_row(fresh, 0, source, row)
+        _copy_row(self.state, taken, fresh, 0)
+        self.texts[taken], text.placed = text, True
+
+    def free(self, text: _Text) -> None:
+        """Let another text have its row."""
+        self.texts[self.texts.index(text)] = None
+        text.read, text.logits, text.placed = 0, None, False
+
+    def move(self, text: _Text, larger: _Shelf) -> None:
+        """Put the caches of a text on another shelf."""
+        row, read = self.texts.index(text), text.read
+        self.free(text)
+        text.read = read
+        larger.put(text, self.state, row)
+
+    def shrink(self) -> None:
+        """Do with fewer rows if half of them suffice, and if that is worth a program of its own."""
+        texts = self.running()
+        rows = 1 << (len(texts) - 1).bit_length()
+        worth = not self.decoder.compiled or max(text.request.left for text in texts) >= WORTH_A_PROGRAM
+        if rows < len(self.texts) and worth:
+            self._resize(rows)
+
+    def running(self) -> list[_Text]:
+        return [text for text in self.texts if text is not None]
+
+    def step(self) -> None:
+        """Read the next token of each text; free rows read token 0 at position 0."""
+        device = self.decoder.device
+        following = [0 if text is None else text.request.tokens[text.read] for text in self.texts]
+        t = torch.tensor([0 if text is None else text.read for text in self.texts], device=device)
+        state = self.state._replace(t=t)
+        self.state, logits = self.decoder.step(state, torch.tensor(following, device=device))
+        for text, row in zip(self.texts, logits, strict=True):
+            if text is not None:
+                text.read, text.logits = text.read + 1, row
+
+    def _resize(self, rows: int) -> None:
+        texts, old = self.running(), self.state
+        state = self.decoder.model.init_state(rows, self.room)
+        for row, text in enumerate(texts):
+            _copy_row(state, row, old, self.texts.index(text))
+        self.state, self.texts = state, [*texts, *[None] * (rows - len(texts))]
+
+
 class Session:
     """Texts that are decoded side by side, and the caches of what has been read of them.
 
-    Each has positions, caches and randomness of its own, so it becomes the same text as alone. A text may be added to
-    between two calls of `stream`.
+    Each has positions, caches and randomness of its own, so it becomes the same text as alone. Texts may join at any
+    time. One that is done makes place for one that waits; one that outgrows its caches gets some with room for twice as
+    many tokens, beside those of other long texts. So the caches have room for a few times the tokens that there are,
+    however unequal the texts, and no more programs are needed than there are powers of two.
+
+    A text may be added to between two calls of `stream`. If its caches are still there, only what is new is read.
 
     Args:
-        decoder: the model.
-        requests: the texts.
-        record_selection: keep which blocks each token read, for `selection`.
+        requests: the first texts.
+        limit: how many are decoded side by side at most; the others wait for their turn.
     """
 
-    def __init__(self, decoder: Decoder, requests: Sequence[Request], *, record_selection: bool = False) -> None:
-        self.decoder, self.requests = decoder, list(requests)
-        self._asked = {"return_selection": True} if record_selection else {}
-        self._selections: list[list[Tensor]] = [[] for _ in self.requests]
-        self.room = decoder.rows(self._needed(), LEAST_ROOM)
-        self._read = [0] * len(self.requests)  # tokens of each that are in the caches
-        self._state: Any = decoder.model.init_state(len(self.requests), self.room)
+    def __init__(self, decoder: Decoder, requests: Sequence[Request] = (), limit: int | None = None) -> None:
+        self.decoder, self.limit = decoder, limit
+        self._texts: list[_Text] = []
+        self._waiting: deque[_Text] = deque()
+        self._shelves: dict[int, _Shelf] = {}  # by room
+        for request in requests:
+            self.join(request)
 
-    def _needed(self) -> int:
-        # The last token drawn is never fed back.
-        return max(len(request.tokens) + request.left - 1 for request in self.requests)
+    @property
+    def requests(self) -> list[Request]:
+        return [text.request for text in self._texts]
 
-    def fits(self) -> bool:
-        """Whether the caches have room for all that is to be drawn."""
-        return self._needed() <= self.room
+    def join(self, request: Request) -> int:
+        """Take one more text; returns its number, by which `stream` names it."""
+        self._texts.append(_Text(len(self._texts), request))
+        self._waiting.append(self._texts[-1])
+        return len(self._texts) - 1
 
-    def selection(self, number: int) -> Tensor:
-        """The blocks that the tokens of a text read, as `NSATransformer.forward` takes them for a batch: int32
-        `[tokens - 1, layers, G, n]`. The last token drawn is read by nobody.
-
-        Raises:
-            ValueError: the session does not record selections, or has not read the text.
-        """
-        if not self._selections[number]:
-            raise ValueError("no selection was recorded; make the Session with record_selection=True and draw from it")
-        return torch.cat(self._selections[number])[: len(self.requests[number].tokens) - 1]
+    def cache_bytes(self) -> int:
+        """Of all caches that there are now."""
+        return sum(cache.nbytes for shelf in self._shelves.values() for cache in shelf.state.caches())
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Compile the decode step, or fetch it, so that no token waits for it."""
-        state = self.decoder.model.init_state(len(self.requests), self.room)
-        tokens = torch.zeros(len(self.requests), dtype=torch.int64, device=self.decoder.device)
-        self.decoder.step(state, tokens, **self._asked)
+        """Compile the decode step for the texts that begin, or fetch it, so that no token waits for it."""
+        beginning = list(self._waiting)[: self.limit]
+        for room, number in Counter(self._room_for(text) for text in beginning).items():
+            rows = 1 << (number - 1).bit_length()
+            state = self.decoder.model.init_state(rows, room)
+            self.decoder.step(state, torch.zeros(rows, dtype=torch.int64, device=self.decoder.device))
 
     @torch.no_grad()
     def stream(self, sampling: Sampling) -> Iterator[tuple[int, int]]:
         """Draw what is left of each text; yields the number of a text and its new token.
 
-        Short prompts are read token by token, by the step that draws; if one is longer than `STEPPED`, all are read in
-        one go, filled up to one length.
+        Prompts of up to `STEPPED` tokens are read token by token, by the step that draws; a longer one in one go.
         """
-        requests, step, device = self.requests, self.decoder.step, self.decoder.device
-        logits: Tensor | None = None
-        if not any(self._read) and max(len(request.tokens) for request in requests) > STEPPED:
-            logits = self._read_prompts()
+        self._waiting = deque(text for text in self._texts if text.request.left and not text.placed)
         while True:
-            for i, request in enumerate(requests):
-                if logits is not None and request.left and self._read[i] == len(request.tokens):
-                    before = torch.tensor(request.tokens, device=device)
-                    token = int(sampling.draw(logits[i], before, request.generator))
-                    request.tokens.append(token)
-                    request.left -= 1
-                    yield i, token
-            if not any(request.left for request in requests):
+            for text in self._placed():
+                if text.at_end() and text.request.left:
+                    assert text.logits is not None
+                    before = torch.tensor(text.request.tokens, device=self.decoder.device)
+                    token = int(sampling.draw(text.logits, before, text.request.generator))
+                    text.request.tokens.append(token)
+                    text.request.left -= 1
+                    yield text.number, token
+            if not self._waiting and not any(text.request.left for text in self._placed()):
                 return
-            # A text that is complete is fed its last token again, behind its end, where nothing is read any more.
-            following = [
-                request.tokens[min(n, len(request.tokens) - 1)] for request, n in zip(requests, self._read, strict=True)
-            ]
-            self._state, logits, *selection = step(self._state, torch.tensor(following, device=device), **self._asked)
-            for chosen in selection:
-                self._keep(chosen[:, None])
-            self._read = [n + 1 for n in self._read]
+            self._arrange()
+            if not any(text.at_end() for text in self._placed()):
+                for shelf in self._shelves.values():
+                    shelf.step()
 
-    def _read_prompts(self) -> Tensor:
-        """Fill the caches with the texts as they are; the logits after the last token of each."""
-        decoder, device = self.decoder, self.decoder.device
-        lengths = [len(request.tokens) for request in self.requests]
-        length = min(decoder.rows(max(lengths), LEAST_PROMPT), self.room)
-        tokens = torch.zeros(len(self.requests), length, dtype=torch.int64, device=device)
-        for row, request in zip(tokens, self.requests, strict=True):
-            row[: len(request.tokens)] = torch.tensor(request.tokens)
-        self._state, logits, *selection = decoder.prefill(
-            tokens, torch.tensor(lengths, device=device), self.room, **self._asked
-        )
-        for chosen in selection:
-            self._keep(chosen)
-        self._read = lengths
-        return logits
+    def _placed(self) -> list[_Text]:
+        return [text for shelf in self._shelves.values() for text in shelf.running()]
 
-    def _keep(self, selection: Tensor) -> None:
-        """Note the blocks `[B, T, layers, G, n]` that the next T tokens of each text read, where it has as many."""
-        for kept, chosen, request, read in zip(self._selections, selection, self.requests, self._read, strict=True):
-            kept.append(chosen[: max(0, len(request.tokens) - read)])
+    def _arrange(self) -> None:
+        """Free the rows of texts that are done, and see that each text that is to go on has one, with room in it."""
+        for shelf in self._shelves.values():
+            for text in shelf.running():
+                if not text.request.left:
+                    shelf.free(text)
+        running = len(self._placed())
+        while self._waiting and (self.limit is None or running < self.limit):
+            text = self._waiting.popleft()
+            if text.request.left:
+                self._begin(text)
+                running += 1
+        for shelf in list(self._shelves.values()):
+            for text in shelf.running():
+                if text.read == shelf.room and not text.at_end():
+                    shelf.move(text, self._shelf_for(text))
+        self._shelves = {room: shelf for room, shelf in self._shelves.items() if shelf.running()}
+        for shelf in self._shelves.values():
+            shelf.shrink()
+
+    def _begin(self, text: _Text) -> None:
+        """Give a text its first row, and read its prompt if it is long."""
+        decoder, tokens, shelf = self.decoder, text.request.tokens, self._shelf_for(text)
+        if len(tokens) <= STEPPED:
+            shelf.put(text)
+            return
+        prompt = torch.zeros(1, min(decoder.rows_of_prompt(len(tokens)), shelf.room), dtype=torch.int64)
+        prompt[0, : len(tokens)] = torch.tensor(tokens)
+        lengths = torch.tensor([len(tokens)], device=decoder.device)
+        state, logits = decoder.prefill(prompt.to(decoder.device), lengths, shelf.room)
+        shelf.put(text, state)
+        text.read, text.logits = len(tokens), logits[0]
+
+    def _shelf_for(self, text: _Text) -> _Shelf:
+        room = self._room_for(text)
+        return self._shelves.setdefault(room, _Shelf(self.decoder, room))
+
+    def _room_for(self, text: _Text) -> int:
+        # A text that soon outgrows its caches would need two programs where one serves. Its last token is never read.
+        tokens = len(text.request.tokens)
+        return self.decoder.room(min(tokens + text.request.left - 1, tokens + tokens // 4 + 1))
+
+
+def _copy_row(target: ModelState, row: int, source: ModelState, source_row: int) -> None:
+    """Copy the caches of a text; where the target has room for more, it keeps what it holds there."""
+    for new, old in zip(target.caches(), source.caches(), strict=True):
+        new[row][tuple(slice(0, size) for size in old.shape[1:])] = old[source_row]
 
 
 def generate(

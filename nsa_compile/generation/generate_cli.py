@@ -59,6 +59,10 @@ drawing_options = stacked(
 @click.option(
     "--prompts-from", "file", type=click.File(encoding="utf-8"), metavar="FILE", help="A prompt a line; - for stdin."
 )
+@click.option(
+    "--batch", type=click.IntRange(min=1), default=8, show_default=True, metavar="N",
+    help="Prompts that are decoded side by side at most; the next one begins where one is done.",
+)  # fmt: skip
 @drawing_options
 @json_option
 def generate(
@@ -140,15 +144,30 @@ class Writer:
     """A model, how it is asked to write, and the texts that it writes."""
 
     def __init__(
-        self, trained: TrainedModel, decoder: Decoder, sampling: Sampling, count: int, seed: int, stops: Sequence[str]
+        self,
+        trained: TrainedModel,
+        decoder: Decoder,
+        sampling: Sampling,
+        count: int,
+        seed: int,
+        stops: Sequence[str],
+        batch: int,
     ) -> None:
         self.trained, self.decoder, self.sampling = trained, decoder, sampling
-        self.count, self.seed, self.stops = count, seed, stops
+        self.count, self.seed, self.stops, self.batch = count, seed, stops, batch
         self._session: Session | None = None
 
     @classmethod
     def of(
-        cls, run: Path, dtype: str, compiled: bool, count: int, seed: int, stops: tuple[str, ...], **drawing: Any
+        cls,
+        run: Path,
+        dtype: str,
+        compiled: bool,
+        count: int,
+        seed: int,
+        stops: tuple[str, ...],
+        batch: int = 1,
+        **drawing: Any,
     ) -> Writer:
         """By the options of a command."""
         from nsa_compile.generation.generate import Decoder
@@ -160,7 +179,7 @@ class Writer:
         trained = load_trained(run, dtype)
         for warning in trained.warnings:
             click.echo(warning, err=True)
-        return cls(trained, Decoder(trained.model, compiled=compiled), Sampling(**drawing), count, seed, stops)
+        return cls(trained, Decoder(trained.model, compiled=compiled), Sampling(**drawing), count, seed, stops, batch)
 
     @property
     def begun(self) -> bool:
@@ -221,8 +240,8 @@ class Writer:
                 request.tokens += tokens
                 request.left = self.count
         self._warn_of_length(requests)
-        if self._session is None or not self._session.fits():
-            self._session = Session(self.decoder, requests)
+        if self._session is None:
+            self._session = Session(self.decoder, requests, self.batch)
             self._session.warm_up()
         return self._session
 

@@ -12,15 +12,12 @@ from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from nsa_compile.generation.generate import LEAST_PROMPT, Decoder
-from nsa_compile.generation.generate import LEAST_ROOM as COMPILED_ROOM
+from nsa_compile.generation.generate import Decoder
 from nsa_compile.hf.cache import NSACache
 from nsa_compile.hf.configuration import NSAConfig
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.nsa import CompressionMLP, check_selection
 
-# Tokens that a cache has room for at first, where no program belongs to their number.
-LEAST_ROOM = 64
 # Not of the model, but of `loss_function` and of the decorator of `forward`.
 LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "ignore_index")
 # What `generate` uses itself, for its stop strings, and hands on.
@@ -173,8 +170,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """Fill a cache with sequences `[B, S]` from column 0 on, which began at column `start`; logits as
         `NSATransformer.prefill` gives them."""
         decoder, columns = self._decoder, tokens.shape[1]
-        cache.room = self._room(columns + 1)
-        filled = F.pad(tokens, (0, decoder.rows(columns, LEAST_PROMPT) - columns))
+        cache.room = decoder.room(columns + 1)
+        filled = F.pad(tokens, (0, decoder.rows_of_prompt(columns) - columns))
         asked = {"return_selection": True} if cache.record_selection else {}
         cache.state, logits, *selection = decoder.prefill(filled, lengths, cache.room, every=every, **asked)
         for chosen in selection:
@@ -192,7 +189,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("attention_mask has a 0 for a token that follows those in the cache; leave that token out")
         cache.columns += tokens.shape[1]
         if cache.columns > cache.room:
-            cache.grow(self.model, self._room(cache.columns))
+            cache.grow(self.model, self._decoder.room(cache.columns))
         logits = []
         asked = {"return_selection": True} if cache.record_selection else {}
         for column in tokens.unbind(1):
@@ -200,10 +197,6 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             cache.selections += [chosen[:, None] for chosen in selection]
             logits.append(following)
         return torch.stack(logits, dim=1)
-
-    def _room(self, tokens: int) -> int:
-        """Rows of the caches for so many tokens: a power of two, so that caches seldom grow."""
-        return max(COMPILED_ROOM if self._decoder.compiled else LEAST_ROOM, 1 << (tokens - 1).bit_length())
 
 
 def _refuse_what_is_unknown(arguments: dict[str, Any]) -> None:

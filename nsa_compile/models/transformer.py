@@ -39,6 +39,10 @@ class ModelState(NamedTuple):
     t: Tensor  # [B] int64, the next position of each sequence
     layers: list[Any]  # of each block its attention's
 
+    def caches(self) -> list[Tensor]:
+        """The tensors `[B, ...]` of all layers, without those that a layer does not have."""
+        return [cache for layer in self.layers for cache in layer if cache is not None]
+
 
 class AttentionLayer(nn.Module):
     """What a block needs of an attention: `[B, S, dim] -> [B, S, dim]`, and the same token by token.

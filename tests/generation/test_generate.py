@@ -25,10 +25,17 @@ def model():
     return tiny_model(n_layers=2)
 
 
+@pytest.fixture(scope="module")
+def fast(model):
+    return Decoder(model, **EAGER)
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Programs of few rows, and a prompt that is long at once."""
-    monkeypatch.setattr(module, "LEAST_ROOM", 32)
+    monkeypatch.setattr(module, "LEAST_ROOM", 16)
+    monkeypatch.setattr(module, "LEAST_EAGER_ROOM", 4)
+    monkeypatch.setattr(module, "WORTH_A_PROGRAM", 3)
     monkeypatch.setattr(module, "LEAST_PROMPT", 8)
     monkeypatch.setattr(module, "STEPPED", 6)
 
@@ -60,17 +67,72 @@ def test_a_greedy_text_is_what_the_forward_pass_finds_most_probable(model):
     counts=st.lists(st.integers(1, 9), min_size=4, max_size=4),
     sampling=st.sampled_from([GREEDY, Sampling(), Sampling(0.7, top_k=4, repetition_penalty=1.3)]),
 )
-def test_every_text_is_the_one_that_it_is_alone(model, prompts, counts, sampling):
+def test_every_text_is_the_one_that_it_is_alone(model, fast, prompts, counts, sampling):
     def requests():
         return [request(p, n, seed) for seed, (p, n) in enumerate(zip(prompts, counts, strict=False))]
 
-    slow, fast = Decoder(model, compiled=False), Decoder(model, **EAGER)
+    slow = Decoder(model, compiled=False)
     alone = [texts(slow, [each], sampling)[0] for each in requests()]
     assert texts(fast, requests(), sampling) == alone
     assert [len(drawn) for drawn in alone] == counts[: len(prompts)]
 
 
-def test_one_program_serves_every_length_and_position(model):
+@settings(max_examples=15)
+@given(
+    texts_of=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(1, 20), st.integers(0, 40)),
+        min_size=1,
+        max_size=7,
+    ),
+    limit=st.sampled_from([None, 1, 2, 3]),
+    compiled=st.booleans(),
+)
+def test_texts_that_join_move_and_leave_are_those_that_they_are_alone(model, fast, texts_of, limit, compiled):
+    """Of each text: tokens of its prompt and to draw; it is ended after so many, and joins after so many of all."""
+    sampling, slow = Sampling(0.7, top_k=4), Decoder(model, compiled=False)
+    waiting = sorted(enumerate(texts_of), key=lambda numbered: numbered[1][3])
+    session = Session(fast if compiled else slow, limit=limit)
+    drawn: list[list[int]] = []
+    alone = []
+
+    def join_due(count):
+        while waiting and waiting[0][1][3] <= count:
+            seed, (length, to_draw, end, _) = waiting.pop(0)
+            prompt = torch.randint(19, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+            alone.append(texts(slow, [request(prompt, to_draw, seed)], sampling)[0][:end])
+            drawn.append([])
+            assert session.join(request(prompt, to_draw, seed)) == len(drawn) - 1
+
+    while waiting:
+        join_due(waiting[0][1][3])
+        for number, token in session.stream(sampling):
+            drawn[number].append(token)
+            if len(drawn[number]) == len(alone[number]):
+                session.requests[number].left = 0
+            join_due(sum(map(len, drawn)))
+            assert limit is None or sum(bool(text.request.left) for text in session._placed()) <= limit
+    assert drawn == alone
+
+
+@settings(max_examples=20)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=6),
+    limit=st.sampled_from([None, 2]),
+)
+def test_the_caches_follow_the_tokens_that_there_are(model, lengths, limit):
+    """Of n texts at most twice as many rows, each for at most two and a half times its tokens."""
+    requests = [request([1] * tokens, count, n) for n, (tokens, count) in enumerate(lengths)]
+    session = Session(Decoder(model, compiled=False), requests, limit)
+    for _ in session.stream(GREEDY):
+        rows = sum(len(shelf.texts) * shelf.room for shelf in session._shelves.values())
+        tokens = sum(max(len(text.request.tokens), module.LEAST_EAGER_ROOM // 2) for text in session._placed())
+        assert rows <= 5 * tokens
+        held = [model.init_state(len(shelf.texts), shelf.room).caches() for shelf in session._shelves.values()]
+        assert session.cache_bytes() == sum(cache.nbytes for caches in held for cache in caches)
+
+
+def test_one_program_serves_every_length_and_position(model, monkeypatch):
+    monkeypatch.setattr(module, "LEAST_ROOM", 32)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     decoder = Decoder(model, **EAGER)
@@ -87,9 +149,6 @@ def test_a_text_that_is_added_to_is_as_if_it_had_been_there(model, compiled):
     (going,) = session.requests
     going.tokens += [7, 8]
     going.left = 5
-    assert session.fits() == compiled  # without compilation there is room for what was asked for
-    if not compiled:
-        session = Session(decoder, session.requests)
     before = list(going.tokens)
     drawn = [token for _, token in session.stream(GREEDY)]
     assert [drawn] == texts(Decoder(model, compiled=False), [request(before, 5)], GREEDY)

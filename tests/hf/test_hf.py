@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 
 import nsa_compile
 from nsa_compile.data.tokenizers import ByteTokenizer
+from nsa_compile.generation import generate as module
 from nsa_compile.generation.generate import generate
 from nsa_compile.generation.sampling import Sampling
 from nsa_compile.hf import NSACache, NSAConfig, NSAForCausalLM, modeling
@@ -236,9 +237,9 @@ def test_a_configuration_is_checked():
 @pytest.fixture
 def small(monkeypatch):
     """Caches that soon have to grow, programs of few rows."""
-    monkeypatch.setattr(modeling, "LEAST_ROOM", 8)
-    monkeypatch.setattr(modeling, "COMPILED_ROOM", 32)
-    monkeypatch.setattr(modeling, "LEAST_PROMPT", 8)
+    monkeypatch.setattr(module, "LEAST_EAGER_ROOM", 8)
+    monkeypatch.setattr(module, "LEAST_ROOM", 32)
+    monkeypatch.setattr(module, "LEAST_PROMPT", 8)
 
 
 @pytest.mark.usefixtures("small")
