@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -195,7 +196,8 @@ class Session:
 
     def __init__(self, decoder: Decoder, requests: Sequence[Request] = (), limit: int | None = None) -> None:
         self.decoder, self.limit = decoder, limit
-        self._texts: list[_Text] = []
+        self._texts: dict[int, _Text] = {}  # by number
+        self._numbers = itertools.count()
         self._waiting: deque[_Text] = deque()
         self._shelves: dict[int, _Shelf] = {}  # by room
         for request in requests:
@@ -203,13 +205,18 @@ class Session:
 
     @property
     def requests(self) -> list[Request]:
-        return [text.request for text in self._texts]
+        return [text.request for text in self._texts.values()]
 
     def join(self, request: Request) -> int:
         """Take one more text; returns its number, by which `stream` names it."""
-        self._texts.append(_Text(len(self._texts), request))
-        self._waiting.append(self._texts[-1])
-        return len(self._texts) - 1
+        text = _Text(next(self._numbers), request)
+        self._texts[text.number] = text
+        self._waiting.append(text)
+        return text.number
+
+    def leave(self, number: int) -> None:
+        """End a text, and forget it."""
+        self._texts.pop(number).request.left = 0
 
     def cache_bytes(self) -> int:
         """Of all caches that there are now."""
@@ -230,7 +237,7 @@ class Session:
 
         Prompts of up to `STEPPED` tokens are read token by token, by the step that draws; a longer one in one go.
         """
-        self._waiting = deque(text for text in self._texts if text.request.left and not text.placed)
+        self._waiting = deque(text for text in self._texts.values() if text.request.left and not text.placed)
         while True:
             for text in self._placed():
                 if text.at_end() and text.request.left:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from nsa_compile.generation.generate import Decoder
+from nsa_compile.hf.batching import BatchingManager
 from nsa_compile.hf.cache import NSACache
 from nsa_compile.hf.configuration import NSAConfig
 from nsa_compile.models import NSATransformer
@@ -61,6 +62,27 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """
         self._decoder = Decoder(self.model, **options)
 
+    def init_continuous_batching(
+        self,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        **_: Any,
+    ) -> Any:
+        """The `BatchingManager` that `transformers serve --continuous-batching` works with.
+
+        Raises:
+            ValueError: an option of pages of keys and values, or a way of drawing that is not there.
+        """
+        if continuous_batching_config is not None:
+            raise ValueError("the options --cb-... are of pages, which NSA's caches do not have; leave them out")
+        config = self.generation_config if generation_config is None else generation_config
+        self._compile_if_static(config)
+        return BatchingManager(self._decoder, config)
+
+    def continuous_batching_context_manager(self, *_: Any, **__: Any) -> Any:
+        """Not for this model."""
+        raise NotImplementedError("NSAForCausalLM does not take generate_batch; give generate a batch")
+
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embedding
 
@@ -92,11 +114,14 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic", "static"):
             raise ValueError(f"cache_implementation = {asked!r} must be 'dynamic', 'static' or left out")
-        if asked == "static" and not self._decoder.compiled:
-            self.compile_generation()
+        self._compile_if_static(generation_config)
         generation_config.cache_implementation = None  # there is one kind of NSACache
         mixin: Any = super()
         return mixin._prepare_cache_for_generation(generation_config, *args, **kwargs)
+
+    def _compile_if_static(self, config: GenerationConfig) -> None:
+        if config.cache_implementation == "static" and not self._decoder.compiled:
+            self.compile_generation()
 
     @can_return_tuple
     def forward(
