@@ -66,7 +66,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
-        **_: Any,
+        workload_hints: Any = None,
     ) -> Any:
         """The `BatchingManager` that `transformers serve --continuous-batching` works with.
 

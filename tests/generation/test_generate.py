@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from nsa_compile.generation import generate as module
 from nsa_compile.generation.generate import Decoder, Request, Session
 from nsa_compile.generation.sampling import Sampling
+from nsa_compile.models.transformer import AttentionLayer
 from tests.models.test_nsa import tiny_model
 
 GREEDY = Sampling(temperature=0)
@@ -152,6 +155,64 @@ def test_a_text_that_is_added_to_is_as_if_it_had_been_there(model, compiled):
     before = list(going.tokens)
     drawn = [token for _, token in session.stream(GREEDY)]
     assert [drawn] == texts(Decoder(model, compiled=False), [request(before, 5)], GREEDY)
+
+
+def test_texts_that_ended_at_different_times_may_go_on(model):
+    decoder = Decoder(model, compiled=False)
+    session = Session(decoder, [request([1], 2), request([4], 9)])
+    list(session.stream(GREEDY))
+    before = []
+    for going in session.requests:
+        going.tokens += [7, 8]
+        going.left = 5
+        before.append(list(going.tokens))
+    drawn = [[], []]
+    for number, token in session.stream(GREEDY):
+        drawn[number].append(token)
+    assert drawn == [texts(decoder, [request(prompt, 5)], GREEDY)[0] for prompt in before]
+
+
+class Sum(NamedTuple):
+    sum: torch.Tensor
+
+
+class Counting(AttentionLayer):
+    """Its state, a sum that begins at one, is read before it is written."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.out = torch.nn.Linear(config.dim, config.dim, bias=False)
+
+    def init_state(self, batch_size, max_len):
+        return Sum(self.out.weight.new_ones(batch_size))
+
+    def decode_step(self, state, x, t):
+        total = state.sum + x.sin().sum(-1)
+        return Sum(total), self.out(x * total[:, None])
+
+
+def test_a_row_of_caches_is_empty_for_its_next_text(model):
+    model = copy.deepcopy(model)
+    for block in model.blocks:
+        block.attention = Counting(model.config).double()
+    decoder = Decoder(model, compiled=False)
+    session = Session(decoder, [request([1, 2, 3], 4), request([5, 6], 3), request([7], 5)], limit=1)
+    drawn = [[], [], []]
+    for number, token in session.stream(GREEDY):
+        drawn[number].append(token)
+    assert drawn == [texts(decoder, [request(p, n)], GREEDY)[0] for p, n in (([1, 2, 3], 4), ([5, 6], 3), ([7], 5))]
+
+
+def test_a_text_that_leaves_is_forgotten(model):
+    session = Session(Decoder(model, compiled=False), [request([1], 9), request([2], 9)])
+    seen = []
+    for number, _ in session.stream(GREEDY):
+        seen.append(number)
+        if seen.count(0) == 2 and number == 0:
+            session.leave(0)
+            assert session.join(request([3], 1)) == 2
+    assert [seen.count(number) for number in range(3)] == [2, 9, 1]
+    assert len(session.requests) == 2
 
 
 def test_a_text_may_be_ended_early(model):
