@@ -2,7 +2,7 @@
 
     python benchmarks/ragged_batch.py
 
-On the CPU, with a model of two layers. The prompts grow from 16 tokens to 6,000, each by one factor; 128 tokens are
+On the CPU, with a model of two layers. The prompts grow from 16 tokens to 3,000, each by one factor; 64 tokens are
 drawn of each. The one batch reads all prompts filled up to the longest, and decodes until all are done. Counted are the
 bytes of the caches, at their most and in the mean over the tokens drawn, and the tokens drawn in a second of the clock
 and of processor time, prompts included and programs compiled before.
@@ -24,8 +24,8 @@ from nsa_compile.generation.sampling import Sampling
 from nsa_compile.profiles.measure import build, make_record, model_config, random_tokens, write_record
 
 RECORD = Path(__file__).parent / "results" / "ragged_batch.json"
-SHORTEST, LONGEST = 16, 6000
-DRAWN = 128
+SHORTEST, LONGEST = 16, 3000
+DRAWN = 64
 GREEDY = Sampling(temperature=0)
 
 
@@ -59,7 +59,7 @@ def joined(decoder: Decoder, given: list[list[int]], limit: int | None) -> tuple
 
 
 @click.command()
-@click.option("--texts", default=12, show_default=True, type=click.IntRange(min=2), help="How many.")
+@click.option("--texts", default=8, show_default=True, type=click.IntRange(min=2), help="How many.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Timed, in turns.")
 @click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/ragged_batch.json without it.")
 @torch.no_grad()

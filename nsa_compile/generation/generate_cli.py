@@ -202,7 +202,8 @@ class Writer:
         tokenizer = self.trained.tokenizer
         begun = time.perf_counter()
         session = self._ready(added)
-        started = [len(request.tokens) for request in session.requests]
+        requests = session.requests
+        started = [len(request.tokens) for request in requests]
         end = tokenizer.separator if len(tokenizer.separator) == 1 else ()
         streams = [TextStream(tokenizer.decode, self.stops, end) for _ in added]
         ready = time.perf_counter()
@@ -211,14 +212,14 @@ class Writer:
             times.append(time.perf_counter())
             piece = streams[i].feed(token)
             if streams[i].stopped_by:
-                session.requests[i].left = 0
-            if not session.requests[i].left:
+                requests[i].left = 0
+            if not requests[i].left:
                 piece += streams[i].finish()
             if show:
                 show(piece)
         texts = [
             Text(stream.text, len(request.tokens) - before, before, stream.stopped_by or "length")
-            for stream, request, before in zip(streams, session.requests, started, strict=True)
+            for stream, request, before in zip(streams, requests, started, strict=True)
         ]
         # All texts get their first token in the same step where they are equally long.
         rest = len(times) - len(texts)

@@ -47,7 +47,8 @@ def test_a_prompt_goes_on_by_the_model_of_the_run(trained):
 def test_several_prompts_compiled_are_those_alone(trained, tmp_path):
     (tmp_path / "prompts.txt").write_text("To be\nA\n", encoding="utf-8")
     words = ["--tokens", 8, "--json"]
-    several = invoke("generate", trained, "--prompt", "Oh", "--prompts-from", tmp_path / "prompts.txt", *words)
+    given = ["--prompt", "Oh", "--prompts-from", tmp_path / "prompts.txt", "--batch", 2]
+    several = invoke("generate", trained, *given, *words)
     together = json.loads(several.stdout)
     for seed, text in enumerate(together["texts"]):
         alone = invoke("generate", trained, "--prompt", text["prompt"], "--seed", seed, "--no-compile", *words)
