@@ -113,10 +113,8 @@ class NSALM(TemplateLM):
                 options.get("top_p", 1.0),
             )
             stops = [stop for stop in options["until"] if stop]
-            for first in range(0, len(members), PROMPTS):
-                part = members[first : first + PROMPTS]
-                prompts = [self.tok_encode(requests[i].args[0]) or [self.eot_token_id] for i in part]
-                writer = Writer(self._trained, self._decoder, drawing, count, 0, stops)
-                texts, _ = writer.write([prompt[count - self.max_length :] for prompt in prompts], None)
-                found |= {i: text.text for i, text in zip(part, texts, strict=True)}
+            prompts = [self.tok_encode(requests[i].args[0]) or [self.eot_token_id] for i in members]
+            writer = Writer(self._trained, self._decoder, drawing, count, 0, stops, PROMPTS)
+            texts, _ = writer.write([prompt[count - self.max_length :] for prompt in prompts], None)
+            found |= {i: text.text for i, text in zip(members, texts, strict=True)}
         return [found[i] for i in range(len(requests))]

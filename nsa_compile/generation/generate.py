@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_compile.backend import compile_decode_step, compile_prefill
@@ -106,6 +107,7 @@ class _Text:
         self.number, self.request = number, request
         self.read = 0  # tokens that are in the caches
         self.logits: Tensor | None = None  # after the last of these
+        self.selections: list[Tensor] = []  # blocks that tokens read, [T, layers, G, n] each
         self.placed = False  # whether it has caches
 
     def at_end(self) -> bool:
@@ -121,8 +123,8 @@ class _Shelf:
         texts: of each row; None where it is free.
     """
 
-    def __init__(self, decoder: Decoder, room: int) -> None:
-        self.decoder, self.room = decoder, room
+    def __init__(self, decoder: Decoder, room: int, asked: dict[str, bool]) -> None:
+        self.decoder, self.room, self._asked = decoder, room, asked
         self.texts: list[_Text | None] = []
         self.state: Any = None
 
@@ -166,10 +168,11 @@ class _Shelf:
         following = [0 if text is None else text.request.tokens[text.read] for text in self.texts]
         t = torch.tensor([0 if text is None else text.read for text in self.texts], device=device)
         state = self.state._replace(t=t)
-        self.state, logits = self.decoder.step(state, torch.tensor(following, device=device))
-        for text, row in zip(self.texts, logits, strict=True):
+        self.state, logits, *selection = self.decoder.step(state, torch.tensor(following, device=device), **self._asked)
+        for i, text in enumerate(self.texts):
             if text is not None:
-                text.read, text.logits = text.read + 1, row
+                text.read, text.logits = text.read + 1, logits[i]
+                text.selections += [chosen[i : i + 1] for chosen in selection]
 
     def _resize(self, rows: int) -> None:
         texts, old = self.running(), self.state
@@ -192,10 +195,19 @@ class Session:
     Args:
         requests: the first texts.
         limit: how many are decoded side by side at most; the others wait for their turn.
+        record_selection: keep which blocks each token read, for `selection`.
     """
 
-    def __init__(self, decoder: Decoder, requests: Sequence[Request] = (), limit: int | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        requests: Sequence[Request] = (),
+        limit: int | None = None,
+        *,
+        record_selection: bool = False,
+    ) -> None:
         self.decoder, self.limit = decoder, limit
+        self._asked = {"return_selection": True} if record_selection else {}
         self._texts: dict[int, _Text] = {}  # by number
         self._numbers = itertools.count()
         self._waiting: deque[_Text] = deque()
@@ -222,6 +234,20 @@ class Session:
         """Of all caches that there are now."""
         return sum(cache.nbytes for shelf in self._shelves.values() for cache in shelf.state.caches())
 
+    def selection(self, number: int) -> Tensor:
+        """The blocks that the tokens of a text read, as `NSATransformer.forward` takes them for a batch: int32
+        `[tokens - 1, layers, G, n]`. The last token drawn is read by nobody.
+
+        Raises:
+            ValueError: the session does not record selections, or has not read the text.
+        """
+        text = self._texts[number]
+        if not text.selections:
+            raise ValueError("no selection was recorded; make the Session with record_selection=True and draw from it")
+        width = max(chosen.shape[-1] for chosen in text.selections)  # small caches have fewer blocks
+        filled = [F.pad(chosen, (0, width - chosen.shape[-1]), value=-1) for chosen in text.selections]
+        return torch.cat(filled)[: len(text.request.tokens) - 1]
+
     @torch.no_grad()
     def warm_up(self) -> None:
         """Compile the decode step for the texts that begin, or fetch it, so that no token waits for it."""
@@ -229,7 +255,8 @@ class Session:
         for room, number in Counter(self._room_for(text) for text in beginning).items():
             rows = 1 << (number - 1).bit_length()
             state = self.decoder.model.init_state(rows, room)
-            self.decoder.step(state, torch.zeros(rows, dtype=torch.int64, device=self.decoder.device))
+            tokens = torch.zeros(rows, dtype=torch.int64, device=self.decoder.device)
+            self.decoder.step(state, tokens, **self._asked)
 
     @torch.no_grad()
     def stream(self, sampling: Sampling) -> Iterator[tuple[int, int]]:
@@ -280,19 +307,21 @@ class Session:
     def _begin(self, text: _Text) -> None:
         """Give a text its first row, and read its prompt if it is long."""
         decoder, tokens, shelf = self.decoder, text.request.tokens, self._shelf_for(text)
+        text.selections = []
         if len(tokens) <= STEPPED:
             shelf.put(text)
             return
         prompt = torch.zeros(1, min(decoder.rows_of_prompt(len(tokens)), shelf.room), dtype=torch.int64)
         prompt[0, : len(tokens)] = torch.tensor(tokens)
         lengths = torch.tensor([len(tokens)], device=decoder.device)
-        state, logits = decoder.prefill(prompt.to(decoder.device), lengths, shelf.room)
+        state, logits, *selection = decoder.prefill(prompt.to(decoder.device), lengths, shelf.room, **self._asked)
+        text.selections += [chosen[0, : len(tokens)] for chosen in selection]
         shelf.put(text, state)
         text.read, text.logits = len(tokens), logits[0]
 
     def _shelf_for(self, text: _Text) -> _Shelf:
         room = self._room_for(text)
-        return self._shelves.setdefault(room, _Shelf(self.decoder, room))
+        return self._shelves.setdefault(room, _Shelf(self.decoder, room, self._asked))
 
     def _room_for(self, text: _Text) -> int:
         # A text that soon outgrows its caches would need two programs where one serves. Its last token is never read.
