@@ -113,6 +113,9 @@ class DataSection(Section):
     """Key or column with the text, for JSON lines and Parquet."""
     cache_dir: Annotated[Text, Field(min_length=1)] | None = None
     """Directory in which the tokens of files are kept; null takes the platform's directory for caches."""
+    chat: bool = False
+    """Whether the lines of a JSON lines file are conversations, {"messages": [{"role": ..., "content": ...}, ...]}, one
+    to a sequence; train.loss = answers then is about what the assistant says."""
     stream: bool = False
     """Whether JSON lines or Parquet files are read and tokenized while the model trains, for data too large to keep as
     tokens. fineweb-edu always is."""
@@ -136,7 +139,10 @@ class TrainSection(Section):
     accumulate: Count = 1
     """Micro batches of an optimizer step, whose gradients are added up."""
     loss: Literal["all", "answers"] = "all"
-    """Tokens that the loss is the mean over: all, or only the answers of a synthetic task."""
+    """Tokens that the loss is the mean over: all, or only the answers of a synthetic task or of conversations."""
+    init_from: Annotated[Text, Field(min_length=1)] | None = None
+    """Weights to begin with, of the same model: a run, one of its checkpoints, a folder of nsa-compile export, import
+    or convert, or hf:ORG/NAME; null draws them. --init-from is short for it."""
     dtype: Literal["float32", "bf16"] = "float32"
     """Number format of the computation; with bf16 (autocast) weights and optimizer state stay float32."""
     matmul: Literal["native", "float8", "int8"] = "native"
@@ -364,10 +370,13 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.stream = true is for files and must be false for the built-in data.name = '{self.data.name}'"
             )
-        if self.train.loss == "answers" and self.data.name not in SYNTHETIC:
+        if self.data.chat and (self.data.name in BUILT_IN or self.data.stream):
+            where = "data.stream = true" if self.data.stream else f"the built-in data.name = '{self.data.name}'"
+            raise ValueError(f"data.chat = true is for a file of JSON lines and must be false for {where}")
+        if self.train.loss == "answers" and self.data.name not in SYNTHETIC and not self.data.chat:
             raise ValueError(
                 f"train.loss = 'answers' must be 'all' for data.name = '{self.data.name}': "
-                f"which tokens are answers is known of {' and '.join(SYNTHETIC)}"
+                f"which tokens are answers is known of {', '.join(SYNTHETIC)} and, with data.chat = true, conversations"
             )
         least, rule = self.model.variant.min_seq_len(self.model)
         if self.train.seq_len < least:

@@ -9,11 +9,12 @@ from nsa_compile.errors import UserError
 # Module to package, where the two differ.
 TRAIN = {"click": "", "packaging": "", "psutil": "", "pydantic": "", "tabulate": "", "tqdm": "", "yaml": "pyyaml"}
 LAB = {"hypothesis": "", "matplotlib": "", "nvtx": ""}
-HF = {"safetensors": "", "transformers": ""}
+HF = {"huggingface_hub": "", "safetensors": "", "transformers": ""}
 TRAIN_COMMANDS = (
     "chat",
     "ckpt",
     "config",
+    "convert",
     "data",
     "doctor",
     "eval",

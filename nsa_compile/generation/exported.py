@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class Exported(NamedTuple):
     model: NSATransformer
     tokenizer: str | None  # its name in `data.tokenizer`; None for another one
     seq_len: int | None  # tokens of the sequences that it was trained on; None where nobody knows
+    chat: bool = False  # whether it was trained on conversations, in the template of data/conversations.py
 
 
 def write_exported(folder: Path, exported: Exported, *, module: bool = False) -> None:
@@ -62,6 +64,7 @@ def write_exported(folder: Path, exported: Exported, *, module: bool = False) ->
         **asdict(model.config),
         "tokenizer": exported.tokenizer,
         "max_position_embeddings": exported.seq_len,
+        "chat": exported.chat,
     }
     if module:
         values["auto_map"] = AUTO_MAP
@@ -80,14 +83,15 @@ def read_exported(folder: Path) -> Exported:
     Raises:
         UserError: the folder is not of this format, or its files are damaged or do not belong together.
     """
-    values = read_config(folder / CONFIG, MODEL_TYPE, "as nsa-compile export writes it", "export the model anew")
+    values = read_config(folder / CONFIG, (MODEL_TYPE,), "as nsa-compile export writes it", "export the model anew")
     names = {field.name for field in fields(NSAConfig)}
     try:
         config = from_plain(NSAConfig, {name: value for name, value in values.items() if name in names})
     except ValueError as error:
         raise UserError(f"'{folder / CONFIG}': {error}; export the model anew") from None
-    tokenizer, seq_len = values.get("tokenizer"), values.get("max_position_embeddings")
-    for name, value, kind in (("tokenizer", tokenizer, str), ("max_position_embeddings", seq_len, int)):
+    tokenizer, seq_len, chat = values.get("tokenizer"), values.get("max_position_embeddings"), values.get("chat")
+    kinds = (("tokenizer", tokenizer, str), ("max_position_embeddings", seq_len, int), ("chat", chat, bool))
+    for name, value, kind in kinds:
         if value is not None and type(value) is not kind:
             raise UserError(f"'{folder / CONFIG}': {name} = {value!r} must be of type {kind.__name__}; export it anew")
     weights = _read_weights(folder / WEIGHTS)
@@ -101,19 +105,20 @@ def read_exported(folder: Path) -> Exported:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"'{folder / WEIGHTS}' is not of the model of {CONFIG}: {reason}; export it anew") from None
-    return Exported(model, tokenizer, seq_len)
+    return Exported(model, tokenizer, seq_len, bool(chat))
 
 
-def read_config(path: Path, model_type: str, whose: str, way_out: str) -> dict[str, Any]:
-    """A `config.json` as transformers has it, of a `model_type` that is that of `whose` models."""
+def read_config(path: Path, model_types: Sequence[str], whose: str, way_out: str) -> dict[str, Any]:
+    """A `config.json` as transformers has it, of one of the `model_types`, which are those of `whose` models."""
     try:
         with open_regular(path, follow=True) as file:
             values = json.loads(file.read())
     except (OSError, ValueError) as error:
         raise UserError(f"'{path}' cannot be read: {error}; {way_out}") from None
     kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind != model_type:
-        raise UserError(f"'{path}' is of model_type {kind!r}; it must be {model_type!r}, {whose}")
+    if kind not in model_types:
+        wanted = " or ".join(map(repr, model_types))
+        raise UserError(f"'{path}' is of model_type {kind!r}; it must be {wanted}, {whose}")
     assert isinstance(values, dict)
     return values
 

@@ -15,9 +15,11 @@ from nsa_compile.generation.export_cli import write_folder
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="A folder that is new.")
 def import_model(source: Path, out: Path) -> None:
-    """Write an NSA model of flash-linear-attention (model_type nsa) as a folder of nsa-compile export.
+    """Write a model of others as a folder of nsa-compile export.
 
-    SOURCE is a folder with its config.json and its weights as safetensors. The files of its tokenizer are copied.
+    SOURCE is a folder of transformers: a config.json and weights as safetensors, of flash-linear-attention's NSA models
+    (model_type nsa) or of dense models of the Llama family (llama, mistral), which nsa-compile convert makes sparse.
+    The files of its tokenizer are copied.
     `import nsa_compile.hf` and AutoModelForCausalLM.from_pretrained(DIR) load it.
 
     \b
@@ -26,9 +28,10 @@ def import_model(source: Path, out: Path) -> None:
     check_new_directory(out)
     importlib.import_module("safetensors")  # who lacks the extra need not wait for torch
     from nsa_compile.generation.exported import write_exported
-    from nsa_compile.generation.imported import copy_tokenizer, read_fla
+    from nsa_compile.generation.folders import OTHERS, read_folder
+    from nsa_compile.generation.imported import copy_tokenizer
 
-    model = read_fla(source)
+    model = read_folder(source, OTHERS)
 
     def write(folder: Path) -> None:
         write_exported(folder, model)

@@ -7,6 +7,7 @@ block, a token's own and the one before it are always selected.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from nsa_compile.generation.exported import CONFIG, Exported, read_config
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 
 MODEL_TYPE = "nsa"  # fla's, in config.json
+INDEX = "model.safetensors.index.json"  # of a model whose weights are in several files
 # What a tokenizer of transformers consists of, and where texts end.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
@@ -54,10 +56,10 @@ def read_fla(folder: Path) -> Exported:
         UserError: it is not of fla's NSA models, or uses what ours do not have; its files are damaged.
     """
     values = read_config(
-        folder / CONFIG, MODEL_TYPE, "that of fla's NSA models", "give a folder of fla's NSAForCausalLM"
+        folder / CONFIG, (MODEL_TYPE,), "that of fla's NSA models", "give a folder of fla's NSAForCausalLM"
     )
     values = {"tie_word_embeddings": False, **values}  # save_pretrained leaves out transformers' default
-    weights = _read_weights(folder)
+    weights = read_weights(folder)
     try:
         config = _config(values, hidden=weights["model.layers.0.mlp.gate_proj.weight"].shape[0])
         model = NSATransformer(config).to(weights["model.embeddings.weight"].dtype)
@@ -118,12 +120,14 @@ def _renamed(weights: dict[str, Tensor], model: NSATransformer) -> dict[str, Ten
     return found
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all its files of safetensors; never a pickle, which may run any code."""
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's files of safetensors, those of its index if it has one; never a pickle, which may run
+    any code.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = _indexed(folder / INDEX) if (folder / INDEX).exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise UserError(f"'{folder}' has no file of safetensors; save the model with safe_serialization=True")
     weights: dict[str, Tensor] = {}
@@ -133,3 +137,15 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise UserError(f"'{path}' is no file of safetensors: {error}; fetch it anew") from None
     return weights
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, all of them beside it."""
+    try:
+        with open_regular(index, follow=True) as file:
+            names = {str(name) for name in json.loads(file.read())["weight_map"].values()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"'{index}' cannot be read: {error}; fetch it anew") from None
+    if outside := [name for name in names if Path(name).name != name]:
+        raise UserError(f"'{index}' names '{outside[0]}', which must be a file beside it; fetch it anew")
+    return [index.parent / name for name in sorted(names)]

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     metavar="auto|never|PATH",
     help="Go on with the newest run of the same configuration, or with a run directory or checkpoint.",
 )
+@click.option(
+    "--init-from",
+    metavar="PATH|hf:ORG/NAME",
+    help="Begin with the weights of a run, a checkpoint, an exported or converted folder; sets train.init_from.",
+)
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the resolved configuration and stop.")
 @run_options
@@ -33,6 +38,7 @@ def train(
     config_path: str | None,
     overrides: tuple[str, ...],
     resume: str,
+    init_from: str | None,
     nproc: int,
     dry_run: bool,
     as_json: bool,
@@ -45,8 +51,12 @@ def train(
     nsa-compile train --config configs/shakespeare_cpu.yaml --json
     nsa-compile train --resume auto
     nsa-compile train --nproc 2
+    nsa-compile train --config my_run.yaml --init-from runs/shakespeare-cpu-20260101-120000
     """
     from nsa_compile.train.signals import EXIT_CODES, leave_on_signals
+
+    if init_from is not None:
+        overrides = (*overrides, f"train.init_from={json.dumps(init_from, ensure_ascii=False)}")
 
     with leave_on_signals():
         summary = _train(config_path, overrides, resume, nproc, dry_run, as_json)
@@ -89,6 +99,12 @@ def _train(
     check_port(config.ddp.port if launched else None)
     corpus = load_corpus(config)
     found = find_run(config, resume)
+    if config.train.init_from is not None and found.directory is None:
+        from nsa_compile.models import NSATransformer
+        from nsa_compile.train.checkpoints.source import begin_with
+
+        # Before the run has a directory: whether it can.
+        begin_with(NSATransformer(config.model), config.train.init_from, config.data.tokenizer)
     for note in found.notes:
         click.echo(note, err=True)
     if dry_run:

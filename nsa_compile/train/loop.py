@@ -40,6 +40,7 @@ from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
 from nsa_compile.train.checkpoints.files import STATE, Checkpoint
+from nsa_compile.train.checkpoints.source import begin_with
 from nsa_compile.train.distributed.all_reduce import AllReduceHook
 from nsa_compile.train.distributed.buckets import bucket_mb
 from nsa_compile.train.distributed.group import (
@@ -73,12 +74,23 @@ SAMPLE_TEMPERATURE = 0.8
 class Trainer:
     """What trains in one of the processes: the model, its optimizer, its data, and the steps to be done with them.
 
+    Args:
+        resumes: whether a checkpoint is going to be put back, so that the weights of `train.init_from` are not read.
+
     Attributes:
         notes: what a reader of the log is to know of the set-up.
         trained: the model to call in training, which shares its weights and gradients with the other processes.
     """
 
-    def __init__(self, config: RunConfig, corpus: Corpus, directory: Path, world: World, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        directory: Path,
+        world: World,
+        heartbeat: Heartbeat,
+        resumes: bool = False,
+    ) -> None:
         torch.manual_seed(config.run.seed)
         self.config, self.corpus, self.world, self.heartbeat = config, corpus, world, heartbeat
         self.device = choose_device(config, world)
@@ -86,11 +98,14 @@ class Trainer:
         ranges.enable(config.profile.nvtx)
 
         # The model, compiled block by block before it is shared.
-        self.model = NSATransformer(config.model).to(self.device)
+        self.model = NSATransformer(config.model)
+        begun = config.train.init_from
+        found = [] if begun is None or resumes else begin_with(self.model, begun, config.data.tokenizer)
+        self.model.to(self.device)
         self.model.checkpoint_blocks(config.checkpointed_blocks())
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         processes = f" x {world.size} processes" if world.size > 1 else ""
-        self.notes = [f"{self.parameters:,} parameters on {self.device.type}{processes}; files in {directory}"]
+        self.notes = [f"{self.parameters:,} parameters on {self.device.type}{processes}; files in {directory}", *found]
         if config.train.matmul != "native":
             done, layers = convert_linear_layers(self.model, config.train.matmul)
             self.notes.append(
@@ -280,7 +295,8 @@ def run(
     with held_for_a_run(directory):
         install_stack_dump(directory, world.rank)
         with Heartbeat(directory, world.rank, config.watchdog.interval_s, world_size=world.size) as heartbeat:
-            return _run(Trainer(config, corpus, directory, world, heartbeat), directory, resumed)
+            trainer = Trainer(config, corpus, directory, world, heartbeat, resumes=resumed is not None)
+            return _run(trainer, directory, resumed)
 
 
 def _run(trainer: Trainer, directory: Path, resumed: Checkpoint | None) -> dict[str, Any]:

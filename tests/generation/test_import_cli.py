@@ -158,7 +158,7 @@ def test_transformers_reads_what_was_imported(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "llama"}, "is of model_type 'llama'; it must be 'nsa'"),
+        ({"model_type": "bert"}, "is of model_type 'bert'; it must be 'nsa' or 'llama' or 'mistral'"),
         ({"qkv_bias": True}, "qkv_bias = True must be False"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' must be 'swish'"),
         ({"window_size": 0}, "window = 0 must be at least 1"),
