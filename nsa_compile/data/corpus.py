@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nsa_compile.config import SYNTHETIC, RunConfig
+from nsa_compile.data.conversations import Conversations, fitting, read_conversations
 from nsa_compile.data.documents import find_files
 from nsa_compile.data.sampling import (
     BatchSampler,
@@ -58,6 +59,7 @@ class Corpus:
             occurs in the training text. A language model that has learned anything about order is below it.
         held_out: the whole of the held-out text, tokens ``[N]``; ``None`` for a stream and for a synthetic task, which
             have no such text.
+        notes: what a reader of the log is to know of the data.
         answers: for a synthetic task, which tokens ``[S + 1]`` of every sequence can be inferred from those before
             them; ``None`` where that is not known.
     """
@@ -68,6 +70,7 @@ class Corpus:
     best_unigram_loss: float
     answers: npt.NDArray[np.bool_] | None = None
     held_out: npt.NDArray[np.integer] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def load_corpus(config: RunConfig, rank: int = 0, world_size: int = 1) -> Corpus:
@@ -86,6 +89,8 @@ def load_corpus(config: RunConfig, rank: int = 0, world_size: int = 1) -> Corpus
         return _uniform(config)
     if config.data.name in SYNTHETIC:
         return _synthetic(config)
+    if config.data.chat:
+        return _conversations(config)
     if config.data.name == "fineweb-edu":
         return streamed_corpus(config, open_dataset(**FINEWEB_EDU), rank, world_size)
     if config.data.stream:
@@ -141,6 +146,30 @@ def _synthetic(config: RunConfig) -> Corpus:
     sample = np.concatenate([train.sequence(index, length)[counted] for index in range(UNIGRAM_SEQUENCES)])
     yardstick = best_unigram_loss(sample, validation[..., counted].ravel(), ByteTokenizer.vocab_size)
     return Corpus(train, validation, ByteTokenizer(), yardstick, answers)
+
+
+def _conversations(config: RunConfig) -> Corpus:
+    """The last 5 % of the conversations, one at least, are held out."""
+    shape, length = config.train, config.train.seq_len + 1
+    tokenizer = make_tokenizer(config.data.tokenizer)
+    kept, notes = fitting(list(read_conversations(config.data.name, tokenizer)), length)
+    if len(kept) < 2:
+        raise UserError(
+            f"data.name = '{config.data.name}' is too short: {len(kept)} of its conversations have an answer within "
+            f"train.seq_len = {shape.seq_len}, and one to train on and one to hold out are needed; give more, or a "
+            "larger train.seq_len"
+        )
+    boundary = len(kept) - max(1, int(len(kept) * VALIDATION_FRACTION))
+    only_answers = shape.loss == "answers"
+    train = Conversations(kept[:boundary], config.run.seed, only_answers)
+    held_out = Conversations(kept[boundary:], None, only_answers)
+    # The yardstick is about the tokens that the loss is about.
+    counted = [
+        np.concatenate([row[row >= 0] for row in (each.sequence(i, length)[1:] for i in range(count))])
+        for each, count in ((train, min(boundary, UNIGRAM_SEQUENCES)), (held_out, len(kept) - boundary))
+    ]
+    yardstick = best_unigram_loss(counted[0], counted[1], tokenizer.vocab_size)
+    return Corpus(train, _generated_validation(held_out, config), tokenizer, yardstick, notes=tuple(notes))
 
 
 def _generated_validation(held_out: Source, config: RunConfig) -> npt.NDArray[np.int64]:

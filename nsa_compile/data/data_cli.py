@@ -40,6 +40,7 @@ def smoke(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
     """
     from nsa_compile.config import load_config
     from nsa_compile.data import BatchSampler, load_corpus
+    from nsa_compile.data.sampling import readable
 
     config = load_config(config_path, overrides)
     start = time.perf_counter()
@@ -51,8 +52,9 @@ def smoke(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
         sampler.next_batch()
     seconds = time.perf_counter() - loaded
 
-    sequence = first[0]
-    answer = None if corpus.answers is None else corpus.tokenizer.decode(sequence[corpus.answers].tolist())
+    sequence = readable(first[0])
+    counted = first[0] >= 0 if config.data.chat else corpus.answers
+    answer = None if counted is None else corpus.tokenizer.decode(sequence[counted].tolist())
     facts = {
         "name": config.data.name,
         "tokenizer": config.data.tokenizer,

@@ -149,7 +149,24 @@ def _decoded(path: Path, blocks: Iterable[bytes]) -> Iterator[str]:
         decoder.decode(b"", final=True)
 
 
+def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file of JSON lines, compressed or not, with the numbers of their lines.
+
+    Raises:
+        UserError: a line is none; it names the file and the line.
+    """
+    with _told_as_user_errors(path), open_regular(path, follow=True) as raw:
+        yield from _rows(path, gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw)
+
+
 def _json_lines(path: Path, file: IO[bytes], text_field: str) -> Iterator[str]:
+    for number, row in _rows(path, file):
+        if text_field not in row:
+            raise UserError(_no_field(f"line {number} of '{path}'", text_field, row))
+        yield _text(row[text_field], f"line {number} of '{path}'", text_field)
+
+
+def _rows(path: Path, file: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     while line := file.readline(MAX_LENGTH + 1):
         number += 1
@@ -163,9 +180,7 @@ def _json_lines(path: Path, file: IO[bytes], text_field: str) -> Iterator[str]:
             raise UserError(f"line {number} of '{path}' is not JSON: {error}; correct or remove it") from None
         if not isinstance(row, dict):
             raise UserError(f"line {number} of '{path}' must be a JSON object with a text; correct or remove it")
-        if text_field not in row:
-            raise UserError(_no_field(f"line {number} of '{path}'", text_field, row))
-        yield _text(row[text_field], f"line {number} of '{path}'", text_field)
+        yield number, row
 
 
 def _parquet(path: Path, text_field: str, progress: Callable[[int], None]) -> Iterator[str]:

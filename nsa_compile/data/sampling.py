@@ -15,7 +15,10 @@ class Source(Protocol):
     """A source with a sequence of tokens for every position of a stream."""
 
     def sequence(self, index: int, length: int) -> Tokens:
-        """Tokens ``[length]`` of the ``index``-th sequence; always the same for the same index."""
+        """Tokens ``[length]`` of the ``index``-th sequence; always the same for the same index.
+
+        A token that no loss is to be about is given as its complement, which is negative; see ``uncounted``.
+        """
 
 
 @runtime_checkable
@@ -49,6 +52,16 @@ class RandomWindows:
     def sequence(self, index: int, length: int) -> Tokens:
         start = int(generator(self.seed, index).integers(len(self.tokens) - length + 1))
         return self.tokens[start : start + length].astype(np.int64)
+
+
+def uncounted(tokens: Tokens) -> Tokens:
+    """Tokens as they are handed out where the model is to read them and not to learn to write them."""
+    return ~tokens
+
+
+def readable(tokens: Tokens) -> Tokens:
+    """The tokens themselves, of a sequence of which some are uncounted."""
+    return np.where(tokens < 0, ~tokens, tokens)
 
 
 class UniformBytes:

@@ -69,7 +69,7 @@ def export(run: Path, kind: str, out: Path, max_len: int | None) -> None:
 def _write_model(trained: TrainedModel, kind: str, folder: Path) -> None:
     from nsa_compile.generation.exported import Exported, write_exported
 
-    exported = Exported(trained.model, trained.tokenizer.name, trained.seq_len)
+    exported = Exported(trained.model, trained.tokenizer.name, trained.seq_len, trained.chat)
     write_exported(folder, exported, module=kind == "hf")
     if kind == "hf":
         from nsa_compile.train.torchao_import import import_torchao

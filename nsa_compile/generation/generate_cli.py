@@ -106,7 +106,8 @@ def generate(
 def chat(run: Path, dtype: str, compiled: bool, **options: Any) -> None:
     """Write with the model of a run: your lines and its own become one text, which it goes on with.
 
-    An empty line lets it go on; Ctrl-D ends. Nothing is put around your lines: for a model that was trained on
+    An empty line lets it go on; Ctrl-D ends. A model that was trained with data.chat is asked in the template of its
+    conversations, a line being a message. Nothing is put around your lines for another one: if it was trained on
     dialogues, write them in its form, and let --stop be what begins your turn.
 
     \b
@@ -114,13 +115,40 @@ def chat(run: Path, dtype: str, compiled: bool, **options: Any) -> None:
     """
     writer = Writer.of(run, dtype, compiled, **options)
     encode: Any = writer.trained.tokenizer.encode
+    asked = _Asked(writer) if writer.trained.chat else None
     while (line := _next_line()) is not None:
-        added = encode(line).tolist() if line.strip() else []
-        if not added and not writer.begun:
+        added = []
+        if line.strip():
+            added = encode(asked.message(line) if asked else line).tolist()
+        if not added and (not writer.begun or (asked and asked.answered())):
             continue
         _, timing = writer.write([added], _show)
         click.echo()
         click.echo(_in_words(timing), err=True)
+
+
+class _Asked:
+    """How a model of conversations is asked: in its template, which also ends what it answers."""
+
+    def __init__(self, writer: Writer) -> None:
+        from nsa_compile.generation.text import CHAT_END
+
+        self._writer, self._end = writer, CHAT_END
+        writer.stops = (*writer.stops, CHAT_END)
+
+    def answered(self) -> bool:
+        """Whether the text so far ends with the end of a message."""
+        last = self._writer.tokens[-len(self._end) :]  # no token is shorter than a character of it
+        return self._writer.trained.tokenizer.decode(last).endswith(self._end)
+
+    def message(self, line: str) -> str:
+        """What is put behind the text so far for a line to be answered."""
+        from nsa_compile.generation.text import chat_opening
+
+        before = ""
+        if self._writer.begun:
+            before = "\n" if self.answered() else self._end + "\n"
+        return f"{before}{chat_opening('user')}{line.strip()}{self._end}\n{chat_opening('assistant')}"
 
 
 def _next_line() -> str | None:
@@ -185,6 +213,11 @@ class Writer:
     def begun(self) -> bool:
         """Whether there is a text to go on with."""
         return self._session is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those of the only text."""
+        return self._session.requests[0].tokens if self._session else []
 
     def write(
         self, added: Sequence[list[int]], show: Callable[[str], None] | None

@@ -11,7 +11,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}" + CHAT_END + "\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+CHAT_ROLES = ("system", "user", "assistant")
 _INCOMPLETE = "\ufffd"  # what bytes that form no character decode to
+
+
+def chat_opening(role: str) -> str:
+    """What stands before a message in the text of a dialogue."""
+    return f"<|{role}|>\n"
 
 
 class TextStream:

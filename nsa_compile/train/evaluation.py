@@ -10,24 +10,34 @@ from torch import nn
 
 from nsa_compile.data.synthetic import Mask, answer_accuracy
 
+IGNORED = -100  # a target that torch's cross-entropy leaves out
+
 
 def logits_and_loss(
     model: nn.Module, tokens: torch.Tensor, dtype: str, counted: Mask | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits ``[B, S, V]`` for ``tokens`` ``[B, S + 1]`` int64 and their mean cross-entropy in nats per token.
 
+    Tokens that are uncounted, as of a source, are read and are no targets.
+
     Args:
         dtype: ``"float32"``, or ``"bf16"`` for autocast.
         counted: which tokens ``[S + 1]`` of every sequence the loss is about; ``None`` for all but the first.
     """
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bf16"):
-        logits = model(tokens[:, :-1])
+        logits = model(torch.where(tokens < 0, ~tokens, tokens)[:, :-1])
     predicted, targets = logits, tokens[:, 1:]
     if counted is not None:
         chosen = torch.from_numpy(counted[1:]).to(tokens.device)
         predicted, targets = predicted[:, chosen], targets[:, chosen]
+    targets = targets.masked_fill(targets < 0, IGNORED)
     # In float32: the sum over the vocabulary is where bf16 would hurt.
     return logits, F.cross_entropy(predicted.float().flatten(0, 1), targets.flatten())
+
+
+def counted_tokens(batch: npt.NDArray[np.int64]) -> int:
+    """How many tokens of a batch ``[..., S + 1]`` are targets."""
+    return int((batch[..., 1:] >= 0).sum())
 
 
 def evaluate_answers(
@@ -49,14 +59,17 @@ def evaluate_answers(
         The loss in nats per token, and the accuracy or, without ``answers``, ``None``.
     """
     # With gradients enabled, though none are taken: without them the blocks would be compiled a second time.
-    losses, predictions = [], []
+    losses, counts, predictions = [], [], []
     for batch in batches:
         logits, loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted)
         losses.append(loss.detach())
         if answers is not None:
             predictions.append(logits.detach().argmax(dim=-1))
+        counts.append(counted_tokens(batch))
         del logits, loss  # and with them the graph, before the next batch needs its memory
     accuracy = None
     if answers is not None:
         accuracy = answer_accuracy(torch.stack(predictions).cpu().numpy(), batches, answers)
-    return torch.stack(losses).mean().item(), accuracy
+    if len(set(counts)) == 1:
+        return torch.stack(losses).mean().item(), accuracy
+    return float(np.average(torch.stack(losses).tolist(), weights=counts)), accuracy

@@ -21,7 +21,7 @@ from nsa_compile import ranges
 from nsa_compile.branches import BRANCHES
 from nsa_compile.config import RunConfig, flatten
 from nsa_compile.data import BatchSampler, Corpus
-from nsa_compile.data.sampling import local_rows
+from nsa_compile.data.sampling import local_rows, readable
 from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
 from nsa_compile.files import write_json, write_text
 from nsa_compile.generation.generate import generate
@@ -52,7 +52,7 @@ from nsa_compile.train.distributed.group import (
     share_model,
 )
 from nsa_compile.train.distributed.world import World
-from nsa_compile.train.evaluation import evaluate_answers
+from nsa_compile.train.evaluation import counted_tokens, evaluate_answers
 from nsa_compile.train.journal import Journal
 from nsa_compile.train.low_precision import convert_linear_layers
 from nsa_compile.train.nonfinite import NonFinitePolicy
@@ -105,7 +105,11 @@ class Trainer:
         self.model.checkpoint_blocks(config.checkpointed_blocks())
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         processes = f" x {world.size} processes" if world.size > 1 else ""
-        self.notes = [f"{self.parameters:,} parameters on {self.device.type}{processes}; files in {directory}", *found]
+        self.notes = [
+            f"{self.parameters:,} parameters on {self.device.type}{processes}; files in {directory}",
+            *found,
+            *corpus.notes,
+        ]
         if config.train.matmul != "native":
             done, layers = convert_linear_layers(self.model, config.train.matmul)
             self.notes.append(
@@ -199,6 +203,7 @@ class Trainer:
                 self.timer,
                 self.hook,
                 self.counted,
+                varies=self.config.data.chat,
             )
             synchronize(self.device)
         return indices, batches, lr, result
@@ -208,7 +213,7 @@ class Trainer:
         variant, layers = self.config.model.variant, []
         if self.world.main and self.config.ddp.strategy != "fsdp":
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.dtype == "bf16"):
-                layers = variant.statistics(self.model, torch.from_numpy(batch[:1, :-1]).to(self.device))
+                layers = variant.statistics(self.model, torch.from_numpy(readable(batch[:1, :-1])).to(self.device))
         journal.attention(step, layers)
         gates = {str(x.layer): [getattr(x, f"gate_{name}") for name in BRANCHES] for x in layers if variant.gated}
         return {"gates": gates} if gates else {}
@@ -220,8 +225,11 @@ class Trainer:
             own, accuracy = evaluate_answers(
                 self.model, self.validation, self.corpus.answers, self.device, self.config.train.dtype, self.counted
             )
-        figures = torch.tensor([own, accuracy or 0.0], dtype=torch.float64, device=self.device)
-        loss, mean_accuracy = mean_of_all(figures).tolist()
+        # Each process by how many tokens its loss is the mean over.
+        weight = counted_tokens(self.validation) if self.config.data.chat else 1.0
+        figures = torch.tensor([own * weight, weight, accuracy or 0.0], dtype=torch.float64, device=self.device)
+        loss_sum, weights, mean_accuracy = mean_of_all(figures).tolist()
+        loss = loss_sum / weights
         journal.evaluation(EvalRow(step, loss, None if accuracy is None else mean_accuracy))
         if math.isfinite(loss):
             self.nonfinite.finite_validation()
@@ -239,7 +247,7 @@ class Trainer:
 
     def write_sample(self, path: Path, count: int) -> None:
         """Write what the model makes of the beginning of the held-out text."""
-        prompt = torch.from_numpy(self.corpus.validation[0, 0, :PROMPT_TOKENS]).to(self.device)
+        prompt = torch.from_numpy(readable(self.corpus.validation[0, 0, :PROMPT_TOKENS])).to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.config.run.seed)
         tokens = generate(self.model, prompt, count, Sampling(SAMPLE_TEMPERATURE), generator)
         write_text(path, self.corpus.tokenizer.decode(torch.cat((prompt, tokens)).tolist()) + "\n")

@@ -13,7 +13,7 @@ from torch import nn
 from nsa_compile.data.synthetic import Mask
 from nsa_compile.train.distributed.all_reduce import AllReduceHook, Overlap
 from nsa_compile.train.distributed.group import gradients_stay_local, mean_of_all, whole
-from nsa_compile.train.evaluation import logits_and_loss
+from nsa_compile.train.evaluation import counted_tokens, logits_and_loss
 from nsa_compile.train.optim import set_learning_rate
 from nsa_compile.train.phases import PhaseTimer
 
@@ -51,6 +51,7 @@ def train_step(
     timer: PhaseTimer | None = None,
     hook: AllReduceHook | None = None,
     counted: Mask | None = None,
+    varies: bool = False,
 ) -> StepResult:
     """One optimizer step over micro batches ``[B, S + 1]``, equal to one step over all of them at once.
 
@@ -59,18 +60,21 @@ def train_step(
         batches: this process's micro batches.
         clip: greatest norm of the gradient; ``None`` for any.
         dtype, counted: as for :func:`~nsa_compile.train.evaluation.logits_and_loss`.
+        varies: whether sequences differ in how many of their tokens the loss is about; it is the mean over all of them,
+            of all micro batches and processes.
         timer: told of each phase.
         hook: the communication hook of a model wrapped in DDP.
     """
     timer = timer or PhaseTimer(device)
     total = torch.zeros((), device=device)
+    parts = _parts(batches, device) if varies else [len(batches)] * len(batches)
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
         # Gradients are sent once a step, when those of the last micro batch have been added.
         with contextlib.nullcontext() if last else gradients_stay_local(model):
             with timer.phase("forward"):
                 # Not a name for the logits: they would live through the backward pass.
-                loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted)[1] / len(batches)
+                loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted)[1] / parts[number - 1]
             with timer.phase("backward"):
                 if hook is not None and last:
                     hook.begin()
@@ -92,3 +96,10 @@ def train_step(
             optimizer.step()
         optimizer.zero_grad()
     return result
+
+
+def _parts(batches: list[np.ndarray], device: torch.device) -> list[float]:
+    """What the loss of each micro batch is divided by, so that every target of all processes counts alike."""
+    counts = [counted_tokens(batch) for batch in batches]
+    mean = mean_of_all(torch.tensor(float(sum(counts)), dtype=torch.float64, device=device)).item()
+    return [mean / count for count in counts]

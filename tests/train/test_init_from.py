@@ -1,0 +1,192 @@
+"""`train --init-from`: the weights of another run, and nothing else of it; and fine-tuning on conversations."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("safetensors")
+
+from nsa_compile.cli import cli, main
+from nsa_compile.config import load_config
+from nsa_compile.data import load_corpus
+from nsa_compile.generation.generate import Decoder, Request, Session
+from nsa_compile.generation.sampling import Sampling
+from nsa_compile.generation.trained import load_trained
+from nsa_compile.train.loop import run
+from nsa_compile.train.records.run_directory import create_run_directory
+from tests.conftest import TINY_RUN
+
+
+def run_with(directory, **changes):
+    values = {**TINY_RUN, "run.dir": str(directory), **changes}
+    config = load_config(overrides=[f"{key}={value}" for key, value in values.items()])
+    made = create_run_directory(config)
+    return run(config, load_corpus(config), made), made
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A run, and the folder that it is exported to."""
+    root = tmp_path_factory.mktemp("first")
+    summary, directory = run_with(root / "runs", **{"optim.lr": 0.01})
+    words = ["export", directory, "--to", "safetensors", "--out", root / "exported"]
+    CliRunner().invoke(cli, [str(word) for word in words], catch_exceptions=False)
+    return summary, directory, root / "exported"
+
+
+def words_of(directory, *more):
+    values = {**TINY_RUN, "run.dir": str(directory)}
+    return ["train", *(part for key, value in values.items() for part in ("--set", f"{key}={value}")), *map(str, more)]
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "exported", "hub"])
+def test_a_run_begins_where_another_ended(first, tmp_path, monkeypatch, kind):
+    summary, directory, exported = first
+    where = {
+        "run": directory, "checkpoint": max((directory / "checkpoints").glob("step-*")), "exported": exported,
+        "hub": "hf:somebody/model",
+    }[kind]  # fmt: skip
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append(name)
+        assert "model.safetensors.index.json" in allow_patterns
+        assert not any(pattern.endswith((".bin", ".pt")) for pattern in allow_patterns)
+        return str(exported)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    said = CliRunner().invoke(cli, words_of(tmp_path, "--init-from", where, "--json"), catch_exceptions=False)
+    found = json.loads(said.stdout)
+    assert found["val_loss_start"] == pytest.approx(summary["val_loss_end"], rel=1e-6)
+    assert found["val_loss_start"] != pytest.approx(summary["val_loss_start"], rel=1e-3)
+    assert asked == (["somebody/model"] * 2 if kind == "hub" else [])
+    # A schedule of its own: its first step is of the warm-up.
+    made = next(tmp_path.iterdir())
+    with (made / "training.csv").open() as file:
+        rates = [float(row["lr"]) for row in csv.DictReader(file)]
+    with (directory / "training.csv").open() as file:
+        others = [float(row["lr"]) for row in csv.DictReader(file)]
+    assert rates[0] / max(rates) == pytest.approx(others[0] / max(others))
+    assert f"init_from: {where}" in (made / "config.resolved.yaml").read_text()
+
+
+def test_a_resumed_run_does_not_ask_for_the_weights_it_began_with(first, tmp_path):
+    _, _, exported = first
+    copy = shutil.copytree(exported, tmp_path / "copy")
+    more = ["--init-from", copy, "--set", "train.save_every=1"]
+    CliRunner().invoke(cli, words_of(tmp_path / "runs", *more), catch_exceptions=False)
+    made = next((tmp_path / "runs").iterdir())
+    whole = load_trained(made).model.state_dict()
+    shutil.rmtree(copy)
+    shutil.rmtree(max((made / "checkpoints").glob("step-*")))
+    again = CliRunner().invoke(cli, words_of(tmp_path / "runs", *more, "--resume", made), catch_exceptions=False)
+    assert again.exit_code == 0
+    resumed = load_trained(made).model.state_dict()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ["--set", "model.dim=16", "--set", "model.rope_theta=5.0"],
+            "model.dim = 16 here and 32 there, model.mlp_hidden = 64 here and 96 there, model.rope_theta = 5.0",
+        ),
+        (["--set", "model.attention=dense"], "model.attention = 'dense' here and 'nsa' there"),
+        (["--set", "model.pattern.window=5"], "model.pattern.window = 5 here and"),
+        ("nowhere", "'nowhere' must be the directory of a run or of one of its checkpoints, or an exported model"),
+        ("pickle", "is no file of safetensors"),
+        ("only a pickle", "is no file of safetensors"),
+        ("tokenizer", "was trained with data.tokenizer = 'gpt2', and here it is 'byte'"),
+        ("hf:", "'hf:' must have the form hf:ORG/NAME"),
+        ("hf:somebody/model", "'hf:somebody/model' cannot be downloaded: no route to host"),
+    ],
+)
+def test_other_weights_are_refused_in_one_line(first, tmp_path, capsys, monkeypatch, change, said):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    _, _, exported = first
+    folder = shutil.copytree(exported, tmp_path / "folder")
+    name, more = str(folder), []
+    if isinstance(change, list):
+        more = change
+    elif change in ("pickle", "only a pickle"):
+        (folder / "model.safetensors").unlink()
+        torch.save({}, folder / ("model.safetensors" if change == "pickle" else "pytorch_model.bin"))
+    elif change == "tokenizer":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"tokenizer": "gpt2"}))
+    else:
+        name = change
+    if change == "hf:somebody/model":
+
+        def download(*_, **__):
+            raise LocalEntryNotFoundError("not in the cache") from OSError("no route to host")
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(SystemExit) as ended:
+        main(words_of(tmp_path / "runs", "--init-from", name, *more))
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1), error
+    assert said in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_weights_of_an_unknown_tokenizer_are_taken_with_a_warning(first, tmp_path):
+    _, _, exported = first
+    folder = shutil.copytree(exported, tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tokenizer": None}))
+    said = CliRunner().invoke(cli, words_of(tmp_path / "runs", "--init-from", folder), catch_exceptions=False)
+    assert said.exit_code == 0
+    assert "does not name its tokenizer; data.tokenizer = 'byte' is used" in said.stderr
+
+
+TALKS = {"red": "apple", "blue": "sky", "green": "leaf", "white": "snow"}
+
+
+def test_a_model_learns_the_answers_and_not_the_questions(tmp_path):
+    path = tmp_path / "talks.jsonl"
+    talks = [
+        {"messages": [{"role": "user", "content": color}, {"role": "assistant", "content": thing}]}
+        for color, thing in TALKS.items()
+    ]
+    path.write_text("".join(json.dumps(talk) + "\n" for talk in talks * 6))
+    summary, made = run_with(
+        tmp_path / "runs",
+        **{
+            "data.name": path, "data.chat": "true", "train.loss": "answers", "train.seq_len": 56, "train.steps": 100,
+            "train.batch_size": 4, "train.eval_every": 100, "optim.lr": 0.02, "optim.weight_decay": 0,
+            "model.attention": "dense", "model.dim": 32, "compile.enabled": "false",
+        },
+    )  # fmt: skip
+    assert summary["val_loss_end"] < 0.1
+    trained = load_trained(made)
+    assert trained.chat
+    said = CliRunner().invoke(
+        cli, ["chat", str(made), "--temperature", "0", "--no-compile", "--tokens", "30"], input="blue\ngreen\n"
+    )
+    assert said.stdout == "sky\nleaf\n"
+    # Asked in another way it has learned nothing: the loss was not about the questions.
+    prompt = trained.tokenizer.encode("<|user|>\n").tolist()
+    session = Session(Decoder(trained.model, compiled=False), [Request(prompt, 4, torch.Generator())])
+    drawn = trained.tokenizer.decode([token for _, token in session.stream(Sampling(0))])
+    assert not any(color.startswith(drawn[:3]) for color in TALKS)
+
+
+def test_an_exported_model_of_conversations_is_asked_as_one(first, tmp_path):
+    from nsa_compile.generation.exported import Exported, read_exported, write_exported
+
+    trained = load_trained(first[1])
+    for chat in (True, False):
+        (tmp_path / str(chat)).mkdir()
+        write_exported(tmp_path / str(chat), Exported(trained.model, "byte", 32, chat))
+        assert read_exported(tmp_path / str(chat)).chat is chat
+        assert load_trained(tmp_path / str(chat)).chat is chat
