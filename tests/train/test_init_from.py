@@ -170,15 +170,35 @@ def test_a_model_learns_the_answers_and_not_the_questions(tmp_path):
     assert summary["val_loss_end"] < 0.1
     trained = load_trained(made)
     assert trained.chat
-    said = CliRunner().invoke(
-        cli, ["chat", str(made), "--temperature", "0", "--no-compile", "--tokens", "30"], input="blue\ngreen\n"
-    )
-    assert said.stdout == "sky\nleaf\n"
+    for asked, answer in (("blue", "sky"), ("green", "leaf")):
+        words = ["chat", str(made), "--temperature", "0", "--no-compile", "--tokens", "30"]
+        assert CliRunner().invoke(cli, words, input=f"{asked}\n\n").stdout == f"{answer}\n"
     # Asked in another way it has learned nothing: the loss was not about the questions.
     prompt = trained.tokenizer.encode("<|user|>\n").tolist()
     session = Session(Decoder(trained.model, compiled=False), [Request(prompt, 4, torch.Generator())])
     drawn = trained.tokenizer.decode([token for _, token in session.stream(Sampling(0))])
     assert not any(color.startswith(drawn[:3]) for color in TALKS)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_second_question_stands_in_the_text_as_in_the_template(first, ended):
+    from jinja2 import Template
+
+    from nsa_compile.generation.generate_cli import Writer, _Asked
+    from nsa_compile.generation.text import CHAT_TEMPLATE
+
+    trained = load_trained(first[1])
+    writer = Writer(trained, Decoder(trained.model, compiled=False), Sampling(), 1, 0, ())
+    asked = _Asked(writer)
+    text = asked.message("One?\n")
+    writer.write([trained.tokenizer.encode(text).tolist()], None)
+    # What the model has drawn, put in its place.
+    writer.tokens[len(text) :] = b"1<|end|>" if ended else b"1"
+    turns = [("user", "One?"), ("assistant", "1"), ("user", "Two?")]
+    wanted = Template(CHAT_TEMPLATE).render(
+        messages=[{"role": role, "content": content} for role, content in turns], add_generation_prompt=True
+    )
+    assert trained.tokenizer.decode(writer.tokens) + asked.message("Two?\n") == wanted
 
 
 def test_an_exported_model_of_conversations_is_asked_as_one(first, tmp_path):
