@@ -83,6 +83,7 @@ def losses(work: Path, seed: int) -> dict[str, Any]:
     shape = ["model.shared_kv=true", "model.phi=mean", "model.compress_rotated=true"]
     went_on, _ = trained(work / "converted-on", [*on, *shape, f"train.init_from={sparse}"])
     dense_on, _ = trained(work / "dense-on", [*on, "model.attention=dense", f"train.init_from={dense_run}"])
+    dense_whole, _ = trained(work / "dense-all", [*scratch, "model.attention=dense", f"train.steps={STEPS + TENTH}"])
     whole, _ = trained(work / "scratch-all", [*scratch, f"train.steps={STEPS + TENTH}"])
     tenth, _ = trained(work / "scratch-tenth", [*scratch, f"train.steps={TENTH}", f"train.eval_every={TENTH}"])
     same, _ = trained(work / "same-scratch-all", [*scratch, *shape, f"train.steps={STEPS + TENTH}"])
@@ -91,6 +92,7 @@ def losses(work: Path, seed: int) -> dict[str, Any]:
         "val_loss": {
             "dense": dense["val_loss_end"],
             "dense, a tenth longer": dense_on["val_loss_end"],
+            "dense, as many steps as both": dense_whole["val_loss_end"],
             "converted, not trained": went_on["val_loss_start"],
             "converted, a tenth longer": went_on["val_loss_end"],
             "NSA, as many steps as both": whole["val_loss_end"],

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -172,6 +172,22 @@ class TrainSection(Section):
     """Optimizer steps between two lines of the log."""
     sample_tokens: CountOrNone = 256
     """Tokens that the trained model generates at the end; 0 writes no sample."""
+
+
+Adapted = Literal[
+    "attention.q", "attention.k", "attention.v", "attention.gate", "attention.out", "mlp.gate", "mlp.up", "mlp.down"
+]
+
+
+class LoraSection(Section):
+    """Low-rank adapters, trained in place of the weights (needs the lora extra); see docs/fine-tuning.md."""
+
+    rank: CountOrNone = 0
+    """Rank of the adapters; 0 trains the weights themselves."""
+    alpha: Count = 16
+    """What adapters are multiplied by, times their rank."""
+    targets: Annotated[list[Adapted], Field(min_length=1)] = list(get_args(Adapted))
+    """Linear layers of each block that get an adapter; all others are frozen."""
 
 
 class OptimSection(Section):
@@ -338,6 +354,7 @@ class RunConfig(Section):
     model: NSAConfig
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
     optim: OptimSection = OptimSection()
     ddp: DDPSection = DDPSection()
     compile: CompileSection = CompileSection()
@@ -378,6 +395,8 @@ class RunConfig(Section):
                 f"train.loss = 'answers' must be 'all' for data.name = '{self.data.name}': "
                 f"which tokens are answers is known of {', '.join(SYNTHETIC)} and, with data.chat = true, conversations"
             )
+        if self.lora.rank:
+            self._check_lora()
         least, rule = self.model.variant.min_seq_len(self.model)
         if self.train.seq_len < least:
             raise ValueError(f"train.seq_len = {self.train.seq_len} must be at least {rule}")
@@ -410,6 +429,20 @@ class RunConfig(Section):
                 f"{self.watchdog.interval_s}, the time between two heartbeats"
             )
         return self
+
+    def _check_lora(self) -> None:
+        for key, value, right, rule in (
+            ("train.init_from", self.train.init_from, self.train.init_from is not None, "name the weights to freeze"),
+            ("train.matmul", self.train.matmul, self.train.matmul == "native", "be 'native'"),
+            ("ddp.strategy", self.ddp.strategy, self.ddp.strategy == "ddp", "be 'ddp'"),
+        ):
+            if not right:
+                raise ValueError(f"{key} = {value!r} must {rule} for lora.rank = {self.lora.rank}")
+        if self.model.attention != "nsa" and "attention.gate" in self.lora.targets:
+            raise ValueError(
+                f"lora.targets = {self.lora.targets} must not name 'attention.gate' for model.attention = "
+                f"{self.model.attention!r}, which has no gates"
+            )
 
     def checkpointed_blocks(self) -> frozenset[int]:
         """The blocks that ``train.activation_checkpointing`` names; a ValueError where there is none of them."""

@@ -18,7 +18,7 @@ LAYERS = [
     {"train"},
     {"train.report"},
     {"train.checkpoints", "train.watch"},
-    {"train.records", "train.distributed"},
+    {"train.records", "train.distributed", "train.lora"},
     {"data", "machine", "arguments", "config_cli"},
     {"config"},
     {"generation.folders", "generation.converted"},

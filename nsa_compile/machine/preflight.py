@@ -20,6 +20,7 @@ def check_run(config: RunConfig) -> None:
     check_compiler(config)
     check_tensorboard(config)
     check_torchao(config)
+    check_lora(config)
     check_matmul(config)
 
 
@@ -50,11 +51,17 @@ def check_torchao(config: RunConfig) -> None:
         _require("torchao", f"train.matmul = '{config.train.matmul}'", "train.matmul=native")
 
 
-def _require(package: str, what: str, without: str) -> None:
-    """Raise a UserError unless a package is there, which an extra of its name brings."""
+def check_lora(config: RunConfig) -> None:
+    """Raise a UserError if adapters are asked for and peft is not installed. Imports neither it nor torch."""
+    if config.lora.rank:
+        _require("peft", f"lora.rank = {config.lora.rank}", "lora.rank=0", extra="lora")
+
+
+def _require(package: str, what: str, without: str, extra: str | None = None) -> None:
+    """Raise a UserError unless a package is there, which an extra brings, by default one of its name."""
     if find_spec(package) is None:
         raise UserError(
-            f"{what} needs the package {package}; install it with pip install 'nsa-compile[{package}]', "
+            f"{what} needs the package {package}; install it with pip install 'nsa-compile[{extra or package}]', "
             f"or use --set {without}"
         )
 

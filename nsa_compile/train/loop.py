@@ -54,6 +54,7 @@ from nsa_compile.train.distributed.group import (
 from nsa_compile.train.distributed.world import World
 from nsa_compile.train.evaluation import counted_tokens, evaluate_answers
 from nsa_compile.train.journal import Journal
+from nsa_compile.train.lora import add_adapters
 from nsa_compile.train.low_precision import convert_linear_layers
 from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer
@@ -101,6 +102,12 @@ class Trainer:
         self.model = NSATransformer(config.model)
         begun = config.train.init_from
         found = [] if begun is None or resumes else begin_with(self.model, begun, config.data.tokenizer)
+        if config.lora.rank:
+            layers = add_adapters(self.model, config.lora)
+            learning = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            found.append(
+                f"adapters of rank {config.lora.rank} in {layers} linear layers: {learning:,} parameters learn"
+            )
         self.model.to(self.device)
         self.model.checkpoint_blocks(config.checkpointed_blocks())
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())

@@ -221,7 +221,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "llama"}, "is of model_type 'llama'; it must be 'nsa_compile'"),
+        ({"model_type": "bert"}, "is of model_type 'bert'; it must be 'nsa_compile'"),
         ({"head_dim": 7}, "head_dim = 7 must be even"),
         ({"pattern": {"window": 0}}, "pattern.window = 0 must be at least 1"),
         ({"pattern": {"size": 1}}, "pattern.size is not one of compress_block"),

@@ -210,3 +210,71 @@ def test_an_exported_model_of_conversations_is_asked_as_one(first, tmp_path):
         write_exported(tmp_path / str(chat), Exported(trained.model, "byte", 32, chat))
         assert read_exported(tmp_path / str(chat)).chat is chat
         assert load_trained(tmp_path / str(chat)).chat is chat
+
+
+def test_adapters_learn_the_rest_stays_and_a_reader_gets_the_sum(first, tmp_path):
+    pytest.importorskip("peft")
+    from nsa_compile.models import NSATransformer
+    from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
+    from nsa_compile.train.lora import add_adapters
+
+    _, directory, exported = first
+    changes = {"lora.rank": 2, "lora.alpha": 8, "optim.lr": 0.01, "train.init_from": exported}
+    summary, made = run_with(tmp_path / "runs", **changes)
+    before, after = load_trained(directory).model, load_trained(made).model
+    changed = {name for name, value in after.state_dict().items() if not torch.equal(value, before.state_dict()[name])}
+    linear = {"attention.q", "attention.k", "attention.v", "attention.gate", "attention.out"}
+    linear |= {"mlp.gate", "mlp.up", "mlp.down"}
+    assert changed == {f"blocks.0.{name}.weight" for name in linear}
+    assert summary["val_loss_start"] > summary["val_loss_end"]
+
+    # What trained, put together again from the checkpoint by peft itself.
+    config = load_config(str(made / "config.resolved.yaml"))
+    trained = NSATransformer(config.model)
+    assert add_adapters(trained, config.lora) == 8
+    newest = max((made / "checkpoints").glob("step-*"))
+    trained.load_state_dict(load_checkpoint(newest)["state.pt"]["model"])
+    tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = trained(tokens)
+        torch.testing.assert_close(after(tokens), wanted, rtol=1e-5, atol=1e-5)
+        assert (before(tokens) - wanted).abs().max() > 1e-2
+
+    # Another run begins with the sum, and this one goes on.
+    again, _ = run_with(tmp_path / "again", **{"train.init_from": made})
+    assert again["val_loss_start"] == pytest.approx(summary["val_loss_end"], rel=1e-5)
+    shutil.rmtree(newest)
+    values = {**TINY_RUN, "run.dir": str(tmp_path / "runs"), **changes}
+    words = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+    said = CliRunner().invoke(cli, ["train", *words, "--resume", str(made)], catch_exceptions=False)
+    assert said.exit_code == 0
+    resumed = load_trained(made).model.state_dict()
+    assert all(torch.equal(value, resumed[name]) for name, value in after.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "train.init_from = None must name the weights to freeze for lora.rank = 2"),
+        (["train.init_from=x", "ddp.strategy=fsdp"], "ddp.strategy = 'fsdp' must be 'ddp' for lora.rank = 2"),
+        (["train.init_from=x", "train.matmul=int8"], "train.matmul = 'int8' must be 'native' for lora.rank = 2"),
+        (["train.init_from=x", "model.attention=dense"], "must not name 'attention.gate'"),
+        (["train.init_from=x", "lora.targets=[head]"], "lora.targets = 'head' is not allowed"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(capsys, overrides, said):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--dry-run", *(part for word in ["lora.rank=2", *overrides] for part in ("--set", word))])
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1)
+    assert said in error
+
+
+def test_adapters_without_peft_are_one_line(monkeypatch, capsys):
+    from nsa_compile.machine import preflight
+
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--dry-run", "--set", "lora.rank=2", "--set", "train.init_from=x"])
+    assert ended.value.code == 2
+    assert "needs the package peft; install it with pip install 'nsa-compile[lora]'" in capsys.readouterr().err

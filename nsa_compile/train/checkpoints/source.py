@@ -17,6 +17,7 @@ from nsa_compile.models import NSAConfig, NSATransformer
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
 from nsa_compile.train.checkpoints.files import MANIFEST, STATE, Checkpoint, verify_checkpoint
 from nsa_compile.train.checkpoints.resume import first_difference, newest_good
+from nsa_compile.train.lora import merged
 
 HUB = "hf:"
 
@@ -160,7 +161,8 @@ def _put_weights(model: nn.Module, config: RunConfig, state: Any, checkpoint: Ch
     try:
         difference = first_difference(config, state["config"])
         if difference is None:
-            model.load_state_dict(state["model"])
+            weights = state["model"]
+            model.load_state_dict(merged(weights, config.lora) if config.lora.rank else weights)
             return
     except Exception as error:  # whatever a state that anybody may have made up ends in
         difference = f"reading it ended in {type(error).__name__}"
