@@ -9,6 +9,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -131,6 +132,17 @@ def test_what_packed_documents_cost_is_what_was_recorded():
     assert f"{equal['ratio']:.2f} × for {equal['lengths'][0]} tokens each" in page
     assert f"{drawn['ratio']:.2f} × for lengths drawn from {shortest} to {longest:,}" in page
     assert f"whose rows have {places:.2f} × as many places" in page
+
+
+def test_what_converting_costs_is_what_was_recorded():
+    record = json.loads((ROOT / "benchmarks" / "results" / "convert.json").read_text(encoding="utf-8"))
+    page = (DOCS / "fine-tuning.md").read_text(encoding="utf-8")
+    rows = [row["val_loss"] for row in record["results"]]
+    for name in rows[0]:
+        found, beyond = [row[name] for row in rows], [row[name] - row["dense"] for row in rows]
+        line = f"| {name} | {mean(found):.3f} | {mean(beyond):+.3f} ± {stdev(beyond):.3f} |"
+        assert line in page
+    assert len(rows) == 3
 
 
 def test_the_picture_is_drawn_from_the_records():

@@ -218,6 +218,23 @@ def test_accumulation_on_two_processes_is_one_large_batch(tiny_overrides, alone)
     np.testing.assert_allclose(losses(json.loads(stdout)["run_dir"]), alone, rtol=1e-4)
 
 
+def test_answers_of_unequal_lengths_count_alike_on_two_processes(tiny_overrides, tmp_path):
+    talks = tmp_path / "talks.jsonl"
+    rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * n}] for n in (1, 30, 3, 20) * 5]
+    talks.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    data = {"data.name": talks, "data.chat": "true", "train.loss": "answers", "train.seq_len": 72}
+    both, ends = [], []
+    for number, batch in ((1, 4), (2, 2)):
+        changes = {"train.batch_size": batch, "train.accumulate": 4 // batch, "train.eval_batches": 4 // batch}
+        overrides = tiny_overrides(**data, **changes, **{"ddp.compress": "none"})
+        code, stdout, stderr = train(overrides, "--nproc", str(number))
+        assert code == 0, stderr
+        both.append(losses(json.loads(stdout)["run_dir"]))
+        ends.append(json.loads(stdout)["val_loss_end"])
+    np.testing.assert_allclose(both[0], both[1], rtol=1e-5)
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+
+
 def test_compiled_and_checkpointed_blocks_train_the_same_on_two_processes(tiny_overrides, alone):
     changes = {"train.batch_size": 2, "train.accumulate": 2, "train.activation_checkpointing": "0"}
     changes |= {"compile.enabled": "true", "compile.nested": "aot_eager", "ddp.compress": "none"}
