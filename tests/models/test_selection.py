@@ -42,9 +42,9 @@ def oracle_replaying(problem: NSAProblem, selection: Tensor):
     return run
 
 
-def compiled(function, nested: str = "eager", attention: str = "sparse"):
+def compiled(function, nested: str = "eager"):
     torch._dynamo.reset()
-    return nsa_compile.compile(function, nested=nested, cache=False, attention=attention)
+    return nsa_compile.compile(function, nested=nested, cache=False, attention="sparse")
 
 
 def operators() -> list[str]:
@@ -145,7 +145,6 @@ def in_every_form(tensors, pattern: SparsePattern) -> dict[str, Tensor]:
     return {
         "the loop": train(**inputs),
         "compiled": compiled(train)(**inputs),
-        "compiled, on dense scores": compiled(train, attention="dense")(**inputs),
         **({"compiled by Inductor": compiled(train, "inductor")(**inputs)} if q.dtype == torch.float32 else {}),
         "prefill": compiled(prefill)(torch.full((batch,), length), **inputs),
         "decode": _decoded(layer, layer.decode_step, batch, length),
