@@ -200,8 +200,8 @@ class NodeBuilder:
             node = self.body.graph.call_function(target, args, kwargs)
         around = map(example, (*node.all_input_nodes, *self.before.all_input_nodes))
         mode = next(x.fake_mode for x in around if isinstance(x, FakeTensor))
-        values = fx.node.map_arg(args, lambda n: tree_map(lambda x: _like(x, mode), example(n)))
         with mode, torch.no_grad():
+            values = fx.node.map_arg(args, lambda n: tree_map(lambda x: _like(x, mode), example(n)))
             node.meta["val"] = target(*values, **kwargs)
         inherit_meta(node, self.before)
         return node
