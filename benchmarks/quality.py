@@ -1,7 +1,7 @@
 """Quality beside dense attention: the packaged run with NSA and with dense attention, at equal parameters and tokens.
 
-    python benchmarks/quality.py
-    python benchmarks/quality.py --seq-len 512 --seq-len 1024 --jobs 2
+    python -m benchmarks.quality
+    python -m benchmarks.quality --seq-len 512 --seq-len 1024 --jobs 2
 
 Both are trained by `nsa-compile train` as `configs/shakespeare_cpu.yaml` says, with each seed, on the same batches. A
 step has as many tokens at every length: longer sequences make smaller batches, and the pattern of NSA stays as it is.
