@@ -236,3 +236,17 @@ def test_arguments_that_do_not_fit_are_one_line(change, line):
         arguments[place] = value
     with pytest.raises(ValueError, match=line):
         step_attention(*arguments)
+
+
+@pytest.mark.parametrize("T", [60, 1100])
+def test_the_best_blocks_are_those_of_the_loop(T):
+    """Heads count by their weights, however large their scores are."""
+    for seed in range(6):
+        case = Case(1, 2, 3, T, 8, 4, "normal", "plain", "absent", 1, None, False, T // 6, torch.float64, seed)
+        _, ranked = by_loop(*case.arguments())
+        _, chosen = step_attention(*case.arguments())
+        assert chosen.min() >= 0
+        for row, scores in zip(chosen.reshape(-1, T // 6), ranked, strict=True):
+            best = sorted((score for score in scores if -math.inf < score < math.inf), reverse=True)
+            free = [scores[block] for block in row.tolist() if scores[block] < math.inf]
+            assert free == pytest.approx(best[: len(free)], rel=1e-9)

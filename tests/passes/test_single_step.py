@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -404,3 +405,91 @@ def test_copies_that_someone_outside_may_hold_stay_copies():
         assert torch.equal(swapped, torch.arange(3.0))
         torch.testing.assert_close(cache, torch.arange(3.0).softmax(-1))
     assert "a step by itself" in last_report().passes[0].matches[0]
+
+
+# ------------------------------------------------------------------------------------- caches that are read as they lie
+
+MASKS = {
+    "of each sequence": lambda t, row: (row <= t[:, None])[:, None, None],
+    "of each head": lambda t, row: ((row <= t[:1, None]) & (row % 4 != torch.arange(4)[:, None]))[None, :, None],
+    "of each sequence and head": lambda t, row: (
+        (row <= t[:, None])[:, None, None] & (row % 4 != torch.arange(4)[:, None])[None, :, None]
+    ),
+    "of all": lambda t, row: (row <= t[0])[None, None, None],
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("mask", MASKS)
+def test_sdpa_over_a_cache_reads_it_as_it_lies_where_heads_agree(mask, batch):
+    """Four heads on two groups; where their masks differ, the keys are repeated for them."""
+
+    def step(t, q, new, cache):
+        row = torch.arange(12)
+        cache = torch.where((row == t[:, None])[..., None, None], new[:, None], cache)
+        k, v = cache.transpose(1, 2).split([8, 6], -1)
+        keep = MASKS[mask](t, row)
+        return cache, F.scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=True)
+
+    torch._dynamo.reset()
+    fast = nsa_compile.compile(step, nested="eager", cache=False)
+    rng = torch.Generator().manual_seed(0)
+    cache = torch.randn(batch, 12, 2, 14, generator=rng, dtype=torch.float64)
+    for t in ([3, 11, 5], [7, 2, 9]):
+        q = torch.randn(batch, 4, 1, 8, generator=rng, dtype=torch.float64)
+        new = torch.randn(batch, 2, 14, generator=rng, dtype=torch.float64)
+        with torch.no_grad():
+            actual = fast(torch.tensor(t[:batch]), q, new, cache)
+        torch.testing.assert_close(actual, step(torch.tensor(t[:batch]), q, new, cache), rtol=1e-10, atol=1e-12)
+    (choice,) = last_report().attention
+    assert choice.operator == ("dense" if "head" in mask and batch > 1 else "step_attention") or batch == 1
+
+
+def test_a_ranking_is_of_its_own_attention():
+    """Two attentions to the same keys under different masks; the blocks are those of the second one."""
+
+    def step(t, q, k, cache):
+        row, block = torch.arange(12), torch.arange(6)
+
+        def weights(keep):
+            scores = torch.einsum("bhd,btd->bht", q, k).masked_fill(~keep, torch.finfo(q.dtype).min)
+            return scores.softmax(-1).masked_fill(~keep, 0.0)
+
+        outputs = [weights(row <= t) @ k]
+        p = weights((row <= t) & (row % 3 != 0))
+        outputs.append(p @ k)
+        importance = p.sum(1)[:, ::2] + p.sum(1)[:, 1::2]
+        score = torch.where(block <= t // 2, importance, -torch.inf)
+        best, index = torch.sort(score, dim=-1, descending=True, stable=True)
+        chosen = torch.zeros_like(score, dtype=torch.bool).scatter(-1, index[:, :2], best[:, :2] > -torch.inf)
+        keep = (chosen.repeat_interleave(2, -1) & (row <= t))[:, None]
+        scores = torch.einsum("bhd,btd->bht", q, cache).masked_fill(~keep, torch.finfo(q.dtype).min)
+        outputs.append(scores.softmax(-1).masked_fill(~keep, 0.0) @ cache)
+        return outputs
+
+    torch._dynamo.reset()
+    fast = nsa_compile.compile(step, nested="eager", cache=False)
+    rng = torch.Generator().manual_seed(0)
+    for t in (1, 4, 9):
+        q, k, cache = (torch.randn(2, n, 8, generator=rng, dtype=torch.float64) for n in (3, 12, 12))
+        with torch.no_grad():
+            actual = fast(torch.tensor(t), q, k, cache)
+        torch.testing.assert_close(actual, step(torch.tensor(t), q, k, cache), rtol=1e-10, atol=1e-12)
+    assert fused(last_report()) == [RANKED.format(2)]
+    found = sorted(choice.operator for choice in last_report().attention)
+    assert found == ["step_attention", "step_attention", "step_attention with selection"]
+
+
+def test_weights_that_somebody_reads_are_not_computed_twice():
+    def step(t, q, k):
+        keep = torch.arange(12) <= t
+        scores = torch.einsum("bhd,btd->bht", q, k).masked_fill(~keep, torch.finfo(q.dtype).min)
+        weights = scores.softmax(-1).masked_fill(~keep, 0.0)
+        return weights @ k, weights.sum(1)
+
+    torch._dynamo.reset()
+    fast = nsa_compile.compile(step, nested="eager", cache=False)
+    q, k = torch.randn(2, 3, 8), torch.randn(2, 12, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(torch.tensor(5), q, k), step(torch.tensor(5), q, k))
+    assert not last_report().attention
