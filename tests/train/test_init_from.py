@@ -188,7 +188,7 @@ def test_a_second_question_stands_in_the_text_as_in_the_template(first, ended):
     from nsa_compile.generation.text import CHAT_TEMPLATE
 
     trained = load_trained(first[1])
-    writer = Writer(trained, Decoder(trained.model, compiled=False), Sampling(), 1, 0, ())
+    writer = Writer(trained, Decoder(trained.model, compiled=False), Sampling(), 1, 0, (), 8)
     asked = _Asked(writer)
     text = asked.message("One?\n")
     writer.write([trained.tokenizer.encode(text).tolist()], None)

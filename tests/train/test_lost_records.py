@@ -32,11 +32,11 @@ def at_step(monkeypatch, step, act):
     """Call `act` within the step of this number."""
     whole, seen = loop.train_step, []
 
-    def train_step(*arguments):
+    def train_step(*arguments, **options):
         seen.append(None)
         if len(seen) == step:
             act()
-        return whole(*arguments)
+        return whole(*arguments, **options)
 
     monkeypatch.setattr(loop, "train_step", train_step)
 

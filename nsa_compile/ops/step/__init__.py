@@ -4,6 +4,8 @@ weights choose (arXiv 2502.11089, eq. 8 to 12). What generates a token runs it."
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from nsa_compile.ops import checks, cpp, flops
-from nsa_compile.ops.dispatch import choose_kernel, register_modules
+from nsa_compile.ops.dispatch import Kernel, choose_kernel, register_kernel
 
 __all__ = ["step_attention"]
 
@@ -118,4 +120,4 @@ def _check_booleans(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
 
 
 cpp.register_step_kernel("step")
-register_modules("step", __name__)
+register_kernel(Kernel("step", "portable", "portable torch", partial(import_module, f"{__name__}.portable")))
