@@ -6,6 +6,7 @@ import difflib
 import errno
 import importlib
 import math
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -164,7 +165,17 @@ def cli() -> None:
 def main(args: list[str] | None = None) -> None:
     """Run the command line and leave with its exit code; `docs/reference/exit-codes.md` lists them."""
     outlive_readers()
-    sys.exit(_run(args))
+    code = _run(args)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = code or _fail(_not_written(error), 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter fails on the rest once more
+    sys.exit(code)
+
+
+def _not_written(error: OSError) -> str:
+    return f"stdout cannot be written ({error.strerror}); the output is not complete"
 
 
 def _run(args: list[str] | None) -> int:
@@ -186,6 +197,8 @@ def _run(args: list[str] | None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            return _fail(_not_written(error), 2)
         if error.errno != errno.ENAMETOOLONG:
             raise
         name = shortened(printable(str(error.filename)))

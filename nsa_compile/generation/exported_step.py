@@ -19,10 +19,14 @@ class FlatStep(nn.Module):
     def __init__(self, model: NSATransformer, max_len: int) -> None:
         super().__init__()
         self.model = model
-        self.layers = model.init_state(1, max_len).layers
+        self.layers, self.max_len = model.init_state(1, max_len).layers, max_len
 
     def forward(self, tokens: Tensor, t: Tensor, caches: list[Tensor]) -> Tensor:
         """Logits `[B, V]` after the next token `[B]` of each sequence, at its position `t` `[B]`."""
+        there = ((t >= 0) & (t < self.max_len)).all()
+        torch.ops.aten._assert_async.msg(
+            there, f"t must be from 0 to {self.max_len - 1}: the caches have no other rows"
+        )
         rest = iter(caches)
         layers = [type(layer)(*(None if x is None else next(rest) for x in layer)) for layer in self.layers]
         after, logits = self.model.decode_step(ModelState(t, layers), tokens)

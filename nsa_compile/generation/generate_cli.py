@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -57,7 +58,11 @@ drawing_options = stacked(
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to go on with; may be given again.")
 @click.option(
-    "--prompts-from", "file", type=click.File(encoding="utf-8"), metavar="FILE", help="A prompt a line; - for stdin."
+    "--prompts-from",
+    "file",
+    type=click.File(encoding="utf-8", errors="surrogateescape"),
+    metavar="FILE",
+    help="A prompt a line; - for stdin.",
 )
 @click.option(
     "--batch", type=click.IntRange(min=1), default=8, show_default=True, metavar="N",
@@ -77,9 +82,11 @@ def generate(
     nsa-compile generate RUN --prompt "To be" --temperature 0 --tokens 50 --json
     nsa-compile generate RUN --prompts-from prompts.txt --top-p 0.9 --stop END
     """
-    given = [*prompts, *(line.rstrip("\n") for line in file or ())]
-    if not given or not all(given):
-        raise UserError("a prompt must hold at least one character; give --prompt TEXT or --prompts-from FILE")
+    given = [_checked(prompt, "--prompt") for prompt in prompts]
+    for number, line in enumerate(file or (), 1):
+        given.append(_checked(line.rstrip("\n"), f"line {number} of '{file.name}'"))
+    if not given:
+        raise UserError("there is no prompt; give --prompt TEXT or --prompts-from FILE")
     writer = Writer.of(run, dtype, compiled, **options)
     alone = len(given) == 1 and not as_json
     if alone:
@@ -100,6 +107,21 @@ def generate(
     click.echo(_in_words(timing), err=True)
 
 
+def _checked(prompt: str, where: str) -> str:
+    """A prompt that can be read.
+
+    Raises:
+        UserError: it is empty, or bytes in it are no UTF-8.
+    """
+    if not prompt:
+        raise UserError(f"{where} is empty; a prompt must hold at least one character")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where} is no text in UTF-8; convert it, for instance by iconv -t utf-8") from None
+    return prompt
+
+
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @drawing_options
@@ -116,9 +138,16 @@ def chat(run: Path, dtype: str, compiled: bool, **options: Any) -> None:
     writer = Writer.of(run, dtype, compiled, **options)
     encode: Any = writer.trained.tokenizer.encode
     asked = _Asked(writer) if writer.trained.chat else None
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is told so, and the chat goes on
     while (line := _next_line()) is not None:
         added = []
         if line.strip():
+            try:
+                _checked(line, "your line")
+            except UserError as error:
+                click.echo(f"error: {error}", err=True)
+                continue
             added = encode(asked.message(line) if asked else line).tolist()
         if not added and (not writer.begun or (asked and asked.answered())):
             continue

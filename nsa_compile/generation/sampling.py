@@ -30,7 +30,11 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, right, rule in (
             ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number from 0 on"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            (
+                "top_k",
+                self.top_k is None or (self.top_k >= 1 and int(self.top_k) == self.top_k),
+                "a whole number from 1 on",
+            ),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             (
                 "repetition_penalty",
@@ -46,21 +50,24 @@ class Sampling:
 
         Tokens that tie with the k-th are kept. At a temperature of 0 the first of the most probable has all.
         """
-        logits = logits.float()
+        logits = logits.double()  # extreme settings neither overflow nor vanish
         if self.repetition_penalty != 1:
             there, penalty = logits[before], self.repetition_penalty
-            logits = logits.index_put((before,), torch.where(there > 0, there / penalty, there * penalty))
+            penalised = torch.where(there > 0, there / penalty, there * penalty)
+            greatest = torch.finfo(logits.dtype).max
+            logits = logits.index_put((before,), penalised.clamp(-greatest, greatest))
         if self.temperature == 0:
-            return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1)
-        logits = logits / self.temperature
+            return torch.zeros_like(logits, dtype=torch.float32).index_fill(0, logits.argmax(), 1)
+        logits = (logits - logits.max()) / self.temperature
         if self.top_k is not None and self.top_k < len(logits):
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -math.inf)
         probabilities = logits.softmax(dim=-1)
         if self.top_p < 1:
             ordered, index = probabilities.sort(descending=True, stable=True)
             beyond = ordered.cumsum(-1) - ordered >= self.top_p
+            beyond[0] = False
             probabilities = probabilities.index_fill(0, index[beyond], 0)
-        return probabilities
+        return (probabilities / probabilities.sum()).float()
 
     def draw(self, logits: Tensor, before: Tensor, generator: torch.Generator) -> Tensor:
         """The next token `[1]` int64; `generator` is on the device of the logits."""

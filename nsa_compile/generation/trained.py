@@ -38,7 +38,7 @@ class TrainedModel:
     chat: bool = False
 
 
-def load_trained(path: Path, dtype: str = "float32") -> TrainedModel:
+def load_trained(path: Path | str, dtype: str = "float32") -> TrainedModel:
     """The model that `read_source` finds, ready to write texts.
 
     Args:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.transformer import AttentionLayer, apply_rope
+from nsa_compile.models.transformer import AttentionLayer, apply_rope, check_prompts, check_room
 
 
 class KVCache(NamedTuple):
@@ -47,6 +47,7 @@ class DenseAttention(AttentionLayer):
         return self.out(o.transpose(1, 2).flatten(-2))
 
     def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> tuple[KVCache, Tensor]:
+        check_prompts(lengths, x.shape[:2], max_len)
         q, k, v = self._project(x, torch.arange(x.shape[1], device=x.device))
         room = (0, 0, 0, 0, 0, max_len - x.shape[1])
         return KVCache(F.pad(k, room), F.pad(v, room)), self._attend(q, k, v)
@@ -59,8 +60,12 @@ class DenseAttention(AttentionLayer):
             weight.new_zeros(batch_size, max_len, config.n_kv_heads, value_dim),
         )
 
+    def room(self, state: KVCache) -> int:
+        return state.k.shape[1]
+
     def decode_step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
         """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
+        check_room(t, self.room(state))
         q, k, v = self._project(x[:, None], t[..., None])
         position = torch.arange(state.k.shape[1], device=x.device)
         each = t[..., None]  # [1], or [B, 1]

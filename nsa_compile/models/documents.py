@@ -104,6 +104,10 @@ _refuse_capture._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _from_cu_seqlens(cu_seqlens: Tensor) -> tuple[list[int], list[int], tuple[int, int]]:
     """Starts and lengths of the documents, and the shape of the batch."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(
+            f"cu_seqlens is a {type(cu_seqlens).__name__}; it must be a tensor of integers [documents + 1]"
+        )
     _require_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [documents + 1], [2] at least")

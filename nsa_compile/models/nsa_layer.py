@@ -24,7 +24,7 @@ from nsa_compile.models.nsa import (
     nsa_attention,
     nsa_prefill,
 )
-from nsa_compile.models.transformer import AttentionLayer, apply_rope
+from nsa_compile.models.transformer import AttentionLayer, apply_rope, check_prompts, check_room
 
 log = logging.getLogger("nsa_compile")
 
@@ -258,6 +258,7 @@ class NSAttention(AttentionLayer):
         return_selection: bool = False,
     ) -> Any:
         """As `AttentionLayer.prefill`; `selection`, and what comes third with `return_selection`, as in `forward`."""
+        check_prompts(lengths, x.shape[:2], max_len)
         asked = {"selection": selection, "return_selection": return_selection}
         state, o, *selected = nsa_prefill(**self.attention_inputs(x), lengths=lengths, max_len=max_len, **asked)
         return state, self.merge_heads(o), *selected
@@ -272,13 +273,20 @@ class NSAttention(AttentionLayer):
         value = weight.new_empty(self.n_kv_heads, self.value_dim)
         return init_state(batch_size, max_len, key, value, pattern=self.pattern, shared_kv=self.shared_kv)
 
+    def room(self, state: NSAState) -> int:
+        return state.k_slc.shape[1]
+
     def decode_step(
         self, state: NSAState, x: Tensor, t: Tensor, selection: Tensor | None = None, return_selection: bool = False
     ) -> Any:
         """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`.
 
         `selection` and what comes third with `return_selection` are `[B, G, n]`, as those of `forward`.
+
+        Raises:
+            ValueError: the caches have no room at that position.
         """
+        check_room(t, self.room(state))
         if selection is not None or return_selection:
             check_selecting(self.selects)
         if selection is not None:

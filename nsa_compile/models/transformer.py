@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,40 @@ class ModelState(NamedTuple):
         return [cache for layer in self.layers for cache in layer if cache is not None]
 
 
+def check_prompts(lengths: Tensor, shape: Sequence[int], max_len: int) -> None:
+    """Refuse lengths that are not those of prompts `shape` = `[B, S]`, and caches that have no room for them.
+
+    Not while a graph is captured; and what only a device knows is not asked of one that would have to be waited for.
+
+    Raises:
+        ValueError: one line that names the value and the rule.
+    """
+    batch, length = shape
+    if max_len < length:
+        raise ValueError(f"max_len = {max_len} must be at least {length}, the tokens that are read")
+    if lengths.shape != (batch,) or lengths.dtype != torch.int64:
+        raise ValueError(f"lengths is {lengths.dtype} {list(lengths.shape)}; it must be torch.int64 [{batch}]")
+    if torch.compiler.is_compiling() or not lengths.is_cpu or not batch:
+        return
+    least, most = int(lengths.min()), int(lengths.max())
+    if least < 1 or most > length:
+        raise ValueError(f"a length of {least if least < 1 else most} must be from 1 to {length}, the tokens of a row")
+
+
+def check_room(t: Tensor, room: int | None) -> None:
+    """Refuse a token behind the end of the caches, where the step would go on without its row. As `check_prompts`.
+
+    Raises:
+        ValueError: one line that names the position and the room.
+    """
+    if room is None or torch.compiler.is_compiling() or not t.is_cpu or not t.numel():
+        return
+    first, last = int(t.min()), int(t.max())
+    if first < 0 or last >= room:
+        where = first if first < 0 else last
+        raise ValueError(f"a token at position {where} has no row in caches for {room} tokens; make a state for more")
+
+
 class AttentionLayer(nn.Module):
     """What a block needs of an attention: `[B, S, dim] -> [B, S, dim]`, and the same token by token.
 
@@ -62,6 +96,10 @@ class AttentionLayer(nn.Module):
     def init_state(self, batch_size: int, max_len: int) -> Any:
         """Empty caches for `max_len` tokens."""
         raise NotImplementedError
+
+    def room(self, state: Any) -> int | None:
+        """Tokens that a state's caches have room for; None for as many as you like."""
+        return None
 
     def prefill(self, x: Tensor, lengths: Tensor, max_len: int) -> Any:
         """A sequence in one go: the state after the first `lengths` `[B]` tokens of `x` `[B, S, dim]`, with room for
@@ -267,6 +305,7 @@ class NSATransformer(nn.Module):
         batch, length = tokens.shape
         if lengths is None:
             lengths = torch.full((batch,), length, dtype=torch.int64, device=tokens.device)
+        check_prompts(lengths, tokens.shape, length if max_len is None else max_len)
         x = self.embedding(tokens)
         layers: list[Any] = []
         chosen: list[Tensor] = []
@@ -292,7 +331,12 @@ class NSATransformer(nn.Module):
 
         `selection`, and what comes third with `return_selection`, are the blocks that the token reads in each layer,
         `[B, layers, G, n]`, as those of `forward`. `block` runs one block, `(block, state, x, t) -> (state, x)`.
+
+        Raises:
+            ValueError: the caches have no room for a token more.
         """
+        for module, layer in zip(self.blocks[:1], state.layers, strict=False):
+            check_room(state.t, module.attention.room(layer))
         x = self.embedding(tokens)
         layers: list[Any] = []
         chosen: list[Tensor] = []

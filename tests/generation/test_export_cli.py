@@ -157,6 +157,12 @@ for step in (program.module(), torch._inductor.aoti_load_package(compiled)):
         found = torch.stack([step(token, t, caches).clone() for token in tokens])
     torch.testing.assert_close(found, wanted)
     assert t.tolist() == [len(tokens)] * batch
+    try:
+        step(tokens[0], t, caches)
+    except RuntimeError as error:
+        assert "t must be from 0 to 23: the caches have no other rows" in str(error)
+    else:
+        raise AssertionError("there is no row for one more")
 assert "nsa_compile" not in sys.modules
 """
 

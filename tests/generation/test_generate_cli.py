@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -79,6 +81,16 @@ def test_a_checkpoint_may_be_named_and_low_precision_asked_for(trained):
     assert next(load_trained(first, "bf16").model.parameters()).dtype == torch.bfloat16
 
 
+def test_a_full_disk_is_one_line(trained):
+    words = ["-m", "nsa_compile", "generate", str(trained), "--prompt", "ab", "--tokens", "3", "--no-compile"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 2
+    assert [line for line in ended.stderr.splitlines() if not line.startswith("ready")] == [
+        "error: stdout cannot be written (No space left on device); the output is not complete"
+    ]
+
+
 def test_chat_goes_on_with_one_text(trained):
     words = ["--tokens", 6, "--temperature", 0, "--no-compile"]
     result = invoke("chat", trained, *words, given="\nHello\nyou\n")
@@ -95,8 +107,11 @@ def test_chat_goes_on_with_one_text(trained):
     ("words", "said", "code"),
     [
         (["nowhere", "--prompt", "x"], "'nowhere' must be the directory of a run or of one of its checkpoints", 2),
-        (["RUN"], "a prompt must hold at least one character", 2),
+        (["RUN"], "there is no prompt; give --prompt TEXT or --prompts-from FILE", 2),
         (["RUN", "--prompt", ""], "a prompt must hold at least one character", 2),
+        (["RUN", "--prompt", "a\udcff"], "--prompt is no text in UTF-8", 2),
+        (["RUN", "--prompts-from", "BLANK"], "BLANK' is empty; a prompt must hold at least one character", 2),
+        (["RUN", "--prompts-from", "BYTES"], "BYTES' is no text in UTF-8", 2),
         (["RUN", "--prompt", "x", "--stop", ""], "--stop '' must hold at least one character", 2),
         (["RUN", "--prompt", "x", "--top-p", "0"], "'--top-p': 0.0 is not in the range", 2),
         (["RUN", "--prompt", "x", "--temperature", "nan"], "'nan' is not a finite number", 2),
@@ -118,6 +133,9 @@ def test_what_cannot_be_is_refused_in_one_line(trained, tmp_path, capsys, words,
     if words[0] == "OTHER":
         path = copy / "config.resolved.yaml"
         path.write_text(path.read_text().replace("  dim: 32\n", "  dim: 64\n"))
+    (tmp_path / "BLANK").write_text("ab\n\ncd\n")
+    (tmp_path / "BYTES").write_bytes(b"ab\nc\xffd\n")
+    words = [str(tmp_path / word) if word in ("BLANK", "BYTES") else word for word in words]
     place = {"RUN": str(trained)}.get(words[0], str(copy) if words[0] != "nowhere" else "nowhere")
     with pytest.raises(SystemExit) as ended:
         main(["generate", place, *words[1:]])

@@ -33,7 +33,8 @@ def expected(logits: list[float], before: list[int], s: Sampling) -> list[float]
         if total < s.top_p:
             kept.add(token)
         total += shares[token]
-    return [share if token in kept else 0.0 for token, share in enumerate(shares)]
+    reached = sum(shares[token] for token in kept)
+    return [share / reached if token in kept else 0.0 for token, share in enumerate(shares)]
 
 
 @given(
@@ -74,3 +75,21 @@ def test_what_is_no_way_to_draw_is_refused(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"^{name} = .* must be"):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize(
+    "extreme", [{"top_p": 1e-300}, {"temperature": 1e-38}, {"temperature": 1e-300}, {"repetition_penalty": 1e-300},
+                {"repetition_penalty": 1e300}, {"repetition_penalty": 1e-20, "temperature": 1e-20}],
+)  # fmt: skip
+def test_extreme_settings_have_a_most_probable_token(extreme):
+    logits, before = torch.tensor([3.0, 50.0, -20.0, 49.0]), torch.tensor([0, 2])
+    probabilities = Sampling(**extreme).probabilities(logits, before)
+    assert probabilities.isfinite().all()
+    assert float(probabilities.sum()) == pytest.approx(1)
+    if "repetition_penalty" not in extreme:
+        assert probabilities.tolist() == [0, 1, 0, 0], "greedy"
+
+
+def test_probabilities_add_up_to_one():
+    probabilities = Sampling(top_p=0.5).probabilities(torch.tensor([1.0, 0.0, -1.0]), torch.tensor([0]))
+    assert probabilities.tolist() == [1, 0, 0]

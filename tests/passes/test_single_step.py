@@ -92,18 +92,18 @@ def test_nsa_reads_its_blocks_and_its_window():
 @pytest.mark.parametrize("in_place", [False, True], ids=["state kept", "state updated"])
 @pytest.mark.parametrize("changes", [{}, {"shared_kv": True, "v_head_dim": 6, "n_layers": 1}])
 def test_a_model_decodes_by_one_program(in_place, changes):
-    """Also behind the end of its caches, where a token finds no row of its own."""
+    """Up to the end of its caches, and no further."""
     torch._dynamo.reset()
     model = tiny_model(**changes)
     make = (
         nsa_compile.compile_decode_step if in_place else lambda model, **o: nsa_compile.compile(model.decode_step, **o)
     )
     step = make(model, nested="eager", cache=False)
-    tokens = tokens_for(model, 2, 28)
+    tokens = tokens_for(model, 2, 26)
     state, expected_state = model.init_state(2, 26), model.init_state(2, 26)
     torch._dynamo.utils.counters.clear()
     with torch.no_grad():
-        for t in range(28):
+        for t in range(26):
             given = state
             before = [None if x is None else x.clone() for x in pytree.tree_leaves(given)]
             state, logits = step(state, tokens[:, t])
@@ -112,6 +112,9 @@ def test_a_model_decodes_by_one_program(in_place, changes):
             torch.testing.assert_close(pytree.tree_leaves(state), pytree.tree_leaves(expected_state))
             if not in_place:
                 torch.testing.assert_close(pytree.tree_leaves(given), before, rtol=0, atol=0)
+    for refusing in (model.decode_step, *([step] if in_place else [])):
+        with pytest.raises(ValueError, match="position 26 has no row in caches for 26 tokens; make a state for more"):
+            refusing(expected_state, tokens[:, 0])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     written = [m for m in entry(last_report(), "index_cache").matches if ROW in m]
     caches = sum(x is not None and "recent" not in name for name, x in state.layers[0]._asdict().items())
