@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nsa_compile.config import SYNTHETIC, RunConfig
-from nsa_compile.data.conversations import Conversations, fitting, read_conversations
+from nsa_compile.data.conversations import Conversation, Conversations, fitting, read_conversations
 from nsa_compile.data.documents import find_files
 from nsa_compile.data.sampling import (
     BatchSampler,
@@ -148,11 +148,14 @@ def _synthetic(config: RunConfig) -> Corpus:
     return Corpus(train, validation, ByteTokenizer(), yardstick, answers)
 
 
-def _conversations(config: RunConfig) -> Corpus:
-    """The last 5 % of the conversations, one at least, are held out."""
-    shape, length = config.train, config.train.seq_len + 1
-    tokenizer = make_tokenizer(config.data.tokenizer)
-    kept, notes = fitting(list(read_conversations(config.data.name, tokenizer)), length)
+def split_conversations(config: RunConfig) -> tuple[list[Conversation], list[Conversation], list[str]]:
+    """Those to train on and those that are held out, the last 5 %, one at least; and a line for what is lost.
+
+    Raises:
+        UserError: there are none to hold out, or they cannot be read.
+    """
+    shape, tokenizer = config.train, make_tokenizer(config.data.tokenizer)
+    kept, notes = fitting(list(read_conversations(config.data.name, tokenizer)), shape.seq_len + 1)
     if len(kept) < 2:
         raise UserError(
             f"data.name = '{config.data.name}' is too short: {len(kept)} of its conversations have an answer within "
@@ -160,13 +163,19 @@ def _conversations(config: RunConfig) -> Corpus:
             "larger train.seq_len"
         )
     boundary = len(kept) - max(1, int(len(kept) * VALIDATION_FRACTION))
-    only_answers = shape.loss == "answers"
-    train = Conversations(kept[:boundary], config.run.seed, only_answers)
-    held_out = Conversations(kept[boundary:], None, only_answers)
+    return kept[:boundary], kept[boundary:], notes
+
+
+def _conversations(config: RunConfig) -> Corpus:
+    length, tokenizer = config.train.seq_len + 1, make_tokenizer(config.data.tokenizer)
+    trained_on, kept_back, notes = split_conversations(config)
+    only_answers = config.train.loss == "answers"
+    train = Conversations(trained_on, config.run.seed, only_answers)
+    held_out = Conversations(kept_back, None, only_answers)
     # The yardstick is about the tokens that the loss is about.
     counted = [
         np.concatenate([row[row >= 0] for row in (each.sequence(i, length)[1:] for i in range(count))])
-        for each, count in ((train, min(boundary, UNIGRAM_SEQUENCES)), (held_out, len(kept) - boundary))
+        for each, count in ((train, min(len(trained_on), UNIGRAM_SEQUENCES)), (held_out, len(kept_back)))
     ]
     yardstick = best_unigram_loss(counted[0], counted[1], tokenizer.vocab_size)
     return Corpus(train, _generated_validation(held_out, config), tokenizer, yardstick, notes=tuple(notes))

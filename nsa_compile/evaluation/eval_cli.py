@@ -141,7 +141,7 @@ def _texts(run: Path, trained: TrainedModel, data: str | None, max_tokens: int |
 
     if data is not None:
         field = "text" if trained.config is None else trained.config.data.text_field
-        texts = read_texts(data, trained.tokenizer, field)
+        texts = read_texts(data, trained.tokenizer, field, chat=trained.chat)
     elif trained.config is not None:
         texts = held_out_texts(trained.config)
     else:

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from nsa_compile.config import RunConfig
 from nsa_compile.data import load_corpus
+from nsa_compile.data.conversations import read_conversations
+from nsa_compile.data.corpus import split_conversations
 from nsa_compile.data.documents import find_files, read_documents
 from nsa_compile.data.tokenizers import Tokenizer
 from nsa_compile.evaluation.scoring import Scorer, bits
@@ -104,23 +106,28 @@ def score_texts(
 
 
 def held_out_texts(config: RunConfig) -> list[Text]:
-    """What a run was not trained on: the held-out text as one, or the held-out sequences where there is no such text.
+    """What a run was not trained on: the held-out text as one, conversations each by itself, in the template, or the
+    held-out sequences where there is no such text.
 
     Raises:
         UserError: the data set of the run is not there any more.
     """
+    if config.data.chat:
+        return [Text(conversation.tokens) for conversation in split_conversations(config)[1]]
     corpus = load_corpus(config)
     if corpus.held_out is not None:
         return [Text(corpus.held_out)]
     return [Text(row) for row in corpus.validation.reshape(-1, corpus.validation.shape[-1])]
 
 
-def read_texts(name: str, tokenizer: Tokenizer, text_field: str) -> list[Text]:
-    """The documents of files, each behind what stands between two documents in training.
+def read_texts(name: str, tokenizer: Tokenizer, text_field: str, *, chat: bool = False) -> list[Text]:
+    """The documents of files, each behind what stands between two documents in training; or conversations, as trained.
 
     Raises:
         UserError: they cannot be read.
     """
+    if chat:
+        return [Text(conversation.tokens) for conversation in read_conversations(name, tokenizer)]
     separator = np.array(tokenizer.separator, dtype=np.int64)
     return [
         Text(np.concatenate((separator, tokenizer.encode("".join(document)))), len(separator))

@@ -77,8 +77,10 @@ class BatchingManager:
         Raises:
             ValueError: no tokens, or none to draw.
         """
+        if max_new_tokens is None:
+            max_new_tokens = self._config.max_length
         generator = torch.Generator(self._decoder.device).manual_seed(int(torch.randint(2**63 - 1, ())))
-        request = Request(list(input_ids), max_new_tokens or self._config.max_length, generator)
+        request = Request(list(input_ids), max_new_tokens, generator)
         ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
         self._arriving.put(_Asked(request_id, list(input_ids), request, ends, streaming))
         return request_id

@@ -36,6 +36,7 @@ from nsa_compile.ir.scans import (
     WRITTEN,
     Declined,
     ScanSite,
+    ancestors,
     example,
     fake_inputs,
     find_scans,
@@ -466,11 +467,18 @@ def _functionalize(gm: fx.GraphModule, effects: Effects) -> WriteBack:
             del _layouts[name]
     written = [inputs.index(n) for n in _take_out_copies(lowered, tensors, effects)]
     captured = snapshot(gm)
-    with_gradient = {i: has_gradient(n) for i, n in enumerate(results(gm)) if isinstance(n, fx.Node)}
+    outputs = {i: n for i, n in enumerate(results(gm)) if isinstance(n, fx.Node)}
+    with_gradient = {i: has_gradient(n) or _was_given_gradient(n, effects) for i, n in outputs.items()}
     replace_graph(gm, lowered, tensors)
     _put_scans_back(gm, scans)
     match_outputs(gm, with_gradient)
     return WriteBack(written, effects.views, captured)
+
+
+def _was_given_gradient(node: fx.Node, effects: Effects) -> bool:
+    """Whether a write has put something with a gradient into a result of a scan that had none when the scan was run."""
+    seen = node.meta.get("example_value")
+    return isinstance(seen, Tensor) and seen.requires_grad and node in ancestors(effects.writes)
 
 
 def _copy(old: Tensor, new: Tensor, non_blocking: bool = False) -> Tensor:

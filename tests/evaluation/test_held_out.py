@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -103,6 +104,21 @@ def test_a_run_without_a_text_is_scored_on_its_held_out_sequences(needle_run):
     config = load_trained(needle_run).config
     texts = held_out_texts(config)
     assert [len(text.tokens) for text in texts] == [config.train.seq_len + 1] * config.train.batch_size
+
+
+def test_a_run_on_conversations_is_scored_on_each_that_was_held_out(text_run, tmp_path):
+    path = tmp_path / "talks.jsonl"
+    turns = [[{"role": "user", "content": f"Who {i}?"}, {"role": "assistant", "content": f"I {i}."}] for i in range(40)]
+    path.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns), encoding="utf-8")
+    config = load_trained(text_run).config
+    data = config.data.model_copy(update={"name": str(path), "chat": True})
+    train = config.train.model_copy(update={"loss": "answers", "seq_len": 64})
+    config = config.model_copy(update={"data": data, "train": train})
+    wanted = [f"<|user|>\nWho {i}?<|end|>\n<|assistant|>\nI {i}.<|end|>\n" for i in range(40)]
+    texts = held_out_texts(config)
+    assert [bytes(text.tokens.tolist()).decode() for text in texts] == wanted[38:]
+    texts = read_texts(str(path), ByteTokenizer(), "text", chat=True)
+    assert [bytes(text.tokens.tolist()).decode() for text in texts] == wanted
 
 
 def test_each_document_begins_behind_a_separator(tmp_path):

@@ -149,6 +149,14 @@ def loop_results_written(x, state):
 
 
 @program("batched")
+def rows_without_gradient_given_one(x, state):
+    """Rows of a carry that no gradient reaches; what is put into them has one."""
+    _, y = nsa_compile.scan(lambda c, row: (c, c + 0 * row.detach()), torch.zeros_like(x[0]), x)
+    y.copy_(x * 2)
+    return y
+
+
+@program("batched")
 def state_written(x, state):
     state.add_(1)
     _, y = attend(x * state.clone())
