@@ -167,7 +167,8 @@ def main(args: list[str] | None = None) -> None:
     outlive_readers()
     code = _run(args)
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may have been closed before
+            sys.stdout.flush()
     except OSError as error:
         code = code or _fail(_not_written(error), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter fails on the rest once more

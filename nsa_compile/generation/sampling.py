@@ -32,7 +32,7 @@ class Sampling:
             ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number from 0 on"),
             (
                 "top_k",
-                self.top_k is None or (self.top_k >= 1 and int(self.top_k) == self.top_k),
+                self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 1),
                 "a whole number from 1 on",
             ),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),

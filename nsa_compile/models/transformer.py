@@ -53,6 +53,8 @@ def check_prompts(lengths: Tensor, shape: Sequence[int], max_len: int) -> None:
         ValueError: one line that names the value and the rule.
     """
     batch, length = shape
+    if not isinstance(lengths, Tensor):
+        raise ValueError(f"lengths is a {type(lengths).__name__}; it must be a tensor torch.int64 [{batch}]")
     if max_len < length:
         raise ValueError(f"max_len = {max_len} must be at least {length}, the tokens that are read")
     if lengths.shape != (batch,) or lengths.dtype != torch.int64:
@@ -70,6 +72,8 @@ def check_room(t: Tensor, room: int | None) -> None:
     Raises:
         ValueError: one line that names the position and the room.
     """
+    if not isinstance(t, Tensor):
+        raise ValueError(f"t is a {type(t).__name__}; it must be a tensor torch.int64, [] or [B]")
     if room is None or torch.compiler.is_compiling() or not t.is_cpu or not t.numel():
         return
     first, last = int(t.min()), int(t.max())

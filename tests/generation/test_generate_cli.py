@@ -91,6 +91,12 @@ def test_a_full_disk_is_one_line(trained):
     ]
 
 
+def test_stdout_may_be_closed():
+    command = f"{sys.executable} -m nsa_compile --version >&-"
+    ended = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_chat_goes_on_with_one_text(trained):
     words = ["--tokens", 6, "--temperature", 0, "--no-compile"]
     result = invoke("chat", trained, *words, given="\nHello\nyou\n")

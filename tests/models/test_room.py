@@ -41,3 +41,11 @@ def test_a_token_without_room(t):
     with pytest.raises(ValueError, match=r"a token at position (4|-1) has no row in caches for 4 tokens"):
         layer.decode_step(state, torch.zeros(2, 16), t)
     layer.decode_step(state, torch.zeros(2, 16), torch.tensor([3, 0]))
+
+
+def test_numbers_where_tensors_belong():
+    layer = NSAttention(dim=16, n_heads=2, n_kv_heads=1, head_dim=8)
+    with pytest.raises(ValueError, match=r"t is a int; it must be a tensor torch.int64, \[\] or \[B\]"):
+        layer.decode_step(layer.init_state(2, 4), torch.zeros(2, 16), 0)
+    with pytest.raises(ValueError, match=r"lengths is a list; it must be a tensor torch.int64 \[2\]"):
+        layer.prefill(torch.zeros(2, 4, 16), [4, 4], 4)
