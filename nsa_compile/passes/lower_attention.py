@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
@@ -288,12 +289,22 @@ def _step(attention: fx.Node | None, selection: fx.Node | None) -> Implementatio
         keys, rows = (side.view(x).transpose(1, 2) for side, x in ((k, keys), (v, rows)))
         q = q.reshape(batch, 1, -1, q.shape[3])
         keep, blocks, may, must = (None if x is None else by_group(next(left), batch, groups) for x in given[3:])
+        if keep is not None and blocks is not None:
+            keep = _at_blocks(keep, blocks, block, keys.shape[1])
         out, chosen = step_attention(q, keys, rows, keep, blocks, may, must, block, call.scale * k.factor, *ranking)
         found = [out.reshape(count, 1, heads, -1)] if attention is not None else []
         return found + ([chosen.reshape(count, 1, -1)] if selection is not None else [])
 
     name = "step_attention" + (" with selection" if selection is not None else "")
     return Implementation(name, run, group, [x for x in given if x is not None])
+
+
+def _at_blocks(mask: Tensor, blocks: Tensor, size: int, rows: int) -> Tensor:
+    """A mask `[B | 1, G | 1, m, T]` at the rows of blocks `[B, G, n]`: `[B, G, m, n * size]`. Nobody needs it at the other
+    rows of a cache then."""
+    row = (blocks.long()[..., None] * size + torch.arange(size, device=mask.device)).flatten(2)[:, :, None]
+    row = torch.where((row >= 0) & (row < rows), row, 0).expand(-1, -1, mask.shape[2], -1)
+    return mask.expand(*row.shape[:3], rows).gather(-1, row)
 
 
 def _is_shared(mask: fx.Node | None, batch: int) -> bool:

@@ -55,11 +55,14 @@ class Case:
             k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
         elif self.layout == "columns":
             k, v = (x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for x in (k, v))
-        mask = self._mask(rng)
         indices = None
         if self.n is not None:
-            indices = torch.randint(-2, -(-self.T // self.block) + 2, (self.B, self.G, self.n), generator=rng)
+            some = [
+                torch.randperm(-(-self.T // self.block) + 4, generator=rng)[: self.n] for _ in range(self.B * self.G)
+            ]
+            indices = torch.stack(some).reshape(self.B, self.G, -1) - 2
             indices = indices.int() if self.narrow else indices
+        mask = self._mask(rng, self.T if indices is None else indices.shape[2] * self.block)
         if not self.chosen:
             return q, k, v, mask, indices, None, None, self.block, 0.4, 1, [], [], 0
         blocks = max(1, self.T // 2 + 1)
@@ -67,13 +70,13 @@ class Case:
         forced = torch.rand(1, self.G, blocks, generator=rng) < 0.2
         return q, k, v, mask, indices, allowed, forced, self.block, 0.4, 2, [-1, 0, 1], [1, 2, 1], self.chosen
 
-    def _mask(self, rng: torch.Generator) -> Tensor | None:
+    def _mask(self, rng: torch.Generator, places: int) -> Tensor | None:
         shapes = {"causal": (1, 1, 1), "each": (self.B, 1, 1), "heads": (self.B, self.G, self.h), "none": (1, 1, 1)}
         if self.mask == "absent":
             return None
         if self.mask == "causal":
-            return (torch.arange(self.T) < self.T // 2 + 1)[None, None, None]
-        return torch.rand(*shapes[self.mask], self.T, generator=rng) < (0.0 if self.mask == "none" else 0.6)
+            return (torch.arange(places) < self.T // 2 + 1)[None, None, None]
+        return torch.rand(*shapes[self.mask], places, generator=rng) < (0.0 if self.mask == "none" else 0.6)
 
 
 cases = st.builds(
@@ -107,15 +110,13 @@ def by_loop(q, k, v, mask, indices, allowed, forced, block, scale, ratio, offset
         for g in range(groups):
             p = [0.0] * k.shape[1]
             for i in range(heads):
-                rows = []
-                for row in range(k.shape[1]):
-                    kept = True
-                    if mask is not None:
-                        kept = bool(mask.expand(q.shape[0], groups, heads, -1)[b, g, i, row])
-                    if indices is not None:
-                        kept = kept and row // block in indices[b, g].tolist()
-                    if kept:
-                        rows.append(row)
+                named = list(range(k.shape[1]))
+                if indices is not None:
+                    named = [int(j) * block + r for j in indices[b, g] for r in range(block)]
+                kept = [True] * len(named)
+                if mask is not None:
+                    kept = mask.expand(q.shape[0], groups, heads, len(named))[b, g, i].tolist()
+                rows = [row for row, there in zip(named, kept, strict=True) if there and 0 <= row < k.shape[1]]
                 if not rows:
                     continue
                 weights = torch.softmax(k[b, rows, g] @ q[b, 0, g * heads + i] * scale, 0)
@@ -189,7 +190,8 @@ def test_rows_that_are_not_kept_are_not_read():
     mask = torch.zeros(1, 1, 1, 700, dtype=torch.bool)
     mask[..., 40:48] = True
     for indices in (None, torch.tensor([[[5]], [[5]]])):
-        out, _ = step_attention(q, k, k, mask, indices, None, None, 8, 1.0, 1, [], [], 0)
+        keep = mask if indices is None else mask[..., 40:48]
+        out, _ = step_attention(q, k, k, keep, indices, None, None, 8, 1.0, 1, [], [], 0)
         torch.testing.assert_close(out, torch.ones(2, 1, 2, 8))
 
 

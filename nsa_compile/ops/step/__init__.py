@@ -56,9 +56,10 @@ def step_attention(
     Args:
         q: `[B, 1, Hq, D]`; heads `g * h … (g + 1) * h - 1` read group g.
         k: `[B, T, G, D]`, of any strides, as v; v: `[B, T, G, Dv]`.
-        mask: booleans that broadcast to `[B, G, h, T]`: the rows that each head keeps. None: all.
-        indices: int32 or int64 `[B, G, n]`: only rows of these blocks of `block_size` rows are read. Duplicates count
-            once; negative ones and ones beyond the rows stand for nothing. None: all.
+        mask: booleans that broadcast to `[B, G, h, T]`, with indices to `[B, G, h, n * block_size]`: the rows that each
+            head keeps. None: all.
+        indices: int32 or int64 `[B, G, n]`: only rows of these blocks of `block_size` rows are read, none of which may
+            come twice. Negative ones and ones beyond the rows stand for nothing. None: all.
         allowed, forced: booleans that broadcast to `[B, G, blocks]`, of the blocks to choose from.
         block_size: rows of a block that `indices` count.
         scale: factor of the scores.
@@ -103,7 +104,8 @@ def _check(
         raise ValueError(f"q has {q.shape[1]} queries a sequence; it must have 1")
     groups, heads = k.shape[2], q.shape[2] // k.shape[2]
     if mask is not None:
-        _check_booleans("mask", mask, (q.shape[0], groups, heads, k.shape[1]))
+        places = k.shape[1] if indices is None else indices.shape[-1] * block_size
+        _check_booleans("mask", mask, (q.shape[0], groups, heads, places))
     if indices is not None:
         checks.check_indices(q, k, indices[:, None])
     if num_selected:

@@ -42,8 +42,6 @@ class Step {
         key_columns_(padded_columns<T>(sizes.key_dim)),
         value_columns_(padded_columns<T>(sizes.value_dim)),
         most_pieces_(divide_up(index_count < 0 ? sizes.keys : index_count * block_size, kPieceRows)),
-        listed_(sizes.sequences(), index_count),
-        listed_counts_(sizes.sequences()),
         weights_(ranking.count ? sizes.sequences() : threads, ranking.count ? most_pieces_ * piece_size() : piece_size()),
         maxima_(sizes.sequences(), most_pieces_ * heads_),
         sums_(sizes.sequences(), most_pieces_ * heads_),
@@ -51,37 +49,18 @@ class Step {
         queries_(threads, heads_ * key_columns_),
         copies_(threads, kRowsAtOnce * std::max(key_columns_, value_columns_)),
         rows_(threads, kPieceRows),
+        places_(threads, kPieceRows),
         joined_(threads, value_columns_),
         importance_(threads, ranking.count ? sizes.keys : 0),
         scores_(threads, ranking.blocks),
         others_(threads, ranking.blocks) {}
 
-  int64_t pieces(int64_t item) const {
-    const int64_t rows = index_count_ < 0 ? sizes_.keys : listed_counts_.data()[item] * block_size_;
-    return divide_up(rows, kPieceRows);
-  }
-
-  // The blocks that the indices of a group name, ascending: a set.
-  void list_blocks(int64_t item) const {
-    if (index_count_ < 0) return;
-    const int64_t end = divide_up(sizes_.keys, block_size_);
-    const int64_t first = (item / sizes_.groups) * indices_.stride[0] + (item % sizes_.groups) * indices_.stride[1];
-    int64_t* listed = listed_[item];
-    int64_t count = 0;
-    for (int64_t i = 0; i < index_count_; i++) {
-      const int64_t at = first + i * indices_.stride[2];
-      const int64_t block = indices_.dtype == kInt32 ? reinterpret_cast<const int32_t*>(indices_.data)[at]
-                                                     : reinterpret_cast<const int64_t*>(indices_.data)[at];
-      if (block >= 0 && block < end) listed[count++] = block;
-    }
-    if (!std::is_sorted(listed, listed + count)) std::sort(listed, listed + count);
-    listed_counts_.data()[item] = std::unique(listed, listed + count) - listed;
-  }
+  int64_t pieces() const { return most_pieces_; }
 
   // One piece of a group: weights relative to the maximum of the piece, and the part of the output that they give.
   void attend(int64_t item, int64_t piece, int64_t thread) const {
     const int64_t batch = item / sizes_.groups, group = item % sizes_.groups;
-    const int64_t count = list_rows(item, piece, rows_[thread]);
+    const int64_t count = list_rows(item, piece, thread);
     const int32_t* rows = rows_[thread];
     T* weights = weights_of(item, piece, thread);
     for (int64_t head = 0; head < heads_; head++) {
@@ -102,7 +81,7 @@ class Step {
     for (int64_t head = 0; head < heads_; head++) {
       T* own = weights + head * kPieceRows;
       if (mask_.data != nullptr && mask_.stride[2] != 0) {  // a row is listed if any head keeps it
-        for (int64_t i = 0; i < count; i++) own[i] = is_kept(batch, group, head, rows[i]) ? own[i] : -kInfinity<T>;
+        for (int64_t i = 0; i < count; i++) own[i] = is_kept(batch, group, head, places_[thread][i]) ? own[i] : -kInfinity<T>;
       }
       const int64_t padded_count = padded_columns<T>(count);
       fill(own + count, padded_count - count, -kInfinity<T>);
@@ -122,7 +101,7 @@ class Step {
 
   // The output of a group from its pieces, and the blocks that it chooses.
   void join(int64_t item, int64_t thread) const {
-    const int64_t batch = item / sizes_.groups, group = item % sizes_.groups, count = pieces(item);
+    const int64_t batch = item / sizes_.groups, group = item % sizes_.groups, count = pieces();
     T* out = joined_[thread];
     T* importance = importance_[thread];
     if (ranking_.count) fill(importance, sizes_.keys, T(0));
@@ -149,7 +128,7 @@ class Step {
       if (ranking_.count == 0) continue;
       // eq. 10: the weights of a row summed over the heads, one after the other.
       for (int64_t piece = 0; piece < count; piece++) {
-        const int64_t listed = list_rows(item, piece, rows_[thread]);
+        const int64_t listed = list_rows(item, piece, thread);
         const T* weights = weights_of(item, piece, thread) + head * kPieceRows;
         const T normal = factor(piece) * inverse;
         for (int64_t i = 0; i < listed; i++) importance[rows_[thread][i]] += weights[i] * normal;
@@ -166,12 +145,10 @@ class Step {
   T scale_;
   const Ranking& ranking_;
   int64_t heads_, key_columns_, value_columns_, most_pieces_;
-  ThreadBuffers<int64_t> listed_;  // of each group, as what follows to `parts_`
-  Buffer<int64_t> listed_counts_;
-  ThreadBuffers<T> weights_;  // [piece, head, row]; of a thread where nobody needs them later
-  ThreadBuffers<T> maxima_, sums_, parts_;
+  ThreadBuffers<T> weights_;  // of each group, [piece, head, row]; of a thread where nobody needs them later
+  ThreadBuffers<T> maxima_, sums_, parts_;  // of each group
   ThreadBuffers<T> queries_, copies_;
-  ThreadBuffers<int32_t> rows_;
+  ThreadBuffers<int32_t> rows_, places_;  // of a piece: what is read, and where the mask tells of it
   ThreadBuffers<T> joined_, importance_, scores_;
   ThreadBuffers<int32_t> others_;
 
@@ -181,37 +158,44 @@ class Step {
     return ranking_.count ? weights_[item] + piece * piece_size() : weights_[thread];
   }
 
-  bool is_kept(int64_t batch, int64_t group, int64_t head, int64_t row) const {
+  bool is_kept(int64_t batch, int64_t group, int64_t head, int64_t place) const {
     const int64_t* stride = mask_.stride;
-    return mask_.data[batch * stride[0] + group * stride[1] + head * stride[2] + row * stride[3]] != 0;
+    return mask_.data[batch * stride[0] + group * stride[1] + head * stride[2] + place * stride[3]] != 0;
   }
 
-  // The rows of a piece that some head keeps, and how many.
-  int64_t list_rows(int64_t item, int64_t piece, int32_t* rows) const {
+  // Lists the rows of a piece that some head keeps; returns how many. With indices a piece is one of their places.
+  int64_t list_rows(int64_t item, int64_t piece, int64_t thread) const {
     const int64_t batch = item / sizes_.groups, group = item % sizes_.groups;
     const int64_t masks = mask_.data == nullptr ? 0 : mask_.stride[2] == 0 ? 1 : heads_;
+    int32_t *rows = rows_[thread], *places = places_[thread];
     int64_t count = 0;
-    const auto list = [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < std::min(end, sizes_.keys); row++) {
+    const auto list = [&](int64_t row, int64_t place, int64_t end) {
+      for (; place < end && row < sizes_.keys; row++, place++) {
         bool kept = masks == 0;
-        for (int64_t head = 0; head < masks && !kept; head++) kept = is_kept(batch, group, head, row);
+        for (int64_t head = 0; head < masks && !kept; head++) kept = is_kept(batch, group, head, place);
         rows[count] = static_cast<int32_t>(row);
+        places[count] = static_cast<int32_t>(place);
         count += kept;
       }
     };
     const int64_t first = piece * kPieceRows, last = first + kPieceRows;
     if (index_count_ < 0) {
-      list(first, last);
+      list(first, first, last);
       return count;
     }
-    for (int64_t at = first; at < last;) {
-      const int64_t block = at / block_size_, inside = at % block_size_;
-      if (block >= listed_counts_.data()[item]) break;
-      const int64_t taken = std::min(last - at, block_size_ - inside), row = listed_[item][block] * block_size_ + inside;
-      list(row, row + taken);
-      at += taken;
+    for (int64_t place = first; place < last && place < index_count_ * block_size_;) {
+      const int64_t inside = place % block_size_, end = std::min(last, place - inside + block_size_);
+      const int64_t block = index(batch, group, place / block_size_);
+      if (block >= 0 && block <= sizes_.keys / block_size_) list(block * block_size_ + inside, place, end);
+      place = end;
     }
     return count;
+  }
+
+  int64_t index(int64_t batch, int64_t group, int64_t i) const {
+    const int64_t at = batch * indices_.stride[0] + group * indices_.stride[1] + i * indices_.stride[2];
+    return indices_.dtype == kInt32 ? reinterpret_cast<const int32_t*>(indices_.data)[at]
+                                    : reinterpret_cast<const int64_t*>(indices_.data)[at];
   }
 
   // scores[j] = q · rows[j] * scale
@@ -287,16 +271,14 @@ template <typename T>
 void run(const Step<T>& step, int64_t items, int64_t threads) {
   if (items >= threads) {
     return parallel_for(items, threads, [&](int64_t item, int64_t thread) {
-      step.list_blocks(item);
-      for (int64_t piece = 0; piece < step.pieces(item); piece++) step.attend(item, piece, thread);
+      for (int64_t piece = 0; piece < step.pieces(); piece++) step.attend(item, piece, thread);
       step.join(item, thread);
     });
   }
   // Fewer groups than threads: the pieces of a group are dealt out, too.
   std::vector<std::pair<int64_t, int64_t>> pieces;
   for (int64_t item = 0; item < items; item++) {
-    step.list_blocks(item);
-    for (int64_t piece = 0; piece < step.pieces(item); piece++) pieces.emplace_back(item, piece);
+    for (int64_t piece = 0; piece < step.pieces(); piece++) pieces.emplace_back(item, piece);
   }
   parallel_for(pieces.size(), threads, [&](int64_t i, int64_t thread) {
     step.attend(pieces[i].first, pieces[i].second, thread);
@@ -306,7 +288,8 @@ void run(const Step<T>& step, int64_t items, int64_t threads) {
 
 }  // namespace
 
-// tensors: q [B, 1, Hq, D], k [B, T, G, D], v [B, T, G, Dv], mask [B, G, h, T], indices [B, G, n], allowed and forced
+// tensors: q [B, 1, Hq, D], k [B, T, G, D], v [B, T, G, Dv], mask [B, G, h, T], with
+// indices [B, G, n] [B, G, h, n * block], allowed and forced
 // [B, G, blocks], out [B, 1, Hq, Dv], chosen [B, G, count]; those that are not there have no data. Without indices their
 // number is -1: an empty tensor has no data, either.
 extern "C" int step_attention_forward(

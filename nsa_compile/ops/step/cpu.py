@@ -29,12 +29,12 @@ def forward(
         blocks = allowed.shape[-1]
         allowed, forced = (x.expand(batch, groups, blocks) for x in (allowed, forced))
     if mask is not None:
-        mask = mask.expand(batch, groups, q.shape[2] // groups, rows)
+        places = rows if indices is None else indices.shape[2] * block_size
+        mask = mask.expand(batch, groups, q.shape[2] // groups, places)
     tensors = (q, k, v, mask, indices, allowed, forced, out, chosen)
     count = -1 if indices is None else indices.shape[2]
-    size = min(block_size, max(1, rows))  # there is only one block then
     cpp.call(
-        "step", "forward", cpp.sizes_of(q, k, v), tensors, count, size, scale, ratio, offsets, weights, len(offsets),
+        "step", "forward", cpp.sizes_of(q, k, v), tensors, count, block_size, scale, ratio, offsets, weights, len(offsets),
         blocks, num_selected,
     )  # fmt: skip
     return out, chosen

@@ -16,10 +16,13 @@ def forward(
     forced: Tensor | None, block_size: int, scale: float, ratio: int, offsets: list[int], weights: list[int],
     num_selected: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    visible = torch.ones(1, 1, 1, k.shape[1], dtype=torch.bool, device=q.device) if mask is None else mask
+    rows, shape = k.shape[1], (q.shape[0], k.shape[2], q.shape[2] // k.shape[2])
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device) if mask is None else mask
     if indices is not None:
-        block = torch.arange(k.shape[1], device=q.device) // block_size
-        visible = visible & (indices[..., None] == block).any(-2)[:, :, None]  # a set
+        row = (indices.long()[..., None] * block_size + torch.arange(block_size, device=q.device)).flatten(2)
+        row = torch.where((row >= 0) & (row < rows), row, rows)[:, :, None].expand(*shape, -1)
+        none = torch.zeros(*shape, rows + 1, dtype=torch.bool, device=q.device)
+        visible = none.scatter(-1, row, visible.expand(row.shape))[..., :rows]
     out, _, p = masked_attention(q, k, v, visible[:, None], scale)
     if num_selected == 0:
         return out, q.new_empty(q.shape[0], k.shape[2], 0, dtype=torch.int32)
