@@ -33,8 +33,6 @@ def forward(
         mask = mask.expand(batch, groups, q.shape[2] // groups, places)
     tensors = (q, k, v, mask, indices, allowed, forced, out, chosen)
     count = -1 if indices is None else indices.shape[2]
-    cpp.call(
-        "step", "forward", cpp.sizes_of(q, k, v), tensors, count, block_size, scale, ratio, offsets, weights, len(offsets),
-        blocks, num_selected,
-    )  # fmt: skip
+    ranking = (ratio, offsets, weights, len(offsets), blocks, num_selected)
+    cpp.call("step", "forward", cpp.sizes_of(q, k, v), tensors, count, block_size, scale, *ranking)
     return out, chosen
