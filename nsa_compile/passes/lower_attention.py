@@ -300,7 +300,7 @@ def _step(attention: fx.Node | None, selection: fx.Node | None) -> Implementatio
 
 
 def _at_blocks(mask: Tensor, blocks: Tensor, size: int, rows: int) -> Tensor:
-    """A mask `[B | 1, G | 1, m, T]` at the rows of blocks `[B, G, n]`, `[B, G, m, n * size]`: all of it that is read."""
+    """A mask `[B or 1, G or 1, m, T]` at the rows of blocks `[B, G, n]`: `[B, G, m, n * size]`, what is read of it."""
     row = (blocks.long()[..., None] * size + torch.arange(size, device=mask.device)).flatten(2)[:, :, None]
     row = torch.where((row >= 0) & (row < rows), row, 0).expand(-1, -1, mask.shape[2], -1)
     return mask.expand(*row.shape[:3], rows).gather(-1, row)
