@@ -26,7 +26,7 @@ from nsa_compile.program.first_call import FirstCall
 from nsa_compile.program.functional import WriteBack, make_functional
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
-from nsa_compile.workarounds import let_inductor_read_what_was_written
+from nsa_compile.workarounds import let_inductor_read_what_was_written, let_views_of_outputs_keep_their_bases
 
 mend_dynamo()
 
@@ -232,6 +232,7 @@ def compile_nested(
         return gm.forward
     from torch._dynamo.backends.registry import lookup_backend
 
+    let_views_of_outputs_keep_their_bases()
     if nested == "aot_eager":
         with _limits_named():
             return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if nvtx else {}))

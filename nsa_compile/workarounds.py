@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -53,3 +55,34 @@ def let_inductor_read_what_was_written() -> None:
         self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
     SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign]
+
+
+@cache
+def let_views_of_outputs_keep_their_bases() -> None:
+    """Keep what an output is a view of, where it is another output and inputs that share memory are written to.
+
+    AOTAutograd makes one input of those, and numbers anew the inputs that outputs are views of. It does so to the
+    numbers of outputs and of intermediate tensors too: the view came out as one of another output, or the number was
+    out of range (torch 2.13, `create_synthetic_base_metadata`).
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+    from torch._functorch._aot_autograd.schemas import OutputType
+
+    original = runtime_wrappers.create_synthetic_base_metadata
+
+    def create(meta: Any, *args: Any, **kwargs: Any) -> Any:
+        others = {
+            i: info.base_idx
+            for i, info in enumerate(meta.output_info)
+            if info.output_type not in (OutputType.alias_of_input, OutputType.is_input)
+        }
+        of_inputs = copy.copy(meta)
+        of_inputs.output_info = [
+            replace(info, base_idx=None) if i in others else info for i, info in enumerate(meta.output_info)
+        ]
+        renumbered, moved = original(of_inputs, *args, **kwargs)
+        for i, base in others.items():
+            renumbered.output_info[i] = replace(renumbered.output_info[i], base_idx=base)
+        return renumbered, moved
+
+    runtime_wrappers.create_synthetic_base_metadata = create

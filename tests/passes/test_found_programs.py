@@ -891,3 +891,24 @@ def test_gradients_of_rows_that_each_step_replaces_under_inductor():
 
     equal_gradients(run, rows(6, 3).requires_grad_(), nested="inductor")
     assert nsa_compile.last_report().scans[0].batched
+
+
+def test_a_view_of_another_output_where_inputs_share_memory():
+    """AOTAutograd took the number of the output that is viewed for that of an input, and returned another one's."""
+
+    def run(x, twin, w):
+        def step(c, row):
+            c = torch.tanh(c + row * w)
+            return c, (c * 2, c * 3, c * 5)
+
+        twin.mul_(2)
+        a, b, c = scan(step, x.new_zeros(D), x)[1]
+        return a, b, c, b.view(-1)
+
+    def arguments():
+        x = rows(3, D)
+        return x, x[:], rows(D).requires_grad_()
+
+    seen, wanted = compiled(run, "aot_eager", fullgraph=True)(*arguments()), run(*arguments())
+    torch.testing.assert_close(seen, wanted)
+    assert seen[3].data_ptr() == seen[1].data_ptr()
