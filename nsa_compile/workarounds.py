@@ -85,4 +85,4 @@ def let_views_of_outputs_keep_their_bases() -> None:
             renumbered.output_info[i] = replace(renumbered.output_info[i], base_idx=base)
         return renumbered, moved
 
-    runtime_wrappers.create_synthetic_base_metadata = create
+    runtime_wrappers.create_synthetic_base_metadata = create  # type: ignore[assignment]
