@@ -321,6 +321,8 @@ def judge(source: str, compiler: Compiler | None = None) -> Verdict:
         return what_happened(reports)
     if verdict.failed and overwrites_what_backward_needs(source):
         return Verdict("eager_fails", "a checkpointed region overwrites what its backward needs")
+    if verdict.kind == "wrong_grad" and right_where_saved_tensors_are_kept(source, compiler or nsa_compiler([])):
+        return Verdict("eager_fails", "a write through .data overwrites what its backward needs")
     if verdict.failed and "NaN" in verdict.cause and makes_nan(source):
         return Verdict("eager_fails", "a layer makes NaN")  # which is not promised to come out alike
     if verdict.failed and compiler is None:
@@ -367,6 +369,22 @@ def overwrites_what_backward_needs(source: str) -> bool:
     except RuntimeError as error:
         return "modified by an inplace operation" in str(error)
     return False
+
+
+def right_where_saved_tensors_are_kept(source: str, compiler: Compiler) -> bool:
+    """Whether a compiled program that writes through `.data` is in all as eager mode is where autograd saves copies.
+
+    Autograd does not watch such writes. Eager gradients are wrong then, without a word, wherever the tensor written to
+    is one that was saved; which ones are is nobody's promise, and a batched scan saves others than its steps do.
+    """
+    if ".data" not in source:
+        return False
+    torch._dynamo.reset()
+    with quiet():
+        eager = Subject(source, nsa_compile.scan)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+            kept = [eager.call(n) for n in range(len(eager.calls) + 1)]
+    return against(kept, source, nsa_compile.scan, compiler) is None
 
 
 class _MakesNan(TorchDispatchMode):

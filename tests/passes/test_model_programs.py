@@ -196,6 +196,16 @@ def test_judge_passes_over_what_eager_refuses():
     assert judge(EVERYTHING.replace("h.mul_(2)", "x.mul_(2)")).kind == "eager_fails"
 
 
+def test_judge_passes_over_what_is_overwritten_unseen_by_autograd():
+    """Eager gradients are those of the tensors as overwritten; any other gradient than the right one is still wrong."""
+    source = EVERYTHING.replace('n["k"] * 2', 'n["k"].square()')
+    source = source.replace("        out = {}", '        final["k"].data.mul_(2)\n        out = {}')
+    verdict = judge(source)
+    assert (verdict.kind, verdict.cause) == ("eager_fails", "a write through .data overwrites what its backward needs")
+    assert judge(source, FAULTS["doubles the gradient"][0]).kind == "wrong_grad"
+    assert judge(source, FAULTS["loses the gradient"][0]).kind == "wrong_grad"
+
+
 def test_judge_passes_over_nan_that_a_layer_makes():
     compiler = on_outputs(lambda x: x.nan_to_num())
     assert judge(EVERYTHING.replace("h.mul_(2)", "h = h / 0 * 0"), compiler).kind == "eager_fails"
