@@ -220,7 +220,12 @@ class Session:
         return [text.request for text in self._texts.values()]
 
     def join(self, request: Request) -> int:
-        """Take one more text; returns its number, by which `stream` names it."""
+        """Take one more text; returns its number, by which `stream` names it.
+
+        Raises:
+            ValueError: the model has no such token.
+        """
+        self._check_tokens(request.tokens)
         text = _Text(next(self._numbers), request)
         self._texts[text.number] = text
         self._waiting.append(text)
@@ -263,7 +268,12 @@ class Session:
         """Draw what is left of each text; yields the number of a text and its new token.
 
         Prompts of up to `STEPPED` tokens are read token by token, by the step that draws; a longer one in one go.
+
+        Raises:
+            ValueError: a token was added that the model does not have.
         """
+        for text in self._texts.values():
+            self._check_tokens(text.request.tokens[text.read :])
         self._waiting = deque(text for text in self._texts.values() if text.request.left and not text.placed)
         while True:
             for text in self._placed():
@@ -280,6 +290,14 @@ class Session:
             if not any(text.at_end() for text in self._placed()):
                 for shelf in self._shelves.values():
                     shelf.step()
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        number = self.decoder.model.embedding.num_embeddings
+        for token in tokens:
+            if not 0 <= token < number:
+                raise ValueError(
+                    f"token {token} of a request must be from 0 to {number - 1}, as the model has {number}"
+                )
 
     def _placed(self) -> list[_Text]:
         return [text for shelf in self._shelves.values() for text in shelf.running()]

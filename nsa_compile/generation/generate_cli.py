@@ -98,13 +98,15 @@ def generate(
         rows = [{"prompt": prompt, **asdict(text)} for prompt, text in zip(given, texts, strict=True)]
         found = {"checkpoint": str(writer.trained.source), "dtype": dtype, **timing}
         click.echo(json.dumps({"texts": rows, **found}, indent=2, ensure_ascii=False))
-        return
-    if alone:
+    elif alone:
         click.echo()
     else:
         for prompt, text in zip(given, texts, strict=True):
             click.echo(f"{click.style(prompt, bold=True)}{text.text}\n")
-    click.echo(_in_words(timing), err=True)
+    if any(text.stopped_by == "interrupted" for text in texts):
+        raise click.Abort
+    if not as_json:
+        click.echo(_in_words(timing), err=True)
 
 
 def _checked(prompt: str, where: str) -> str:
@@ -151,8 +153,10 @@ def chat(run: Path, dtype: str, compiled: bool, **options: Any) -> None:
             added = encode(asked.message(line) if asked else line).tolist()
         if not added and (not writer.begun or (asked and asked.answered())):
             continue
-        _, timing = writer.write([added], _show)
+        (text,), timing = writer.write([added], _show)
         click.echo()
+        if text.stopped_by == "interrupted":
+            raise click.Abort
         click.echo(_in_words(timing), err=True)
 
 
@@ -194,7 +198,7 @@ class Text:
     text: str
     tokens: int
     prompt_tokens: int
-    stopped_by: str  # "length", "stop" or "end"
+    stopped_by: str  # "length", "stop", "end" or "interrupted"
 
 
 class Writer:
@@ -251,13 +255,14 @@ class Writer:
     def write(
         self, added: Sequence[list[int]], show: Callable[[str], None] | None
     ) -> tuple[list[Text], dict[str, float | None]]:
-        """Add tokens to each text, or begin one with them, and go on with it.
+        """Add tokens to each text, or begin one with them, and go on with it, until all are written or Ctrl-C.
 
         Args:
             show: gets each piece of the only text as it comes.
 
         Returns:
-            The texts, and seconds: until the step was compiled, then to the first token, and tokens a second after it.
+            The texts, and seconds: until the step was compiled, then to the first token, and tokens a second after it;
+            None for what there was not.
         """
         from nsa_compile.generation.text import TextStream
 
@@ -270,23 +275,35 @@ class Writer:
         streams = [TextStream(tokenizer.decode, self.stops, end) for _ in added]
         ready = time.perf_counter()
         times: list[float] = []
-        for i, token in session.stream(self.sampling):
-            times.append(time.perf_counter())
-            piece = streams[i].feed(token)
-            if streams[i].stopped_by:
-                requests[i].left = 0
-            if not requests[i].left:
-                piece += streams[i].finish()
-            if show:
-                show(piece)
+        try:
+            for i, token in session.stream(self.sampling):
+                times.append(time.perf_counter())
+                piece = streams[i].feed(token)
+                if streams[i].stopped_by:
+                    requests[i].left = 0
+                if not requests[i].left:
+                    piece += streams[i].finish()
+                if show:
+                    show(piece)
+        except KeyboardInterrupt:  # what there is so far is not lost
+            for stream in streams:
+                piece = stream.finish()
+                if show:
+                    show(piece)
         texts = [
-            Text(stream.text, len(request.tokens) - before, before, stream.stopped_by or "length")
+            Text(
+                stream.text,
+                len(request.tokens) - before,
+                before,
+                stream.stopped_by or ("interrupted" if request.left else "length"),
+            )
             for stream, request, before in zip(streams, requests, started, strict=True)
         ]
         # All texts get their first token in the same step where they are equally long.
         rest = len(times) - len(texts)
         rate = rest / (times[-1] - times[0]) if rest > 0 and times[-1] > times[0] else None
-        return texts, {"ready_s": ready - begun, "first_token_s": times[0] - ready, "tokens_per_s": rate}
+        first = times[0] - ready if times else None
+        return texts, {"ready_s": ready - begun, "first_token_s": first, "tokens_per_s": rate}
 
     def _ready(self, added: Sequence[list[int]]) -> Session:
         """The session with these tokens in it, compiled."""

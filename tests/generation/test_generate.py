@@ -231,6 +231,20 @@ def test_there_has_to_be_a_prompt_and_something_to_draw():
             request(prompt, count)
 
 
+@pytest.mark.parametrize("token", [300, -1])
+def test_a_token_that_the_model_does_not_have_is_refused(model, token):
+    last = model.config.vocab_size - 1
+    with pytest.raises(ValueError, match=f"^token {token} of a request must be from 0 to {last}, as the model has"):
+        Session(Decoder(model, compiled=False), [request([1, token], 2)])
+    text = request([1, 2], 2)
+    session = Session(Decoder(model, compiled=False), [text])
+    list(session.stream(GREEDY))
+    text.tokens.append(token)
+    text.left = 2
+    with pytest.raises(ValueError, match=f"^token {token} of a request"):
+        list(session.stream(GREEDY))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("prompts", [[range(3), range(1), range(4)], [range(3), range(11), range(7)]])
 def test_the_selection_of_each_text_is_that_of_its_tokens(model, compiled, prompts):

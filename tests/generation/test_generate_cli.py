@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from nsa_compile.cli import cli, main
 from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
 from nsa_compile.data.tokenizers import ByteTokenizer
-from nsa_compile.generation.generate import generate
+from nsa_compile.generation.generate import Session, generate
 from nsa_compile.generation.sampling import Sampling
 from nsa_compile.generation.trained import load_trained
 from nsa_compile.train.loop import run
@@ -95,6 +96,38 @@ def test_stdout_may_be_closed():
     command = f"{sys.executable} -m nsa_compile --version >&-"
     ended = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Ctrl-C after three tokens."""
+    stream = Session.stream
+
+    def ending(self, sampling):
+        yield from itertools.islice(stream(self, sampling), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "stream", ending)
+
+
+def test_an_interrupted_text_is_not_lost(trained, interrupted, capsys):
+    words = ["generate", str(trained), "--prompt", "ab", "--no-compile", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--tokens", "5"])
+    said = capsys.readouterr()
+    (text,) = json.loads(said.out)["texts"]
+    assert (text["tokens"], text["stopped_by"], ended.value.code) == (3, "interrupted", 130)
+    assert "error: interrupted" in said.err
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--batch", "1", "--prompt", "cd", "--tokens", "3"])
+    first, second = json.loads(capsys.readouterr().out)["texts"]
+    assert (first["stopped_by"], second["stopped_by"], second["tokens"]) == ("length", "interrupted", 0)
+    assert ended.value.code == 130
+
+
+def test_an_interrupted_chat_ends(trained, interrupted):
+    result = CliRunner().invoke(cli, ["chat", str(trained), "--no-compile"], input="Hello\nyou\n")
+    assert (result.exit_code, result.stderr.count("ready after")) == (1, 0), "click's own code; main gives 130"
 
 
 def test_chat_goes_on_with_one_text(trained):
