@@ -169,6 +169,8 @@ class NSAttention(AttentionLayer):
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {list(x.shape)}; it must be [B, S, {self.dim}]")
+        if x.shape[1] == 0:  # what is compiled could not say so in one line
+            raise ValueError(f"x has shape {list(x.shape)}; attention needs at least one token")
         told = not (attention_mask is None and doc_ids is None and cu_seqlens is None)
         if not told and documents is None:
             return self._rows()(x, **_asked(selection, return_selection))

@@ -47,7 +47,7 @@ class ModelState(NamedTuple):
 def check_prompts(lengths: Tensor, shape: Sequence[int], max_len: int) -> None:
     """Refuse lengths that are not those of prompts `shape` = `[B, S]`, and caches that have no room for them.
 
-    Not while a graph is captured; and what only a device knows is not asked of one that would have to be waited for.
+    Not while a graph is captured. A CUDA device is not waited for: it checks by itself, see `_assert_on_cuda`.
 
     Raises:
         ValueError: one line that names the value and the rule.
@@ -59,7 +59,10 @@ def check_prompts(lengths: Tensor, shape: Sequence[int], max_len: int) -> None:
         raise ValueError(f"max_len = {max_len} must be at least {length}, the tokens that are read")
     if lengths.shape != (batch,) or lengths.dtype != torch.int64:
         raise ValueError(f"lengths is {lengths.dtype} {list(lengths.shape)}; it must be torch.int64 [{batch}]")
-    if torch.compiler.is_compiling() or not lengths.is_cpu or not batch:
+    if torch.compiler.is_compiling() or not batch:
+        return
+    if not lengths.is_cpu:
+        _assert_on_cuda((lengths >= 1) & (lengths <= length), f"lengths must be from 1 to {length}")
         return
     least, most = int(lengths.min()), int(lengths.max())
     if least < 1 or most > length:
@@ -74,12 +77,21 @@ def check_room(t: Tensor, room: int | None) -> None:
     """
     if not isinstance(t, Tensor):
         raise ValueError(f"t is a {type(t).__name__}; it must be a tensor torch.int64, [] or [B]")
-    if room is None or torch.compiler.is_compiling() or not t.is_cpu or not t.numel():
+    if room is None or torch.compiler.is_compiling() or not t.numel():
+        return
+    if not t.is_cpu:
+        _assert_on_cuda((t >= 0) & (t < room), f"a token has no row in caches for {room} tokens")
         return
     first, last = int(t.min()), int(t.max())
     if first < 0 or last >= room:
         where = first if first < 0 else last
         raise ValueError(f"a token at position {where} has no row in caches for {room} tokens; make a state for more")
+
+
+def _assert_on_cuda(right: Tensor, message: str) -> None:
+    """Let a CUDA device fail, when it comes to it, where not all are right; the host goes on."""
+    if right.is_cuda:
+        torch.ops.aten._assert_async.msg(right.all(), message)
 
 
 class AttentionLayer(nn.Module):

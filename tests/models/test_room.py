@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_compile
 from nsa_compile.models import NSAttention
+from nsa_compile.models.transformer import check_prompts, check_room
 from tests.models.test_nsa import tiny_model, tokens_for
 
 
@@ -49,3 +52,34 @@ def test_numbers_where_tensors_belong():
         layer.decode_step(layer.init_state(2, 4), torch.zeros(2, 16), 0)
     with pytest.raises(ValueError, match=r"lengths is a list; it must be a tensor torch.int64 \[2\]"):
         layer.prefill(torch.zeros(2, 4, 16), [4, 4], 4)
+
+
+class _Recorded(TorchDispatchMode):
+    """What is called of torch's operators, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_device_checks_by_itself_and_is_not_waited_for():
+    with FakeTensorMode():
+        t = torch.zeros(2, dtype=torch.int64, device="cuda")
+        for check in (lambda: check_room(t, 4), lambda: check_prompts(t, (2, 4), 4)):
+            with _Recorded() as called:
+                check()
+            assert called.names[-1] == "aten._assert_async.msg"
+            assert not {"aten._local_scalar_dense.default", "aten.item.default"} & set(called.names)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sequence_without_tokens(compiled):
+    layer = NSAttention(dim=16, n_heads=2, n_kv_heads=1, head_dim=8)
+    if compiled:
+        nsa_compile.compile_block(layer, nested="eager", cache=False)
+    with pytest.raises(ValueError, match=r"^x has shape \[1, 0, 16\]; attention needs at least one token$"):
+        layer(torch.zeros(1, 0, 16))
