@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from nsa_compile.analyses.batched_operators import Value, apply_at_steps, spread
 from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
+from nsa_compile.ir.aten import operand
 from nsa_compile.ir.carries import Invariant, Known, Latest, Rows
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
 
@@ -120,7 +121,22 @@ class BatchedBody:
                 return self._attention(node, times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
         with fx.traceback.set_current_meta(node):
+            if node in self.record.settled:
+                return self._settled(node, operands, times)
             return apply_at_steps(node, operands)
+
+    def _settled(self, node: fx.Node, operands: dict[fx.Node, Value], times: Times) -> Value:
+        """A softmax that has exact zeros, and passes no gradient on, where its scores are -inf at a step.
+
+        Only where nothing else is left in a row are these not what it has anyway.
+        """
+        scores = operand(node)
+        first = self._constant(self.record.settled[node])
+        steps = self._constant(np.array(times)).reshape(-1, *[1] * example(scores).dim())
+        keep = steps >= first
+        value = spread(operands[scores], len(times))
+        weights, _ = apply_at_steps(node, {**operands, scores: (torch.where(keep, value, -torch.inf), True)})
+        return torch.where(keep, weights, 0.0), True
 
     def _attention(self, node: fx.Node, times: Times) -> Tensor:
         """An attention node, or the selection of its blocks: the steps become its queries.

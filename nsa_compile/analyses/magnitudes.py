@@ -431,6 +431,12 @@ def _negated(sizes: Magnitudes, node: Any) -> Magnitude | None:
     return None if m is None else Magnitude(m.bound, -m.bound)
 
 
+def _without_nan(sizes: Magnitudes, node: Any) -> Magnitude | None:
+    """Where there are no infinities, only NaN is replaced, as a row of softmax may be."""
+    m, nan = sizes.of(node.args[0]), node.args[1] if len(node.args) > 1 else None
+    return None if m is None or not m.finite else join((m, sizes.of(nan or 0.0, node)))
+
+
 def _data(sizes: Magnitudes, node: Any) -> Magnitude | None:
     """Finite numbers of finite numbers."""
     inputs = [sizes.of(n) for n in node.all_input_nodes]
@@ -499,6 +505,7 @@ MAGNITUDES: dict[Any, Rule] = {
     **dict.fromkeys(MUL, _mul),
     **dict.fromkeys(DIV, _div),
     aten.neg.default: _negated,
+    aten.nan_to_num.default: _without_nan,
     **dict.fromkeys(MATMUL | {aten.dot.default}, _matmul),
     **dict.fromkeys(MATMUL_ADD, _addmm),
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _sum),

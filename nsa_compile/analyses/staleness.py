@@ -119,6 +119,8 @@ class Analysis:
         self.never = record.length
         self.lost_for_good = record.length + 1  # after any step from which on a mask may let an element through
         self.facts: dict[fx.Node, Facts] = {}
+        # Softmaxes whose floors vanish unless a row holds nothing else: until when each score is at a floor.
+        self.settled: dict[fx.Node, Steps] = {}
         self.magnitudes = Magnitudes(record)
 
     def given(self, node: fx.Node, magnitude: Magnitude | None, facts: Facts = CLEAN) -> None:
@@ -434,7 +436,27 @@ class Analysis:
             ready = f.ready.expand(shape).amax(dim, keepdim=True) if shape else f.ready
             trail = f.trail or ("softmax reads scores of rows that are not written yet", node)
             return Facts(ready=ready, sources=f.sources, trail=trail)
-        return Facts(zero=f.fill) if f.fill is not None and self._floors_vanish(node) else CLEAN
+        if f.fill is None:
+            return CLEAN
+        if not self._floors_vanish(node):
+            if not self._may_be_settled(node):
+                return CLEAN
+            self.settled[node] = f.fill
+        return Facts(zero=f.fill)
+
+    def _may_be_settled(self, node: fx.Node) -> bool:
+        """Whether floors may be made exact zeros behind a softmax that may be NaN for all this analysis knows.
+
+        They are -inf. Beside another score, exp makes zeros of them. Where there is none, the row is NaN in the loop; it
+        is NaN without those elements, too, if it has others.
+        """
+        f, magnitude = self.of(node.args[0]), self.magnitudes.of(node.args[0])
+        if f.stale or f.fill is None or magnitude is None or not magnitude.only_infinite_floors:
+            return False
+        shape, dim = example(operand(node)).shape, arguments(node).dim
+        if not shape or not shape.numel():
+            return False
+        return bool((f.fill.expand(shape).amin(dim) == 0).all()) or _nan_becomes_zero(node)
 
     def _floors_vanish(self, node: fx.Node) -> bool:
         magnitude = self.magnitudes.of(node.args[0])
@@ -449,7 +471,8 @@ class Analysis:
         if scores is None:
             return None
         some = scores.finite or node.target is aten._safe_softmax.default or self.one_is_kept(node)
-        return Magnitude(1.0, 0.0) if some else None
+        # A row of a softmax that is settled later may be NaN. It is that in the loop as well, and so is what reads it.
+        return Magnitude(1.0, 0.0) if some or self._may_be_settled(node) else None
 
     def one_is_kept(self, softmax: fx.Node) -> bool:
         """Whether at each step, in each row, some score is surely at no floor."""
@@ -495,6 +518,14 @@ class Analysis:
             if (interval := getattr(f, name)) is not None:
                 changes[name] = (_shrink(interval[0]), _shrink(interval[1]))
         return replace(f, **changes)
+
+
+def _nan_becomes_zero(softmax: fx.Node) -> bool:
+    """Whether all who read a softmax read 0 in the place of NaN."""
+    readers = list(softmax.users)
+    return bool(readers) and all(
+        user.target is aten.nan_to_num.default and arguments(user).nan in (None, 0.0) for user in readers
+    )
 
 
 def _ever(value: Table | StepMask) -> bool:
@@ -547,9 +578,9 @@ def _shrink(steps: Steps) -> Steps:
 
 def _and(analysis: Analysis, node: fx.Node) -> Facts:
     a, b = (analysis.of(x) for x in node.args[:2])
-    facts = analysis._join([a, b])
     if example(node).dtype != torch.bool:
-        return facts
+        return analysis._join([a, b])
+    facts = analysis._join([_decided(a, b.surely_false), _decided(b, a.surely_false)])
     return replace(
         facts,
         can_be_true=_union(a.can_be_true, b.can_be_true),
@@ -561,9 +592,9 @@ def _and(analysis: Analysis, node: fx.Node) -> Facts:
 
 def _or(analysis: Analysis, node: fx.Node) -> Facts:
     a, b = (analysis.of(x) for x in node.args[:2])
-    facts = analysis._join([a, b])
     if example(node).dtype != torch.bool:
-        return facts
+        return analysis._join([a, b])
+    facts = analysis._join([_decided(a, b.surely_true), _decided(b, a.surely_true)])
     return replace(
         facts,
         can_be_true=_both(a.can_be_true, b.can_be_true),
@@ -571,6 +602,14 @@ def _or(analysis: Analysis, node: fx.Node) -> Facts:
         surely_true=_either(a.surely_true, b.surely_true),
         surely_false=_intersect(a.surely_false, b.surely_false),
     )
+
+
+def _decided(facts: Facts, by_other: Interval | None) -> Facts:
+    """One side of a conjunction, or of a disjunction, which is not looked at while the other side decides."""
+    if facts.ready is None or by_other is None:
+        return facts
+    first, last = by_other
+    return replace(facts, ready=torch.where((first <= 0) & (last >= facts.ready - 1), 0, facts.ready))
 
 
 def _both(a: Steps | None, b: Steps | None) -> Steps | None:
@@ -647,7 +686,7 @@ EMPTY = (torch.tensor(1), torch.tensor(0))
 MAY_BE_INFINITE = "a row that is not written yet, or what it meets, may be infinite or NaN, and inf * 0 is NaN"
 
 
-def _neg(analysis: Analysis, node: fx.Node) -> Facts:
+def _zero_stays_zero(analysis: Analysis, node: fx.Node) -> Facts:
     return replace(analysis.arithmetic(node), zero=analysis.of(node.args[0]).zero)
 
 
@@ -762,7 +801,7 @@ _BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
     _mul: MUL,
     _add: {aten.add.Tensor},
     _div: {aten.div.Tensor},
-    _neg: {aten.neg.default},
+    _zero_stays_zero: {aten.neg.default, aten.nan_to_num.default},
     _where: WHERE,
     _masked_fill: MASKED_FILL,
     _to_copy: {aten._to_copy.default},

@@ -65,9 +65,12 @@ class ScanRecord:
     constant: dict[fx.Node, Tensor] = field(default_factory=dict)  # body node -> its value at any step
     guards_kept: list[str] = field(default_factory=list)
     guards_dropped: list[str] = field(default_factory=list)
+    # softmax -> the step from which on each of its scores may be above -inf, in the scores' layout: see `staleness`
+    settled: dict[fx.Node, Tensor] = field(default_factory=dict)
 
     def fingerprint(self) -> str:
-        return f"{self.carries}|{self.guards_kept}|{self.guards_dropped}"
+        settled = sorted(node.name for node in self.settled)
+        return f"{self.carries}|{self.guards_kept}|{self.guards_dropped}|{settled}"
 
 
 @dataclass

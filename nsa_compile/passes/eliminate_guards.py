@@ -27,10 +27,11 @@ def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
         record = site.record
         if record is None or record.guards_dropped or record.guards_kept or not context.may_rewrite():
             continue
-        dropped, kept = prove(site, record)
+        dropped, kept, settled = prove(site, record)
         if not dropped and not kept:
             continue
         record.guards_dropped, record.guards_kept = sorted(dropped), sorted(kept)
+        record.settled = settled if dropped else {}
         for facts in kept.values():
             op, place, why = explain(facts)
             declined = Declined(why)
@@ -42,8 +43,9 @@ def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
     return changed
 
 
-def prove(site: ScanSite, record: ScanRecord) -> tuple[list[str], dict[str, Facts]]:
-    """Which views of write-once buffers need no guard, and which do, with what was found out about them.
+def prove(site: ScanSite, record: ScanRecord) -> tuple[list[str], dict[str, Facts], dict[fx.Node, Tensor]]:
+    """Which views of write-once buffers need no guard, and which do, with what was found out about them; and the
+    softmaxes that have to be settled for that.
 
     All guards are dropped at first; whichever the stale values that reach an output come from are put back, until
     none reach one. The views of a buffer are `name` (after the step's write) and `name.before`.
@@ -52,9 +54,9 @@ def prove(site: ScanSite, record: ScanRecord) -> tuple[list[str], dict[str, Fact
         views = guarded_views(site, record)
     kept: dict[str, Facts] = {}
     while True:
-        leaks = _leaks(site, record, {name: view for name, view in views.items() if name not in kept})
+        leaks, settled = _leaks(site, record, {name: view for name, view in views.items() if name not in kept})
         if not leaks:
-            return [name for name in views if name not in kept], kept
+            return [name for name in views if name not in kept], kept, settled
         kept.update(leaks)
 
 
@@ -90,8 +92,10 @@ def _only_feeds(node: fx.Node, update: fx.Node) -> bool:
     return True
 
 
-def _leaks(site: ScanSite, record: ScanRecord, views: dict[str, tuple[fx.Node, Tensor, int]]) -> dict[str, Facts]:
-    """The views whose stale rows reach an output of the body, or a row it writes."""
+def _leaks(
+    site: ScanSite, record: ScanRecord, views: dict[str, tuple[fx.Node, Tensor, int]]
+) -> tuple[dict[str, Facts], dict[fx.Node, Tensor]]:
+    """The views whose stale rows reach an output of the body, or a row it writes, if softmaxes are settled; and those."""
     stale: dict[fx.Node, Facts] = {}
     for name, (node, ready, dim) in views.items():
         shape = [1] * example(node).dim()
@@ -108,4 +112,4 @@ def _leaks(site: ScanSite, record: ScanRecord, views: dict[str, tuple[fx.Node, T
         facts = analysis.of(node)
         if facts.stale:
             leaks.update(dict.fromkeys(facts.sources, facts))
-    return leaks
+    return leaks, analysis.settled

@@ -139,8 +139,17 @@ PROGRAMS: dict[str, Program] = {
     "two masks that leave nothing together": Program(
         lambda q, k, v, t, x, w: attend(infinite((k @ q).masked_fill(t >= rows(), LOWEST), t), v)
     ),
-    # Nothing but -inf is NaN, and stays NaN.
-    "a padding bias of -inf under -inf": Program(lambda q, k, v, t, x, w: attend(infinite(k @ q + w, t), v), LEFT),
+    # Nothing but -inf is NaN, as it is in the loop.
+    "a padding bias of -inf under -inf": Program(
+        lambda q, k, v, t, x, w: attend(infinite(k @ q + w, t), v), LEFT, dropped=True
+    ),
+    "nothing kept at first, and no NaN": Program(
+        lambda q, k, v, t, x, w: torch.softmax((k @ q).masked_fill(t <= rows(), -INF), -1).nan_to_num(0.0) @ v,
+        dropped=True,
+    ),
+    "nothing kept at first, and NaN": Program(
+        lambda q, k, v, t, x, w: torch.softmax((k @ q).masked_fill(t <= rows(), -INF), -1) @ v
+    ),
     "nothing kept, times a mask": Program(
         lambda q, k, v, t, x, w: (torch.softmax((k @ q).masked_fill(t <= rows(), -INF), -1) * (t > rows())) @ v
     ),
