@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile.analyses.batched_operators import Value, apply_at_steps, spread
-from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
 from nsa_compile.ir.aten import operand
+from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
 from nsa_compile.ir.carries import Invariant, Known, Latest, Rows
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.ir.aten import AND, MASKED_FILL, NOT, REARRANGED, WHERE, arguments, aten, operand
+from nsa_compile.ir.aten import AND, MASKED_FILL, NOT, OR, REARRANGED, WHERE, arguments, aten, operand
 from nsa_compile.ir.attention import All, Blocks, MaskKind, Opaque, Window
 from nsa_compile.ir.rewriting import NodeBuilder
 from nsa_compile.ir.scans import ScanRecord, example
@@ -177,7 +177,7 @@ def _parts(condition: Condition, record: ScanRecord) -> list[Condition]:
         return [replace(condition, node=source)]
     if node.target in NOT:
         return [replace(condition, node=source, negated=not condition.negated)]
-    if node.target in AND and not condition.negated:
+    if (node.target in AND and not condition.negated) or (node.target in OR and condition.negated):
         return [
             replace(condition, node=n, moves=(here, *condition.moves)) for n in node.args[:2] if isinstance(n, fx.Node)
         ]

@@ -7,7 +7,7 @@ element numbers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -82,6 +82,14 @@ class Scores:
     conditions: list[Condition] = field(default_factory=list)
     infinite: bool = True  # everything removed was set to -inf, not to the lowest number
     never_nan: bool = True  # for all that is known, no query is left with nothing but -inf
+
+
+@dataclass(frozen=True)
+class Output:
+    """The product of the weights of a softmax with values."""
+
+    product: Product
+    nan_from: tuple[int, ...]  # what a query gets that keeps no key, see `AttentionCall`
 
 
 @dataclass(frozen=True)
@@ -241,23 +249,23 @@ def _is_additive_mask(mask: Any, record: ScanRecord) -> bool:
     return False
 
 
-def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Product]:
+def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Output]:
     """The products of the weights of a softmax with values.
 
     Raises:
         Unrecognised: there is none, or the weights are changed on the way.
     """
-    found: list[Product] = []
+    found: list[Output] = []
     problem = Unrecognised("its weights are not multiplied with values", softmax)
-    for node, numbers, masked in weights_below(softmax, record):
-        for user in node.users:
+    for weights in weights_below(softmax, record):
+        for user in weights.node.users:
             if user.target not in MATMUL:
                 continue
-            output = Product(user, flipped=user.args[1] is node)
+            product = Product(user, flipped=user.args[1] is weights.node)
             try:
-                _check_order(output, node, numbers, scores)
-                _check_final(softmax, scores, masked, record)
-                found.append(output)
+                _check_order(product, weights, scores)
+                nan_from = _first_keys(softmax, scores, record) if _may_be_nan(softmax, scores, weights, record) else ()
+                found.append(Output(product, nan_from))
             except Unrecognised as why:
                 problem = why
     if not found:
@@ -265,11 +273,12 @@ def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Prod
     return found
 
 
-def check_read_by(outputs: list[Product], softmax: fx.Node, record: ScanRecord, *, may_rank: bool) -> None:
+def check_read_by(outputs: list[Output], softmax: fx.Node, record: ScanRecord, *, may_rank: bool) -> None:
     """That nothing but the outputs, or a ranking if it may, reads the weights: scores that stay for others would be
     computed twice."""
-    readers = {output.node for output in outputs} | {name for name, *_ in weights_below(softmax, record)}
-    others = {user for name, *_ in weights_below(softmax, record) for user in name.users if user not in readers}
+    names = {weights.node for weights in weights_below(softmax, record)}
+    readers = {output.product.node for output in outputs} | names
+    others = {user for name in names for user in name.users if user not in readers}
     if others and not (may_rank and _only_ranked(others)):
         raise Unrecognised("its weights are used by something else as well", softmax)
 
@@ -287,27 +296,32 @@ def _only_ranked(nodes: set[fx.Node]) -> bool:
     return True
 
 
-Weights = list[tuple[fx.Node, Tensor, list[Condition]]]
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a softmax under one of their names: moved, cast, masked once more."""
+
+    node: fx.Node
+    numbers: Tensor  # for each element, its number in the product of queries and keys
+    masked: tuple[Condition, ...] = ()  # under which it was not set to zero
+    without_nan: bool = False  # NaN has become zero on the way
 
 
-def weights_below(softmax: fx.Node, record: ScanRecord) -> Weights:
-    """The weights of a softmax under all their names: moved, cast, masked once more.
-
-    For each name, the number that each element has in the product of queries and keys, and the conditions under which
-    it was not set to zero.
-    """
+def weights_below(softmax: fx.Node, record: ScanRecord) -> list[Weights]:
+    """The weights of a softmax under all their names."""
     shape = example(softmax).shape
     dim = arguments(softmax).dim % len(shape)
     order = torch.arange(shape.numel()).reshape(*[s for i, s in enumerate(shape) if i != dim], shape[dim])
-    found: Weights = [(softmax, order.movedim(-1, dim), [])]
-    for node, numbers, masked in found:  # grows while it is walked
-        for user in node.users:
+    found = [Weights(softmax, order.movedim(-1, dim))]
+    for weights in found:  # grows while it is walked
+        for user in weights.node.users:
             if is_float_cast(user):
-                found.append((user, numbers, masked))
-            elif user.target in MOVES and user.args[0] is node and len(user.all_input_nodes) == 1:
-                found.append((user, moved(user, numbers, record), masked))
-            elif (mask := _weight_mask(user, node, numbers, shape[dim], record)) is not None:
-                found.append((user, numbers, [*masked, mask]))
+                found.append(replace(weights, node=user))
+            elif user.target is aten.nan_to_num.default and arguments(user).nan in (None, 0.0):
+                found.append(replace(weights, node=user, without_nan=True))
+            elif user.target in MOVES and user.args[0] is weights.node and len(user.all_input_nodes) == 1:
+                found.append(replace(weights, node=user, numbers=moved(user, weights.numbers, record)))
+            elif (masked := _masked(user, weights, shape[dim], record)) is not None:
+                found.append(masked)
     return found
 
 
@@ -318,27 +332,31 @@ def weights_from(softmax: fx.Node, scores: Scores, record: ScanRecord) -> dict[f
     """
     final = {}
     rounded: set[fx.Node] = set()
-    for node, numbers, masked in weights_below(softmax, record):
+    for weights in weights_below(softmax, record):
+        node = weights.node
         if example(node).dtype != example(softmax).dtype or any(n in rounded for n in node.all_input_nodes):
             rounded.add(node)
             continue
         try:
-            _check_final(softmax, scores, masked, record)
+            if _may_be_nan(softmax, scores, weights, record):
+                continue
         except Unrecognised:
             continue
-        final[node] = numbers
+        final[node] = weights.numbers
     return final
 
 
-def _weight_mask(user: fx.Node, node: fx.Node, numbers: Tensor, keys: int, record: ScanRecord) -> Condition | None:
-    """The condition that sets weights to zero, if that is what a user of them does."""
+def _masked(user: fx.Node, weights: Weights, keys: int, record: ScanRecord) -> Weights | None:
+    """What a user of weights makes of them, if it sets some of them to zero."""
     side = side_of_where(user, record)
-    if side is not None and side.value is node and side.constant == 0.0:
-        return Condition(side.condition, side.constant_if_true, numbers, keys)
+    if side is not None and side.value is weights.node and side.constant == 0.0:
+        condition = Condition(side.condition, side.constant_if_true, weights.numbers, keys)
+        return replace(weights, node=user, masked=(*weights.masked, condition), without_nan=True)
     if user.target is aten.mul.Tensor:
-        (other,) = [x for x in user.args if x is not node] or [None]
-        if isinstance(other, fx.Node) and (condition := _as_condition(other)) is not None:
-            return Condition(condition, False, numbers, keys)
+        (other,) = [x for x in user.args if x is not weights.node] or [None]
+        if isinstance(other, fx.Node) and (source := _as_condition(other)) is not None:
+            condition = Condition(source, False, weights.numbers, keys)
+            return replace(weights, node=user, masked=(*weights.masked, condition))
     return None
 
 
@@ -351,30 +369,53 @@ def _as_condition(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _check_order(output: Product, weights: fx.Node, numbers: Tensor, scores: Scores) -> None:
+def _check_order(output: Product, weights: Weights, scores: Scores) -> None:
     """That weights meet the values in the order in which scores met the keys."""
     n, m, keys = scores.product.shape
     expected = torch.arange(n * m * keys).reshape(n, m, keys)
     if output.flipped:
         expected = expected.transpose(1, 2)
-    same_shape = output.shape[:2] == (n, m) and output.node.args.count(weights) == 1
-    if not same_shape or not torch.equal(numbers.flatten(), expected.flatten()):
+    same_shape = output.shape[:2] == (n, m) and output.node.args.count(weights.node) == 1
+    if not same_shape or not torch.equal(weights.numbers.flatten(), expected.flatten()):
         raise Unrecognised("its weights meet the values in another order than its scores met the keys", output.node)
 
 
-def _check_final(softmax: fx.Node, scores: Scores, masked: list[Condition], record: ScanRecord) -> None:
-    """That weights are those of attention: masked as the scores were, and zero where nothing is kept."""
+def _may_be_nan(softmax: fx.Node, scores: Scores, weights: Weights, record: ScanRecord) -> bool:
+    """Whether weights are NaN where nothing is kept, or zeros, or something is always kept.
+
+    Raises:
+        Unrecognised: they are masked differently from the scores, or neither of the two.
+    """
     keep = conjunction(scores.conditions, record)
-    if masked:
-        if not same_mask(conjunction(masked, record), keep, record):
-            raise Unrecognised("its weights are masked differently from its scores", softmax)
-        if not scores.never_nan and (keep.data or not _keeps_one(keep.known, record)):
-            raise Unrecognised("at some step no key may be left, and NaN stays NaN however it is masked", softmax)
-        return
-    if scores.infinite and softmax.target is aten._safe_softmax.default:
-        return
-    if keep.data or not _keeps_one(keep.known, record):
+    if weights.masked and not same_mask(conjunction(list(weights.masked), record), keep, record):
+        raise Unrecognised("its weights are masked differently from its scores", softmax)
+    if not keep.data and _keeps_one(keep.known, record):
+        return False
+    if weights.masked and (scores.never_nan or weights.without_nan):
+        return False
+    if not scores.infinite:
         raise Unrecognised("at some step no key may be left, and what its softmax makes of that is not zero", softmax)
+    return not weights.without_nan and softmax.target is not aten._safe_softmax.default
+
+
+def _first_keys(softmax: fx.Node, scores: Scores, record: ScanRecord) -> tuple[int, int]:
+    """(a, b), where key p is there from step a · p + b on.
+
+    Raises:
+        Unrecognised: this is not known, or the gradient of a row that is NaN goes on to queries and keys.
+    """
+    if any(condition.additive for condition in scores.conditions):
+        raise Unrecognised("at some step no key may be left, and its mask is added to its scores", softmax)
+    known = conjunction(scores.conditions, record).known
+    if record.length == 1 or known is None:
+        return 0, 0
+    start = known.start.reshape(-1, known.shape[-1])
+    offset = int(start[0, 0])
+    stride = int(start[0, 1]) - offset if start.shape[1] > 1 else 0
+    linear = offset + stride * torch.arange(start.shape[1])
+    if bool(known.outside.any()) or not torch.equal(start, linear.expand_as(start)):
+        raise Unrecognised("at some step no key may be left, and its keys do not come one after the other", softmax)
+    return stride, offset
 
 
 def _keeps_one(known: StepMask | None, record: ScanRecord) -> bool:

@@ -447,8 +447,8 @@ class Analysis:
     def _may_be_settled(self, node: fx.Node) -> bool:
         """Whether floors may be made exact zeros behind a softmax that may be NaN for all this analysis knows.
 
-        They are -inf. Beside another score, exp makes zeros of them. Where there is none, the row is NaN in the loop; it
-        is NaN without those elements, too, if it has others.
+        They are -inf. Beside another score, exp makes zeros of them. Where there is none, the row is NaN in the loop,
+        and it is NaN without those elements, too, if it has others.
         """
         f, magnitude = self.of(node.args[0]), self.magnitudes.of(node.args[0])
         if f.stale or f.fill is None or magnitude is None or not magnitude.only_infinite_floors:

@@ -6,7 +6,8 @@ and the kind only tells what it will be over all steps. `indices [N, S, n]` (-1:
 the tokens of blocks of `select_block`.
 
 Passes read nodes as `AttentionCall.of(node)` and `SelectCall.of(node)`, and make new ones of `call.args`. Queries that
-see nothing get zeros. `lower_attention` replaces these nodes; as they are, they compute densely.
+see nothing get zeros, or NaN as from a softmax over nothing but -inf. `lower_attention` replaces these nodes; as they
+are, they compute densely.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class AttentionCall(Generic[T]):
     scale: float
     kind: MaskKind
     select_block: int = 0
+    # (a, b): a query that sees nothing gets NaN, and key p is there from position a · p + b on. (): it gets zeros.
+    nan_from: tuple[int, ...] = ()
 
     TENSORS: ClassVar = ("q", "k", "v", "mask", "indices")
 
@@ -107,15 +110,26 @@ class AttentionCall(Generic[T]):
 
     @classmethod
     def from_args(
-        cls, q: Any, k: Any, v: Any, mask: Any, indices: Any, scale: float, kind: str, params: Sequence[int], block: int
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        mask: Any,
+        indices: Any,
+        scale: float,
+        kind: str,
+        params: Sequence[int],
+        block: int,
+        nan_from: Sequence[int],
     ) -> Self:
-        return cls(q, k, v, mask, indices, scale, _KINDS[kind](*params), block)
+        return cls(q, k, v, mask, indices, scale, _KINDS[kind](*params), block, tuple(nan_from))
 
     @property
     def args(self) -> tuple[Any, ...]:
         """As the operator takes them."""
+        tensors: tuple[Any, ...] = (self.q, self.k, self.v, self.mask, self.indices)
         name, params = self.kind.name, list(astuple(self.kind))
-        return self.q, self.k, self.v, self.mask, self.indices, self.scale, name, params, self.select_block
+        return (*tensors, self.scale, name, params, self.select_block, list(self.nan_from))
 
 
 @dataclass(frozen=True)
@@ -210,12 +224,58 @@ def weights(q: Tensor, k: Tensor, keep: Tensor | None, scale: float) -> Tensor:
 def dense(call: AttentionCall[Tensor]) -> Tensor:
     """The attention node, computed over all keys: `[N, S, m, Dv]`."""
     n, s, m, _ = call.q.shape
-    prob = weights(call.q, call.k, keep_mask(call), call.scale)
-    return torch.bmm(prob.to(call.v.dtype).reshape(n, s * m, -1), call.v).reshape(n, s, m, -1)
+    keep = keep_mask(call)
+    prob = weights(call.q, call.k, keep, call.scale)
+    out = torch.bmm(prob.to(call.v.dtype).reshape(n, s * m, -1), call.v).reshape(n, s, m, -1)
+    return nan_rows(out, ~keep.any(-1), call.v, call.nan_from) if call.nan_from and keep is not None else out
+
+
+@torch.library.custom_op("nsa_compile::nan_rows", mutates_args=())
+def nan_rows(out: Tensor, none: Tensor, v: Tensor, nan_from: Sequence[int]) -> Tensor:
+    """The output `[N, S, m, Dv]` of attention to values `[N, T, Dv]`, with NaN for the queries `none [N|1, S|1, m|1]`
+    that see nothing, and in the gradients of the values that are there by then: those from a · p + b on."""
+    return out + torch.where(none, torch.nan, 0.0).to(out.dtype).unsqueeze(-1)
+
+
+@nan_rows.register_fake
+def _(out, none, v, nan_from):
+    return torch.empty_like(out)
+
+
+@torch.library.custom_op("nsa_compile::nan_rows_backward", mutates_args=())
+def nan_rows_backward(none: Tensor, v: Tensor, queries: int, nan_from: Sequence[int]) -> Tensor:
+    """What `nan_rows` adds to the gradient of the values."""
+    stride, offset = nan_from
+    positions = torch.arange(queries, device=v.device)[:, None]
+    last = torch.where(none, positions, -1).expand(-1, queries, -1).amax((1, 2))  # [N|1]
+    there = torch.arange(v.shape[1], device=v.device) * stride + offset <= last[:, None]
+    return torch.where(there, torch.nan, 0.0).to(v.dtype)[:, :, None].expand(v.shape).contiguous()
+
+
+@nan_rows_backward.register_fake
+def _(none, v, queries, nan_from):
+    return v.new_empty(v.shape)
+
+
+def _keep_none(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    out, none, v, ctx.nan_from = inputs
+    ctx.queries = out.shape[1]
+    ctx.save_for_backward(none, v)
+
+
+def _nan_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    none, v = ctx.saved_tensors
+    return grad, None, nan_rows_backward(none, v, ctx.queries, ctx.nan_from), None
+
+
+nan_rows.register_autograd(_nan_backward, setup_context=_keep_none)
 
 
 def gathered(call: AttentionCall[Tensor]) -> Tensor:
-    """The attention node for one query, `q [N, 1, m, D]`, over the rows of its blocks. No index may come twice."""
+    """The attention node for one query, `q [N, 1, m, D]`, over the rows of its blocks. No index may come twice.
+
+    All keys are there: a step finds the caches as they are by then.
+    """
     q, k, v, indices, block = call.q, call.k, call.v, call.indices, call.select_block
     assert indices is not None
     keys = k.shape[1]
@@ -229,7 +289,8 @@ def gathered(call: AttentionCall[Tensor]) -> Tensor:
         keep = keep.expand(q.shape[0], 1, keep.shape[2], keys)
         there = there & keep.gather(-1, rows[:, :, None].expand(-1, -1, keep.shape[2], -1))
     k, v = (x.gather(1, rows[:, 0, :, None].expand(-1, -1, x.shape[-1])) for x in (k, v))
-    return dense(AttentionCall(q, k, v, there, None, call.scale, Opaque()))
+    out = dense(AttentionCall(q, k, v, there, None, call.scale, Opaque()))
+    return nan_rows(out, ~there.any(-1), call.v, (0, 0)) if call.nan_from else out
 
 
 @torch.library.custom_op("nsa_compile::attention", mutates_args=())
@@ -243,13 +304,14 @@ def attention(
     kind: str,
     params: Sequence[int],
     select_block: int,
+    nan_from: Sequence[int],
 ) -> Tensor:
     """One attention with its mask as data: `[N, S, m, Dv]`."""
-    return dense(AttentionCall.from_args(q, k, v, mask, indices, scale, kind, params, select_block))
+    return dense(AttentionCall.from_args(q, k, v, mask, indices, scale, kind, params, select_block, nan_from))
 
 
 @attention.register_fake
-def _(q, k, v, mask, indices, scale, kind, params, select_block):
+def _(q, k, v, mask, indices, scale, kind, params, select_block, nan_from):
     return v.new_empty(*q.shape[:3], v.shape[-1])
 
 
@@ -265,10 +327,12 @@ def attention_backward(
     kind: str,
     params: Sequence[int],
     select_block: int,
+    nan_from: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention` by q, k and v."""
     n, s, m, d = q.shape
-    keep = keep_mask(AttentionCall.from_args(q, k, v, mask, indices, scale, kind, params, select_block))
+    keep = keep_mask(AttentionCall.from_args(q, k, v, mask, indices, scale, kind, params, select_block, nan_from))
+    none = None if keep is None or not nan_from else ~keep.any(-1)
     prob = weights(q, k, keep, scale).reshape(n, s * m, -1)
     grad = grad.reshape(n, s * m, -1)
     grad_v = torch.bmm(prob.to(v.dtype).transpose(1, 2), grad)
@@ -276,11 +340,11 @@ def attention_backward(
     grad_scores = (prob * (grad_prob - (grad_prob * prob).sum(-1, keepdim=True)) * scale).to(q.dtype)
     grad_q = torch.bmm(grad_scores, k).reshape(n, s, m, d)
     grad_k = torch.bmm(grad_scores.transpose(1, 2), q.reshape(n, s * m, d))
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v if none is None else grad_v + nan_rows_backward(none, v, s, nan_from)
 
 
 @attention_backward.register_fake
-def _(grad, q, k, v, mask, indices, scale, kind, params, select_block):
+def _(grad, q, k, v, mask, indices, scale, kind, params, select_block, nan_from):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
@@ -290,7 +354,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return (*attention_backward(grad, *ctx.saved_tensors, *ctx.rest), *([None] * 6))
+    return (*attention_backward(grad, *ctx.saved_tensors, *ctx.rest), *([None] * 7))
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

@@ -95,7 +95,8 @@ def _only_feeds(node: fx.Node, update: fx.Node) -> bool:
 def _leaks(
     site: ScanSite, record: ScanRecord, views: dict[str, tuple[fx.Node, Tensor, int]]
 ) -> tuple[dict[str, Facts], dict[fx.Node, Tensor]]:
-    """The views whose stale rows reach an output of the body, or a row it writes, if softmaxes are settled; and those."""
+    """The views whose stale rows reach an output of the body, or a row it writes, once softmaxes are settled; and these
+    softmaxes."""
     stale: dict[fx.Node, Facts] = {}
     for name, (node, ready, dim) in views.items():
         shape = [1] * example(node).dim()

@@ -16,7 +16,7 @@ indices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -195,7 +195,8 @@ def _window(node: fx.Node, call: AttentionCall[fx.Node], kind: Window) -> Implem
 def _selected(node: fx.Node, call: AttentionCall[fx.Node]) -> Implementation:
     def run(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[Tensor]:
         k, v, indices = (x.unsqueeze(2) for x in (k, v, indices))
-        return [selected_attention(q, k, v, indices, call.select_block, call.scale)[0]]
+        out, lse = selected_attention(q, k, v, indices, call.select_block, call.scale)
+        return [eager.nan_rows(out, lse == -torch.inf, v.squeeze(2), call.nan_from) if call.nan_from else out]
 
     return Implementation("selected_attention", run, [node])
 
@@ -254,7 +255,8 @@ def _one_query(call: Call) -> Callable[..., list[Tensor]]:
     if isinstance(call, SelectCall):
         return lambda *tensors: [eager.rank_blocks(_refill(call, tensors))]
     step = eager.dense if call.indices is None else eager.gathered
-    return lambda *tensors: [step(_refill(call, tensors))]
+    here = replace(call, nan_from=(0, 0) if call.nan_from else ())  # all keys that the step finds are there
+    return lambda *tensors: [step(_refill(here, tensors))]
 
 
 def _step(attention: fx.Node | None, selection: fx.Node | None) -> Implementation | None:
@@ -282,6 +284,7 @@ def _step(attention: fx.Node | None, selection: fx.Node | None) -> Implementatio
         ranking = [ratio, list(ranked.offsets), list(ranked.factors), ranked.num_selected]
     given = [call.q, k.source, v.source, mask, indices, allowed, forced]
     block = max(1, call.select_block) if isinstance(call, AttentionCall) else 1
+    undefined = isinstance(call, AttentionCall) and bool(call.nan_from)
 
     def run(*tensors: Tensor) -> list[Tensor]:
         left = iter(tensors)
@@ -292,6 +295,9 @@ def _step(attention: fx.Node | None, selection: fx.Node | None) -> Implementatio
         if keep is not None and blocks is not None:
             keep = _at_blocks(keep, blocks, block, keys.shape[1])
         out, chosen = step_attention(q, keys, rows, keep, blocks, may, must, block, call.scale * k.factor, *ranking)
+        if undefined:
+            shape = (batch, groups, out.shape[2] // groups)
+            out = out + torch.where(_sees_nothing(keep, blocks, block, shape), torch.nan, 0.0).to(out.dtype)[..., None]
         found = [out.reshape(count, 1, heads, -1)] if attention is not None else []
         return found + ([chosen.reshape(count, 1, -1)] if selection is not None else [])
 
@@ -304,6 +310,15 @@ def _at_blocks(mask: Tensor, blocks: Tensor, size: int, rows: int) -> Tensor:
     row = (blocks.long()[..., None] * size + torch.arange(size, device=mask.device)).flatten(2)[:, :, None]
     row = torch.where((row >= 0) & (row < rows), row, 0).expand(-1, -1, mask.shape[2], -1)
     return mask.expand(*row.shape[:3], rows).gather(-1, row)
+
+
+def _sees_nothing(keep: Tensor | None, blocks: Tensor | None, size: int, shape: Sequence[int]) -> Tensor:
+    """Which heads see none of the rows that `step_attention` reads, `[B, 1, Hq]`; `shape` is `[B, G, h]`."""
+    if blocks is not None:
+        there = (blocks >= 0).repeat_interleave(size, -1)[:, :, None]  # [B, G, 1, n * size]
+        keep = there if keep is None else keep & there
+    assert keep is not None  # without a mask each head sees every row
+    return ~keep.any(-1).expand(*shape).flatten(1).unsqueeze(1)
 
 
 def _is_shared(mask: fx.Node | None, batch: int) -> bool:

@@ -27,7 +27,7 @@ from nsa_compile.analyses.magnitudes import given_magnitudes
 from nsa_compile.analyses.masks import Mask, Unrecognised, conjunction, mask_tensor
 from nsa_compile.analyses.softmax import (
     AttentionRecord,
-    Product,
+    Output,
     Scores,
     check_read_by,
     check_scores,
@@ -89,13 +89,14 @@ def described(mask: Mask) -> str:
     return words + (" and a mask that depends on data" if mask.data else "")
 
 
-def replace_output(body: fx.GraphModule, known: AttentionRecord, output: Product, record: ScanRecord) -> None:
+def replace_output(body: fx.GraphModule, known: AttentionRecord, output: Output, record: ScanRecord) -> None:
     """Put an attention node in the place of a product of weights and values."""
     scores: Scores = known.scores
-    build = NodeBuilder(body, output.node)
+    product = output.product
+    build = NodeBuilder(body, product.node)
     n, m, keys = scores.product.shape
     q, k = scores.product.operands(build)
-    _, v = output.operands(build)
+    _, v = product.operands(build)
     call = AttentionCall(
         build(aten.unsqueeze.default, q, 1),
         build(aten.transpose.int, k, 1, 2),
@@ -105,10 +106,11 @@ def replace_output(body: fx.GraphModule, known: AttentionRecord, output: Product
         scores.scale,
         # The kind says all of a mask, or nothing.
         Opaque() if known.mask.data else known.mask.kind,
+        nan_from=output.nan_from,
     )
     node = build(ATTENTION, *call.args)
     remember(node, known)
     result = build(aten.squeeze.dim, node, 1)
-    if output.flipped:
+    if product.flipped:
         result = build(aten.transpose.int, result, 1, 2)
-    output.node.replace_all_uses_with(build(aten.reshape.default, result, list(example(output.node).shape)))
+    product.node.replace_all_uses_with(build(aten.reshape.default, result, list(example(product.node).shape)))

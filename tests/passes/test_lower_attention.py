@@ -274,13 +274,14 @@ def node_arguments(draw, kinds=("window", "blocks", "all", "opaque")) -> tuple:
     indices = torch.rand(N, S, -(-T // block), generator=rng).argsort(-1)[..., : pick(1, 2)]
     indices = torch.where(torch.rand(indices.shape, generator=rng) < 0.3, -1, indices)
     mask = mask if kind == "opaque" else None
-    return leaf(N, S, m, D), leaf(N, T, D), leaf(N, T, Dv), mask, pick(None, indices), 0.7, kind, params, block
+    tensors = leaf(N, S, m, D), leaf(N, T, D), leaf(N, T, Dv), mask, pick(None, indices)
+    return *tensors, 0.7, kind, params, block, pick([], [], [1, 0], [2, 1])
 
 
 call = nodes.AttentionCall.from_args
 
 
-def one_by_one(q, k, v, mask, indices, scale, kind, params, block) -> Tensor:
+def one_by_one(q, k, v, mask, indices, scale, kind, params, block, nan_from) -> Tensor:
     """Attention, query by query and key by key."""
     out = []
     for n, s, m in ((n, s, m) for n in range(q.shape[0]) for s in range(q.shape[1]) for m in range(q.shape[2])):
@@ -295,7 +296,11 @@ def one_by_one(q, k, v, mask, indices, scale, kind, params, block) -> Tensor:
             if keep and (indices is None or p // block in indices[n, s].tolist()):
                 seen.append(p)
         weights = torch.softmax(scale * k[n, seen] @ q[n, s, m], 0)
-        out.append(weights @ v[n, seen] if seen else torch.zeros_like(v[n, 0]))
+        if seen or not nan_from:
+            out.append(weights @ v[n, seen] if seen else torch.zeros_like(v[n, 0]))
+        else:
+            there = [p for p in range(k.shape[1]) if p * nan_from[0] + nan_from[1] <= s]
+            out.append(torch.full_like(v[n, 0], torch.nan) + (v[n, there] * torch.nan).sum(0))
     return torch.stack(out).reshape(*q.shape[:3], v.shape[-1])
 
 
@@ -309,7 +314,7 @@ def test_the_node_is_attention_in_values_and_gradients(arguments):
         loss = (out * weight).sum() + sum(0.0 * x.sum() for x in leaves)
         results.append((out.detach(), torch.autograd.grad(loss, leaves)))
     for other in results[:2]:
-        torch.testing.assert_close(other, results[2], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(other, results[2], rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
 @given(arguments=node_arguments(kinds=("all", "opaque")))
@@ -319,19 +324,27 @@ def test_gathered_rows_are_enough(arguments):
         return
     q, indices = q[:, :1], indices[:, :1]
     mask = None if mask is None else mask[:, :1]
-    given = call(q, k, v, mask, indices, *rest)
+    *rest, nan_from = rest
+    given = call(q, k, v, mask, indices, *rest, [0, 0] if nan_from else [])
     actual, expected = nodes.gathered(given), nodes.dense(given)
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
     grads = [torch.autograd.grad(out.square().sum(), (k, v)) for out in (actual, expected)]
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
-def example_arguments(kind: str, params: list[int], *, mask: bool = False, indices: bool = False) -> tuple:
+def example_arguments(
+    kind: str,
+    params: list[int],
+    *,
+    mask: bool = False,
+    indices: bool = False,
+    nan_from: list[int] | None = None,
+) -> tuple:
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(s, generator=rng, requires_grad=True) for s in ((2, 5, 2, 3), (2, 5, 3), (2, 5, 4)))
     given_mask = (torch.rand(2, 5, 1, 5, generator=rng) < 0.6) if mask else None
     given_indices = torch.tensor([[[0, -1], [1, 0], [0, 2], [2, 1], [-1, -1]]] * 2) if indices else None
-    return q, k, v, given_mask, given_indices, 0.5, kind, params, 2
+    return q, k, v, given_mask, given_indices, 0.5, kind, params, 2, nan_from or []
 
 
 @pytest.mark.parametrize(
@@ -341,11 +354,18 @@ def example_arguments(kind: str, params: list[int], *, mask: bool = False, indic
         example_arguments("blocks", [2, 2]),
         example_arguments("opaque", [], mask=True),
         example_arguments("window", [5], indices=True),
+        example_arguments("window", [5], mask=True, nan_from=[1, 0]),
     ],
-    ids=["window", "blocks", "opaque", "indices"],
+    ids=["window", "blocks", "opaque", "indices", "nan"],
 )
 def test_registration_of_attention(arguments):
     torch.library.opcheck(nodes.attention._opoverload, arguments)
+
+
+def test_registration_of_nan_rows():
+    out, v = torch.randn(2, 5, 2, 3, requires_grad=True), torch.randn(2, 6, 3, requires_grad=True)
+    none = torch.zeros(2, 5, 1, dtype=torch.bool)
+    torch.library.opcheck(nodes.nan_rows._opoverload, (out, none, v, [1, 0]))
 
 
 RANKING = (0.5, [4, 2], 4, 3, [-1, 0, 1], [1, 2, 1], 2, 1, 1)
