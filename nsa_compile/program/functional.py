@@ -366,7 +366,7 @@ def _note_views(
         if base is None or memory(value) not in written:
             continue
         view = _view_of(base, node, observer)
-        if view is None:
+        if view is None or _geometry(view(fakes[placeholders.index(base)])) != _geometry(value):
             effects.hazard = Declined("it returns a view of an input that it writes to", node)
             return
         effects.views[i] = (placeholders.index(base), view)
@@ -394,6 +394,11 @@ def _view_of(base: fx.Node, node: fx.Node, observer: _Observer) -> fx.GraphModul
         value = graph.node_copy(step, {source: value}.__getitem__)
     graph.output(value)
     return fx.GraphModule(nn.Module(), graph)
+
+
+def _geometry(x: Tensor) -> tuple[Any, ...]:
+    """Which elements a view has; statements such as `x.t_()` change it without another tensor."""
+    return x.shape, x.stride(), x.storage_offset()
 
 
 def _same_memory(a: Any, b: Any) -> bool:

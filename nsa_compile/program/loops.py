@@ -36,7 +36,7 @@ def keep_loops(gm: fx.GraphModule) -> None:
 def _layouts_of_step(site: ScanSite) -> list[Layout]:
     """What a step of the loop reads: carries, rows of xs, additional inputs."""
     carries = [Layout.standard(example(n)) for n in site.init]
-    rows = [Layout.standard(example(n)[0]) for n in site.xs]
+    rows = [Layout.row(example(n)) for n in site.xs]
     return [*carries, *rows, *(Layout.of(example(n)) for n in site.additional)]
 
 

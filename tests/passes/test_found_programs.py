@@ -912,3 +912,30 @@ def test_a_view_of_another_output_where_inputs_share_memory():
     seen, wanted = compiled(run, "aot_eager", fullgraph=True)(*arguments()), run(*arguments())
     torch.testing.assert_close(seen, wanted)
     assert seen[3].data_ptr() == seen[1].data_ptr()
+
+
+def test_a_row_of_an_input_that_is_written_to_is_transposed_in_place():
+    """The output was made again from the input by the views that are operators; `t_` changes one without another."""
+
+    def run(x):
+        x[0].fill_(3)
+        (_, earlier), _ = scan(lambda c, row: ((row, c[0]), row.sum()), (x.new_zeros(D, D), x.new_zeros(D, D)), x)
+        earlier.t_()
+        return earlier
+
+    torch.testing.assert_close(compiled(run, fullgraph=True)(rows(3, D, D)), run(rows(3, D, D)))
+
+
+@pytest.mark.parametrize("draw", [torch.randn_like, torch.bernoulli])
+def test_random_numbers_of_transposed_rows(draw):
+    """A loop made the rows contiguous; eager mode draws in the order in which a row's elements lie in memory."""
+
+    def run(x):
+        return scan(lambda c, row: (c, draw(row)), {}, x)[1]
+
+    x = rows(3, 2, 4).abs().clamp(max=1).permute(2, 1, 0)
+    seen = []
+    for function in (run, compiled(run, fullgraph=True)):
+        torch.manual_seed(0)
+        seen.append(function(x))
+    torch.testing.assert_close(*seen)

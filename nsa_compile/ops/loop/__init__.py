@@ -69,6 +69,12 @@ class Program:
             text = uuid.uuid4().hex
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def rows_of(self, xs: Sequence[Tensor], places: Sequence[int] | None = None) -> list[tuple[Tensor, ...]]:
+        """The rows of xs, all or those at `places`, in the layouts that the step was traced with."""
+        layouts = self.inputs[self.n_init : self.n_init + self.n_xs]
+        chosen = layouts if places is None else [layouts[i] for i in places]
+        return [layout.rows_of(x) for layout, x in zip(chosen, xs, strict=True)]
+
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Inputs of the loop as carries, xs and additional inputs."""
         a, b = self.n_init, self.n_init + self.n_xs
@@ -162,21 +168,17 @@ def _run(first: Tensor, rest: Sequence[Tensor], program: str, differentiable: Se
     init, xs, additional = known.split([first, *rest])
     with torch._C._DisableAutocast():  # its casts are in the graphs
         fixed = step.before(*additional)
-        carries: Sequence[Tensor] = [_standard(x) for x in init]
+        carries: Sequence[Tensor] = [x.contiguous() for x in init]
         n = len(carries)
         stacks = [layout.rows(known.length) for layout in (*step.ys, *step.kept)]
         into = [x.unbind(0) for x in stacks]
-        for t, row in enumerate(zip(*(_standard(x).unbind(0) for x in xs), strict=True)):
+        for t, row in enumerate(zip(*known.rows_of(xs), strict=True)):
             results = step.forward(*carries, *row, *fixed)
             carries = results[:n]
             for rows, value in zip(into, results[n:], strict=True):
                 rows[t].copy_(value)
         # A step may hand an input on as it is; nobody may write to it through the result.
         return [*(x.clone(memory_format=torch.contiguous_format) for x in carries), *stacks]
-
-
-def _standard(x: Tensor) -> Tensor:
-    return x.contiguous()
 
 
 def _fake(first: Tensor, rest: Sequence[Tensor], program: str, differentiable: Sequence[bool]) -> list[Tensor]:
@@ -214,7 +216,7 @@ def loop_backward(
         running = [g.contiguous() for g in gradients[: len(carried)]]
         rows_of_ys = [g.unbind(0) for g in gradients[len(carried) :]]
         rows_kept = [x.unbind(0) for x in kept]
-        rows_of_xs = [_standard(x).unbind(0) for x in xs]
+        rows_of_xs = known.rows_of(xs, step.rows_read)
         # Copied into their place at once: small tensors that live on between large ones keep memory from being reused.
         stacks = {i: known.inputs[place].rows(known.length)
                   for i, place in enumerate(step.gradients) if n <= place < n_rows}  # fmt: skip

@@ -62,6 +62,19 @@ class Layout:
         shape = tuple(map(int, x.shape))
         return cls(shape, torch._prims_common.make_contiguous_strides_for(shape), x.dtype, x.device)
 
+    @classmethod
+    def row(cls, x: Tensor) -> Layout:
+        """As a loop makes each row of `x [S, ...]`: dense, its dimensions in their order in memory, in which random
+        numbers are drawn."""
+        return cls.of(torch.empty_like(x[0]))
+
+    def rows_of(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The rows of `x [S, ...]` in this layout."""
+        order = sorted(range(len(self.shape)), key=lambda i: self.stride[i], reverse=True)
+        back = [order.index(i) for i in range(len(order))]
+        dense = x.permute(0, *(i + 1 for i in order)).contiguous()
+        return dense.permute(0, *(i + 1 for i in back)).unbind(0)
+
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
