@@ -74,9 +74,10 @@ class Observation:
 
 
 class Subject:
-    """A program, loaded afresh, called with the arguments of its n-th call."""
+    """A program, loaded afresh, called with the arguments of its n-th call; with another seed, on other numbers."""
 
-    def __init__(self, source: str, scan: Callable, compiler: Compiler | None = None):
+    def __init__(self, source: str, scan: Callable, compiler: Compiler | None = None, seed: int = 0):
+        self.seed = 1000 * seed
         # The source is registered so that stack traces can quote it.
         filename = f"<model program {zlib.crc32(source.encode()):08x}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -84,7 +85,7 @@ class Subject:
         module = sys.modules["model_program"] = types.ModuleType("model_program")
         self.namespace: dict[str, Any] = module.__dict__
         self.namespace["scan"] = scan
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         exec(compile(source, filename, "exec"), self.namespace)
         self.calls: list[tuple[int, int]] = self.namespace["CALLS"]
         run = self.namespace["run"]
@@ -99,11 +100,14 @@ class Subject:
     def state(self) -> dict[str, Tensor]:
         return {**self.owned, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
+    def all_calls(self) -> list[Observation]:
+        return [self.call(n) for n in range(len(self.calls) + 1)]
+
     def call(self, n: int) -> Observation:
         """The n-th call; the one after the last repeats the first."""
-        torch.manual_seed(100 + n)
+        torch.manual_seed(self.seed + 100 + n)
         args, leaves = self.namespace["arguments"](*self.calls[n % len(self.calls)])
-        torch.manual_seed(200 + n)
+        torch.manual_seed(self.seed + 200 + n)
         modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
         mode = self.namespace["MODE"]
         with modes.get(mode, nullcontext)():
@@ -166,10 +170,12 @@ def shared_memory(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> set[
 # Gradients and values of float64 are compared tightly. Where a program rounds to less on the way, first coarsely, then
 # against the same program in float64.
 BANDS = {"float64": (1e-9, 1e-10), "float32": (1e-3, 1e-3), "bfloat16": (0.1, 0.2)}
+FARTHER = "farther from float64 than eager"
 ROUNDINGS = {
     "float32": 4 * 2.0**-23,
     "bfloat16": 4 * 2.0**-8,
 }  # that a compiled program may add, of the largest element
+OTHER_NUMBERS = 8  # draws on which a result within its band that is too far from the exact one is judged again
 
 
 def precision(source: str) -> str:
@@ -201,16 +207,16 @@ def in_float64(source: str) -> str | None:
     return source
 
 
-def as_exact(actual: Tensor, expected: Tensor, exact: Any, least: str) -> bool:
+def as_exact(actual: Tensor, expected: Tensor, exact: Any, least: str) -> bool | None:
     """Whether a result is as near as eager's to the exact one: twice as far, and a few roundings.
 
-    Where eager's own is far from it, the other program is another one: its random numbers are, or a decision fell
-    otherwise.
+    None where eager's own is far from it: the other program is another one then; its random numbers are, or a decision
+    fell otherwise.
     """
     if not isinstance(exact, Tensor) or exact.shape != expected.shape or not expected.is_floating_point():
-        return True
+        return None
     if not expected.numel() or not close(expected, exact, least):
-        return True
+        return None
     scale = max(1.0, exact.nan_to_num(0, 0, 0).abs().max().item())
     far, eager_is = ((x.double() - exact.double()).nan_to_num(0, 0, 0).abs().max().item() for x in (actual, expected))
     return far <= 2 * eager_is + ROUNDINGS[least] * scale
@@ -237,8 +243,8 @@ def difference(
             if wanted.is_floating_point() and bool((got.isnan() & ~wanted.isnan()).any()):
                 return Verdict(kind, f"{what}: NaN where eager has a number")
             return Verdict(kind, f"{what}: other numbers")
-        elif not as_exact(got, wanted, exact.get(name), least):
-            return Verdict(kind, f"{what}: farther from float64 than eager")
+        elif as_exact(got, wanted, exact.get(name), least) is False:
+            return Verdict(kind, f"{what}: {FARTHER}")
     return None
 
 
@@ -311,12 +317,14 @@ def judge(source: str, compiler: Compiler | None = None) -> Verdict:
     try:
         with quiet():
             eager = Subject(source, nsa_compile.scan)
-            wanted = [eager.call(n) for n in range(len(eager.calls) + 1)]
+            wanted = eager.all_calls()
     except Exception as e:
         return Verdict("eager_fails", f"{type(e).__name__}: {first_line(e)}")
     if eager.namespace["MODE"] == "checkpoint" and any(x.state_twice for x in wanted):
         return Verdict("eager_fails", "what is computed again is written again")
     verdict = against(wanted, source, nsa_compile.scan, compiler or nsa_compiler(reports))
+    if verdict is not None and FARTHER in verdict.cause:
+        verdict = with_other_numbers(source, compiler or nsa_compiler([]), verdict)
     if verdict is None:
         return what_happened(reports)
     if verdict.failed and overwrites_what_backward_needs(source):
@@ -327,25 +335,54 @@ def judge(source: str, compiler: Compiler | None = None) -> Verdict:
         return Verdict("eager_fails", "a layer makes NaN")  # which is not promised to come out alike
     if verdict.failed and compiler is None:
         alone = same_failure(against(wanted, source, python_loop, torch_alone), verdict)
-        if alone or (verdict.kind == "wrong_value" and as_torch_functionalizes(source)):
+        if alone or (verdict.kind == "wrong_value" and as_functionalized(source)):
             return Verdict("torch_differs", f"{verdict.kind}: {verdict.cause}")
     return verdict
 
 
-def as_torch_functionalizes(source: str) -> bool:
-    """Whether a program comes out in all as torch's own AOTAutograd has it, with the loop written out.
+def with_other_numbers(source: str, compiler: Compiler, verdict: Verdict) -> Verdict | None:
+    """A result farther from the exact one than eager mode's, judged again: it stands if one is so with other weights
+    and arguments, half of the time.
 
-    Where it differs from eager mode then, it is for what becomes of an operator in place: `bernoulli_` draws in the
-    order of the elements in memory, and `bernoulli`, its functional form, in the standard one (torch 2.13).
+    On one draw, eager mode may be near by luck. Other spellings of the same program are as far then, eagerly: softmax
+    attention by `scaled_dot_product_attention`, or divided by its sum after the product, is on 3 to 28 of 100 draws.
     """
+    least, found = precision(source), dict[str, list[bool]]()
+    for seed in range(1, OTHER_NUMBERS + 1):
+        torch._dynamo.reset()
+        try:
+            with quiet():
+                wanted, exact = Subject(source, nsa_compile.scan, seed=seed).all_calls(), exactly(source, seed)
+                seen = Subject(source, nsa_compile.scan, compiler, seed).all_calls()
+        except Exception as error:
+            return judged_error(error)
+        for got, eager, best in zip(seen, wanted, exact, strict=True):
+            if wrong := compare(got, eager, None, least):
+                return wrong
+            for kind in ("outputs", "state", "grads"):
+                for name, x in getattr(eager, kind).items():
+                    near = as_exact(getattr(got, kind)[name], x, getattr(best, kind).get(name), least)
+                    found.setdefault(name, []).extend([] if near is None else [near])
+    return verdict if any(x and 2 * sum(x) <= len(x) for x in found.values()) else None
+
+
+class _DrawsInStandardOrder(TorchDispatchMode):
+    """`bernoulli_` as functionalization has it: eager mode draws in the order of the elements in memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float:
+            return args[0].copy_(torch.bernoulli(args[0], *(args[1:] or (0.5,)), **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def as_functionalized(source: str) -> bool:
+    """Whether a program comes out in all as eager mode does where `bernoulli_`, which is a part of dropout, too, draws
+    as its functional form does (torch 2.13)."""
     try:
-        with quiet():
-            torch._dynamo.reset()
-            functional = with_nested(source, "aot_eager") if "MODE = 'eager'" in source else source
-            theirs = Subject(functional, python_loop, torch_alone)
-            seen = [theirs.call(n) for n in range(len(theirs.calls) + 1)]
-            torch._dynamo.reset()
-            return against(seen, source, nsa_compile.scan, nsa_compiler([])) is None
+        with quiet(), _DrawsInStandardOrder():
+            seen = Subject(source, nsa_compile.scan).all_calls()
+        torch._dynamo.reset()
+        return against(seen, source, nsa_compile.scan, nsa_compiler([])) is None
     except Exception:
         return False
 
@@ -383,7 +420,7 @@ def right_where_saved_tensors_are_kept(source: str, compiler: Compiler) -> bool:
     with quiet():
         eager = Subject(source, nsa_compile.scan)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
-            kept = [eager.call(n) for n in range(len(eager.calls) + 1)]
+            kept = eager.all_calls()
     return against(kept, source, nsa_compile.scan, compiler) is None
 
 
@@ -432,14 +469,13 @@ def against(wanted: list[Observation], source: str, scan: Callable, compiler: Co
         return judged_error(e)
 
 
-def exactly(source: str) -> list[Observation]:
+def exactly(source: str, seed: int = 0) -> list[Observation]:
     """What the same program gives in float64, if there is one."""
     if (raised := in_float64(source)) is None:
         return []
     try:
         with quiet():
-            subject = Subject(raised, nsa_compile.scan)
-            return [subject.call(n) for n in range(len(subject.calls) + 1)]
+            return Subject(raised, nsa_compile.scan, seed=seed).all_calls()
     except Exception:
         return []
 
