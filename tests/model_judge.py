@@ -334,7 +334,8 @@ def judge(source: str, compiler: Compiler | None = None) -> Verdict:
     if verdict.failed and "NaN" in verdict.cause and makes_nan(source):
         return Verdict("eager_fails", "a layer makes NaN")  # which is not promised to come out alike
     if verdict.failed and compiler is None:
-        alone = same_failure(against(wanted, source, python_loop, torch_alone), verdict)
+        theirs = against(wanted, source, python_loop, torch_alone)
+        alone = same_failure(theirs, verdict) or both_crash_nested(theirs, verdict, source)
         if alone or (verdict.kind == "wrong_value" and as_functionalized(source)):
             return Verdict("torch_differs", f"{verdict.kind}: {verdict.cause}")
     return verdict
@@ -499,6 +500,14 @@ def same_failure(one: Verdict | None, other: Verdict) -> bool:
     if one is None or one.kind != other.kind:
         return False
     return one.kind != "crash" or one.cause.split(" | in ")[0] == other.cause.split(" | in ")[0]
+
+
+def both_crash_nested(theirs: Verdict | None, ours: Verdict, source: str) -> bool:
+    """Whether torch.compile alone crashes, too, and ours does not where no backend of torch's comes after it."""
+    crash = ours.kind == "crash" and theirs is not None and theirs.kind == "crash"
+    return (
+        crash and "NESTED, FULLGRAPH, MODE = 'eager'" not in source and not judge(with_nested(source, "eager")).failed
+    )
 
 
 @contextmanager

@@ -939,3 +939,37 @@ def test_random_numbers_of_transposed_rows(draw):
         torch.manual_seed(0)
         seen.append(function(x))
     torch.testing.assert_close(*seen)
+
+
+def test_what_no_result_of_a_loop_depends_on_is_overwritten_before_the_backward_pass():
+    """The backward pass of the loop went on to what its unused inputs were made of, with gradients of zero."""
+
+    def run(x, w):
+        h = x * 1
+        unused = h.exp()
+        row = torch.tanh(x.sum() * w)
+        y = scan(lambda c, xs: (c * 0.5 + row, c), row, unused)[1]
+        unused.detach().mul_(2)
+        return y
+
+    equal_gradients(run, rows(3, D).requires_grad_(), rows(D))
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_the_steps_of_a_loop_are_written_to_behind_it(nested):
+    """They were kept for the gradient of a carry that nobody asked for, and found in another version."""
+
+    def run(x, t):
+        def step(c, t):
+            filled = c[1].index_fill(0, t.view(1), 0.5)
+            return (c[0] * 0.5, torch.where(t > 0, filled, c[1] * 0.25)), ()
+
+        return scan(step, (x, x * 2), t)[0][0]
+
+    gradients = []
+    for function in (run, compiled(run, nested, fullgraph=True)):
+        x, t = rows(3, D).requires_grad_(), torch.arange(3)
+        y = function(x, t)
+        t.add_(1)
+        gradients.append(torch.autograd.grad(y.square().sum(), x))
+    torch.testing.assert_close(*gradients)

@@ -129,16 +129,27 @@ def run_loop(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     # Operators record nothing in inference mode, with gradients enabled within it or not; an autograd function does.
     recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     if recorded and any(x.requires_grad for x in tensors):
-        return list(_Differentiable.apply(key, *tensors))
+        differentiable = [x.requires_grad for x in tensors]
+        return list(_Differentiable.apply(key, differentiable, *_with_gradients(key, differentiable, tensors)))
     return _operator(key, [])(tensors[0], list(tensors[1:]), key, [])
+
+
+def _with_gradients(key: str, differentiable: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs, those that no result depends on without what they were made of: no gradient is asked of that, which
+    may have been overwritten since. One stays as it is, so that results may have a gradient of zero."""
+    found = program(key).graphs(differentiable).gradients or [differentiable.index(True)]
+    return [
+        x.detach() if flag and i not in found else x
+        for i, (x, flag) in enumerate(zip(tensors, differentiable, strict=True))
+    ]
 
 
 class _Differentiable(torch.autograd.Function):
     """The loop and its backward loop."""
 
     @staticmethod
-    def forward(ctx: Any, key: str, *tensors: Tensor) -> Any:
-        ctx.key, ctx.differentiable = key, list(ctx.needs_input_grad[1:])
+    def forward(ctx: Any, key: str, differentiable: list[bool], *tensors: Tensor) -> Any:
+        ctx.key, ctx.differentiable = key, differentiable
         step = program(key).graphs(ctx.differentiable)
         outputs = _operator(key, ctx.differentiable)(tensors[0], list(tensors[1:]), key, ctx.differentiable)
         results = outputs[: program(key).n_init + len(step.ys)]
@@ -147,6 +158,8 @@ class _Differentiable(torch.autograd.Function):
         # Nothing else: somebody may write to an input that backward does not need.
         _, xs, additional = program(key).split(tensors)
         read = [*(xs[i] for i in step.rows_read), *(additional[i] for i in step.additional_read)]
+        # Nor to an index of an operator whose gradient nobody asks for. Indices are small.
+        read = [x if x.is_floating_point() or x.is_complex() else x.clone() for x in read]
         ctx.save_for_backward(*read, *outputs[len(results) :])
         return tuple(results)
 
@@ -158,7 +171,7 @@ class _Differentiable(torch.autograd.Function):
         wanted = [gradients[i] for i in step.tangents]
         found = loop_backward(wanted, list(saved[n:]), list(saved[:n]), ctx.key, ctx.differentiable)
         by_input = dict(zip(step.gradients, found, strict=True))
-        return None, *(by_input.get(i) if flag else None for i, flag in enumerate(ctx.differentiable))
+        return None, None, *(by_input.get(i) for i in range(len(ctx.differentiable)))
 
 
 def _run(first: Tensor, rest: Sequence[Tensor], program: str, differentiable: Sequence[bool]) -> list[Tensor]:
