@@ -109,7 +109,7 @@ def _require_tensors(what: str, leaves: list[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             _refuse(f"scan: {what} holds a value of type {type(leaf).__name__}, not a tensor; make a number one, as "
-                    "torch.tensor(0) is of 0, and a class of your own a NamedTuple of tensors")  # fmt: skip
+                    "torch.tensor(0) is of 0, and a class of your own a tuple or dict of tensors")  # fmt: skip
 
 
 def _refuse(message: str) -> NoReturn:

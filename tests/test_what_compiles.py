@@ -17,10 +17,12 @@ import logging
 import pickle
 import random
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -509,6 +511,108 @@ def printing_step(compile):
     return trained(compile(run), rows())
 
 
+def mapped(step: Callable) -> Callable:
+    """A scan without a carry, of one function of a row."""
+    return lambda x: scan(lambda c, row: (c, step(row)), (), x)
+
+
+@program
+def numpy_random_in_a_step(compile):
+    return trained(compile(mapped(lambda row: row * np.random.rand())), rows())
+
+
+@program
+def numpy_seeded_in_a_step(compile):
+    def step(row):
+        np.random.seed(0)
+        return row
+
+    return trained(compile(mapped(step)), rows())
+
+
+@program
+def clock_in_a_step(compile):
+    return trained(compile(mapped(lambda row: row * time.time())), rows())
+
+
+@program
+def seed_in_a_step(compile):
+    def step(row):
+        torch.manual_seed(0)
+        return row + torch.rand(D)
+
+    return trained(compile(mapped(step)), rows())
+
+
+@program
+def generator_in_a_step(compile):
+    generator = torch.Generator()
+    return trained(compile(mapped(lambda row: row + torch.rand(D, generator=generator))), rows())
+
+
+@program
+def logging_in_a_step(compile):
+    def step(row):
+        logging.getLogger("step").info("a row")
+        return row
+
+    return trained(compile(mapped(step)), rows())
+
+
+@program
+def address_in_a_step(compile):
+    return trained(compile(mapped(lambda row: row * (row.data_ptr() % 2))), rows())
+
+
+@program
+def strides_in_a_step(compile):
+    return trained(compile(mapped(lambda row: row if row.is_contiguous() else row * 2)), rows().t())
+
+
+@program
+def strides_of_contiguous_rows_in_a_step(compile):
+    return trained(compile(mapped(lambda row: row if row.is_contiguous() else row * 2)), rows())
+
+
+@program
+def gradient_read_in_a_step(compile):
+    return trained(compile(mapped(lambda row: row if row.grad is None else row * 2)), rows())
+
+
+@program
+def gradient_taken_in_a_step(compile):
+    def step(row):
+        return torch.autograd.grad(row.square().sum(), row, create_graph=True)[0]
+
+    return trained(compile(mapped(step)), rows())
+
+
+@program
+def hook_in_a_step(compile):
+    def step(row):
+        y = row * 2
+        y.register_hook(lambda gradient: gradient * 3)
+        return y
+
+    return trained(compile(mapped(step)), rows())
+
+
+@program
+def output_of_a_named_tuple(compile):
+    pair = collections.namedtuple("pair", ["once", "twice"])
+    return trained(compile(mapped(lambda row: pair(row, row * 2))), rows())
+
+
+@program
+def one_hot_in_a_step(compile):
+    classes = torch.arange(S) % D
+
+    def run(x, classes):
+        return scan(lambda c, row: (c, row[0] * F.one_hot(row[1], D)), (), (x, classes))
+
+    return compile(run)(rows(), classes)
+
+
 @program
 def carry_of_another_shape(compile):
     def run(x):
@@ -831,6 +935,24 @@ def in_place_statement_under_no_grad(compile):
         return attention(x @ weight)
 
     return trained(compile(run), rows(), parameters=[weight]), weight
+
+
+@program
+def written_to_by_data(compile):
+    def run(x):
+        def step(cache, row):
+            t, x = row
+            cache = cache.index_copy(0, t.view(1), x[None])
+            return cache, cache.square().sum(0)
+
+        cache, y = scan(step, torch.zeros_like(x), (torch.arange(S), x))
+        cache.data.mul_(2)
+        return y
+
+    # What autograd saves in eager mode is overwritten, and not watched: here it saves copies.
+    copies = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)
+    with copies if compile(run) is run else contextlib.nullcontext():
+        return trained(compile(run), rows())
 
 
 # ------------------------------------------------------------------------------------------------------- composition

@@ -93,6 +93,15 @@ ADVANCED = "an iterator from outside of the step"
 DRAWS = (
     "it draws from Python's random, once for all steps; draw a tensor before the scan, one number a step, and scan it"
 )
+DRAWS_BY_NUMPY = "it calls numpy.random; draw a tensor before the scan, one row a step, and scan it"
+ASKS_FOR_ADDRESS = (
+    "it calls data_ptr(), and where a tensor of a compiled step lies is not known before it runs; compare values"
+)
+ASKS_FOR_STRIDES = (
+    "it asks for strides, by is_contiguous() or stride(), and a carry or row is not contiguous, which a compiled step "
+    "does not keep; give the scan x.contiguous(), or do not ask"
+)
+READS_GRADIENTS = "it reads .grad, which no tensor has while it runs; give the scan what it is to read"
 READS_MEMORY = (
     "it calls as_strided(), which reads memory as it lies, and a compiled step has its tensors elsewhere; use views"
 )
@@ -113,7 +122,25 @@ _REASONS = (
         "before it runs; write torch.where(mask, x, 0) or torch.where(mask, y, x) instead",
     ),
     (
-        ("unhinted", "data-dependent", "DataDependent", "Data-dependent", "item()", "_local_scalar_dense", "u0"),
+        ("(Generator)",),
+        "it draws by a torch.Generator; draw a tensor by it before the scan, one row a step, and scan it",
+    ),
+    (
+        ("trace_autograd_ops", "retain_grad"),
+        "it calls backward(), torch.autograd.grad or retain_grad(); call torch.func.grad in the step, or ask for "
+        "gradients of what the scan returns",
+    ),
+    (
+        (
+            "unhinted",
+            "data-dependent",
+            "DataDependent",
+            "Data-dependent",
+            "item()",
+            "_local_scalar_dense",
+            "u0",
+            "tolist",
+        ),
         "it reads a number out of a tensor, as k[t], k[:t + 1], k[:, t] = x, t.item() and `if t > 0` with a tensor t "
         "do; write k.index_select(0, t.view(1))[0], a mask such as torch.arange(S) <= t, and "
         "torch.where(torch.arange(S) == t, x, k) instead",
@@ -139,8 +166,16 @@ _REASONS = (
         "too; return its tensors, as tuple(x.max(-1))",
     ),
     (("metadata", "init and carry"), "it returns a carry of another shape or dtype than it was given"),
-    (("builtin print", "builtin `print`", "logging"), "it prints or logs; do so with what the scan returns"),
+    (("builtin print", "builtin `print`", "LoggingLogger"), "it prints or logs; do so with what the scan returns"),
     (("graph_break()", "torch.compiler.disable", "Skip calling"), "it breaks the graph, and a step is captured whole"),
+)
+
+
+# How torch names a function that it does not trace.
+_CALLS = (
+    r"module: ([\w.]+), qualname: ([\w.]+)",
+    r"torch\.\* op returned non-Tensor(?s:.*)target: <(?:built-in )?function (\w+)",
+    r"Dynamo does not know how to trace builtin operator `(\w+)`",
 )
 
 
@@ -152,6 +187,9 @@ def why_not_traced(error: Exception) -> str:
             return reason
     if found := re.search(r"(Data dependent|Dynamic shape) operator.*?(aten\.\w+)", text, re.DOTALL):
         return f"what {found[2]} returns is not known before it runs; compute it outside of the scan"
+    for call in _CALLS:
+        if found := re.search(call, text):
+            return f"it calls {'.'.join(found.groups())}, which cannot be captured; call it outside of the scan"
     if found := re.search(r"raised exception (.*)|ConstantVariable\(str: (.*)\)", text):
         return f"it raises {found[1] or found[2]}"
     lines = [line for line in str(error).strip().splitlines() if line]

@@ -4,7 +4,7 @@ captured."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +20,8 @@ from torch._dynamo.variables.dicts import SideEffectsProxyDict
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
 from torch._dynamo.variables.iter import IteratorVariable
+from torch._dynamo.variables.misc import NumpyVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._higher_order_ops.scan import scan_op
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -27,8 +29,12 @@ from torch.utils import _pytree as pytree
 from nsa_compile.capture.refusals import (
     ADVANCED,
     ASKS,
+    ASKS_FOR_ADDRESS,
+    ASKS_FOR_STRIDES,
     DRAWS,
+    DRAWS_BY_NUMPY,
     PLACE,
+    READS_GRADIENTS,
     READS_MEMORY,
     VARYING_NUMBER,
     ScanRefused,
@@ -42,6 +48,7 @@ def mend_steps() -> None:
     """Mend all of it."""
     explain_uncaptured_steps()
     refuse_iterators_from_outside()
+    refuse_what_no_step_knows()
     keep_what_steps_find()
     assign_to_what_is_current()
     let_steps_read_views()
@@ -59,7 +66,7 @@ def explain_uncaptured_steps() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         place, drawn = caller_of_scan(tx), len(tx.output.random_calls)
         try:
-            with _capturing(tx) if place else contextlib.nullcontext():
+            with _capturing(tx) if place else contextlib.nullcontext() as capture:
                 result = original(self, tx, args, kwargs)
         except Exception as error:
             own = isinstance(error, exc.TorchDynamoException)
@@ -75,6 +82,8 @@ def explain_uncaptured_steps() -> None:
             body = tx.output.nn_modules[scan.args[0].target]
             if body.graph.find_nodes(op="call_method", target="requires_grad_"):
                 raise ScanRefused(f"the step of the scan at {place} cannot be captured: {ASKS}")
+            if capture is not None and capture.asks_for_strides and _moved(scan, body):
+                raise ScanRefused(f"the step of the scan at {place} cannot be captured: {ASKS_FOR_STRIDES}")
             if _reads_by_strides(scan, body):
                 raise ScanRefused(f"the step of the scan at {place} cannot be captured: {READS_MEMORY}")
             body.meta[PLACE] = place
@@ -87,11 +96,12 @@ def explain_uncaptured_steps() -> None:
     ScanHigherOrderVariable._call_function = call_function  # type: ignore[method-assign]
 
 
-def _reads_by_strides(scan: fx.Node, body: fx.GraphModule) -> bool:
-    """Whether a step reads a carry or a row by strides of memory, and has it in others than the loop as written."""
+def _memory(node: fx.Node) -> StorageWeakRef:
+    return StorageWeakRef(node.meta["example_value"].untyped_storage())
 
-    def memory(node: fx.Node) -> StorageWeakRef:
-        return StorageWeakRef(node.meta["example_value"].untyped_storage())
+
+def _moved(scan: fx.Node, body: fx.GraphModule) -> set[StorageWeakRef]:
+    """The carries and rows that a step has in other strides than the loop as written."""
 
     def regular(node: Any) -> bool:
         source = node.args[0] if node.target == "clone" else node  # the copy in the standard layout is ours
@@ -100,16 +110,21 @@ def _reads_by_strides(scan: fx.Node, body: fx.GraphModule) -> bool:
 
     init, xs = cast(Any, scan.args[1:3])
     inputs, results = body.graph.find_nodes(op="placeholder"), cast(Any, body.graph.output_node().args[0])
-    moved = {
-        *(memory(x) for x, *same in zip(inputs, init, results, strict=False) if not all(map(regular, same))),
+    return {
+        *(_memory(x) for x, *same in zip(inputs, init, results, strict=False) if not all(map(regular, same))),
         *(
-            memory(x)
+            _memory(x)
             for x, rows in zip(inputs[len(init) :], xs, strict=False)
             if not rows.meta["example_value"][0].is_contiguous()
         ),
     }
+
+
+def _reads_by_strides(scan: fx.Node, body: fx.GraphModule) -> bool:
+    """Whether a step reads by strides of memory what it has in others than the loop as written."""
+    moved = _moved(scan, body)
     reads = [n.args[0] for n in body.graph.nodes if getattr(n.target, "__name__", n.target) == "as_strided"]
-    return any(memory(node) in moved for node in reads)
+    return any(_memory(node) in moved for node in reads)
 
 
 def keep_what_steps_find() -> None:
@@ -158,16 +173,17 @@ class _Capture:
     """A scan whose step Dynamo traces now."""
 
     tx: Any  # Dynamo's translator of the function that calls the scan operator
+    asks_for_strides: bool = False
 
 
 _captures: list[_Capture] = []  # the innermost last
 
 
 @contextlib.contextmanager
-def _capturing(tx: Any) -> Iterator[None]:
+def _capturing(tx: Any) -> Iterator[_Capture]:
     _captures.append(_Capture(tx))
     try:
-        yield
+        yield _captures[-1]
     finally:
         _captures.pop()
 
@@ -183,6 +199,46 @@ def refuse_iterators_from_outside() -> None:
         for kind in (base, *_subclasses(base)):
             if "tp_iternext_impl" in vars(kind):
                 _refuse_from_outside(kind)
+
+
+def refuse_what_no_step_knows() -> None:
+    """Refuse what Dynamo answers of the tensors that it traces a step with, and what it draws or seeds for all steps.
+
+    Its numbers for `numpy.random` are torch's, `seed` is dropped, and `.grad` of a row is taken for a tensor (torch
+    2.13). Strides are answered, and looked at when the step is known.
+    """
+
+    def refuse(reason: str) -> Callable[..., None]:
+        def refused(*_: Any) -> None:
+            raise exc.UncapturedHigherOrderOpError(reason)
+
+        return refused
+
+    def drawn_by_numpy(variable: Any, *_: Any) -> None:
+        if str(getattr(variable.value, "__module__", "")).startswith("numpy.random"):
+            raise exc.UncapturedHigherOrderOpError(DRAWS_BY_NUMPY)
+
+    def asks_for_strides(*_: Any) -> None:
+        for capture in _captures:
+            capture.asks_for_strides = True
+
+    _in_steps(TensorVariable, "method_data_ptr", refuse(ASKS_FOR_ADDRESS))
+    _in_steps(TensorVariable, "method_attr_grad", refuse(READS_GRADIENTS))
+    _in_steps(TensorVariable, "method_is_contiguous", asks_for_strides)
+    _in_steps(TensorVariable, "method_stride", asks_for_strides)
+    _in_steps(NumpyVariable, "call_function", drawn_by_numpy)
+
+
+def _in_steps(kind: Any, name: str, look: Callable[..., None]) -> None:
+    """Look at a method's arguments before it runs, while a step is traced."""
+    original = getattr(kind, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _captures:
+            look(self, *args)
+        return original(self, *args, **kwargs)
+
+    setattr(kind, name, method)
 
 
 def _subclasses(kind: type) -> list[type]:

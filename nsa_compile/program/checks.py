@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from nsa_compile.ir.scans import ScanSite, example, find_scans, place_of, results, scan_results
@@ -44,6 +45,8 @@ def check_after_loops(gm: fx.GraphModule) -> None:
                 site.body.graph.erase_node(node)
             elif node.target in _CHECKING:
                 _check_code(site, node)
+            elif node.target is F.one_hot:
+                _check_classes(site, node)
         site.body.recompile()
         site.owner.recompile()
 
@@ -77,6 +80,22 @@ def _check_code(site: ScanSite, node: fx.Node) -> None:
         return site.owner.graph.call_function(torch._linalg_check_errors, (codes, name), {"is_matrix": False})
 
     _after(site, parts[-1], check)
+
+
+def _check_classes(site: ScanSite, node: fx.Node) -> None:
+    """Check after the loop what `one_hot` checks of its classes in eager mode alone."""
+    given: dict[str, Any] = {**dict(zip(("input", "num_classes"), node.args, strict=False)), **node.kwargs}
+    classes, last = given["input"], given.get("num_classes", -1) - 1
+    if last < 0:
+        return  # as many as the largest class asks for: the step is declined
+    graph = site.body.graph
+    with graph.inserting_before(node):
+        inside = graph.call_function(torch.clamp, (classes, 0, last))
+        condition = graph.call_function(torch.eq, (inside, classes))
+    for made, value in ((inside, example(classes)), (condition, torch.empty_like(example(classes), dtype=torch.bool))):
+        made.meta = {**node.meta, "example_value": value}
+    said = f"one_hot: class values must be at least 0 and at most {last}"
+    _after(site, condition, partial(_assert, site.owner, [said]))
 
 
 def _assert(owner: fx.GraphModule, said: Sequence[Any], conditions: fx.Node) -> fx.Node:

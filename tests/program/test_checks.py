@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
@@ -111,3 +112,23 @@ def test_a_matrix_that_has_no_inverse_is_said(operator, recurrent, nested):
     for function in (run, fast):
         with pytest.raises(RuntimeError, match=r"singular|positive-definite|zero"):
             function(singular)
+
+
+@pytest.mark.parametrize("nested", NESTED)
+@pytest.mark.parametrize("carried", [0.0, 0.5])
+@pytest.mark.parametrize("classes", [[0, 1, 3], [0, -1, 2]])
+def test_a_class_that_one_hot_does_not_have_is_refused_as_in_the_loop(classes, carried, nested):
+    def run(x, classes):
+        def step(c, row):
+            c = carried * c + row[0] * F.one_hot(row[1], 3)
+            return c, c
+
+        return scan(step, x.new_zeros(3), (x, classes))[1]
+
+    torch._dynamo.reset()
+    fast = nsa_compile.compile(run, nested=nested, cache=False)
+    x = torch.randn(3, 3, requires_grad=True)
+    torch.testing.assert_close(fast(x, torch.tensor([2, 0, 1])), run(x, torch.tensor([2, 0, 1])))
+    for function, words in ((run, "Class values must be"), (fast, "one_hot: class values must be at least 0")):
+        with pytest.raises(RuntimeError, match=words):
+            function(x, torch.tensor(classes))
