@@ -16,14 +16,14 @@ from nsa_compile.capture import mend_dynamo
 from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.compiler_cache import errors_named
 from nsa_compile.ir import markers
-from nsa_compile.ir.scans import Declined
+from nsa_compile.ir.scans import WRITTEN, Declined
 from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline
 from nsa_compile.passes.report import Report
 from nsa_compile.program.aliases import hand_on_originals
 from nsa_compile.program.checks import check_after_loops
 from nsa_compile.program.first_call import FirstCall
-from nsa_compile.program.functional import WriteBack, make_functional
+from nsa_compile.program.functional import WriteBack, make_functional, with_stand_ins
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
 from nsa_compile.workarounds import let_inductor_read_what_was_written, let_views_of_outputs_keep_their_bases
@@ -239,8 +239,21 @@ def compile_nested(
     patches = {"config_patches": markers.inductor_config(gm)} if nvtx else {}
     inductor_files.prepare()
     let_inductor_read_what_was_written()
+    negated = [i for i, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()]
+    if any(WRITTEN in gm.graph.find_nodes(op="placeholder")[i].meta for i in negated):
+        raise ScanNotCompiled(
+            "the compiled function writes to an input that is a negated view, such as z.conj().imag, and Inductor "
+            'knows no such views; give it x.resolve_neg(), or compile with nested="aot_eager"'
+        )
+    examples = with_stand_ins(example_inputs, _resolved(example_inputs, negated))
     with errors_named(), _limits_named():
-        return lookup_backend("inductor")(gm, list(example_inputs), **patches)
+        run = lookup_backend("inductor")(gm, examples, **patches)
+    return run if not negated else lambda *inputs: run(*_resolved(inputs, negated))
+
+
+def _resolved(inputs: Sequence[Any], negated: Sequence[int]) -> list[Any]:
+    """Inputs without negated views, such as `z.conj().imag`: Inductor reads what lies in memory (torch 2.13)."""
+    return [x.resolve_neg() if i in negated else x for i, x in enumerate(inputs)]
 
 
 @contextmanager

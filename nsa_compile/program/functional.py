@@ -53,7 +53,7 @@ from nsa_compile.workarounds import HonestBatchNorm
 
 log = logging.getLogger("nsa_compile")
 
-__all__ = ["WriteBack", "make_functional"]
+__all__ = ["WriteBack", "make_functional", "with_stand_ins"]
 
 
 @dataclass
@@ -79,12 +79,8 @@ class WriteBack:
         return [x.clone() if i in self.inputs else x for i, x in enumerate(inputs)]
 
     def examples(self, inputs: Sequence[Any]) -> list[Any]:
-        """Stand-ins for what `copied` makes: torch has not seen the copies and would let their sizes vary."""
-        context = TracingContext.try_get()
-        if context is None or context.fake_mode is None:
-            return self.copied(inputs)
-        copies = zip(inputs, self.copied(inputs), strict=True)
-        return [c if c is x else context.fake_mode.from_tensor(c, static_shapes=True) for x, c in copies]
+        """Stand-ins for what `copied` makes."""
+        return with_stand_ins(inputs, self.copied(inputs))
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A function that leaves behind what the captured graph did, from one that runs the functional graph."""
@@ -115,6 +111,15 @@ class WriteBack:
             )
             keep_loops(self.captured)
         return list(self.captured(*inputs))
+
+
+def with_stand_ins(inputs: Sequence[Any], copies: Sequence[Any]) -> list[Any]:
+    """Stand-ins for the copies among them: torch has not seen these and would let their sizes vary."""
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        return list(copies)
+    mode = context.fake_mode
+    return [c if c is x else mode.from_tensor(c, static_shapes=True) for x, c in zip(inputs, copies, strict=True)]
 
 
 def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteBack:

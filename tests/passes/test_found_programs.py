@@ -973,3 +973,53 @@ def test_the_steps_of_a_loop_are_written_to_behind_it(nested):
         t.add_(1)
         gradients.append(torch.autograd.grad(y.square().sum(), x))
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("nested", [*NESTED, "inductor"])
+def test_a_conjugate_in_a_step(nested):
+    """What AOTAutograd compiles runs operators that do not see conjugate views: `c.conj() * x` was `c * x`."""
+
+    def run(x):
+        z = torch.view_as_complex(x)
+        y = scan(lambda c, row: (c * 0.5 + row, (c.conj() * row, (c * row.conj()).conj().imag)), z[0] * 1, z)[1]
+        return torch.view_as_real(y[0]), y[1]
+
+    equal_gradients(run, rows(3, D, 2).requires_grad_(), nested=nested)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("nested", [*NESTED, "inductor"])
+def test_an_input_that_is_a_negated_view(nested, batched):
+    """Inductor read what lies in memory, without the sign."""
+
+    def run(x):
+        return cached(x) if batched else scan(lambda c, row: (torch.tanh(c + row), c), x[0], x)[1]
+
+    x = torch.view_as_complex(rows(3, D, 2)).conj().imag
+    assert x.is_neg()
+    torch.testing.assert_close(compiled(run, nested, fullgraph=True)(x), run(x))
+    fast = compiled(run, nested, fullgraph=True)
+    torch.testing.assert_close(fast(x.resolve_neg()), run(x))
+    torch.testing.assert_close(fast(x), run(x))
+
+
+def test_a_negated_view_that_is_written_to_under_inductor():
+    def run(x):
+        y = cached(x * 2)
+        x.mul_(3)
+        return y
+
+    inputs = [torch.view_as_complex(rows(3, D, 2)).conj().imag for _ in range(2)]
+    torch.testing.assert_close(compiled(run, "inductor", fullgraph=True)(inputs[0]), run(inputs[1]))
+    torch.testing.assert_close(*inputs)
+
+    def left_alone(x, w):
+        with torch.no_grad():
+            w.mul_(2)
+        y = cached(x) + w
+        x.mul_(3)
+        return y
+
+    w = torch.ones(D, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"give it x\.resolve_neg\(\)"):
+        compiled(left_alone, "inductor", fullgraph=True)(inputs[0], w)

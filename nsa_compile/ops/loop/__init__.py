@@ -10,10 +10,13 @@ it: the process that uses such code has registered the program before.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import itertools
+import operator
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -174,12 +177,28 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *(by_input.get(i) for i in range(len(ctx.differentiable)))
 
 
+_LAZY = functools.reduce(
+    operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in ("Conjugate", "Negative"))
+)
+
+
+@contextlib.contextmanager
+def _as_called_by_itself() -> Iterator[None]:
+    """Run operators without autocast, whose casts are in the graphs, and so that they see conjugate and negated views.
+
+    What AOTAutograd compiles calls an operator with those left out: `c.conj() * x` was `c * x` in it (torch 2.13).
+    """
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded - _LAZY), torch._C._DisableAutocast():
+        yield
+
+
 def _run(first: Tensor, rest: Sequence[Tensor], program: str, differentiable: Sequence[bool]) -> list[Tensor]:
     """The operator. One tensor is no part of the list, as torch learns from it where the operator runs."""
     known = _programs[program]
     step = known.graphs(differentiable)
     init, xs, additional = known.split([first, *rest])
-    with torch._C._DisableAutocast():  # its casts are in the graphs
+    with _as_called_by_itself():
         fixed = step.before(*additional)
         carries: Sequence[Tensor] = [x.contiguous() for x in init]
         n = len(carries)
@@ -222,7 +241,7 @@ def loop_backward(
     step = known.graphs(differentiable)
     xs, additional = read[: len(step.rows_read)], read[len(step.rows_read) :]
     n, n_rows = known.n_init, known.n_init + known.n_xs
-    with torch._C._DisableAutocast():
+    with _as_called_by_itself():
         fixed = step.before_backward(*additional)
         of_carry = {place: i for i, place in enumerate(step.gradients) if place < n}
         carried = [i for i in step.tangents if i < n]
