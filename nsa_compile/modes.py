@@ -86,13 +86,15 @@ def under(state: Autocast) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Run code that is not part of the program, hidden from dispatch modes and saved-tensor hooks.
+    """Run code that is not part of the program, hidden from dispatch modes, saved-tensor hooks and anomaly detection.
 
-    A checkpointed region, for one, counts what its forward pass saves, and computes it again.
+    A checkpointed region, for one, counts what its forward pass saves, and computes it again. Anomaly detection reads
+    whether gradients hold NaN, which those that are traced do not know.
     """
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     with (
         _disable_current_modes(),
+        torch.autograd.set_detect_anomaly(False),
         torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooked else contextlib.nullcontext(),
     ):
         yield

@@ -1023,3 +1023,15 @@ def test_a_negated_view_that_is_written_to_under_inductor():
     w = torch.ones(D, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"give it x\.resolve_neg\(\)"):
         compiled(left_alone, "inductor", fullgraph=True)(inputs[0], w)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_loop_under_anomaly_detection(batched):
+    """The step could not be traced: whether its gradients hold NaN was asked then."""
+
+    def run(x):
+        return cached(x) if batched else scan(lambda c, row: (torch.tanh(c + row), c), x[0], x)[1]
+
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        equal_gradients(run, rows(3, D).requires_grad_())
+        assert torch.is_anomaly_enabled()
