@@ -1,0 +1,152 @@
+"""`nsa_compile::scored_attention`: attention whose scores are a program of products, positions and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from nsa_compile.ops import flops
+from nsa_compile.ops.dispatch import Kernel, choose_kernel, register_kernel
+from nsa_compile.ops.scored.program import derivative, parse
+from nsa_compile.ops.tiles import compute_dtype
+
+__all__ = ["TILE", "scored_attention"]
+
+TILE = 64  # queries, and keys, of a tile
+
+_ARGUMENTS = "Tensor[] q, Tensor[] k, Tensor v, Tensor[] leaves"
+
+
+def _check(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor
+) -> None:
+    if not q or len(q) != len(k):
+        raise ValueError(
+            f"q has {len(q)} tensors and k {len(k)}; there must be one of k for each of q, and at least one"
+        )
+    n, s, m, _ = q[0].shape
+    keys = v.shape[1]
+    for i, (a, b) in enumerate(zip(q, k, strict=True)):
+        if a.shape[:3] != (n, s, m) or b.shape != (n, keys, a.shape[3]):
+            raise ValueError(
+                f"q[{i}] is {list(a.shape)} and k[{i}] {list(b.shape)}; they must be [{n}, {s}, {m}, D] and "
+                f"[{n}, {keys}, D]"
+            )
+    for i, x in enumerate(leaves):
+        if x.dim() != 4 or any(a not in (1, b) for a, b in zip(x.shape, (n, s, m, keys), strict=True)):
+            raise ValueError(f"leaves[{i}] is {list(x.shape)}; it must broadcast to {[n, s, m, keys]}")
+    rows, columns = -(-s // TILE), -(-keys // TILE)
+    if tiles.shape != (rows, columns) or tiles.dtype != torch.uint8:
+        raise ValueError(f"tiles is {tiles.dtype} {list(tiles.shape)}; it must be torch.uint8 [{rows}, {columns}]")
+    parse(program)
+
+
+def _compute(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, leaves, program, tiles)
+    out, lse = choose_kernel("scored", v).forward(q, k, v, leaves, program, tiles)
+    return out, lse
+
+
+#: Attention of queries to keys by scores of a program.
+#:
+#: Args:
+#:     q: one or several `[N, S, m, D_i]`; k: as many `[N, T, D_i]`. Product i is `s<i>` of the program.
+#:     v: `[N, T, Dv]`.
+#:     leaves: `[N|1, S|1, m|1, T|1]`, floating, int64 or bool: `x<i>` of the program.
+#:     program: see `program.py`. A score of -inf removes its key.
+#:     tiles: uint8 `[ceil(S / 64), ceil(T / 64)]`; 0 where all scores of a tile are -inf, so that it need not be read.
+#:
+#: Returns:
+#:     The output `[N, S, m, Dv]`, zeros where all keys are removed, and the log-sum-exp of the scores `[N, S, m]`; both
+#:     have gradients.
+scored_attention = torch.library.custom_op(
+    "nsa_compile::scored_attention",
+    _compute,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, str program, Tensor tiles) -> (Tensor out, Tensor lse)",
+)
+
+
+def _compute_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Any, k: Any, v: Tensor, *rest: Any) -> list[Tensor]:
+    return choose_kernel("scored", v).code.backward(grad_out, grad_lse, q, k, v, *rest)
+
+
+scored_attention_backward = torch.library.custom_op(
+    "nsa_compile::scored_attention_backward",
+    _compute_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor? grad_lse, {_ARGUMENTS}, Tensor out, Tensor lse, str program,"
+    " str derivatives, Tensor tiles, int[] wanted) -> Tensor[]",
+)
+
+
+@scored_attention.register_fake
+def _(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, leaves, program, tiles)
+    shape = q[0].shape[:3]
+    return v.new_empty(*shape, v.shape[2]), v.new_empty(shape, dtype=compute_dtype(v))
+
+
+@scored_attention_backward.register_fake
+def _(
+    grad_out: Tensor, grad_lse: Any, q: Any, k: Any, v: Tensor, leaves: Any, out: Any, lse: Any, program: str,
+    derivatives: str, tiles: Tensor, wanted: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape) for x in (*q, *k, v, *(leaves[i] for i in wanted))]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, leaves, ctx.program, tiles = inputs
+    ctx.counts = len(q), len(leaves)
+    ctx.wanted = [i for i, x in enumerate(leaves) if x.requires_grad]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*q, *k, v, *leaves, *output, tiles)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
+    products, count = ctx.counts
+    saved = iter(ctx.saved_tensors)
+    q, k = ([next(saved) for _ in range(products)] for _ in range(2))
+    v, leaves = next(saved), [next(saved) for _ in range(count)]
+    out, lse, tiles = saved
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    integers, booleans = ([f"x{i}" for i, x in enumerate(leaves) if is_kind(x)] for is_kind in (_is_integer, _is_bool))
+    names = (*(f"s{i}" for i in range(products)), *(f"x{i}" for i in ctx.wanted))
+    derivatives = derivative(ctx.program, names, tuple(integers), tuple(booleans))
+    found = scored_attention_backward(
+        grad_out, grad_lse, q, k, v, leaves, out, lse, ctx.program, derivatives, tiles, ctx.wanted
+    )
+    of_leaves: list[Tensor | None] = [None] * count
+    for i, gradient in zip(ctx.wanted, found[2 * products + 1 :], strict=True):
+        of_leaves[i] = gradient
+    return found[:products], found[products : 2 * products], found[2 * products], of_leaves, None, None
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not x.dtype.is_floating_point and x.dtype != torch.bool
+
+
+def _is_bool(x: Tensor) -> bool:
+    return x.dtype == torch.bool
+
+
+scored_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.nsa_compile.scored_attention)
+def _flops(q: Any, k: Any, v: Any, leaves: Any, *rest: Any, out_shape: Any = None) -> int:
+    return sum(flops.attention_flops(a, v, a[1] * v[1]) for a in q)
+
+
+@register_flop_formula(torch.ops.nsa_compile.scored_attention_backward)
+def _backward_flops(grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None) -> int:
+    return sum(flops.attention_backward_flops(a, v, a[1] * v[1]) for a in q)
+
+
+register_kernel(Kernel("scored", "portable", "portable torch", partial(import_module, f"{__name__}.portable")))

@@ -1,0 +1,120 @@
+"""Attention to scores of a program in plain torch: tiles of queries against the keys that they may see.
+
+Memory is linear in S; time follows the first and the last key that a tile of queries may see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nsa_compile.ops.scored.program import Program, parse
+from nsa_compile.ops.tiles import compute_dtype
+
+__all__ = ["backward", "forward"]
+
+TILE = 64
+
+
+def forward(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor
+) -> tuple[Tensor, Tensor]:
+    dtype = compute_dtype(v)
+    n, s, m, _ = q[0].shape
+    out, lse = v.new_zeros(n, s, m, v.shape[2]), v.new_full((n, s, m), -torch.inf, dtype=dtype)
+    for queries, keys in _spans(tiles, s, v.shape[1]):
+        scores = _scores(parse(program), q, k, leaves, queries, keys, dtype)
+        lse[:, queries] = scores.logsumexp(-1)
+        weights = _weights(scores, lse[:, queries])
+        out[:, queries] = _times(weights, v[:, keys]).to(v.dtype)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Tensor,
+    leaves: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    program: str,
+    derivatives: str,
+    tiles: Tensor,
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    dtype = compute_dtype(v)
+    gradient = parse(derivatives)
+    of_q, of_k, of_v, of_leaves = (
+        [torch.zeros_like(x, dtype=dtype) for x in xs] for xs in (q, k, [v], [leaves[i] for i in wanted])
+    )
+    for queries, keys in _spans(tiles, q[0].shape[1], v.shape[1]):
+        scores = _scores(parse(program), q, k, leaves, queries, keys, dtype)
+        weights = _weights(scores, lse[:, queries])
+        grad = grad_out[:, queries].to(dtype)
+        of_v[0][:, keys] += torch.einsum("nsmt,nsmd->ntd", weights, grad)
+        moved = (grad * out[:, queries].to(dtype)).sum(-1)
+        moved = moved if grad_lse is None else moved - grad_lse[:, queries]
+        g = weights * (torch.einsum("nsmd,ntd->nsmt", grad, v[:, keys].to(dtype)) - moved.unsqueeze(-1))
+        given = _given(q, k, leaves, queries, keys, dtype)
+        found = gradient.evaluate({**given, "g": g}, dtype)
+        # A score of -inf passes nothing on, whatever it was made of.
+        found = [torch.where(weights == 0, 0.0, torch.as_tensor(x, dtype=dtype, device=v.device)) for x in found]
+        for i, of_score in enumerate(found[: len(q)]):
+            of_q[i][:, queries] = torch.einsum("nsmt,ntd->nsmd", of_score, k[i][:, keys].to(dtype))
+            of_k[i][:, keys] += torch.einsum("nsmt,nsmd->ntd", of_score, q[i][:, queries].to(dtype))
+        for total, of_score in zip(of_leaves, found[len(q) :], strict=True):
+            part = _part(total, queries, keys)
+            part += of_score.sum_to_size(part.shape)
+    given_to = [*q, *k, v, *(leaves[i] for i in wanted)]
+    return [x.to(y.dtype) for x, y in zip([*of_q, *of_k, *of_v, *of_leaves], given_to, strict=True)]
+
+
+def _spans(tiles: Tensor, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
+    """Tiles of queries, and the keys from the first to the last that they may see."""
+    for row, used in enumerate(tiles.bool().tolist()):
+        if any(used):
+            first, last = used.index(True), len(used) - used[::-1].index(True)
+            yield slice(row * TILE, min(queries, (row + 1) * TILE)), slice(first * TILE, min(keys, last * TILE))
+
+
+def _part(leaf: Tensor, queries: slice, keys: slice) -> Tensor:
+    """What a tensor `[N|1, S|1, m|1, T|1]` is for some queries and keys."""
+    leaf = leaf if leaf.shape[1] == 1 else leaf[:, queries]
+    return leaf if leaf.shape[3] == 1 else leaf[..., keys]
+
+
+def _given(
+    q: Sequence[Tensor], k: Sequence[Tensor], leaves: Sequence[Tensor], queries: slice, keys: slice, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    given = {f"x{i}": _part(x, queries, keys) for i, x in enumerate(leaves)}
+    for i, (a, b) in enumerate(zip(q, k, strict=True)):
+        given[f"s{i}"] = torch.einsum("nsmd,ntd->nsmt", a[:, queries].to(dtype), b[:, keys].to(dtype))
+    return given
+
+
+def _scores(
+    program: Program,
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    queries: slice,
+    keys: slice,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`[N, C, m, K]`."""
+    given = _given(q, k, leaves, queries, keys, dtype)
+    (scores,) = program.evaluate(given, dtype)
+    return torch.as_tensor(scores, dtype=dtype, device=q[0].device).expand(given["s0"].shape)
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    none = lse == -torch.inf
+    return (scores - torch.where(none, 0.0, lse).unsqueeze(-1)).exp().masked_fill(none.unsqueeze(-1), 0.0)
+
+
+def _times(weights: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("nsmt,ntd->nsmd", weights, v.to(weights.dtype))

@@ -1,0 +1,29 @@
+"""Attention to scores of a program in plain torch, over all keys at once: what the kernels are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nsa_compile.ops.scored.program import parse
+from nsa_compile.ops.tiles import compute_dtype
+
+__all__ = ["scored_attention"]
+
+
+def scored_attention(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str
+) -> tuple[Tensor, Tensor]:
+    """Output `[N, S, m, Dv]` and log-sum-exp `[N, S, m]`, differentiable by autograd."""
+    dtype = compute_dtype(v)
+    pairs = zip(q, k, strict=True)
+    given = {f"s{i}": torch.einsum("nsmd,ntd->nsmt", a.to(dtype), b.to(dtype)) for i, (a, b) in enumerate(pairs)}
+    shape = given["s0"].shape
+    (scores,) = parse(program).evaluate({**given, **{f"x{i}": x for i, x in enumerate(leaves)}}, dtype)
+    scores = torch.as_tensor(scores, dtype=dtype, device=v.device).expand(shape)
+    lse = scores.logsumexp(-1)
+    none = lse == -torch.inf
+    weights = (scores - torch.where(none, 0.0, lse).unsqueeze(-1)).exp().masked_fill(none.unsqueeze(-1), 0.0)
+    return torch.einsum("nsmt,ntd->nsmd", weights, v.to(dtype)).to(v.dtype), lse
