@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile.analyses.batched_operators import Value, apply_at_steps, spread
+from nsa_compile.analyses.scores import MASK, used_tiles
 from nsa_compile.ir.aten import operand
-from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
+from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, SCORED, SELECT, AttentionCall, Opaque, SelectCall
 from nsa_compile.ir.carries import Invariant, Known, Latest, Rows
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
+from nsa_compile.ops.scored import TILE
 
 Times = tuple[int, ...]
 
-_ATTENTION = (ATTENTION, SELECT)
+_ATTENTION = (ATTENTION, SELECT, SCORED, NAN_ROWS)
 
 
 class BatchedBody:
@@ -118,7 +120,8 @@ class BatchedBody:
             return operator.attrgetter(str(node.target))(self.site.body), False
         if node.target in _ATTENTION:
             with fx.traceback.set_current_meta(node):
-                return self._attention(node, times), True
+                compute = {SCORED: self._scored, NAN_ROWS: self._nan_rows}.get(node.target, self._attention)
+                return compute(node, times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
         with fx.traceback.set_current_meta(node):
             if node in self.record.settled:
@@ -162,15 +165,45 @@ class BatchedBody:
             narrow = {name: x.squeeze(2).transpose(0, 1) for name, x in narrow.items()}
             batched = replace(batched, q=self.queries[key], **caches, **narrow)
             return run(*batched.args).transpose(0, 1).unsqueeze(2)
-        # Each step sees caches of its own: [S, N, 1, ...] -> [S * N, 1, ...]
+        # Each step sees caches of its own.
         sequences = queries.shape[1]
-
-        def fold(x: Tensor) -> Tensor:
-            return x.expand(len(times), sequences, *x.shape[2:]).flatten(0, 1)
-
         spread_caches = {name: spread(x, len(times)) for name, x in caches.items()}
-        folded = {name: fold(x) for name, x in {"q": queries, **spread_caches, **narrow}.items()}
+        folded = {name: _fold(x, sequences) for name, x in {"q": queries, **spread_caches, **narrow}.items()}
         return run(*replace(batched, **folded).args).unflatten(0, (len(times), sequences))
+
+    def _scored(self, node: fx.Node, times: Times) -> tuple[Tensor, Tensor]:
+        """Attention by scores of a program: the steps become its queries."""
+        given_args: Any = node.args
+        queries, keys, values, leaves, program, _ = given_args
+        q = [spread(self.value(x, times), len(times)) for x in queries]
+        caches = [self.value(x, times) for x in (*keys, values)]
+        given = [self.value(x, times) for x in leaves]
+
+        if not any(has_steps for _, has_steps in caches):
+            *k, v = (x for x, _ in caches)
+            of_steps = [_together(x) if has_steps else x for x, has_steps in given]
+            tiles = None
+            if times == self.all_times:
+                tiles = self._constant(used_tiles(node.meta[MASK], len(times), v.shape[1], TILE))
+            out, lse = SCORED([_together(x) for x in q], k, v, of_steps, program, tiles)
+            return _apart(out), _apart(lse)
+        # Each step sees caches of its own.
+        sequences = q[0].shape[1]
+        *k, v = (_fold(spread(x, len(times)), sequences) for x in caches)
+        folded = [_fold(spread(x, len(times)), sequences) for x in given]
+        out, lse = SCORED([_fold(x, sequences) for x in q], k, v, folded, program, None)
+        return out.unflatten(0, (len(times), sequences)), lse.unflatten(0, (len(times), sequences))
+
+    def _nan_rows(self, node: fx.Node, times: Times) -> Tensor:
+        """What `nan_rows` does, with the steps as its queries."""
+        given: Any = node.args
+        out, none = (spread(self.value(x, times), len(times)) for x in given[:2])
+        v, has_steps = self.value(given[2], times)
+        if not has_steps:
+            return _apart(NAN_ROWS(_together(out), _together(none), v, given[3]))
+        sequences = out.shape[1]
+        found = NAN_ROWS(*(_fold(x, sequences) for x in (out, none, v)), [0, 0])  # all that a step finds is there
+        return found.unflatten(0, (len(times), sequences))
 
     # -- carries
 
@@ -301,6 +334,21 @@ class BatchedBody:
             down, across = (torch.arange(n, device=device) * step for n, step in zip(value.shape, slopes, strict=True))
             return down[:, None] + across + int(value.flat[0])
         return torch.from_numpy(np.ascontiguousarray(value)).to(device)
+
+
+def _together(x: Tensor) -> Tensor:
+    """One query at each step, as queries of one sequence: `[S, N, 1, ...]` -> `[N, S, ...]`."""
+    return x.squeeze(2).transpose(0, 1)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """The other way round."""
+    return x.transpose(0, 1).unsqueeze(2)
+
+
+def _fold(x: Tensor, sequences: int) -> Tensor:
+    """Sequences of their own for each step: `[S, N|1, 1, ...]` -> `[S * N, 1, ...]`."""
+    return x.expand(x.shape[0], sequences, *x.shape[2:]).flatten(0, 1)
 
 
 def _slopes(value: np.ndarray) -> list[int] | None:

@@ -184,6 +184,17 @@ def _parts(condition: Condition, record: ScanRecord) -> list[Condition]:
     return []
 
 
+def first_steps(known: StepMask | None) -> tuple[int, int] | None:
+    """(a, b) where a mask first keeps key p at step a · p + b; None if it is not so."""
+    if known is None:
+        return 0, 0
+    start = known.start.reshape(-1, known.shape[-1])
+    offset = int(start[0, 0])
+    stride = int(start[0, 1]) - offset if start.shape[1] > 1 else 0
+    linear = offset + stride * torch.arange(start.shape[1])
+    return (stride, offset) if torch.equal(start, linear.expand_as(start)) and not bool(known.outside.any()) else None
+
+
 def classify(known: StepMask | None, length: int) -> MaskKind:
     """The kind of a mask that is known at every step, by its values."""
     if known is None:

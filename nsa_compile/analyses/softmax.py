@@ -20,6 +20,7 @@ from nsa_compile.analyses.masks import (
     Unrecognised,
     conjunction,
     constant,
+    first_steps,
     is_float_cast,
     moved,
     same_mask,
@@ -407,15 +408,10 @@ def _first_keys(softmax: fx.Node, scores: Scores, record: ScanRecord) -> tuple[i
     if any(condition.additive for condition in scores.conditions):
         raise Unrecognised("at some step no key may be left, and its mask is added to its scores", softmax)
     known = conjunction(scores.conditions, record).known
-    if record.length == 1 or known is None:
-        return 0, 0
-    start = known.start.reshape(-1, known.shape[-1])
-    offset = int(start[0, 0])
-    stride = int(start[0, 1]) - offset if start.shape[1] > 1 else 0
-    linear = offset + stride * torch.arange(start.shape[1])
-    if bool(known.outside.any()) or not torch.equal(start, linear.expand_as(start)):
+    found = (0, 0) if record.length == 1 else first_steps(known)
+    if found is None:
         raise Unrecognised("at some step no key may be left, and its keys do not come one after the other", softmax)
-    return stride, offset
+    return found
 
 
 def _keeps_one(known: StepMask | None, record: ScanRecord) -> bool:

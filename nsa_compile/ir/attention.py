@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from nsa_compile.ops.compressed.selection import best_blocks, block_scores, sum_heads
+from nsa_compile.ops.scored import scored_attention
 
 
 @dataclass(frozen=True)
@@ -419,3 +420,5 @@ def _ranking_flops(q: Any, k: Any, *rest: Any, out_shape: Any = None) -> int:
 
 ATTENTION = attention._opoverload
 SELECT = select_blocks._opoverload
+NAN_ROWS = nan_rows._opoverload
+SCORED = scored_attention._opoverload

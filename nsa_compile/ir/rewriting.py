@@ -195,6 +195,11 @@ class NodeBuilder:
     def __init__(self, body: fx.GraphModule, before: fx.Node) -> None:
         self.body, self.before = body, before
 
+    @property
+    def device(self) -> torch.device:
+        """Of what is computed where nodes are added."""
+        return example(self.before).device
+
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.body.graph.inserting_before(self.before):
             node = self.body.graph.call_function(target, args, kwargs)
@@ -205,3 +210,12 @@ class NodeBuilder:
             node.meta["val"] = target(*values, **kwargs)
         inherit_meta(node, self.before)
         return node
+
+
+def constant_node(build: NodeBuilder, tensor: torch.Tensor, device: torch.device) -> fx.Node:
+    """A constant of a body, where a builder adds nodes."""
+    tensor = tensor.contiguous().to(device)
+    with build.body.graph.inserting_before(build.before):
+        node = build.body.graph.get_attr(_adopt(build.body, tensor))
+    node.meta["val"] = tensor
+    return node

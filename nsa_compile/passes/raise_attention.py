@@ -18,13 +18,25 @@ written. What is not attention in all this stays as it is, and is reported.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.attention_costs import runs_in_place
 from nsa_compile.analyses.magnitudes import given_magnitudes
-from nsa_compile.analyses.masks import Mask, Unrecognised, conjunction, mask_tensor
+from nsa_compile.analyses.masks import Mask, Unrecognised, conjunction, first_steps, mask_tensor
+from nsa_compile.analyses.scores import (
+    KeySet,
+    Read,
+    build_logits,
+    build_scored,
+    key_sets,
+    regrouped,
+    values_of,
+    weighted_values,
+)
 from nsa_compile.analyses.softmax import (
     AttentionRecord,
     Output,
@@ -35,11 +47,11 @@ from nsa_compile.analyses.softmax import (
     walk_down,
     walk_up,
 )
-from nsa_compile.analyses.staleness import analyse
-from nsa_compile.ir.aten import SOFTMAX, aten
-from nsa_compile.ir.attention import ATTENTION, All, AttentionCall, Blocks, Opaque, Window
-from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code
-from nsa_compile.ir.scans import Declined, ScanRecord, example, find_scans, find_steps, location
+from nsa_compile.analyses.staleness import Analysis, analyse
+from nsa_compile.ir.aten import PLACED, SOFTMAX, aten
+from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, All, AttentionCall, Blocks, Opaque, Window
+from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_earlier
+from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, Step, example, find_scans, find_steps, location
 from nsa_compile.passes.pipeline import PassContext, register
 
 
@@ -48,31 +60,107 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     """Find attention in step bodies and make each one node that knows its mask."""
     changed = False
     in_place = context.options.attention != "dense" and runs_in_place(gm)
-    given = {site.body: given_magnitudes(site) for site in find_scans(gm)}
+    sites = {site.body: site for site in find_scans(gm)}
+    given = {body: given_magnitudes(site) for body, site in sites.items()}
     for step in find_steps(gm):
-        record = step.record
-        analysis = analyse(step.body, record, given.get(step.body, {}), {})
+        analysis = analyse(step.body, step.record, given.get(step.body, {}), {})
         for softmax in [n for n in step.body.graph.nodes if n.target in SOFTMAX]:
             try:
                 with unset_fake_temporarily(), torch.no_grad():
-                    scores = walk_up(softmax, record)
-                    check_scores(softmax, scores, analysis)
-                    outputs = walk_down(softmax, scores, record)
-                    if step.body is gm:  # no batching will bring its scores and their ranking together
-                        check_read_by(outputs, softmax, record, may_rank=in_place)
-                    mask = conjunction(scores.conditions, record)
+                    known, outputs = _attention(step, softmax, analysis, in_place=in_place)
             except Unrecognised as found:
-                context.leave(Declined(found.why, found.node))
+                if step.body not in sites or not _raise_scores(step, sites[step.body], softmax, analysis, context):
+                    context.leave(Declined(found.why, found.node))
+                changed = True
                 continue
             for output in outputs:
                 if context.may_rewrite():
-                    replace_output(step.body, AttentionRecord(softmax, scores, mask), output, record)
-                    context.match(step.name, f"{described(mask)} at {location(softmax)}")
+                    replace_output(step.body, known, output, step.record)
+                    context.match(step.name, f"{described(known.mask)} at {location(softmax)}")
                     changed = True
         if changed:
             eliminate_dead_code(step.body)
             step.body.recompile()
     return changed
+
+
+def _attention(
+    step: Step, softmax: fx.Node, analysis: Analysis, *, in_place: bool
+) -> tuple[AttentionRecord, list[Output]]:
+    """A softmax as attention to masked products.
+
+    Raises:
+        Unrecognised: it is no such attention.
+    """
+    record = step.record
+    scores = walk_up(softmax, record)
+    check_scores(softmax, scores, analysis)
+    outputs = walk_down(softmax, scores, record)
+    by_itself = record.length == 1
+    if by_itself:  # no batching will bring its scores and their ranking together
+        check_read_by(outputs, softmax, record, may_rank=in_place)
+    mask = conjunction(scores.conditions, record)
+    if isinstance(mask.kind, Opaque) and not mask.data and not by_itself:
+        raise Unrecognised("its mask is known, and of no kind that an operator has", softmax)
+    if mask.data and not by_itself and not any(f.node.target in PLACED for f in mask.data):
+        raise Unrecognised("its mask depends on data, and is no scatter of block indices", softmax)
+    return AttentionRecord(softmax, scores, mask), outputs
+
+
+def _raise_scores(step: Step, site: ScanSite, softmax: fx.Node, analysis: Analysis, context: PassContext) -> bool:
+    """Make attention by scores of a program of a softmax, if that is what it is."""
+    try:
+        with unset_fake_temporarily(), torch.no_grad():
+            sets = key_sets(step, softmax, len(site.xs), floors_vanish=analysis._floors_vanish(softmax))
+            reads = weighted_values(softmax, sets, step.record)
+            n = max(read.product.shape[0] for read in reads)
+            n = max(n, *(keys.shape[0] for keys in sets if keys.products))
+            sets = [regrouped(keys, n) if keys.products else keys for keys in sets]
+    except Unrecognised as found:
+        context.leave(Declined(found.why, found.node))
+        return False
+    if not context.may_rewrite():
+        return False
+    replace_by_scores(step.body, softmax, sets, reads, n)
+    context.match(step.name, f"attention by scores of a program, {len(sets)} sets of keys, at {location(softmax)}")
+    return True
+
+
+def replace_by_scores(body: fx.GraphModule, softmax: fx.Node, sets: list[KeySet], reads: list[Read], n: int) -> None:
+    """Put attention by scores of a program in the place of the products of the weights of a softmax with values.
+
+    Several sets of keys share one softmax: each gets the part of the weights that its log-sum-exp has.
+    """
+    rows = example(softmax).numel() // sum(len(keys.columns) for keys in sets)
+    build = NodeBuilder(body, reads[-1].product.node)
+    done: dict[int, tuple[fx.Node, fx.Node]] = {}
+    for i, keys in enumerate(sets):
+        if keys.products:
+            (read,) = [read for read in reads if read.keys == i]
+            out, lse = build_scored(keys, values_of(read, n, build), build)
+            done[i] = out, build(aten.reshape.default, lse, [rows])
+    lses = [done[i][1] if i in done else build_logits(keys, rows, build) for i, keys in enumerate(sets)]
+    total = lses[0] if len(lses) == 1 else build(aten.logsumexp.default, build(aten.stack.default, lses), [0])
+    for read in reads:
+        out, lse = done[read.keys]
+        if len(lses) > 1:
+            share = build(aten.exp.default, build(aten.sub.Tensor, lse, total))
+            share = build(aten.reshape.default, share, [n, 1, rows // n, 1])
+            share = build(aten._to_copy.default, share, dtype=example(out).dtype)
+            out = build(aten.mul.Tensor, out, share)
+        elif not read.without_nan and softmax.target is not aten._safe_softmax.default:
+            none = build(aten.reshape.default, build(aten.eq.Scalar, lse, -math.inf), [n, 1, rows // n])
+            there = first_steps(sets[read.keys].mask.known) or (0, 0)
+            out = build(NAN_ROWS, out, none, values_of(read, n, build), list(there))
+        product = read.product
+        m = product.shape[1]
+        out = build(aten.reshape.default, out, [product.shape[0], m, example(out).shape[-1]])
+        if product.flipped:
+            out = build(aten.transpose.int, out, 1, 2)
+        out = build(aten.reshape.default, out, list(example(product.node).shape))
+        if example(out).dtype != example(product.node).dtype:
+            out = build(aten._to_copy.default, out, dtype=example(product.node).dtype)
+        replace_earlier(product.node, out)
 
 
 def described(mask: Mask) -> str:

@@ -24,7 +24,7 @@ _ARGUMENTS = "Tensor[] q, Tensor[] k, Tensor v, Tensor[] leaves"
 
 
 def _check(
-    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor | None
 ) -> None:
     if not q or len(q) != len(k):
         raise ValueError(
@@ -42,12 +42,12 @@ def _check(
         if x.dim() != 4 or any(a not in (1, b) for a, b in zip(x.shape, (n, s, m, keys), strict=True)):
             raise ValueError(f"leaves[{i}] is {list(x.shape)}; it must broadcast to {[n, s, m, keys]}")
     rows, columns = -(-s // TILE), -(-keys // TILE)
-    if tiles.shape != (rows, columns) or tiles.dtype != torch.uint8:
+    if tiles is not None and (tiles.shape != (rows, columns) or tiles.dtype != torch.uint8):
         raise ValueError(f"tiles is {tiles.dtype} {list(tiles.shape)}; it must be torch.uint8 [{rows}, {columns}]")
     parse(program)
 
 
-def _compute(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor) -> tuple[Tensor, Tensor]:
+def _compute(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor | None) -> tuple[Tensor, Tensor]:
     _check(q, k, v, leaves, program, tiles)
     out, lse = choose_kernel("scored", v).forward(q, k, v, leaves, program, tiles)
     return out, lse
@@ -61,6 +61,7 @@ def _compute(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor
 #:     leaves: `[N|1, S|1, m|1, T|1]`, floating, int64 or bool: `x<i>` of the program.
 #:     program: see `program.py`. A score of -inf removes its key.
 #:     tiles: uint8 `[ceil(S / 64), ceil(T / 64)]`; 0 where all scores of a tile are -inf, so that it need not be read.
+#:         None: there are no such tiles.
 #:
 #: Returns:
 #:     The output `[N, S, m, Dv]`, zeros where all keys are removed, and the log-sum-exp of the scores `[N, S, m]`; both
@@ -69,7 +70,7 @@ scored_attention = torch.library.custom_op(
     "nsa_compile::scored_attention",
     _compute,
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, str program, Tensor tiles) -> (Tensor out, Tensor lse)",
+    schema=f"({_ARGUMENTS}, str program, Tensor? tiles) -> (Tensor out, Tensor lse)",
 )
 
 
@@ -82,12 +83,12 @@ scored_attention_backward = torch.library.custom_op(
     _compute_backward,
     mutates_args=(),
     schema=f"(Tensor grad_out, Tensor? grad_lse, {_ARGUMENTS}, Tensor out, Tensor lse, str program,"
-    " str derivatives, Tensor tiles, int[] wanted) -> Tensor[]",
+    " str derivatives, Tensor? tiles, int[] wanted) -> Tensor[]",
 )
 
 
 @scored_attention.register_fake
-def _(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor | None) -> tuple[Tensor, Tensor]:
     _check(q, k, v, leaves, program, tiles)
     shape = q[0].shape[:3]
     return v.new_empty(*shape, v.shape[2]), v.new_empty(shape, dtype=compute_dtype(v))
@@ -96,7 +97,7 @@ def _(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor) -> tu
 @scored_attention_backward.register_fake
 def _(
     grad_out: Tensor, grad_lse: Any, q: Any, k: Any, v: Tensor, leaves: Any, out: Any, lse: Any, program: str,
-    derivatives: str, tiles: Tensor, wanted: Sequence[int],
+    derivatives: str, tiles: Tensor | None, wanted: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape) for x in (*q, *k, v, *(leaves[i] for i in wanted))]
 

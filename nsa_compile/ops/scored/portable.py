@@ -19,7 +19,7 @@ TILE = 64
 
 
 def forward(
-    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(v)
     n, s, m, _ = q[0].shape
@@ -43,7 +43,7 @@ def backward(
     lse: Tensor,
     program: str,
     derivatives: str,
-    tiles: Tensor,
+    tiles: Tensor | None,
     wanted: Sequence[int],
 ) -> list[Tensor]:
     dtype = compute_dtype(v)
@@ -73,8 +73,10 @@ def backward(
     return [x.to(y.dtype) for x, y in zip([*of_q, *of_k, *of_v, *of_leaves], given_to, strict=True)]
 
 
-def _spans(tiles: Tensor, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
+def _spans(tiles: Tensor | None, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
     """Tiles of queries, and the keys from the first to the last that they may see."""
+    if tiles is None:
+        tiles = torch.ones(-(-queries // TILE), -(-keys // TILE))
     for row, used in enumerate(tiles.bool().tolist()):
         if any(used):
             first, last = used.index(True), len(used) - used[::-1].index(True)

@@ -103,10 +103,21 @@ def _apply(operator: str, operands: list[Any], dtype: torch.dtype) -> Any:
     if operator == "to":
         x, kind = operands
         return x.to({"float": dtype, "int": torch.int64, "bool": torch.bool}[kind])
-    if operator == "scalar_tensor.default":
-        return operands[0]
+    name, _, overload = operator.partition(".")
+    if overload in ("Tensor", "self") or name in ("maximum", "minimum", "logical_and", "logical_or", "logical_xor"):
+        operands = [_number(x, dtype) for x in operands]
+    elif overload in ("Scalar", "ScalarOther", "Tensor_Scalar"):
+        operands = [_number(x, dtype) if i < (name == "where") + 1 else x for i, x in enumerate(operands)]
     result = _overload(operator)(*operands)
     return result.to(dtype) if result.dtype.is_floating_point else result
+
+
+def _number(x: Any, dtype: torch.dtype) -> Any:
+    """A number as a tensor, for operators that take no number in its place."""
+    if isinstance(x, Tensor):
+        return x
+    kinds = {bool: torch.bool, int: torch.int64}
+    return torch.scalar_tensor(x, dtype=kinds.get(type(x), dtype))
 
 
 @cache
@@ -197,8 +208,8 @@ def from_graph(graph: fx.Graph, names: Sequence[str]) -> Program:
     results: Any = ()
     for node in graph.nodes:
         if node.op == "output":
-            given: Any = node.args[0]
-            results = tuple(operands.get(x, x) for x in given)
+            returned: Any = node.args[0]
+            results = tuple([operands[x] if isinstance(x, fx.Node) else x for x in returned])
         elif node.op == "call_function":
             operands[node] = _recorded(node, operands, instructions)
     return Program(tuple(instructions), results)
@@ -217,7 +228,8 @@ def _recorded(node: fx.Node, operands: dict[fx.Node, Any], instructions: list[In
         name, args = "to", [args[0], _kind(node.kwargs["dtype"])]
     if name not in OPERATORS:
         raise ValueError(f"a program of scores has no operator {name}")
-    instructions.append(Instruction(name, tuple(args)))
+    recorded: Any = args
+    instructions.append(Instruction(name, tuple(recorded)))
     return f"v{len(instructions) - 1}"
 
 

@@ -1,0 +1,501 @@
+"""Scores as a program: what a softmax reads, taken apart into products of queries and keys and what is made of them.
+
+Each score is followed up from the softmax, element by element: operators on single elements become instructions,
+movement is run on element numbers, and what cannot be followed, or need not be, becomes a leaf. Scores that were put
+side by side fall into several sets of keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nsa_compile.analyses.masks import (
+    MOVES,
+    Condition,
+    Mask,
+    Unrecognised,
+    conjunction,
+    constant,
+    is_float_cast,
+    moved,
+    side_of_where,
+)
+from nsa_compile.analyses.softmax import TRACE_LIMIT, Product, weights_below
+from nsa_compile.ir.aten import FILLED, MATMUL, arguments, aten, operand
+from nsa_compile.ir.attention import SCORED
+from nsa_compile.ir.carries import Invariant, Rows
+from nsa_compile.ir.rewriting import NodeBuilder, constant_node
+from nsa_compile.ir.scans import ScanRecord, Step, example
+from nsa_compile.ops.scored.program import OPERATORS, Instruction, Program
+
+# In the meta of a node of scored_attention: the `Mask` that is known of it.
+MASK = "nsa_known_mask"
+# Instructions of a program; more are no scores of attention.
+LENGTH_LIMIT = 200
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A node that scores read, and which of its elements: `[N|1, 1, m|1, T|1]`."""
+
+    node: fx.Node
+    elements: Tensor
+
+    def build(self, build: NodeBuilder) -> fx.Node:
+        """These elements, as integers of 64 bits where they are integers."""
+        node, shape = self.node, list(self.elements.shape)
+        value = example(node)
+        if value.dtype not in (torch.bool, torch.int64) and not value.dtype.is_floating_point:
+            node = build(aten._to_copy.default, node, dtype=torch.int64)
+        flat = build(aten.reshape.default, node, [value.numel()])
+        if not torch.equal(self.elements.flatten(), torch.arange(value.numel())):
+            flat = build(
+                aten.index_select.default, flat, 0, constant_node(build, self.elements.flatten(), value.device)
+            )
+        return build(aten.reshape.default, flat, shape)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A product of queries and keys in the order of the scores: `rows[r]` of its rows, by its keys `sequence[n]`."""
+
+    product: Product
+    rows: Tensor  # [N * m], of n2 * m2
+    sequence: Tensor  # [N], of n2
+
+    def build(self, build: NodeBuilder, shape: tuple[int, int]) -> tuple[fx.Node, fx.Node]:
+        """Queries `[N, 1, m, D]` and keys `[N, T, D]`."""
+        q, k = self.product.operands(build)  # [n2, m2, D], [n2, D, T]
+        n, m, _ = self.product.shape
+        width = example(q).shape[2]
+        q = build(aten.reshape.default, q, [n * m, width])
+        k = build(aten.transpose.int, k, 1, 2)
+        q, k = (_chosen(build, x, rows) for x, rows in ((q, self.rows), (k, self.sequence)))
+        return build(aten.reshape.default, q, [shape[0], 1, shape[1], width]), k
+
+
+def _chosen(build: NodeBuilder, x: fx.Node, rows: Tensor) -> fx.Node:
+    if torch.equal(rows, torch.arange(example(x).shape[0])):
+        return x
+    return build(aten.index_select.default, x, 0, constant_node(build, rows, example(x).device))
+
+
+@dataclass
+class KeySet:
+    """Scores of some columns of a softmax: those of `T` keys.
+
+    A set without products is one of logits, which only take their share of the weights, unless these meet values.
+    """
+
+    columns: range
+    shape: tuple[int, int, int]  # [N, m, T]
+    products: list[Side]
+    leaves: list[Leaf]
+    program: Program
+    mask: Mask  # what is known of it
+
+
+@dataclass
+class _Follower:
+    """Collects products, leaves and instructions on the way up."""
+
+    record: ScanRecord
+    changing: _Changing
+    rows: int  # N * m
+    products: list[tuple[Product, Tensor]] = field(default_factory=list)  # with the elements that scores read
+    leaves: list[tuple[fx.Node, Tensor]] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    names: dict[tuple[fx.Node, bytes], Any] = field(default_factory=dict)
+    wide: bool = False  # whether some numbers are of 64 bits
+
+    def follow(self, node: Any, elements: Tensor) -> Any:
+        """The name or number of what scores `[R, T]` read of a node: its elements `[R, T]`.
+
+        Raises:
+            Unrecognised: it is made in a way that no program has.
+        """
+        if not isinstance(node, fx.Node):
+            return node
+        while (node.target in MOVES or node.target in (aten.clone.default, aten.alias.default)) and _by_constants(
+            node, self.record
+        ):
+            source = operand(node)
+            numbers = torch.arange(example(source).numel()).reshape(example(source).shape)
+            if node.target in MOVES:
+                numbers = moved(node, numbers, self.record)
+            node, elements = source, numbers.flatten()[elements]
+        key = (node, elements.numpy().tobytes())
+        if key not in self.names:
+            self.names[key] = self._follow(node, elements)
+        return self.names[key]
+
+    def _follow(self, node: fx.Node, elements: Tensor) -> Any:
+        if (number := constant(node, self.record)) is not None and example(node).dtype.is_floating_point:
+            return number
+        if node.target in (aten.cat.default, aten.constant_pad_nd.default):
+            return self._of_parts(node, elements)
+        same_for_all_keys = bool((elements == elements[:, :1]).all())
+        if node.target in MATMUL and not same_for_all_keys and example(node).dtype.is_floating_point:
+            return self._product(node, elements)
+        if same_for_all_keys or node not in self.changing:
+            return self._leaf(node, elements)
+        name = _name(node)
+        dtype = example(node).dtype
+        if name in OPERATORS and (dtype.is_floating_point or dtype in (torch.bool, torch.int64)):
+            return self._instruction(name, node, elements)
+        return self._leaf(node, elements)
+
+    def _of_parts(self, node: fx.Node, elements: Tensor) -> Any:
+        """What scores read of tensors put side by side: of one of them alone, or the set has to be divided."""
+        parts, owner, within = _parts(node)
+        which = owner.flatten()[elements]
+        first = int(which.flatten()[0])
+        if bool((which == first).all()):
+            part = parts[first]
+            return self.follow(part, within.flatten()[elements]) if isinstance(part, fx.Node) else part
+        by_column = which[0]
+        if not bool((which == by_column).all()):
+            raise Unrecognised("its scores are put together row by row", node)
+        raise Divided([int(c) for c in (by_column[1:] != by_column[:-1]).nonzero().flatten() + 1])
+
+    def _product(self, node: fx.Node, elements: Tensor) -> str:
+        for flipped in (False, True):
+            product = Product(node, flipped)
+            numbers = product.numbers().flatten()[elements]
+            if bool((numbers % product.shape[2] == torch.arange(elements.shape[1])).all()):
+                if product.shape[2] != elements.shape[1]:
+                    break
+                self.products.append((product, numbers[:, 0] // product.shape[2]))
+                return f"s{len(self.products) - 1}"
+        raise Unrecognised("its scores do not run over the keys of its products", node)
+
+    def _leaf(self, node: fx.Node, elements: Tensor) -> str:
+        if example(node).dtype.is_complex:
+            raise Unrecognised("its scores are made of complex numbers", node)
+        self.leaves.append((node, elements))
+        return f"x{len(self.leaves) - 1}"
+
+    def _instruction(self, name: str, node: fx.Node, elements: Tensor) -> Any:
+        dtype = example(node).dtype
+        self.wide |= dtype == torch.float64
+        if node.kwargs.get("alpha", 1) != 1 or set(node.kwargs) - {"alpha", "dtype", "device", "layout"}:
+            raise Unrecognised(f"its scores are made with {node.target} and {sorted(node.kwargs)}", node)
+        given = [self.follow(x, _read(x, node, elements)) for x in node.args]
+        if name == "to":
+            if is_float_cast(node):
+                return given[0]
+            given = [given[0], "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"]
+        if len(self.instructions) >= LENGTH_LIMIT:
+            raise Unrecognised(f"its scores are made in more than {LENGTH_LIMIT} steps", node)
+        self.instructions.append(Instruction(name, tuple(given)))
+        return f"v{len(self.instructions) - 1}"
+
+
+class Divided(Exception):
+    """Scores of several sets of keys side by side, and the columns at which each but the first begins."""
+
+    def __init__(self, columns: list[int]) -> None:
+        super().__init__(columns)
+        self.columns = columns
+
+
+def _read(x: Any, node: fx.Node, elements: Tensor) -> Tensor:
+    """Which elements of an operand are read for elements of a pointwise node."""
+    if not isinstance(x, fx.Node):
+        return elements
+    shape = example(x).shape
+    return torch.arange(shape.numel()).reshape(shape).expand(example(node).shape).flatten()[elements]
+
+
+def _name(node: fx.Node) -> str:
+    """The operator of a node, as programs name it."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.target in FILLED:
+        return ""
+    target: Any = node.target
+    name = f"{schema.name.removeprefix('aten::')}.{target._overloadname}"
+    others = {"_to_copy.default": "to", "masked_fill.Tensor": "masked_fill.Scalar"}
+    return others.get(name, name)
+
+
+def _by_constants(node: fx.Node, record: ScanRecord) -> bool:
+    return all(n is node.args[0] or n in record.constant for n in node.all_input_nodes)
+
+
+def _parts(node: fx.Node) -> tuple[list[Any], Tensor, Tensor]:
+    """Of a cat or a padding: the operands, and for each element the operand it comes from and its number there."""
+
+    def numbers(x: fx.Node) -> Tensor:
+        return torch.arange(example(x).numel()).reshape(example(x).shape)
+
+    if node.target is aten.constant_pad_nd.default:
+        given = arguments(node)
+        owner = aten.constant_pad_nd.default(torch.zeros_like(numbers(given.self)), given.pad, 1)
+        return [given.self, float(given.value)], owner, aten.constant_pad_nd.default(numbers(given.self), given.pad, 0)
+    tensors: Any = operand(node)
+    dim = arguments(node).dim
+    owner = torch.cat([torch.full_like(numbers(x), i) for i, x in enumerate(tensors)], dim)
+    return list(tensors), owner, torch.cat([numbers(x) for x in tensors], dim)
+
+
+class _Changing:
+    """Whether a node may differ from step to step, as the batched body has it."""
+
+    def __init__(self, body: fx.GraphModule, record: ScanRecord, xs: int) -> None:
+        self.record = record
+        placeholders = body.graph.find_nodes(op="placeholder")
+        count = len(record.carries)
+        same = {
+            p
+            for p, kind in zip(placeholders, record.carries, strict=False)
+            if isinstance(kind, Invariant) or f"{p.name}.before" in record.guards_dropped
+        }
+        for p, update, kind in zip(placeholders, _updates(body, count), record.carries, strict=False):
+            if isinstance(kind, Rows) and kind.write_once and p.name in record.guards_dropped:
+                same.add(update)
+        self.found: dict[fx.Node, bool] = dict.fromkeys(same, False)
+        self.inputs = {p: i for i, p in enumerate(placeholders)}
+        self.varying = count + xs
+
+    def __contains__(self, node: fx.Node) -> bool:
+        todo = [node]
+        while todo:
+            n = todo[-1]
+            missing = [] if n in self.found else [x for x in n.all_input_nodes if x not in self.found]
+            if missing and n not in self.record.constant:
+                todo += missing
+                continue
+            todo.pop()
+            if n not in self.found:
+                self.found[n] = self._changes(n)
+        return self.found[node]
+
+    def _changes(self, node: fx.Node) -> bool:
+        if node in self.record.constant or node.op == "get_attr":
+            return False
+        if node in self.inputs:
+            return self.inputs[node] < self.varying
+        return any(self.found[x] for x in node.all_input_nodes)
+
+
+def _updates(body: fx.GraphModule, count: int) -> list[fx.Node]:
+    outputs: Any = body.graph.output_node().args[0]
+    return [operand(u) if u.target is aten.clone.default else u for u in outputs[:count]]
+
+
+def key_sets(step: Step, softmax: fx.Node, xs: int, *, floors_vanish: bool) -> list[KeySet]:
+    """The sets of keys over which a softmax runs, in the order of its columns.
+
+    Args:
+        xs: how many tensors a step gets one row of.
+        floors_vanish: whether weights are zero wherever scores are set to the lowest number.
+
+    Raises:
+        Unrecognised: there is no product of queries and keys, or its scores are none that a program has.
+    """
+    value = operand(softmax)
+    shape, dim = example(value).shape, arguments(softmax).dim
+    floor = torch.finfo(example(value).dtype).min if floors_vanish else -math.inf
+    if not shape or shape.numel() > TRACE_LIMIT or not shape.numel():
+        raise Unrecognised(f"a step has no scores, or more than {TRACE_LIMIT}", softmax)
+    if example(softmax).dtype == torch.float64 and example(value).dtype != torch.float64:
+        raise Unrecognised("its softmax is more precise than float32, its scores are not", softmax)
+    elements = torch.arange(shape.numel()).reshape(shape).movedim(dim, -1).flatten(0, -2)
+    if len(shape) == 1:
+        elements = elements.reshape(1, -1)
+    record = step.record
+    changing = _Changing(step.body, record, xs)
+    todo = [range(elements.shape[1])]
+    found: list[KeySet] = []
+    while todo:
+        columns = todo.pop(0)
+        follower = _Follower(record, changing, elements.shape[0])
+        try:
+            part = elements[:, columns.start : columns.stop].contiguous()
+            score = follower.follow(value, part)
+        except Divided as divided:
+            ends = itertools.pairwise([0, *divided.columns, len(columns)])
+            todo = [columns[a:b] for a, b in ends] + todo
+            continue
+        if follower.wide and any(example(p.node).dtype != torch.float64 for p, _ in follower.products):
+            raise Unrecognised("its scores are more precise than its products", softmax)
+        found.append(_key_set(follower, score, columns, _known_mask(value, part, record, floor)))
+    if not any(keys.products for keys in found):
+        raise Unrecognised("its scores come from no product of queries and keys", softmax)
+    return found
+
+
+def _key_set(follower: _Follower, score: Any, columns: range, mask: Mask) -> KeySet:
+    rows, keys = follower.rows, len(columns)
+    # As many sequences as the product with the most of them has: the others' keys are repeated.
+    n = max((product.shape[0] for product, _ in follower.products), default=rows)
+    m = rows // n
+    sides = [_side(product, which, n, m) for product, which in follower.products]
+    leaves = [Leaf(node, _reduced(read.reshape(n, 1, m, keys))) for node, read in follower.leaves]
+    program = Program(tuple(follower.instructions), (score,))
+    return KeySet(columns, (n, m, keys), sides, leaves, program, mask)
+
+
+def _side(product: Product, rows: Tensor, n: int, m: int) -> Side:
+    sequence = (rows // product.shape[1]).reshape(n, m)
+    if not bool((sequence == sequence[:, :1]).all()):
+        raise Unrecognised("its queries meet keys of several sequences", product.node)
+    return Side(product, rows, sequence[:, 0])
+
+
+def _reduced(elements: Tensor) -> Tensor:
+    """Without the dimensions along which all elements are the same."""
+    for dim in range(elements.dim()):
+        first = elements.narrow(dim, 0, 1)
+        if bool((elements == first).all()):
+            elements = first
+    return elements
+
+
+def _known_mask(value: fx.Node, elements: Tensor, record: ScanRecord, floor: float) -> Mask:
+    """What is known of the conditions under which scores are not set to a floor, as far up as nothing but movement and
+    other masks comes between them and the softmax."""
+    conditions: list[Condition] = []
+    keys = elements.shape[1]
+    node: Any = value
+    while isinstance(node, fx.Node):
+        if node.target in MOVES and _by_constants(node, record):
+            source = operand(node)
+            numbers = torch.arange(example(source).numel()).reshape(example(source).shape)
+            elements = moved(node, numbers, record).flatten()[elements]
+            node = source
+        elif is_float_cast(node):
+            node = operand(node)
+        elif node.target is aten.cat.default or node.target is aten.constant_pad_nd.default:
+            parts, owner, within = _parts(node)
+            node, elements = parts[int(owner.flatten()[elements[0, 0]])], within.flatten()[elements]
+        elif (side := side_of_where(node, record)) is not None and side.constant <= floor:
+            numbers = torch.full((example(node).numel(),), -1)
+            numbers[elements.flatten()] = torch.arange(elements.numel())
+            if int((numbers >= 0).sum()) != elements.numel():
+                break  # scores are repeated
+            if bool((numbers >= 0).all()):
+                conditions.append(
+                    Condition(side.condition, side.constant_if_true, numbers.reshape(example(node).shape), keys)
+                )
+            elements, node = _read(side.value, node, elements), side.value
+        else:
+            break
+    return conjunction(conditions, record)
+
+
+def used_tiles(mask: Mask, steps: int, keys: int, size: int) -> Tensor:
+    """uint8 `[ceil(steps / size), ceil(keys / size)]`: 0 for the tiles of which a known mask keeps nothing."""
+    shape = -(-steps // size), -(-keys // size)
+    if mask.known is None:
+        return torch.ones(shape, dtype=torch.uint8)
+    known = mask.known
+    start, stop, outside = (x.reshape(-1, keys) for x in (known.start, known.stop, known.outside))
+    first = torch.arange(shape[0])[:, None, None] * size
+    last = (first + size).clamp(max=steps)
+    inside = (start < last) & (stop > first)
+    beyond = (start > first) | (stop < last)
+    kept = torch.where(outside, beyond, inside).any(1)  # [tiles, T]
+    padded = torch.nn.functional.pad(kept, (0, shape[1] * size - keys))
+    return padded.unflatten(1, (shape[1], size)).any(-1).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Read:
+    """The product of the weights of one set of keys with values."""
+
+    keys: int  # which set
+    product: Product
+    without_nan: bool
+
+
+def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord) -> list[Read]:
+    """The products of the weights of a softmax with values, each of the weights of one set of keys.
+
+    Raises:
+        Unrecognised: there is none.
+    """
+    total = sum(len(keys.columns) for keys in sets)
+    found = []
+    for weights in weights_below(softmax, record):
+        if weights.masked:
+            continue
+        for user in weights.node.users:
+            if user.target not in MATMUL or user.args.count(weights.node) != 1:
+                continue
+            product = Product(user, flipped=user.args[1] is weights.node)
+            n, m, _ = product.shape
+            for i, keys in enumerate(sets):
+                if n * m * total != example(softmax).numel():
+                    continue
+                expected = torch.arange(n * m * total).reshape(n, m, total)[
+                    :, :, keys.columns.start : keys.columns.stop
+                ]
+                expected = expected.transpose(1, 2) if product.flipped else expected
+                if torch.equal(weights.numbers.flatten(), expected.flatten()):
+                    found.append(Read(i, product, weights.without_nan))
+    if not found:
+        raise Unrecognised("its weights are not multiplied with values, as they come from the softmax", softmax)
+    return found
+
+
+def regrouped(keys: KeySet, n: int) -> KeySet:
+    """The same scores as those of `n` sequences, which are more.
+
+    Raises:
+        Unrecognised: that cannot be.
+    """
+    old, m, count = keys.shape
+    if n == old:
+        return keys
+    if n % old or (old * m) % n:
+        raise Unrecognised(
+            "its weights meet values of other sequences than its scores met keys of", keys.products[0].product.node
+        )
+    shape = (n, old * m // n, count)
+    sides = [Side(s.product, s.rows, s.sequence.repeat_interleave(n // old)) for s in keys.products]
+    leaves = []
+    for leaf in keys.leaves:
+        full = leaf.elements.expand(old, 1, m, leaf.elements.shape[3]).reshape(n, 1, shape[1], -1)
+        leaves.append(Leaf(leaf.node, _reduced(full)))
+    return KeySet(keys.columns, shape, sides, leaves, keys.program, keys.mask)
+
+
+def values_of(read: Read, n: int, build: NodeBuilder) -> fx.Node:
+    """The values `[N, T, Dv]` that weights of `n` sequences meet."""
+    _, v = read.product.operands(build)
+    given = example(v).shape[0]
+    return _chosen(build, v, torch.arange(given).repeat_interleave(n // given))
+
+
+def build_scored(keys: KeySet, values: fx.Node, build: NodeBuilder) -> tuple[fx.Node, fx.Node]:
+    """A node of `scored_attention` at one step; its output and log-sum-exp."""
+    sides = [side.build(build, keys.shape[:2]) for side in keys.products]
+    leaves = [leaf.build(build) for leaf in keys.leaves]
+    given = ([q for q, _ in sides], [k for _, k in sides], values, leaves, str(keys.program), None)
+    node = build(SCORED, *given)
+    node.meta[MASK] = keys.mask
+    return build(operator.getitem, node, 0), build(operator.getitem, node, 1)
+
+
+def build_logits(keys: KeySet, rows: int, build: NodeBuilder) -> fx.Node:
+    """The log-sum-exp `[R]` of a set without products, in float32 at least."""
+    n, m, count = keys.shape
+    (result,) = keys.program.results
+    if isinstance(result, int | float):
+        kind = {"dtype": torch.float32, "device": build.device}
+        return build(aten.full.default, [rows], float(result) + math.log(count), **kind)
+    if keys.program.instructions:
+        raise Unrecognised("logits beside its scores are made in a way that no set of keys has", keys.leaves[0].node)
+    (leaf,) = keys.leaves
+    logits = build(aten.expand.default, leaf.build(build), [n, 1, m, count])
+    if example(logits).dtype not in (torch.float32, torch.float64):
+        logits = build(aten._to_copy.default, logits, dtype=torch.float32)
+    return build(aten.reshape.default, build(aten.logsumexp.default, logits, [-1]), [rows])
