@@ -126,7 +126,23 @@ class BatchedBody:
         with fx.traceback.set_current_meta(node):
             if node in self.record.settled:
                 return self._settled(node, operands, times)
+            operands = self._hidden(node, operands, times)
             return apply_at_steps(node, operands)
+
+    def _hidden(self, node: fx.Node, operands: dict[fx.Node, Value], times: Times) -> dict[fx.Node, Value]:
+        """Operands with zeros where they meet rows of zeros that are not written yet: final rows are there instead."""
+        hidden = dict(operands)
+        for place in range(len(node.args)):
+            if (first := self.record.hidden.get((node, place))) is not None:
+                keep = self._from(first, node.args[place], times)
+                value = spread(operands[operand(node, place)], len(times))
+                hidden[operand(node, place)] = torch.where(keep, value, 0.0), True
+        return hidden
+
+    def _from(self, first: Tensor, node: Any, times: Times) -> Tensor:
+        """Which elements of a node count at each of `times`, given the step from which on they do."""
+        steps = self._constant(np.array(times)).reshape(-1, *[1] * example(node).dim())
+        return steps >= self._constant(first)
 
     def _settled(self, node: fx.Node, operands: dict[fx.Node, Value], times: Times) -> Value:
         """A softmax that has exact zeros, and passes no gradient on, where its scores are -inf at a step.
@@ -134,9 +150,7 @@ class BatchedBody:
         Only where nothing else is left in a row are these not what it has anyway.
         """
         scores = operand(node)
-        first = self._constant(self.record.settled[node])
-        steps = self._constant(np.array(times)).reshape(-1, *[1] * example(scores).dim())
-        keep = steps >= first
+        keep = self._from(self.record.settled[node], scores, times)
         value = spread(operands[scores], len(times))
         weights, _ = apply_at_steps(node, {**operands, scores: (torch.where(keep, value, -torch.inf), True)})
         return torch.where(keep, weights, 0.0), True
@@ -171,7 +185,7 @@ class BatchedBody:
         folded = {name: _fold(x, sequences) for name, x in {"q": queries, **spread_caches, **narrow}.items()}
         return run(*replace(batched, **folded).args).unflatten(0, (len(times), sequences))
 
-    def _scored(self, node: fx.Node, times: Times) -> tuple[Tensor, Tensor]:
+    def _scored(self, node: fx.Node, times: Times) -> tuple[Tensor, ...]:
         """Attention by scores of a program: the steps become its queries."""
         given_args: Any = node.args
         queries, keys, values, leaves, program, _ = given_args
@@ -185,14 +199,13 @@ class BatchedBody:
             tiles = None
             if times == self.all_times:
                 tiles = self._constant(used_tiles(node.meta[MASK], len(times), v.shape[1], TILE))
-            out, lse = SCORED([_together(x) for x in q], k, v, of_steps, program, tiles)
-            return _apart(out), _apart(lse)
+            return tuple(map(_apart, SCORED([_together(x) for x in q], k, v, of_steps, program, tiles)))
         # Each step sees caches of its own.
         sequences = q[0].shape[1]
         *k, v = (_fold(spread(x, len(times)), sequences) for x in caches)
         folded = [_fold(spread(x, len(times)), sequences) for x in given]
-        out, lse = SCORED([_fold(x, sequences) for x in q], k, v, folded, program, None)
-        return out.unflatten(0, (len(times), sequences)), lse.unflatten(0, (len(times), sequences))
+        found = SCORED([_fold(x, sequences) for x in q], k, v, folded, program, None)
+        return tuple(x.unflatten(0, (len(times), sequences)) for x in found)
 
     def _nan_rows(self, node: fx.Node, times: Times) -> Tensor:
         """What `nan_rows` does, with the steps as its queries."""

@@ -249,10 +249,20 @@ def _add(sizes: Magnitudes, node: Any) -> Magnitude | None:
     a, b = (sizes.of(x, node) for x in node.args[:2])
     if a is None or b is None or alpha != 1:
         return None
-    if not a.only_infinite_floors or not b.only_infinite_floors:
-        return None  # the lowest number and something below zero are -inf, with something above zero no floor
+    for m, other in ((a, b), (b, a)):
+        if not m.only_infinite_floors:
+            if not _absorbs(m, other, example(node).dtype):
+                return None  # the lowest number and something below zero are -inf, with something above zero no floor
+            return _within(Magnitude(a.bound + b.bound, a.least + b.least, m.floors), node, a, b)
     floors = (-math.inf, -math.inf) if a.floors or b.floors else None
     return _within(Magnitude(a.bound + b.bound, a.least + b.least, floors), node, a, b)
+
+
+def _absorbs(m: Magnitude, other: Magnitude, dtype: torch.dtype) -> bool:
+    """Whether a floor plus a number is the floor, by rounding."""
+    if m.floors is None or other.floors is not None or not dtype.is_floating_point:
+        return False
+    return other.bound <= -m.floors[1] * torch.finfo(dtype).eps / 4
 
 
 def _sub(sizes: Magnitudes, node: Any) -> Magnitude | None:

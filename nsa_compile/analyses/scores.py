@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -33,6 +33,7 @@ from nsa_compile.ir.attention import SCORED
 from nsa_compile.ir.carries import Invariant, Rows
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node
 from nsa_compile.ir.scans import ScanRecord, Step, example
+from nsa_compile.ir.step_values import Choice, StepValue, Table
 from nsa_compile.ops.scored.program import OPERATORS, Instruction, Program
 
 # In the meta of a node of scored_attention: the `Mask` that is known of it.
@@ -113,7 +114,8 @@ class _Follower:
     leaves: list[tuple[fx.Node, Tensor]] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     names: dict[tuple[fx.Node, bytes], Any] = field(default_factory=dict)
-    wide: bool = False  # whether some numbers are of 64 bits
+    precise: bool = False  # whether the softmax is one of numbers of 64 bits
+    wide: bool = False  # whether some numbers are
 
     def follow(self, node: Any, elements: Tensor) -> Any:
         """The name or number of what scores `[R, T]` read of a node: its elements `[R, T]`.
@@ -148,6 +150,8 @@ class _Follower:
             return self._leaf(node, elements)
         name = _name(node)
         dtype = example(node).dtype
+        if dtype.is_floating_point and dtype != torch.float64 and self.precise:
+            return self._leaf(node, elements)  # numbers of fewer bits than the program's, rounded as they are
         if name in OPERATORS and (dtype.is_floating_point or dtype in (torch.bool, torch.int64)):
             return self._instruction(name, node, elements)
         return self._leaf(node, elements)
@@ -307,16 +311,14 @@ def key_sets(step: Step, softmax: fx.Node, xs: int, *, floors_vanish: bool) -> l
         raise Unrecognised(f"a step has no scores, or more than {TRACE_LIMIT}", softmax)
     if example(softmax).dtype == torch.float64 and example(value).dtype != torch.float64:
         raise Unrecognised("its softmax is more precise than float32, its scores are not", softmax)
-    elements = torch.arange(shape.numel()).reshape(shape).movedim(dim, -1).flatten(0, -2)
-    if len(shape) == 1:
-        elements = elements.reshape(1, -1)
+    elements = torch.arange(shape.numel()).reshape(shape).movedim(dim, -1).reshape(-1, shape[dim])
     record = step.record
     changing = _Changing(step.body, record, xs)
     todo = [range(elements.shape[1])]
     found: list[KeySet] = []
     while todo:
         columns = todo.pop(0)
-        follower = _Follower(record, changing, elements.shape[0])
+        follower = _Follower(record, changing, elements.shape[0], precise=example(value).dtype == torch.float64)
         try:
             part = elements[:, columns.start : columns.stop].contiguous()
             score = follower.follow(value, part)
@@ -386,9 +388,34 @@ def _known_mask(value: fx.Node, elements: Tensor, record: ScanRecord, floor: flo
                     Condition(side.condition, side.constant_if_true, numbers.reshape(example(node).shape), keys)
                 )
             elements, node = _read(side.value, node, elements), side.value
+        elif (added := _added_mask(node, record, floor)) is not None:
+            mask, scores = added
+            numbers = torch.full((example(node).numel(),), -1)
+            numbers[elements.flatten()] = torch.arange(elements.numel())
+            if bool((numbers >= 0).all()) and numbers.numel() == elements.numel():
+                conditions.append(Condition(mask, False, numbers.reshape(example(node).shape), keys, additive=True))
+            elements, node = _read(scores, node, elements), scores
         else:
             break
     return conjunction(conditions, record)
+
+
+def _added_mask(node: fx.Node, record: ScanRecord, floor: float) -> tuple[fx.Node, fx.Node] | None:
+    """The mask of zeros and floors, known at every step, and the scores of a sum of the two."""
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
+        return None
+    for mask, scores in (node.args[:2], node.args[1::-1]):
+        value = record.known.get(mask, record.constant.get(mask)) if isinstance(mask, fx.Node) else None
+        if value is None or not isinstance(scores, fx.Node) or not example(node).dtype.is_floating_point:
+            continue
+        ends = value if isinstance(value, Tensor) else value.table() if isinstance(value, Table) else _sides(value)
+        if ends is not None and ends.is_floating_point() and bool(((ends == 0) | (ends <= floor)).all()):
+            return cast(fx.Node, mask), scores
+    return None
+
+
+def _sides(value: StepValue) -> Tensor | None:
+    return torch.cat([value.if_true.flatten(), value.if_false.flatten()]) if isinstance(value, Choice) else None
 
 
 def used_tiles(mask: Mask, steps: int, keys: int, size: int) -> Tensor:
@@ -429,6 +456,8 @@ def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord) ->
             continue
         for user in weights.node.users:
             if user.target not in MATMUL or user.args.count(weights.node) != 1:
+                continue
+            if any((user, place) in record.hidden for place in (0, 1)):
                 continue
             product = Product(user, flipped=user.args[1] is weights.node)
             n, m, _ = product.shape

@@ -260,7 +260,7 @@ def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Outp
     problem = Unrecognised("its weights are not multiplied with values", softmax)
     for weights in weights_below(softmax, record):
         for user in weights.node.users:
-            if user.target not in MATMUL:
+            if user.target not in MATMUL or any((user, place) in record.hidden for place in (0, 1)):
                 continue
             product = Product(user, flipped=user.args[1] is weights.node)
             try:

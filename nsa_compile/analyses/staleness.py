@@ -9,6 +9,7 @@ Replace a buffer by its final contents, and at step t the rows written after t h
 - `zero[e] > t`: at step t, e is exactly 0 in both;
 - `fill[e] > t`: at step t, e is at a floor, -inf or about the lowest number, and the same in both;
 - `can_be_true[e] > t`: at step t, e is false in both; `can_be_false` likewise;
+- `blank[e] > t`: at step t, e is exactly 0 in the loop, as a row of zeros is that is not written yet;
 - `surely_true[e]`, an interval of steps: at those, e is true in both; `surely_false` likewise;
 - `surely_kept[e]`, an interval of steps: at those, e is at no floor, so that its magnitude says how large it is.
 
@@ -88,6 +89,7 @@ class Facts:
     fill: Steps | None = None
     can_be_true: Steps | None = None
     can_be_false: Steps | None = None
+    blank: Steps | None = None
     surely_true: Interval | None = None
     surely_false: Interval | None = None
     surely_kept: Interval | None = None
@@ -106,7 +108,7 @@ class Facts:
         return any(getattr(self, name) is not None for name in (*FIRST_STEPS, *INTERVALS))
 
 
-FIRST_STEPS = ("ready", "zero", "fill", "can_be_true", "can_be_false")
+FIRST_STEPS = ("ready", "zero", "fill", "can_be_true", "can_be_false", "blank")
 INTERVALS = ("surely_true", "surely_false", "surely_kept")
 CLEAN = Facts()
 
@@ -121,6 +123,8 @@ class Analysis:
         self.facts: dict[fx.Node, Facts] = {}
         # Softmaxes whose floors vanish unless a row holds nothing else: until when each score is at a floor.
         self.settled: dict[fx.Node, Steps] = {}
+        # Operands (node, place) whose elements may be taken for zero before a step: what they meet is zero in the loop.
+        self.hidden: dict[tuple[fx.Node, int], Steps] = {}
         self.magnitudes = Magnitudes(record)
 
     def given(self, node: fx.Node, magnitude: Magnitude | None, facts: Facts = CLEAN) -> None:
@@ -384,6 +388,13 @@ class Analysis:
             return CLEAN
         if not self.is_finite(a) or not self.is_finite(b):
             return self.lost(node, MAY_BE_INFINITE)
+        found = self._sum_of_products(node, a, b, fa, fb)
+        if found.stale:
+            hidden = self._hide(node, (a, b), (fa, fb), (1, 0))
+            found = found if hidden is None else self._sum_of_products(node, a, b, *hidden)
+        return found
+
+    def _sum_of_products(self, node: fx.Node, a: Any, b: Any, fa: Facts, fb: Facts) -> Facts:
         shape_a, shape_b = example(a).shape, example(b).shape
         vector_a, vector_b = len(shape_a) == 1, len(shape_b) == 1
 
@@ -411,6 +422,31 @@ class Analysis:
             return Facts(hollow=hollow)
         trail = fa.trail or fb.trail or (self._explain_contraction(silent, (a, b)), node)
         return Facts(ready=ready, sources=sources, trail=trail, hollow=hollow)
+
+    def _hide(
+        self, node: fx.Node, operands: tuple[Any, Any], facts: tuple[Facts, Facts], rows: tuple[int, int]
+    ) -> tuple[Facts, Facts] | None:
+        """What is known of the operands of a contraction once one of them is made zero where it meets rows of zeros
+        that are not written yet. None where that does not help.
+
+        `rows` are the dimensions that are summed over, from the end but one: 0 the last but one, 1 the last.
+        """
+        for stale, other in ((0, 1), (1, 0)):
+            f = facts[stale]
+            if f.ready is None or f.blank is None or facts[other].stale or not isinstance(operands[other], fx.Node):
+                continue
+            shape, others = example(operands[stale]).shape, example(operands[other]).shape
+            ready, blank = (_full_rank(x, len(shape)).expand(shape) for x in (f.ready, f.blank))
+            if len(shape) > 1:  # [..., k]: all that a term is made of must be zero
+                ready, blank = (reduce(-1 if rows[stale] == 0 else -2) for reduce in (ready.amax, blank.amin))
+            if not bool((blank >= ready).all()):
+                continue
+            if len(others) > 1:
+                ready = ready.unsqueeze(-1 if rows[other] == 0 else -2)
+            self.hidden[node, node.args.index(operands[other])] = _shrink(ready)
+            zero = replace(facts[other], zero=_union(facts[other].zero, ready))
+            return (f, zero) if stale == 0 else (zero, f)
+        return None
 
     def _explain_contraction(self, silent: Steps, factors: tuple[Any, Any]) -> str:
         if bool((silent > 0).any()):
@@ -666,11 +702,11 @@ def _zero_as_factor(analysis: Analysis, value: Any) -> Steps | None:
 
 
 def _add(analysis: Analysis, node: fx.Node) -> Facts:
-    """An additive mask: whatever the score, -inf below it is -inf. Zero and zero are zero."""
+    """An additive mask: whatever the score, a floor stays what it is. Zero and zero are zero."""
     a, b = node.args[:2]
     of_a, of_b = analysis.of(a), analysis.of(b)
     facts = analysis._join([of_a, of_b])
-    if analysis.magnitudes.found[node] is not None:  # then there are no floors but -inf, and no NaN
+    if analysis.magnitudes.found[node] is not None:  # then floors absorb what is added, and there is no NaN
         facts = replace(
             facts,
             fill=_union(of_a.fill, of_b.fill),
@@ -718,7 +754,7 @@ def _to_copy(analysis: Analysis, node: fx.Node) -> Facts:
     if source == torch.bool:
         number = Facts(ready=f.ready, zero=f.can_be_true, sources=f.sources, trail=f.trail)
         return f if to == torch.bool else analysis._silence(number)
-    plain = Facts(ready=f.ready, zero=f.zero, sources=f.sources, trail=f.trail)
+    plain = Facts(ready=f.ready, zero=f.zero, blank=f.blank, sources=f.sources, trail=f.trail)
     if not source.is_floating_point:
         return plain if to != torch.bool else replace(plain, zero=None)
     if not to.is_floating_point:

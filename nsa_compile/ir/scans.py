@@ -68,9 +68,13 @@ class ScanRecord:
     # softmax -> the step from which on each of its scores may be above -inf, in the scores' layout: see `staleness`
     settled: dict[fx.Node, Tensor] = field(default_factory=dict)
 
+    # (node, place) -> the step from which on each element of an operand counts, before which it is taken for zero
+    hidden: dict[tuple[fx.Node, int], Tensor] = field(default_factory=dict)
+
     def fingerprint(self) -> str:
         settled = sorted(node.name for node in self.settled)
-        return f"{self.carries}|{self.guards_kept}|{self.guards_dropped}|{settled}"
+        hidden = sorted((node.name, place) for node, place in self.hidden)
+        return f"{self.carries}|{self.guards_kept}|{self.guards_dropped}|{settled}|{hidden}"
 
 
 @dataclass

@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.magnitudes import given_magnitudes
-from nsa_compile.analyses.staleness import Facts, analyse, explain
+from nsa_compile.analyses.staleness import Analysis, Facts, analyse, explain
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.carries import Rows
-from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example, find_scans
+from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, constant_value, example, find_scans
 from nsa_compile.passes.pipeline import PassContext, register
 
 
@@ -27,11 +27,12 @@ def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
         record = site.record
         if record is None or record.guards_dropped or record.guards_kept or not context.may_rewrite():
             continue
-        dropped, kept, settled = prove(site, record)
+        dropped, kept, analysis = prove(site, record)
         if not dropped and not kept:
             continue
         record.guards_dropped, record.guards_kept = sorted(dropped), sorted(kept)
-        record.settled = settled if dropped else {}
+        if dropped:
+            record.settled, record.hidden = analysis.settled, analysis.hidden
         for facts in kept.values():
             op, place, why = explain(facts)
             declined = Declined(why)
@@ -43,9 +44,9 @@ def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
     return changed
 
 
-def prove(site: ScanSite, record: ScanRecord) -> tuple[list[str], dict[str, Facts], dict[fx.Node, Tensor]]:
+def prove(site: ScanSite, record: ScanRecord) -> tuple[list[str], dict[str, Facts], Analysis]:
     """Which views of write-once buffers need no guard, and which do, with what was found out about them; and the
-    softmaxes that have to be settled for that.
+    analysis that shows it, with the softmaxes that have to be settled and the operands that have to be hidden.
 
     All guards are dropped at first; whichever the stale values that reach an output come from are put back, until
     none reach one. The views of a buffer are `name` (after the step's write) and `name.before`.
@@ -54,9 +55,9 @@ def prove(site: ScanSite, record: ScanRecord) -> tuple[list[str], dict[str, Fact
         views = guarded_views(site, record)
     kept: dict[str, Facts] = {}
     while True:
-        leaks, settled = _leaks(site, record, {name: view for name, view in views.items() if name not in kept})
+        leaks, analysis = _leaks(site, record, {name: view for name, view in views.items() if name not in kept})
         if not leaks:
-            return [name for name in views if name not in kept], kept, settled
+            return [name for name in views if name not in kept], kept, analysis
         kept.update(leaks)
 
 
@@ -94,15 +95,16 @@ def _only_feeds(node: fx.Node, update: fx.Node) -> bool:
 
 def _leaks(
     site: ScanSite, record: ScanRecord, views: dict[str, tuple[fx.Node, Tensor, int]]
-) -> tuple[dict[str, Facts], dict[fx.Node, Tensor]]:
-    """The views whose stale rows reach an output of the body, or a row it writes, once softmaxes are settled; and these
-    softmaxes."""
+) -> tuple[dict[str, Facts], Analysis]:
+    """The views whose stale rows reach an output of the body, or a row it writes, and the analysis that says so."""
     stale: dict[fx.Node, Facts] = {}
+    zeros = _made_of_zeros(site)
     for name, (node, ready, dim) in views.items():
         shape = [1] * example(node).dim()
         shape[dim] = ready.shape[0]
         with unset_fake_temporarily():
-            stale[node] = Facts(ready=ready.reshape(shape), sources=frozenset([name]))
+            steps = ready.reshape(shape)
+            stale[node] = Facts(ready=steps, blank=steps if name in zeros else None, sources=frozenset([name]))
     # Views that are not stale are guarded, or looked up in their tables: right at every step.
     analysis = analyse(site.body, record, given_magnitudes(site), stale)
     updates, ys = site.outputs()
@@ -113,4 +115,13 @@ def _leaks(
         facts = analysis.of(node)
         if facts.stale:
             leaks.update(dict.fromkeys(facts.sources, facts))
-    return leaks, analysis.settled
+    return leaks, analysis
+
+
+def _made_of_zeros(site: ScanSite) -> set[str]:
+    """The views of buffers that hold zeros at first, and no gradient is asked for these."""
+    carries, _, _ = site.placeholders()
+    values = [constant_value(source, {}) for source in site.init]
+    with unset_fake_temporarily():
+        names = [c.name for c, x in zip(carries, values, strict=True) if x is not None and not bool(x.any())]
+    return {view for name in names for view in (name, f"{name}.before")}

@@ -69,9 +69,10 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                 with unset_fake_temporarily(), torch.no_grad():
                     known, outputs = _attention(step, softmax, analysis, in_place=in_place)
             except Unrecognised as found:
-                if step.body not in sites or not _raise_scores(step, sites[step.body], softmax, analysis, context):
+                if step.body in sites and _raise_scores(step, sites[step.body], softmax, analysis, context):
+                    changed = True
+                else:
                     context.leave(Declined(found.why, found.node))
-                changed = True
                 continue
             for output in outputs:
                 if context.may_rewrite():
@@ -113,6 +114,8 @@ def _raise_scores(step: Step, site: ScanSite, softmax: fx.Node, analysis: Analys
         with unset_fake_temporarily(), torch.no_grad():
             sets = key_sets(step, softmax, len(site.xs), floors_vanish=analysis._floors_vanish(softmax))
             reads = weighted_values(softmax, sets, step.record)
+            if any(keys.products and all(r.keys != i for r in reads) for i, keys in enumerate(sets)):
+                raise Unrecognised("the weights of a part of its keys are not multiplied with values", softmax)
             n = max(read.product.shape[0] for read in reads)
             n = max(n, *(keys.shape[0] for keys in sets if keys.products))
             sets = [regrouped(keys, n) if keys.products else keys for keys in sets]
@@ -149,7 +152,14 @@ def replace_by_scores(body: fx.GraphModule, softmax: fx.Node, sets: list[KeySet]
             share = build(aten._to_copy.default, share, dtype=example(out).dtype)
             out = build(aten.mul.Tensor, out, share)
         elif not read.without_nan and softmax.target is not aten._safe_softmax.default:
-            none = build(aten.reshape.default, build(aten.eq.Scalar, lse, -math.inf), [n, 1, rows // n])
+            none, lse = (
+                build(aten.reshape.default, x, [n, 1, rows // n]) for x in (build(aten.eq.Scalar, lse, -math.inf), lse)
+            )
+            # NaN of -inf: what comes back to the scores is NaN, too.
+            nan = build(aten.where.Scalar, none, math.nan, 0.0)
+            nan = build(aten.mul.Tensor, build(aten.where.ScalarOther, none, lse, 0.0), nan)
+            nan = build(aten._to_copy.default, build(aten.unsqueeze.default, nan, 3), dtype=example(out).dtype)
+            out = build(aten.add.Tensor, out, nan)
             there = first_steps(sets[read.keys].mask.known) or (0, 0)
             out = build(NAN_ROWS, out, none, values_of(read, n, build), list(there))
         product = read.product

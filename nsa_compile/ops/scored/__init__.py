@@ -47,10 +47,12 @@ def _check(
     parse(program)
 
 
-def _compute(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor | None) -> tuple[Tensor, Tensor]:
+def _compute(
+    q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, leaves, program, tiles)
-    out, lse = choose_kernel("scored", v).forward(q, k, v, leaves, program, tiles)
-    return out, lse
+    out, lse, total = choose_kernel("scored", v).forward(q, k, v, leaves, program, tiles)
+    return out, lse, total
 
 
 #: Attention of queries to keys by scores of a program.
@@ -64,13 +66,14 @@ def _compute(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor
 #:         None: there are no such tiles.
 #:
 #: Returns:
-#:     The output `[N, S, m, Dv]`, zeros where all keys are removed, and the log-sum-exp of the scores `[N, S, m]`; both
-#:     have gradients.
+#:     The output `[N, S, m, Dv]`, zeros where all keys are removed, and the log-sum-exp of the scores `[N, S, m]`, both
+#:     with gradients; and the sum of exp of scores less the largest, `[N, S, m]`, without one. Where all scores are as
+#:     low as masks make them, the log-sum-exp alone does not tell how many there are.
 scored_attention = torch.library.custom_op(
     "nsa_compile::scored_attention",
     _compute,
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, str program, Tensor? tiles) -> (Tensor out, Tensor lse)",
+    schema=f"({_ARGUMENTS}, str program, Tensor? tiles) -> (Tensor out, Tensor lse, Tensor total)",
 )
 
 
@@ -82,22 +85,22 @@ scored_attention_backward = torch.library.custom_op(
     "nsa_compile::scored_attention_backward",
     _compute_backward,
     mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor? grad_lse, {_ARGUMENTS}, Tensor out, Tensor lse, str program,"
+    schema=f"(Tensor grad_out, Tensor? grad_lse, {_ARGUMENTS}, Tensor out, Tensor lse, Tensor total, str program,"
     " str derivatives, Tensor? tiles, int[] wanted) -> Tensor[]",
 )
 
 
 @scored_attention.register_fake
-def _(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, leaves, program, tiles)
-    shape = q[0].shape[:3]
-    return v.new_empty(*shape, v.shape[2]), v.new_empty(shape, dtype=compute_dtype(v))
+    shape, dtype = q[0].shape[:3], compute_dtype(v)
+    return v.new_empty(*shape, v.shape[2]), v.new_empty(shape, dtype=dtype), v.new_empty(shape, dtype=dtype)
 
 
 @scored_attention_backward.register_fake
 def _(
-    grad_out: Tensor, grad_lse: Any, q: Any, k: Any, v: Tensor, leaves: Any, out: Any, lse: Any, program: str,
-    derivatives: str, tiles: Tensor | None, wanted: Sequence[int],
+    grad_out: Tensor, grad_lse: Any, q: Any, k: Any, v: Tensor, leaves: Any, out: Any, lse: Any, total: Any,
+    program: str, derivatives: str, tiles: Tensor | None, wanted: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape) for x in (*q, *k, v, *(leaves[i] for i in wanted))]
 
@@ -107,21 +110,22 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.counts = len(q), len(leaves)
     ctx.wanted = [i for i, x in enumerate(leaves) if x.requires_grad]
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*q, *k, v, *leaves, *output, tiles)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple:
     products, count = ctx.counts
     saved = iter(ctx.saved_tensors)
     q, k = ([next(saved) for _ in range(products)] for _ in range(2))
     v, leaves = next(saved), [next(saved) for _ in range(count)]
-    out, lse, tiles = saved
+    out, lse, total, tiles = saved
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     integers, booleans = ([f"x{i}" for i, x in enumerate(leaves) if is_kind(x)] for is_kind in (_is_integer, _is_bool))
     names = (*(f"s{i}" for i in range(products)), *(f"x{i}" for i in ctx.wanted))
     derivatives = derivative(ctx.program, names, tuple(integers), tuple(booleans))
     found = scored_attention_backward(
-        grad_out, grad_lse, q, k, v, leaves, out, lse, ctx.program, derivatives, tiles, ctx.wanted
+        grad_out, grad_lse, q, k, v, leaves, out, lse, total, ctx.program, derivatives, tiles, ctx.wanted
     )
     of_leaves: list[Tensor | None] = [None] * count
     for i, gradient in zip(ctx.wanted, found[2 * products + 1 :], strict=True):

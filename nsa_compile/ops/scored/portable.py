@@ -20,16 +20,20 @@ TILE = 64
 
 def forward(
     q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(v)
     n, s, m, _ = q[0].shape
-    out, lse = v.new_zeros(n, s, m, v.shape[2]), v.new_full((n, s, m), -torch.inf, dtype=dtype)
+    out = v.new_zeros(n, s, m, v.shape[2])
+    lse, total = (v.new_full((n, s, m), x, dtype=dtype) for x in (-torch.inf, 0.0))
     for queries, keys in _spans(tiles, s, v.shape[1]):
         scores = _scores(parse(program), q, k, leaves, queries, keys, dtype)
-        lse[:, queries] = scores.logsumexp(-1)
-        weights = _weights(scores, lse[:, queries])
-        out[:, queries] = _times(weights, v[:, keys]).to(v.dtype)
-    return out, lse
+        largest = scores.amax(-1)
+        weights = _exp(scores, largest)
+        total[:, queries] = weights.sum(-1)
+        lse[:, queries] = largest + total[:, queries].log()
+        weights /= total[:, queries].masked_fill(largest == -torch.inf, 1.0).unsqueeze(-1)
+        out[:, queries] = torch.einsum("nsmt,ntd->nsmd", weights, v[:, keys].to(dtype)).to(v.dtype)
+    return out, lse, total
 
 
 def backward(
@@ -41,6 +45,7 @@ def backward(
     leaves: Sequence[Tensor],
     out: Tensor,
     lse: Tensor,
+    total: Tensor,
     program: str,
     derivatives: str,
     tiles: Tensor | None,
@@ -53,7 +58,8 @@ def backward(
     )
     for queries, keys in _spans(tiles, q[0].shape[1], v.shape[1]):
         scores = _scores(parse(program), q, k, leaves, queries, keys, dtype)
-        weights = _weights(scores, lse[:, queries])
+        sums = total[:, queries].masked_fill(total[:, queries] == 0, 1.0)
+        weights = _exp(scores, lse[:, queries] - sums.log()) / sums.unsqueeze(-1)
         grad = grad_out[:, queries].to(dtype)
         of_v[0][:, keys] += torch.einsum("nsmt,nsmd->ntd", weights, grad)
         moved = (grad * out[:, queries].to(dtype)).sum(-1)
@@ -61,13 +67,12 @@ def backward(
         g = weights * (torch.einsum("nsmd,ntd->nsmt", grad, v[:, keys].to(dtype)) - moved.unsqueeze(-1))
         given = _given(q, k, leaves, queries, keys, dtype)
         found = gradient.evaluate({**given, "g": g}, dtype)
-        # A score of -inf passes nothing on, whatever it was made of.
-        found = [torch.where(weights == 0, 0.0, torch.as_tensor(x, dtype=dtype, device=v.device)) for x in found]
+        found = [torch.as_tensor(x, dtype=dtype, device=v.device).expand(g.shape) for x in found]
         for i, of_score in enumerate(found[: len(q)]):
             of_q[i][:, queries] = torch.einsum("nsmt,ntd->nsmd", of_score, k[i][:, keys].to(dtype))
             of_k[i][:, keys] += torch.einsum("nsmt,nsmd->ntd", of_score, q[i][:, queries].to(dtype))
-        for total, of_score in zip(of_leaves, found[len(q) :], strict=True):
-            part = _part(total, queries, keys)
+        for of_leaf, of_score in zip(of_leaves, found[len(q) :], strict=True):
+            part = _part(of_leaf, queries, keys)
             part += of_score.sum_to_size(part.shape)
     given_to = [*q, *k, v, *(leaves[i] for i in wanted)]
     return [x.to(y.dtype) for x, y in zip([*of_q, *of_k, *of_v, *of_leaves], given_to, strict=True)]
@@ -113,10 +118,6 @@ def _scores(
     return torch.as_tensor(scores, dtype=dtype, device=q[0].device).expand(given["s0"].shape)
 
 
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    none = lse == -torch.inf
-    return (scores - torch.where(none, 0.0, lse).unsqueeze(-1)).exp().masked_fill(none.unsqueeze(-1), 0.0)
-
-
-def _times(weights: Tensor, v: Tensor) -> Tensor:
-    return torch.einsum("nsmt,ntd->nsmd", weights, v.to(weights.dtype))
+def _exp(scores: Tensor, largest: Tensor) -> Tensor:
+    """exp of scores less the largest; zeros where these are all -inf."""
+    return (scores - largest.masked_fill(largest == -torch.inf, 0.0).unsqueeze(-1)).exp()

@@ -24,6 +24,5 @@ def scored_attention(
     (scores,) = parse(program).evaluate({**given, **{f"x{i}": x for i, x in enumerate(leaves)}}, dtype)
     scores = torch.as_tensor(scores, dtype=dtype, device=v.device).expand(shape)
     lse = scores.logsumexp(-1)
-    none = lse == -torch.inf
-    weights = (scores - torch.where(none, 0.0, lse).unsqueeze(-1)).exp().masked_fill(none.unsqueeze(-1), 0.0)
+    weights = scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     return torch.einsum("nsmt,ntd->nsmd", weights, v.to(dtype)).to(v.dtype), lse
