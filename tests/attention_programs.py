@@ -386,7 +386,7 @@ def maskings(data: tuple[int, ...], S: int = 6) -> list[Masking]:
     """Masks that must be told apart. `data`: shape of a mask of numbers."""
     causal, window = f"attention to a window of {S}", "attention to a window of {}"
     blocks = "attention to blocks of {} with stride {}, once they are complete"
-    opaque, depends = "attention under a mask of its own", " and a mask that depends on data"
+    opaque, depends = "attention by a program of scores", " and a mask that depends on data"
     given = {"data": data}
     outside = {"outside": True, "rows": 5, "S": S}
     # Row j holds the token that completes block j.

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from nsa_compile.analyses.magnitudes import floor_level
 from nsa_compile.analyses.masks import (
     MOVES,
     Condition,
@@ -25,10 +26,11 @@ from nsa_compile.analyses.masks import (
     constant,
     is_float_cast,
     moved,
+    same_mask,
     side_of_where,
 )
 from nsa_compile.analyses.softmax import TRACE_LIMIT, Product, weights_below
-from nsa_compile.ir.aten import FILLED, MATMUL, arguments, aten, operand
+from nsa_compile.ir.aten import DIV, FILLED, MATMUL, MUL, arguments, aten, operand
 from nsa_compile.ir.attention import SCORED
 from nsa_compile.ir.carries import Invariant, Rows
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node
@@ -100,7 +102,8 @@ class KeySet:
     products: list[Side]
     leaves: list[Leaf]
     program: Program
-    mask: Mask  # what is known of it
+    mask: Mask  # what is known of the scores that are set to -inf
+    filled: Mask  # the same of those that are set to -inf or to the lowest number
 
 
 @dataclass
@@ -328,13 +331,14 @@ def key_sets(step: Step, softmax: fx.Node, xs: int, *, floors_vanish: bool) -> l
             continue
         if follower.wide and any(example(p.node).dtype != torch.float64 for p, _ in follower.products):
             raise Unrecognised("its scores are more precise than its products", softmax)
-        found.append(_key_set(follower, score, columns, _known_mask(value, part, record, floor)))
+        masks = [_known_mask(value, part, record, level) for level in (floor, floor_level(example(value).dtype))]
+        found.append(_key_set(follower, score, columns, *masks))
     if not any(keys.products for keys in found):
         raise Unrecognised("its scores come from no product of queries and keys", softmax)
     return found
 
 
-def _key_set(follower: _Follower, score: Any, columns: range, mask: Mask) -> KeySet:
+def _key_set(follower: _Follower, score: Any, columns: range, mask: Mask, filled: Mask) -> KeySet:
     rows, keys = follower.rows, len(columns)
     # As many sequences as the product with the most of them has: the others' keys are repeated.
     n = max((product.shape[0] for product, _ in follower.products), default=rows)
@@ -342,7 +346,7 @@ def _key_set(follower: _Follower, score: Any, columns: range, mask: Mask) -> Key
     sides = [_side(product, which, n, m) for product, which in follower.products]
     leaves = [Leaf(node, _reduced(read.reshape(n, 1, m, keys))) for node, read in follower.leaves]
     program = Program(tuple(follower.instructions), (score,))
-    return KeySet(columns, (n, m, keys), sides, leaves, program, mask)
+    return KeySet(columns, (n, m, keys), sides, leaves, program, mask, filled)
 
 
 def _side(product: Product, rows: Tensor, n: int, m: int) -> Side:
@@ -375,6 +379,8 @@ def _known_mask(value: fx.Node, elements: Tensor, record: ScanRecord, floor: flo
             node = source
         elif is_float_cast(node):
             node = operand(node)
+        elif (scaled := _scaled(node, record)) is not None:
+            elements, node, floor = _read(scaled, node, elements), scaled, -math.inf  # other numbers become others
         elif node.target is aten.cat.default or node.target is aten.constant_pad_nd.default:
             parts, owner, within = _parts(node)
             node, elements = parts[int(owner.flatten()[elements[0, 0]])], within.flatten()[elements]
@@ -398,6 +404,17 @@ def _known_mask(value: fx.Node, elements: Tensor, record: ScanRecord, floor: flo
         else:
             break
     return conjunction(conditions, record)
+
+
+def _scaled(node: fx.Node, record: ScanRecord) -> fx.Node | None:
+    """What a node multiplies with, or divides by, a positive number."""
+    if node.target not in MUL | DIV or len(node.args) > 2 or node.kwargs:
+        return None
+    for value, factor in (node.args[:2], node.args[1::-1] if node.target in MUL else (None, None)):
+        number = None if isinstance(factor, fx.Node) and factor is value else constant(factor, record)
+        if isinstance(value, fx.Node) and number is not None and 0 < number < math.inf:
+            return value
+    return None
 
 
 def _added_mask(node: fx.Node, record: ScanRecord, floor: float) -> tuple[fx.Node, fx.Node] | None:
@@ -441,6 +458,7 @@ class Read:
     keys: int  # which set
     product: Product
     without_nan: bool
+    masked: bool  # whether weights are zero where scores are set to -inf or the lowest number
 
 
 def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord) -> list[Read]:
@@ -452,7 +470,8 @@ def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord) ->
     total = sum(len(keys.columns) for keys in sets)
     found = []
     for weights in weights_below(softmax, record):
-        if weights.masked:
+        masked = list(weights.masked)
+        if masked and (len(sets) > 1 or not same_mask(conjunction(masked, record), sets[0].filled, record)):
             continue
         for user in weights.node.users:
             if user.target not in MATMUL or user.args.count(weights.node) != 1:
@@ -469,7 +488,7 @@ def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord) ->
                 ]
                 expected = expected.transpose(1, 2) if product.flipped else expected
                 if torch.equal(weights.numbers.flatten(), expected.flatten()):
-                    found.append(Read(i, product, weights.without_nan))
+                    found.append(Read(i, product, weights.without_nan, bool(masked)))
     if not found:
         raise Unrecognised("its weights are not multiplied with values, as they come from the softmax", softmax)
     return found
@@ -494,7 +513,7 @@ def regrouped(keys: KeySet, n: int) -> KeySet:
     for leaf in keys.leaves:
         full = leaf.elements.expand(old, 1, m, leaf.elements.shape[3]).reshape(n, 1, shape[1], -1)
         leaves.append(Leaf(leaf.node, _reduced(full)))
-    return KeySet(keys.columns, shape, sides, leaves, keys.program, keys.mask)
+    return KeySet(keys.columns, shape, sides, leaves, keys.program, keys.mask, keys.filled)
 
 
 def values_of(read: Read, n: int, build: NodeBuilder) -> fx.Node:

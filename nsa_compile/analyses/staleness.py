@@ -260,8 +260,9 @@ class Analysis:
                 moved[name] = tuple(
                     self._move(node, {n: run[end] for n, run in runs.items()}, int(EMPTY[end])) for end in (0, 1)
                 )
-        joined = self._join(list(inputs.values()))
-        return Facts(**moved, sources=joined.sources, trail=joined.trail)
+        stale = [f for f in inputs.values() if f.stale]
+        sources = frozenset[str]().union(*(f.sources for f in stale))
+        return Facts(**moved, sources=sources, trail=next((f.trail for f in stale if f.trail), None))
 
     def _run(self, node: fx.Node, name: str) -> Interval | None:
         return self.kept(node) if name == "surely_kept" else getattr(self.of(node), name)

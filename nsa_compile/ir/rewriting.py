@@ -216,6 +216,6 @@ def constant_node(build: NodeBuilder, tensor: torch.Tensor, device: torch.device
     """A constant of a body, where a builder adds nodes."""
     tensor = tensor.contiguous().to(device)
     with build.body.graph.inserting_before(build.before):
-        node = build.body.graph.get_attr(_adopt(build.body, tensor))
+        node = build.body.graph.create_node("get_attr", _adopt(build.body, tensor))
     node.meta["val"] = tensor
     return node

@@ -101,14 +101,15 @@ def _scored(graph: fx.GraphModule, node: fx.Node, context: PassContext) -> bool:
     q, _, v, _, program, _ = cast(Any, node.args)
     queries, keys = example(q[0]).shape[1], example(v).shape[1]
     dense = context.options.attention == "dense"
-    name, where = "dense scores" if dense else "scored_attention", location(node)
+    name, where = "dense" if dense else "scored_attention", location(node)
     what = f"attention of {queries} queries to {keys} keys (scores of {len(parse(program).instructions)} instructions)"
     context.report.attention.append(AttentionChoice("attention", what, name))
-    if not dense:
-        set_label(node, "nsa.attention")
-        return True
     if not context.may_rewrite():
         return False
+    if not dense:
+        set_label(node, "nsa.attention")
+        context.match(where, f"{what}: {name}")
+        return True
     tensors = node.all_input_nodes
 
     def run(*inputs: Tensor) -> list[Tensor]:

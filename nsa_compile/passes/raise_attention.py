@@ -25,7 +25,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.attention_costs import runs_in_place
-from nsa_compile.analyses.magnitudes import given_magnitudes
+from nsa_compile.analyses.magnitudes import floor_level, given_magnitudes
 from nsa_compile.analyses.masks import Mask, Unrecognised, conjunction, first_steps, mask_tensor
 from nsa_compile.analyses.scores import (
     KeySet,
@@ -67,7 +67,7 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
         for softmax in [n for n in step.body.graph.nodes if n.target in SOFTMAX]:
             try:
                 with unset_fake_temporarily(), torch.no_grad():
-                    known, outputs = _attention(step, softmax, analysis, in_place=in_place)
+                    known, outputs = _attention(step, softmax, analysis, by_itself=step.body is gm, in_place=in_place)
             except Unrecognised as found:
                 if step.body in sites and _raise_scores(step, sites[step.body], softmax, analysis, context):
                     changed = True
@@ -86,7 +86,7 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
 
 
 def _attention(
-    step: Step, softmax: fx.Node, analysis: Analysis, *, in_place: bool
+    step: Step, softmax: fx.Node, analysis: Analysis, *, by_itself: bool, in_place: bool
 ) -> tuple[AttentionRecord, list[Output]]:
     """A softmax as attention to masked products.
 
@@ -97,7 +97,6 @@ def _attention(
     scores = walk_up(softmax, record)
     check_scores(softmax, scores, analysis)
     outputs = walk_down(softmax, scores, record)
-    by_itself = record.length == 1
     if by_itself:  # no batching will bring its scores and their ranking together
         check_read_by(outputs, softmax, record, may_rank=in_place)
     mask = conjunction(scores.conditions, record)
@@ -125,7 +124,8 @@ def _raise_scores(step: Step, site: ScanSite, softmax: fx.Node, analysis: Analys
     if not context.may_rewrite():
         return False
     replace_by_scores(step.body, softmax, sets, reads, n)
-    context.match(step.name, f"attention by scores of a program, {len(sets)} sets of keys, at {location(softmax)}")
+    several = f" over {len(sets)} sets of keys" if len(sets) > 1 else ""
+    context.match(step.name, f"attention by a program of scores{several} at {location(softmax)}")
     return True
 
 
@@ -151,6 +151,10 @@ def replace_by_scores(body: fx.GraphModule, softmax: fx.Node, sets: list[KeySet]
             share = build(aten.reshape.default, share, [n, 1, rows // n, 1])
             share = build(aten._to_copy.default, share, dtype=example(out).dtype)
             out = build(aten.mul.Tensor, out, share)
+        elif read.masked:
+            kept = build(aten.gt.Scalar, lse, floor_level(example(lse).dtype) / 2)
+            kept = build(aten.reshape.default, kept, [n, 1, rows // n, 1])
+            out = build(aten.where.ScalarOther, kept, out, 0.0)
         elif not read.without_nan and softmax.target is not aten._safe_softmax.default:
             none, lse = (
                 build(aten.reshape.default, x, [n, 1, rows // n]) for x in (build(aten.eq.Scalar, lse, -math.inf), lse)

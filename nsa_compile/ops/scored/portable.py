@@ -54,7 +54,7 @@ def backward(
     dtype = compute_dtype(v)
     gradient = parse(derivatives)
     of_q, of_k, of_v, of_leaves = (
-        [torch.zeros_like(x, dtype=dtype) for x in xs] for xs in (q, k, [v], [leaves[i] for i in wanted])
+        [x.new_zeros(x.shape, dtype=dtype) for x in xs] for xs in (q, k, [v], [leaves[i] for i in wanted])
     )
     for queries, keys in _spans(tiles, q[0].shape[1], v.shape[1]):
         scores = _scores(parse(program), q, k, leaves, queries, keys, dtype)
