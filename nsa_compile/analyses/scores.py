@@ -29,7 +29,7 @@ from nsa_compile.analyses.masks import (
     same_mask,
     side_of_where,
 )
-from nsa_compile.analyses.softmax import TRACE_LIMIT, Product, weights_below
+from nsa_compile.analyses.softmax import TRACE_LIMIT, Product, keeps_one, weights_below
 from nsa_compile.ir.aten import DIV, FILLED, MATMUL, MUL, arguments, aten, operand
 from nsa_compile.ir.attention import SCORED
 from nsa_compile.ir.carries import Invariant, Rows
@@ -461,8 +461,11 @@ class Read:
     masked: bool  # whether weights are zero where scores are set to -inf or the lowest number
 
 
-def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord) -> list[Read]:
+def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord, *, never_nan: bool) -> list[Read]:
     """The products of the weights of a softmax with values, each of the weights of one set of keys.
+
+    Args:
+        never_nan: whether the weights are no NaN, whatever is kept.
 
     Raises:
         Unrecognised: there is none.
@@ -471,7 +474,7 @@ def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord) ->
     found = []
     for weights in weights_below(softmax, record):
         masked = list(weights.masked)
-        if masked and (len(sets) > 1 or not same_mask(conjunction(masked, record), sets[0].filled, record)):
+        if masked and not _masked_alike(masked, never_nan or weights.without_nan, sets, record):
             continue
         for user in weights.node.users:
             if user.target not in MATMUL or user.args.count(weights.node) != 1:
@@ -492,6 +495,13 @@ def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord) ->
     if not found:
         raise Unrecognised("its weights are not multiplied with values, as they come from the softmax", softmax)
     return found
+
+
+def _masked_alike(masked: list[Condition], no_nan: bool, sets: list[KeySet], record: ScanRecord) -> bool:
+    """Whether weights are zero just where the scores of the only set are removed, also where all are."""
+    if len(sets) > 1 or not same_mask(conjunction(masked, record), sets[0].filled, record):
+        return False
+    return no_nan or (not sets[0].filled.data and keeps_one(sets[0].filled.known, record))
 
 
 def regrouped(keys: KeySet, n: int) -> KeySet:

@@ -390,7 +390,7 @@ def _may_be_nan(softmax: fx.Node, scores: Scores, weights: Weights, record: Scan
     keep = conjunction(scores.conditions, record)
     if weights.masked and not same_mask(conjunction(list(weights.masked), record), keep, record):
         raise Unrecognised("its weights are masked differently from its scores", softmax)
-    if not keep.data and _keeps_one(keep.known, record):
+    if not keep.data and keeps_one(keep.known, record):
         return False
     if weights.masked and (scores.never_nan or weights.without_nan):
         return False
@@ -414,7 +414,7 @@ def _first_keys(softmax: fx.Node, scores: Scores, record: ScanRecord) -> tuple[i
     return found
 
 
-def _keeps_one(known: StepMask | None, record: ScanRecord) -> bool:
+def keeps_one(known: StepMask | None, record: ScanRecord) -> bool:
     """Whether some key is kept at every step, for every query."""
     if known is None:
         return True

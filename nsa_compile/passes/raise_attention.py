@@ -48,7 +48,7 @@ from nsa_compile.analyses.softmax import (
     walk_up,
 )
 from nsa_compile.analyses.staleness import Analysis, analyse
-from nsa_compile.ir.aten import PLACED, SOFTMAX, aten
+from nsa_compile.ir.aten import PLACED, SOFTMAX, aten, operand
 from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, All, AttentionCall, Blocks, Opaque, Window
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_earlier
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, Step, example, find_scans, find_steps, location
@@ -112,9 +112,14 @@ def _raise_scores(step: Step, site: ScanSite, softmax: fx.Node, analysis: Analys
     try:
         with unset_fake_temporarily(), torch.no_grad():
             sets = key_sets(step, softmax, len(site.xs), floors_vanish=analysis._floors_vanish(softmax))
-            reads = weighted_values(softmax, sets, step.record)
+            size = analysis.magnitudes.of(operand(softmax))
+            never_nan = size is not None and size.finite
+            reads = weighted_values(softmax, sets, step.record, never_nan=never_nan)
             if any(keys.products and all(r.keys != i for r in reads) for i, keys in enumerate(sets)):
                 raise Unrecognised("the weights of a part of its keys are not multiplied with values", softmax)
+            products = [read.product for read in reads] + [side.product for keys in sets for side in keys.products]
+            if not all(analysis.is_finite(x) for product in products for x in product.node.args):
+                raise Unrecognised("what it multiplies may hold infinities or NaN", softmax)
             n = max(read.product.shape[0] for read in reads)
             n = max(n, *(keys.shape[0] for keys in sets if keys.products))
             sets = [regrouped(keys, n) if keys.products else keys for keys in sets]
