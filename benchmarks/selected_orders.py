@@ -50,7 +50,7 @@ def works(
 
     def run(order: selected.Order) -> None:
         out, lse = selected.forward(q, k, v, indices, block_size, dim**-0.5, order)
-        selected.backward(grad, q, k, v, out, lse, indices, block_size, dim**-0.5, order)
+        selected.backward(grad, None, q, k, v, out, lse, indices, block_size, dim**-0.5, order)
 
     return {order: partial(run, order) for order in ORDERS}
 

@@ -32,8 +32,8 @@ def window_attention(
         scale: factor of the scores, `1 / sqrt(D)` by default.
 
     Returns:
-        The output `[B, S, Hq, Dv]` and the log-sum-exp of the scores `[B, S, Hq]`, which carries no gradient. A query
-        that sees no key has an output of 0 and a log-sum-exp of -inf.
+        The output `[B, S, Hq, Dv]` and the log-sum-exp of the scores `[B, S, Hq]`; both carry gradients. A query that
+        sees no key has an output of 0 and a log-sum-exp of -inf.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, or a window below 1.
@@ -75,8 +75,8 @@ def compressed_attention(
 
     Returns:
         The output `[B, S, Hq, Dv]`, the log-sum-exp `[B, S, Hq]` and the indices `[B, S, G, num_selected]`, int32: the
-        forced blocks, ascending, then the others, best first and ties to the lower index, then -1. Only the output
-        carries a gradient.
+        forced blocks, ascending, then the others, best first and ties to the lower index, then -1. Output
+        and log-sum-exp carry gradients.
 
     Raises:
         ValueError: arguments that do not fit together, naming the argument, its value and the rule.
@@ -101,7 +101,7 @@ def selected_attention(
         scale: factor of the scores, `1 / sqrt(D)` by default.
 
     Returns:
-        The output `[B, S, Hq, Dv]` and the log-sum-exp `[B, S, Hq]`, which carries no gradient.
+        The output `[B, S, Hq, Dv]` and the log-sum-exp `[B, S, Hq]`; both carry gradients.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, or a block size below 1.

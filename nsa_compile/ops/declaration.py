@@ -36,8 +36,8 @@ def declare_operator(
     """The operators `nsa_compile::<name>_attention` and `nsa_compile::<name>_attention_backward`; returns the first.
 
     It takes q `[B, S, Hq, D]`, k `[B, T, G, D]`, v `[B, T, G, Dv]` and arguments of its own, and returns the output
-    `[B, S, Hq, Dv]` and the log-sum-exp `[B, S, Hq]`, without a gradient. The other takes the gradient of the output,
-    q, k, v, output, log-sum-exp and the same arguments, and returns the gradients of q, k and v.
+    `[B, S, Hq, Dv]` and the log-sum-exp `[B, S, Hq]`. The other takes the gradient of the output, that of the
+    log-sum-exp or None, q, k, v, output, log-sum-exp and the same arguments, and returns the gradients of q, k and v.
 
     Args:
         name: by which kernels are registered for it.
@@ -54,13 +54,15 @@ def declare_operator(
         check(q, k, v, *own)
         return forward(choose_kernel(name, q).forward, q, k, v, *own)
 
-    def compute_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def compute_backward(
+        grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
         check(q, k, v, *rest[2:])
-        return choose_kernel(name, q).backward(grad_out, q, k, v, *rest)
+        return choose_kernel(name, q).backward(grad_out, grad_lse, q, k, v, *rest)
 
     schema = f"(Tensor q, Tensor k, Tensor v, {own}) -> (Tensor out, Tensor lse{indices})"
     attention = torch.library.custom_op(f"nsa_compile::{name}_attention", compute, mutates_args=(), schema=schema)
-    schema = f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {own})"
+    schema = f"(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {own})"
     attention_backward = torch.library.custom_op(
         f"nsa_compile::{name}_attention_backward",
         compute_backward,
@@ -77,30 +79,35 @@ def declare_operator(
         return out, lse, q.new_empty(*q.shape[:2], k.shape[2], num_indices(*own), dtype=torch.int32)
 
     @attention_backward.register_fake
-    def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         check(q, k, v, *rest[2:])
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def save(ctx: Any, inputs: tuple, output: tuple) -> None:
         tensors, ctx.own = inputs[: 3 + own_tensors], inputs[3 + own_tensors :]
-        out, *without_gradient = output
+        out, lse, *without_gradient = output
         ctx.mark_non_differentiable(*without_gradient)
-        ctx.save_for_backward(*tensors[:3], out, output[1], *tensors[3:])
+        ctx.set_materialize_grads(False)  # a log-sum-exp that nobody reads costs nothing
+        ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
 
-    def differentiate(ctx: Any, grad_out: Tensor, *_: Tensor | None) -> tuple:
-        gradients = attention_backward(grad_out, *ctx.saved_tensors, *ctx.own)
+    def differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple:
+        saved = ctx.saved_tensors
+        grad_out = torch.zeros_like(saved[3]) if grad_out is None else grad_out
+        gradients = attention_backward(grad_out, grad_lse, *saved, *ctx.own)
         return (*gradients, *(None for _ in range(own_tensors)), *(None for _ in ctx.own))
 
     attention.register_autograd(differentiate, setup_context=save)
     _register_vmap(attention, 3 + own_tensors)
-    _register_vmap(attention_backward, 6 + own_tensors)
+    _register_vmap(attention_backward, 7 + own_tensors)
 
     @register_flop_formula(getattr(torch.ops.nsa_compile, f"{name}_attention"))
     def _(q: Any, k: Any, v: Any, *own: Any, out_shape: Any = None) -> int:
         return flops.attention_flops(q, v, pairs(q[1], k[1], *own))
 
     @register_flop_formula(getattr(torch.ops.nsa_compile, f"{name}_attention_backward"))
-    def _(grad_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *own: Any, out_shape: Any = None) -> int:
+    def _(
+        grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *own: Any, out_shape: Any = None
+    ) -> int:
         return flops.attention_backward_flops(q, v, pairs(q[1], k[1], *own))
 
     return attention
@@ -111,12 +118,12 @@ def _register_vmap(op: CustomOpDef, num_tensors: int) -> None:
 
     def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple, tuple[int, ...]]:
         size = info.batch_size
-        tensors = [
-            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        tensors: list[Any] = [
+            x if x is None else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
             for x, dim in zip(args[:num_tensors], in_dims, strict=False)
         ]
         batch = tensors[0].shape[1]
-        outputs = op(*(x.flatten(0, 1) for x in tensors), *args[num_tensors:])
+        outputs = op(*(x if x is None else x.flatten(0, 1) for x in tensors), *args[num_tensors:])
         return tuple(x.unflatten(0, (size, batch)) for x in outputs), (0,) * len(outputs)
 
     torch.library.register_vmap(op, batched)

@@ -59,10 +59,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tu
 
 
 def _attend_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, hidden: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `_attend` with respect to q, k and v; `lse` is `[B, G, rows]`."""
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    hidden: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `_attend` with respect to q, k and v; `lse` and its gradient, if any, are `[B, G, rows]`."""
     delta = (grad_out * out).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta -= grad_lse.unsqueeze(-1)
     # Rows that see nothing have only scores of -inf; any finite lse gives them weights of zero.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
     weights = _scores(q, k, hidden, scale).sub_(lse).exp_()
@@ -93,16 +96,20 @@ def forward(
 
 
 def backward(
-    chunks: Iterable[Chunk], grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    chunks: Iterable[Chunk], grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv, chunk by chunk."""
     groups, keys, values = k.shape[2], _to_keys(k), _to_keys(v)
     dq, dk, dv = q.new_empty(q.shape), torch.zeros_like(keys), torch.zeros_like(values)
     for queries, span, hidden in chunks:
         rows, rows_grad, rows_out = (_to_rows(x[:, queries], groups) for x in (q, grad_out, out))
-        rows_lse = _to_rows(lse[:, queries, :, None], groups).squeeze(-1)
+        rows_lse, rows_grad_lse = (
+            x if x is None else _to_rows(x[:, queries, :, None], groups).squeeze(-1) for x in (lse, grad_lse)
+        )
+        assert rows_lse is not None
         dq_rows, dk_span, dv_span = _attend_backward(
-            rows_grad, rows, keys[:, :, span], values[:, :, span], rows_out, rows_lse, hidden, scale
+            rows_grad, rows_grad_lse, rows, keys[:, :, span], values[:, :, span], rows_out, rows_lse, hidden, scale
         )
         dq[:, queries] = _from_rows(dq_rows, hidden.shape[0])
         dk[:, :, span] += dk_span

@@ -240,14 +240,14 @@ def _forward_kernel(
 
 @triton.jit
 def _dq_kernel(
-    GRAD, Q, K, V, OUT, LSE, DELTA, DQ,
+    GRAD, GRAD_LSE, Q, K, V, OUT, LSE, DELTA, DQ,
     g_b, g_s, g_h, g_d, q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, o_b, o_s, o_h, o_d,
     x_b, x_s, x_h, x_d,
     S, T, G, scale, grad_scale, window, block_size, stride,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq, and `delta = sum(grad_out * out)`, which the kernel of dk and dv reads."""
+    """dq, and `delta = sum(grad_out * out) - grad_lse`, which the kernel of dk and dv reads."""
     tiles = tl.cdiv(S * HEADS, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles
     group = (tl.program_id(0) // tiles) % G
@@ -273,6 +273,8 @@ def _dq_kernel(
     out = tl.load(OUT + batch * o_b + o_at, mask=live_dv, other=0.0)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     flat = (batch * S + s) * (G * HEADS) + head
+    if GRAD_LSE is not None:
+        delta -= tl.load(GRAD_LSE + flat, mask=live, other=0.0)
     tl.store(DELTA + flat, delta, mask=live)
     lse = tl.load(LSE + flat, mask=live, other=0.0) / LN2
     K += batch * k_b + group.to(tl.int64) * k_h
@@ -413,8 +415,8 @@ def band_forward(
 
 
 def band_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int,
-    block_size: int = 1, stride: int = 1,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+    window: int, block_size: int = 1, stride: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients with respect to q, k and v of `band_forward`."""
     check_supported(q, v)
@@ -422,14 +424,14 @@ def band_backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if num_keys == 0 or out.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    lse = lse.contiguous()
+    lse, grad_lse = lse.contiguous(), grad_lse if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
     band = _band(length, window, block_size, stride)
     strides = [x.stride() for x in (grad_out, q, k, v)]
     with torch.cuda.device_of(q):
         tiles = tile_sizes(q, v, "dq")
         _dq_kernel[(triton.cdiv(length * (heads // groups), tiles.rows) * batch * groups,)](
-            grad_out, q, k, v, out, lse, delta, dq, *sum(strides, ()), *out.stride(), *dq.stride(),
+            grad_out, grad_lse, q, k, v, out, lse, delta, dq, *sum(strides, ()), *out.stride(), *dq.stride(),
             length, num_keys, groups, scale * LOG2E, scale, *band, **tile_constants(q, k, v, tiles),
         )  # fmt: skip
         tiles = tile_sizes(q, v, "dkdv")

@@ -145,7 +145,7 @@ def launches(shape: Shape) -> Iterator[tuple[str, Launch]]:
         v = _meta(1, keys, shape.groups, shape.value_dim, dtype=shape.dtype)
         with recorded_launches() as recorded:
             out, lse, *_ = module.forward(q, k, v, *parameters, **options)
-            module.backward(torch.empty_like(out), q, k, v, out, lse, *parameters, **options)
+            module.backward(torch.empty_like(out), None, q, k, v, out, lse, *parameters, **options)
         for launch in recorded:
             yield operator, launch
 
@@ -181,7 +181,7 @@ def compile_launch(operator: str, launch: Launch, arch: int) -> KernelReport:
         value = arguments[i] if i < len(arguments) else constants[name]
         if isinstance(value, Tensor):
             signature[name] = "*" + _TYPES[value.dtype]
-        elif i >= len(arguments) or value == 1:
+        elif i >= len(arguments) or value is None or value == 1:
             signature[name], values[(i,)] = "constexpr", value
         elif isinstance(value, float):
             signature[name] = "fp32"

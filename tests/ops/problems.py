@@ -28,7 +28,7 @@ def reference(operator: str) -> Callable[..., tuple[Tensor, ...]]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes and contents of q, k, v and the gradient of the output; `keys` is T, or N of the compressed branch."""
+    """Shapes and contents of q, k, v and the gradients of the results; `keys` is T, or N of the compressed branch."""
 
     B: int
     S: int
@@ -41,6 +41,7 @@ class Problem:
     layout: str
     dtype: torch.dtype
     seed: int
+    through_lse: bool = False  # the log-sum-exp has a gradient, too
 
     @property
     def scale(self) -> float:
@@ -70,6 +71,14 @@ class Problem:
         elif self.contents == "zero queries":
             q = torch.zeros_like(q)
         return tuple(self._lay_out(x.to(self.dtype)) for x in (q, k, v, grad))
+
+    def grad_lse(self) -> Tensor | None:
+        """The gradient of the log-sum-exp, if it has one, in the dtype of the computation."""
+        if not self.through_lse:
+            return None
+        rng = torch.Generator().manual_seed(self.seed + 1)
+        x = torch.randn(self.B, self.S, self.G * self.h, 1, generator=rng, dtype=torch.float64)
+        return self._lay_out(x.to(torch.promote_types(self.dtype, torch.float32))).squeeze(-1)
 
     def _lay_out(self, x: Tensor) -> Tensor:
         if self.layout == "permuted":
@@ -101,6 +110,7 @@ def problems(draw, keys: Callable[[int], int] | None = None, dtypes: tuple[torch
         layout=draw(st.sampled_from(["contiguous", "permuted", "sliced", "expanded"])),
         dtype=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),
+        through_lse=draw(st.booleans()),
     )
 
 
@@ -111,16 +121,17 @@ def check(problem: Problem, kernel: Kernel, *parameters: object) -> tuple[Tensor
     once, at the precision of the input, and of scores and sums at that of the computation.
     """
     q, k, v, grad = problem.tensors()
+    grad_lse = problem.grad_lse()
     before = [x.clone() for x in (q, k, v, grad)]
-    exact = _run_reference(kernel.operator, (q, k, v, grad), torch.float64, parameters)
-    rounded = _run_reference(kernel.operator, (q, k, v, grad), problem.dtype, parameters)
+    exact = _run_reference(kernel.operator, (q, k, v, grad), grad_lse, torch.float64, parameters)
+    rounded = _run_reference(kernel.operator, (q, k, v, grad), grad_lse, problem.dtype, parameters)
     out, lse, *rest = kernel.forward(q, k, v, *parameters)
-    gradients = kernel.backward(grad, q, k, v, out, lse, *parameters)
+    gradients = kernel.backward(grad, grad_lse, q, k, v, out, lse, *parameters)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v, grad), before, strict=True)), "an input was written to"
 
     computed = torch.promote_types(problem.dtype, torch.float32)
     assert (out.dtype, lse.dtype) == (problem.dtype, computed)
-    bands = _bands(problem, (q, k, v, grad), computed)
+    bands = _bands(problem, (q, k, v, grad), grad_lse, computed)
     for name, result, reference, approximate in zip(bands, (out, lse, *gradients), exact, rounded, strict=True):
         assert result.shape == reference.shape, name
         assert result.is_contiguous(), name
@@ -132,13 +143,18 @@ def check(problem: Problem, kernel: Kernel, *parameters: object) -> tuple[Tensor
 
 
 def _run_reference(
-    operator: str, tensors: tuple[Tensor, ...], dtype: torch.dtype, parameters: tuple[object, ...]
+    operator: str,
+    tensors: tuple[Tensor, ...],
+    grad_lse: Tensor | None,
+    dtype: torch.dtype,
+    parameters: tuple[object, ...],
 ) -> list[Tensor]:
     """out, lse, dq, dk, dv of the reference evaluated in `dtype`, as float64."""
     *inputs, grad = (x.to(dtype).detach().clone() for x in tensors)
     leaves = [x.requires_grad_() for x in inputs]
     out, lse, *_ = reference(operator)(*leaves, *parameters)
-    gradients = torch.autograd.grad(out, leaves, grad)
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
+    gradients = torch.autograd.grad((out, lse), leaves, (grad, grad_lse))
     return [x.detach().double() for x in (out, lse, *gradients)]
 
 
@@ -149,17 +165,19 @@ def _error(result: Tensor, reference: Tensor) -> float:
     return difference.abs().max().item()
 
 
-def _bands(problem: Problem, tensors: tuple[Tensor, ...], computed: torch.dtype) -> dict[str, float]:
+def _bands(
+    problem: Problem, tensors: tuple[Tensor, ...], grad_lse: Tensor | None, computed: torch.dtype
+) -> dict[str, float]:
     """Roundings of the computation for each result, from the largest values that enter it."""
-    largest_q, largest_k, largest_v, largest_grad = (
-        x.double().abs().max().item() if x.numel() else 0.0 for x in tensors
+    largest_q, largest_k, largest_v, largest_grad, largest_grad_lse = (
+        x.double().abs().max().item() if x is not None and x.numel() else 0.0 for x in (*tensors, grad_lse)
     )
     score = problem.scale * largest_q * largest_k * problem.D
     dweight = largest_grad * largest_v * problem.Dv
     queries = problem.S * problem.h
     unit = 4 * torch.finfo(computed).eps * (1 + score)
     # The output that the backward pass reads is rounded to the input's precision, and delta with it.
-    dscore = unit * dweight + torch.finfo(problem.dtype).eps * dweight
+    dscore = unit * (dweight + largest_grad_lse) + torch.finfo(problem.dtype).eps * dweight
     return {
         "out": unit * largest_v,
         "lse": unit,

@@ -101,8 +101,8 @@ def toy(name: str = "toy", **changes) -> Kernel:
         out, lse = portable.forward(*arguments)
         return 2 * out, lse
 
-    def backward(grad, q, k, v, out, *rest):
-        return portable.backward(2 * grad, q, k, v, out / 2, *rest)
+    def backward(grad, grad_lse, q, k, v, out, *rest):
+        return portable.backward(2 * grad, grad_lse, q, k, v, out / 2, *rest)
 
     code = SimpleNamespace(forward=forward, backward=backward)
     settings = {"device": "cpu", "dtypes": (torch.float64,), "priority": 2} | changes

@@ -118,7 +118,7 @@ def test_the_code_around_the_kernels_reads_nothing_back(kernel, heads):
             tensors, parameters = (q, k, v), (32, 16, 0.1, 64, [-1, 0, 1], [1, 2, 1], 3, 1, 1)
         extra = (torch.empty(1, 256, 2, 3, dtype=torch.int32),) if operator == "selected" else ()
         out, lse, *_ = kernel.forward(*tensors, *extra, *parameters)
-        gradients = kernel.backward(grad, *tensors, out, lse, *extra, *parameters)
+        gradients = kernel.backward(grad, None, *tensors, out, lse, *extra, *parameters)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 

@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nsa_compile import ops
 from nsa_compile.ops import cpp, flops
+from nsa_compile.ops.dense import masked_attention
 from nsa_compile.ops.dispatch import KERNELS
-from tests.ops.problems import kernels
+from tests.ops.problems import kernels, reference
 
 OPERATORS = [name for name in KERNELS if name != "step"]  # those with a gradient, over sequences
 PRECISE = [kernel for name in OPERATORS for kernel in kernels(name, torch.float64)]
@@ -55,14 +56,59 @@ def test_registration(kernel):
 def test_gradcheck(kernel):
     arguments = with_gradients(inputs(B=1, S=7, T=7)[kernel.operator])
     with ops.force_implementation(kernel.name):
-        assert torch.autograd.gradcheck(lambda *x: operator(kernel.operator)(*x, *arguments[3:])[0], arguments[:3])
+        assert torch.autograd.gradcheck(
+            lambda *x: _finite(*operator(kernel.operator)(*x, *arguments[3:])), arguments[:3]
+        )
+
+
+def _finite(out: Tensor, lse: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_lse_and_indices_carry_no_gradient(name):
-    out, *others = operator(name)(*with_gradients(inputs()[name]))
+def test_indices_carry_no_gradient(name):
+    out, lse, *indices = operator(name)(*with_gradients(inputs()[name]))
     assert out.requires_grad
-    assert not any(x.requires_grad for x in others)
+    assert lse.requires_grad
+    assert not any(x.requires_grad for x in indices)
+
+
+@pytest.mark.parametrize("kernel", kernels("window", torch.float64))
+def test_two_sets_of_keys_in_one_softmax(kernel):
+    """Outputs weighted by the exponentials of their log-sum-exps are attention to all keys, gradients included."""
+    q, *near = with_gradients(inputs()["window"])[:3]
+    far = [x.detach().flip(1).requires_grad_() for x in near]
+    with ops.force_implementation(kernel.name):
+        (out, lse), (far_out, far_lse) = (operator("window")(q, *x, size, 0.5) for x, size in ((near, 3), (far, 5)))
+    total = torch.logaddexp(lse, far_lse)
+    joined = (lse - total).exp().unsqueeze(-1) * out + (far_lse - total).exp().unsqueeze(-1) * far_out
+
+    ago = torch.arange(9)[:, None] - torch.arange(9)
+    visible = torch.cat([(ago >= 0) & (ago < size) for size in (3, 5)], 1)
+    keys, values = (torch.cat(x, 1) for x in zip(near, far, strict=True))
+    expected, _, _ = masked_attention(q, keys, values, visible[:, None, None], 0.5)
+    torch.testing.assert_close(joined, expected)
+    gradients = [torch.autograd.grad(x.sin().sum(), (q, *near, *far)) for x in (joined, expected)]
+    for found, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_only_the_log_sum_exp_is_used(name):
+    arguments = with_gradients(inputs()[name])
+    losses = [_finite(*compute(*arguments))[1].sin().sum() for compute in (operator(name), reference(name))]
+    *found, of_v = torch.autograd.grad(losses[0], arguments[:3])
+    assert not of_v.any()
+    for x, exact in zip(found, torch.autograd.grad(losses[1], arguments[:2]), strict=True):
+        torch.testing.assert_close(x, exact)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_log_sum_exp_without_a_gradient_is_not_given_one(name):
+    arguments = with_gradients(inputs()[name])
+    with _Calls(f"nsa_compile.{name}_attention_backward.default") as seen:
+        operator(name)(*arguments)[0].sum().backward()
+    assert [call[1] for call in seen.calls] == [None]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -81,7 +127,7 @@ def test_vmap_equals_a_loop(name, in_dims):
     looped = [torch.stack(x) for x in zip(*(operator(name)(*x, *arguments[3:]) for x in one), strict=True)]
     for a, b in zip(mapped, looped, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    gradients = [torch.autograd.grad(x[0].sin().sum(), leaves) for x in (mapped, looped)]
+    gradients = [torch.autograd.grad(sum(y.sin().sum() for y in _finite(*x)), leaves) for x in (mapped, looped)]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
@@ -99,7 +145,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(name, implementation, dtype
         for threads in (1, 2, 3, 2):
             torch.set_num_threads(threads)
             outputs = kernel.forward(*arguments)
-            gradients = kernel.backward(outputs[0], *arguments[:3], *outputs[:2], *arguments[3:])
+            gradients = kernel.backward(outputs[0], outputs[1].exp(), *arguments[:3], *outputs[:2], *arguments[3:])
             results.append((*outputs, *gradients))
     finally:
         torch.set_num_threads(before)
@@ -115,7 +161,7 @@ def test_the_matrix_unit_is_as_exact_as_vectors(name, dtype):
     def results(implementation: str, arguments: tuple) -> list[Tensor]:
         kernel = KERNELS[name][implementation]
         out, lse, *_ = kernel.forward(*arguments)
-        return [out, *kernel.backward(out, *arguments[:3], out, lse, *arguments[3:])]
+        return [out, *kernel.backward(out, lse.exp(), *arguments[:3], out, lse, *arguments[3:])]
 
     exact = results("cpu", tuple(x.double() if i < 3 else x for i, x in enumerate(arguments)))
     errors = {
@@ -127,6 +173,17 @@ def test_the_matrix_unit_is_as_exact_as_vectors(name, dtype):
     }
     for ours, vectors in zip(errors["cpu"], errors["vectors"], strict=True):
         assert ours <= 1.1 * vectors
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.calls = name, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func) == self.name:
+            self.calls.append(args)
+        return func(*args, **(kwargs or {}))
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -148,7 +205,7 @@ def test_portable_makes_no_tensor_of_quadratic_size(name):
     arguments = inputs(B=1, S=S, T=S, G=1, h=1, D=4, Dv=4, dtype=torch.float32, stride=4)[name]
     with _LargestTensor() as largest:
         out, lse, *_ = KERNELS[name]["portable"].forward(*arguments)
-        KERNELS[name]["portable"].backward(out, *arguments[:3], out, lse, *arguments[3:])
+        KERNELS[name]["portable"].backward(out, lse.exp(), *arguments[:3], out, lse, *arguments[3:])
     assert largest.elements < S * S / 4
 
 
@@ -161,7 +218,7 @@ def test_cpp_takes_no_memory_of_quadratic_size(name):
     kernel.prepare()
     before = _peak_memory(reset=True)
     out, lse, *_ = kernel.forward(*arguments)
-    kernel.backward(out, *arguments[:3], out, lse, *arguments[3:])
+    kernel.backward(out, lse.exp(), *arguments[:3], out, lse, *arguments[3:])
     assert _peak_memory() - before < S * S  # a quarter of a float for each pair
 
 

@@ -76,7 +76,7 @@ def test_a_query_that_sees_no_key(kernel):
     assert (out[:, ~sees] == 0).all()
     assert (lse[:, ~sees] == -torch.inf).all()
     assert lse[:, sees].isfinite().all()
-    gradients = kernel.backward(grad, q, k, v, out, lse, indices, 64, 0.5)
+    gradients = kernel.backward(grad, None, q, k, v, out, lse, indices, 64, 0.5)
     assert (gradients[0][:, ~sees] == 0).all()
     assert all(x.isfinite().all() for x in gradients)
 

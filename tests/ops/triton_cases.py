@@ -84,6 +84,7 @@ class Case:
     index_dtype: torch.dtype = torch.int32
     order: tuple[str, int] | None = None  # of the loops of selected attention, and queries a tile; else the default
     part_bytes: int = 2**29  # of the partial results of block-major, a chunk of queries
+    through_lse: bool = True  # the log-sum-exp has a gradient, too
     seed: int = 0
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -110,6 +111,13 @@ class Case:
         if self.strided:  # as the gradient of a sum is
             grad = grad[:1, :1, :1].expand(grad.shape)
         return q, k, v, grad
+
+    def grad_lse(self, device: str) -> Tensor | None:
+        """The gradient of the log-sum-exp, if it has one."""
+        if not self.through_lse:
+            return None
+        x = torch.randn(self.G * self.h, self.S, self.B, generator=torch.Generator().manual_seed(self.seed + 1))
+        return x.permute(2, 1, 0).to(device)
 
     def indices(self, device: str) -> Tensor:
         """`[B, S, G, n]`: repeated, negative and out of range, and block 0 nearly everywhere."""
@@ -244,19 +252,22 @@ def deep_cases(count: int = 40) -> Iterator[Case]:
             index_dtype=rng.choice([torch.int32, torch.int64]),
             contents_of_indices=rng.choice(["any", "distinct"]), seed=seed,
             order=rng.choice([None, BLOCK_MAJOR, QUERY_MAJOR, ("query", 2), ("query", 4)]),
+            through_lse=rng.random() < 0.7,
         )  # fmt: skip
         yield case
 
 
 def dense(
-    case: Case, operator: str, dtype: torch.dtype, inputs: tuple[Tensor, ...]
+    case: Case, operator: str, dtype: torch.dtype, inputs: tuple[Tensor, ...], grad_lse: Tensor | None
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Output and gradients, log-sum-exp, and weights `[B, S, G, h, T]`, all keys at once in `dtype`."""
     *leaves, grad = (x.detach().cpu().to(dtype) for x in inputs)
     for x in leaves:
         x.requires_grad_()
     out, lse, weights = masked_attention(*leaves, case.visible(operator), case.scale)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)], lse, weights.detach()
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.cpu().to(lse.dtype)
+    gradients = torch.autograd.grad((out, lse), leaves, (grad, grad_lse))
+    return [out.detach(), *gradients], lse.detach(), weights.detach()
 
 
 def expected_selection(case: Case, weights: Tensor) -> Tensor:
@@ -277,7 +288,7 @@ def expected_selection(case: Case, weights: Tensor) -> Tensor:
     return rows
 
 
-def rounding_bands(case: Case, weights: Tensor, inputs: tuple[Tensor, ...]) -> list[float]:
+def rounding_bands(case: Case, weights: Tensor, inputs: tuple[Tensor, ...], grad_lse: Tensor | None) -> list[float]:
     """What rounding may do to output, dq, dk and dv: a few units of the sums of absolute values.
 
     Zero gradients are differences of equal numbers, so their own size says nothing. A score of size s that is rounded
@@ -289,7 +300,10 @@ def rounding_bands(case: Case, weights: Tensor, inputs: tuple[Tensor, ...]) -> l
     q, grad = (x.unflatten(2, (case.G, case.h)) for x in (q, grad))
     scores = case.scale * torch.einsum("bsgid,btgd->bsgit", q, k)
     dweights = torch.einsum("bsgie,btge->bsgit", grad.abs(), v.abs())
-    dscores = abs(case.scale) * weights * (dweights + (weights * dweights).sum(-1, keepdim=True))
+    delta = (weights * dweights).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta += grad_lse.cpu().abs().unflatten(2, (case.G, case.h)).unsqueeze(-1)
+    dscores = abs(case.scale) * weights * (dweights + delta)
     sizes = (
         torch.einsum("bsgit,btge->bsgie", weights, v.abs()),
         torch.einsum("bsgit,btgd->bsgid", dscores, k.abs()),
@@ -306,11 +320,11 @@ def check(case: Case, kernel: Kernel, device: str, twice: bool) -> None:
     operator = kernel.operator
     inputs = case.tensors(device)
     q, k, v, grad = inputs
-    parameters = case.parameters(operator, device)
+    parameters, grad_lse = case.parameters(operator, device), case.grad_lse(device)
 
     def compute() -> list[Tensor]:
         out, lse, *chosen = kernel.forward(q, k, v, *parameters)
-        return [out, *kernel.backward(grad, q, k, v, out, lse, *parameters), lse, *chosen]
+        return [out, *kernel.backward(grad, grad_lse, q, k, v, out, lse, *parameters), lse, *chosen]
 
     with mock.patch("nsa_compile.ops.selected.triton_block_major.MAX_PART_BYTES", case.part_bytes):
         results = compute()
@@ -318,10 +332,10 @@ def check(case: Case, kernel: Kernel, device: str, twice: bool) -> None:
             for first, second in zip(results, compute(), strict=True):
                 assert torch.equal(first, second), "two runs differ"
 
-    exact, exact_lse, weights = dense(case, operator, torch.float64, inputs)
-    rounded, _, _ = dense(case, operator, case.dtype, inputs)
+    exact, exact_lse, weights = dense(case, operator, torch.float64, inputs, grad_lse)
+    rounded, _, _ = dense(case, operator, case.dtype, inputs, grad_lse)
     names = ("out", "dq", "dk", "dv")
-    bands = rounding_bands(case, weights, inputs)
+    bands = rounding_bands(case, weights, inputs, grad_lse)
     for name, got, true, eager, band, like in zip(
         names, results[:4], exact, rounded, bands, (grad, q, k, v), strict=True
     ):
@@ -444,7 +458,7 @@ def _launches(kernel: Kernel, case: Case, device: str) -> list[Any]:
     parameters = case.parameters(kernel.operator, device)
     with recorded_launches() as launches:
         out, lse, *_ = kernel.forward(q, k, v, *parameters)
-        kernel.backward(grad, q, k, v, out, lse, *parameters)
+        kernel.backward(grad, case.grad_lse(device), q, k, v, out, lse, *parameters)
     own = OWN.get(kernel.operator, f"nsa_compile.ops.{kernel.operator}.")
     return [launch for launch in launches if launch.kernel.__module__.startswith(own)]
 

@@ -170,7 +170,7 @@ extern "C" int compressed_attention_forward(
   });
 }
 
-// tensors: grad_out, q, k, v, out, lse, dq, dk, dv
+// tensors: grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv
 extern "C" int compressed_attention_backward(
     const Sizes* sizes, const Tensor* tensors, int64_t block_size, int64_t stride, double scale, int64_t threads,
     int64_t matrix_unit) {

@@ -28,7 +28,7 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_size: int, stride: int,
-    scale: float, *selection: Any,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    block_size: int, stride: int, scale: float, *selection: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return cpp.backward("compressed", (grad_out, q, k, v, out, lse), block_size, stride, scale)
+    return cpp.backward("compressed", (grad_out, grad_lse, q, k, v, out, lse), block_size, stride, scale)

@@ -43,10 +43,10 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_size: int, stride: int,
-    scale: float, *selection: Any,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    block_size: int, stride: int, scale: float, *selection: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return tiles.backward(_chunks(q, k, block_size, stride), grad_out, q, k, v, out, lse, scale)
+    return tiles.backward(_chunks(q, k, block_size, stride), grad_out, grad_lse, q, k, v, out, lse, scale)
 
 
 def _chunks(q: Tensor, k: Tensor, block_size: int, stride: int) -> Iterator[tiles.Chunk]:

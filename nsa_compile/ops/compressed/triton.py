@@ -48,11 +48,11 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_size: int, stride: int,
-    scale: float, select_block: int, offsets: Sequence[int], weights: Sequence[int], num_selected: int,
-    num_initial: int, num_local: int,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    block_size: int, stride: int, scale: float, select_block: int, offsets: Sequence[int], weights: Sequence[int],
+    num_selected: int, num_initial: int, num_local: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return band_backward(grad_out, q, k, v, out, lse, scale, q.shape[1], block_size, stride)
+    return band_backward(grad_out, grad_lse, q, k, v, out, lse, scale, q.shape[1], block_size, stride)
 
 
 def _select(

@@ -269,9 +269,9 @@ def forward(
     return results
 
 
-def backward(operator: str, inputs: tuple[Tensor, ...], *parameters: object) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv for `inputs`, which are grad_out, q, k, v, out, lse and what else the kernel reads."""
-    q, k, v = inputs[1:4]
+def backward(operator: str, inputs: tuple[Any, ...], *parameters: object) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv for `inputs`, which are grad_out, grad_lse (or None), q, k, v, out, lse and what else is read."""
+    _, _, q, k, v, *_ = inputs
     dq, dk, dv = empty(q, *q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     call(operator, "backward", sizes_of(q, k, v), (*inputs, dq, dk, dv), *parameters)
     return dq, dk, dv

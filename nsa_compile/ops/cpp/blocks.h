@@ -116,7 +116,7 @@ template <typename T>
 struct GradientTile {
   int64_t rows, heads;
   const T* lse;            // [rows], +inf for a query that sees nothing, which makes its weights zero
-  const T* delta;          // [rows], the sum of gradient times output
+  const T* delta;          // [rows], as `delta_of` has it
   const KeyRange* ranges;  // [rows / heads], neither end ever decreasing
 };
 
@@ -124,6 +124,16 @@ struct GradientTile {
 template <typename T>
 T finite_or_infinity(T lse) {
   return lse == -kInfinity<T> ? kInfinity<T> : lse;
+}
+
+// What is taken off the gradients of a row's weights: the sum of gradient times output, less the gradient of the
+// log-sum-exp, if it has one. The rows have so many elements with their padding.
+template <typename T>
+T delta_of(
+    const T* grad, const T* out, int64_t padded, const Tensor& grad_lse, int64_t batch, int64_t position,
+    int64_t head) {
+  const T delta = dot(grad, out, padded);
+  return grad_lse.data == nullptr ? delta : delta - element<T>(grad_lse, batch, position, head);
 }
 
 // The scores and what they need of a tile of queries in the backward pass.

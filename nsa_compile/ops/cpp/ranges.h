@@ -162,7 +162,7 @@ void backward_ranges(
     const E& engine, const Sizes& sizes, const Tensor* tensors, typename E::Value scale, int64_t threads,
     const Range& range, const std::vector<Chunk>& chunks, int64_t tile_queries) {
   using T = typename E::Value;
-  const auto& [grad, q, k, v, out, lse, dq, dk, dv] = reinterpret_cast<const Tensor(&)[9]>(*tensors);
+  const auto& [grad, grad_lse, q, k, v, out, lse, dq, dk, dv] = reinterpret_cast<const Tensor(&)[10]>(*tensors);
   Blocks<E> keys(engine, sizes, kBlockKeys, sizes.key_dim), values(engine, sizes, kBlockKeys, sizes.value_dim);
   keys.pack(k, sizes, true, true, scale, threads);
   values.pack(v, sizes, false, true, T(1), threads);
@@ -197,7 +197,7 @@ void backward_ranges(
         load_row(q, batch, position, head, sizes.key_dim, q_rows[row]);
         load_row(grad, batch, position, head, sizes.value_dim, grad_rows[row]);
         load_row(out, batch, position, head, sizes.value_dim, out_rows[thread]);
-        delta[row] = dot(grad_rows[row], out_rows[thread], value_width);
+        delta[row] = delta_of(grad_rows[row], out_rows[thread], value_width, grad_lse, batch, position, head);
         row_lse[row] = finite_or_infinity(element<T>(lse, batch, position, head));
       }
       clear_padding(q_rows, tile.rows, padded_rows<E>(tile.rows));

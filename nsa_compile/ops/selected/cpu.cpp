@@ -238,7 +238,8 @@ void backward(
     const E& engine, const Sizes& sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size,
     typename E::Value scale, int64_t threads) {
   using T = typename E::Value;
-  const auto& [grad, q, k, v, out, lse, indices, dq, dk, dv] = reinterpret_cast<const Tensor(&)[10]>(*tensors);
+  const auto& [grad, grad_lse, q, k, v, out, lse, indices, dq, dk, dv] =
+      reinterpret_cast<const Tensor(&)[11]>(*tensors);
   Blocks<E> keys(engine, sizes, block_size, sizes.key_dim), values(engine, sizes, block_size, sizes.value_dim);
   keys.pack(k, sizes, true, true, scale, threads);
   values.pack(v, sizes, false, true, T(1), threads);
@@ -271,7 +272,7 @@ void backward(
         const int64_t position = unit.first + row / heads, head = unit.group * heads + row % heads;
         const T* grad_row = grad_source.row(unit.batch, position, head, grad_tiles[thread]);
         const T* out_row = out_source.row(unit.batch, position, head, out_rows[thread]);
-        deltas[thread][row] = dot(grad_row, out_row, value_width);
+        deltas[thread][row] = delta_of(grad_row, out_row, value_width, grad_lse, unit.batch, position, head);
         lses[thread][row] = finite_or_infinity(element<T>(lse, unit.batch, position, head));
       }
       fill(results[thread], unit_rows * key_width, T(0));
@@ -318,7 +319,7 @@ extern "C" int selected_attention_forward(
   });
 }
 
-// tensors: grad_out, q, k, v, out, lse, indices, dq, dk, dv
+// tensors: grad_out, grad_lse, q, k, v, out, lse, indices, dq, dk, dv
 extern "C" int selected_attention_backward(
     const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads,
     int64_t matrix_unit) {

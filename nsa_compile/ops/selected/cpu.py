@@ -18,10 +18,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, s
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, indices: Tensor, block_size: int,
-    scale: float,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    indices: Tensor, block_size: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    inputs = (grad_out, q, k, v, out, lse, indices)
+    inputs = (grad_out, grad_lse, q, k, v, out, lse, indices)
     return cpp.backward("selected", inputs, indices.shape[3], _fitting(block_size, k), scale)
 
 

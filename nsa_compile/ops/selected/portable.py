@@ -114,8 +114,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, s
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, indices: Tensor, block_size: int,
-    scale: float,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    indices: Tensor, block_size: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     groups, heads = k.shape[2], q.shape[2] // k.shape[2]
     block_size = min(block_size, max(1, k.shape[1]))
@@ -125,6 +125,8 @@ def backward(
         rows, rows_grad, rows_out = (chunk.rows_of(x, groups) for x in (q, grad_out, out))
         rows = rows * scale
         delta = (rows_grad * rows_out).sum(-1)
+        if grad_lse is not None:
+            delta -= chunk.rows_of(grad_lse.unsqueeze(-1), groups).squeeze(-1)
         rows_lse = chunk.rows_of(lse.unsqueeze(-1), groups).squeeze(-1)
         # Rows that see nothing have only scores of -inf; any finite lse gives them weights of zero.
         rows_lse = rows_lse.masked_fill(rows_lse == -torch.inf, 0.0)

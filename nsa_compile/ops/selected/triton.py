@@ -126,8 +126,8 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, indices: Tensor, block_size: int,
-    scale: float, order: Order | None = None,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    indices: Tensor, block_size: int, scale: float, order: Order | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     check_supported(q, v)
     num_keys = k.shape[1]
@@ -137,11 +137,11 @@ def backward(
     order = _order(q, k, v, block_size, indices.shape[3], order)
     block_size = min(block_size, num_keys)
     blocks = distinct_blocks(indices, num_keys, block_size)
-    lse = lse.contiguous()
+    lse, grad_lse = lse.contiguous(), grad_lse if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
     with torch.cuda.device_of(q):
         _delta_kernel[(triton.cdiv(delta.numel(), 32),)](
-            grad_out, out, delta, *grad_out.stride(), *out.stride(), q.shape[1], q.shape[2], delta.numel(),
+            grad_out, grad_lse, out, delta, *grad_out.stride(), *out.stride(), q.shape[1], q.shape[2], delta.numel(),
             DV=v.shape[3], BLOCK_DV=padded(v.shape[3]), BLOCK_M=32, num_warps=4,
         )  # fmt: skip
         if order.major == "block":
@@ -154,10 +154,10 @@ def backward(
 
 @triton.jit
 def _delta_kernel(
-    GRAD, OUT, DELTA, g_b, g_s, g_h, g_d, o_b, o_s, o_h, o_d, S, H, count,
+    GRAD, GRAD_LSE, OUT, DELTA, g_b, g_s, g_h, g_d, o_b, o_s, o_h, o_d, S, H, count,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """`sum(grad_out * out)` `[B, S, Hq]`, which the gradients of the scores need."""
+    """`sum(grad_out * out) - grad_lse` `[B, S, Hq]`, which the gradients of the scores need."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = rows < count
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
@@ -165,4 +165,7 @@ def _delta_kernel(
     mask = live[:, None] & (dv < DV)[None, :]
     grad = tl.load(GRAD + (batch * g_b + s * g_s + head * g_h)[:, None] + dv[None, :] * g_d, mask=mask, other=0.0)
     out = tl.load(OUT + (batch * o_b + s * o_s + head * o_h)[:, None] + dv[None, :] * o_d, mask=mask, other=0.0)
-    tl.store(DELTA + rows, tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1), mask=live)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    if GRAD_LSE is not None:
+        delta -= tl.load(GRAD_LSE + rows, mask=live, other=0.0)
+    tl.store(DELTA + rows, delta, mask=live)

@@ -39,7 +39,7 @@ extern "C" int window_attention_forward(
   });
 }
 
-// tensors: grad_out, q, k, v, out, lse, dq, dk, dv
+// tensors: grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv
 extern "C" int window_attention_backward(
     const Sizes* sizes, const Tensor* tensors, int64_t window, double scale, int64_t threads, int64_t matrix_unit) {
   return with_engine(tensors[0].dtype, matrix_unit, [&](const auto& engine) {

@@ -18,6 +18,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return cpp.backward("window", (grad_out, q, k, v, out, lse), window, scale)
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return cpp.backward("window", (grad_out, grad_lse, q, k, v, out, lse), window, scale)

@@ -22,9 +22,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return tiles.backward(_chunks(q, k, window), grad_out, q, k, v, out, lse, scale)
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return tiles.backward(_chunks(q, k, window), grad_out, grad_lse, q, k, v, out, lse, scale)
 
 
 def _chunks(q: Tensor, k: Tensor, window: int) -> Iterator[tiles.Chunk]:
