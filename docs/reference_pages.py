@@ -27,12 +27,18 @@ def keys() -> str:
     """A heading and a table for each section, of what `nsa-compile config keys --json` prints."""
     printed = CliRunner().invoke(cli, ["config", "keys", "--json"], catch_exceptions=False).stdout
     parts = []
-    for section, rows in groupby(json.loads(printed)["keys"], lambda row: row["key"].rpartition(".")[0]):
+    for section, rows in groupby(json.loads(printed)["keys"], _section):
         lines = [f"| `{row['key']}` | {row['type']} | {_default(row)} | {_cell(row['meaning'])} |" for row in rows]
         parts.append(
             "\n".join([f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|", *lines])
         )
     return "\n\n".join(parts)
+
+
+def _section(row: dict[str, Any]) -> str:
+    """The section that a key lies in; a pattern is one of its own for each attention."""
+    section = row["key"].rpartition(".")[0]
+    return f"{section} of {', '.join(row['attentions'])}" if "attentions" in row else section
 
 
 def _default(row: dict[str, Any]) -> str:

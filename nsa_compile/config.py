@@ -12,7 +12,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -32,7 +32,9 @@ from pydantic_core import PydanticCustomError
 
 from nsa_compile.errors import UserError, printable, shortened
 from nsa_compile.files import open_regular
-from nsa_compile.models.config import MAX_SIZE, NSAConfig, SparsePattern, from_plain, required
+from nsa_compile.models.config import MAX_SIZE, NSAConfig, from_plain, required
+from nsa_compile.models.pattern import Pattern
+from nsa_compile.models.variant import REGISTERED, find
 from nsa_compile.passes import ORDER
 
 TOKENIZER_VOCAB_SIZES = {"byte": 256, "gpt2": 50257}
@@ -106,7 +108,7 @@ class DataSection(Section):
     """How text becomes tokens: as bytes, or by GPT-2's byte-pair encoding (needs the gpt2 extra)."""
     min_distance: Count | None = None
     """Tokens of a synthetic task that lie at least between a question and its answer; null takes model.pattern.window,
-    so that the answer lies outside of the window."""
+    so that the answer lies outside of the window, of an attention that has one."""
     needles: Annotated[int, Field(ge=1, le=16)] = 16  # of as many keys as there are
     """How many records the task needle hides and asks for."""
     text_field: Text = "text"
@@ -471,8 +473,9 @@ class RunConfig(Section):
             "dtype": shape.dtype,
             "attention": model.attention,
             "layers": model.n_layers,
-            "num_selected": model.pattern.num_selected,
-            "window": model.pattern.window,
+            # None where the attention has no such size.
+            "num_selected": getattr(model.pattern, "num_selected", None),
+            "window": getattr(model.pattern, "window", None),
         }
 
     def changed(self, **sections: dict[str, Any]) -> RunConfig:
@@ -511,9 +514,10 @@ def load_config(path: str | None = None, overrides: Sequence[str] = ()) -> RunCo
     values = _parse_yaml(text, origin)
     if not isinstance(values, dict):
         raise UserError(f"{origin} must hold sections (run, model, data, …), not {_short(values)}")
+    sections = _sections_of(values, overrides)
     for override in overrides:
-        _apply_override(values, override)
-    _reject_unknown_keys(values)
+        _apply_override(values, override, sections)
+    _reject_unknown_keys(values, sections)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -633,14 +637,42 @@ def _parse_yaml(text: str, origin: str) -> Any:
         raise UserError(f"{origin} cannot be read: {reason}; correct it there") from None
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+Sections = Mapping[str, Any]
+
+
+def _sections_of(values: dict[str, Any], overrides: Sequence[str]) -> Sections:
+    """Sections and what describes their keys: pydantic models, and the dataclasses of the model and its pattern.
+
+    Which keys ``model.pattern`` has is up to the attention. Where an override names one whose sizes are of another
+    class than those of the file, the file's are taken out of `values`: they are about another attention.
+    """
+    model = values.get("model")
+    ours = model.get("attention", NSAConfig.attention) if isinstance(model, dict) else NSAConfig.attention
+    chosen = ours
+    for override in overrides:
+        key, _, text = override.partition("=")
+        chosen = (
+            _parse_yaml(text, f"the value of --set '{shortened(override)}'") if key == "model.attention" else chosen
+        )
+    was, now = _pattern_of(ours), _pattern_of(chosen)
+    if isinstance(model, dict) and was is not now:
+        model.pop("pattern", None)
+    return {**{name: field.annotation for name, field in RunConfig.model_fields.items()}, "model.pattern": now}
+
+
+def _pattern_of(attention: Any) -> type[Pattern]:
+    """The class of an attention's sizes; what is no attention, the model refuses."""
+    return find(attention if attention in tuple(REGISTERED) else NSAConfig.attention).pattern
+
+
+def _apply_override(values: dict[str, Any], override: str, sections: Sections) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(
             f"--set '{shortened(override)}' must have the form KEY=VALUE, for example --set train.steps=100"
         )
-    if key not in _dotted_keys():
-        raise UserError(_unknown_key(key))
+    if key not in _dotted_keys(sections):
+        raise UserError(_unknown_key(key, sections))
     parts = key.split(".")
     for part in parts[:-1]:
         inner = values.setdefault(part, {})
@@ -650,7 +682,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     values[parts[-1]] = _parse_yaml(text, f"the value of --set '{shortened(override)}'")
 
 
-def _dotted_keys(schema: Any = RunConfig, prefix: str = "") -> Iterator[str]:
+def _dotted_keys(sections: Sections, schema: Any = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every key of the configuration as a dotted path, sections included."""
     if dataclasses.is_dataclass(schema):
         names = [field.name for field in dataclasses.fields(schema)]
@@ -658,42 +690,37 @@ def _dotted_keys(schema: Any = RunConfig, prefix: str = "") -> Iterator[str]:
         names = list(schema.model_fields)
     for name in names:
         yield prefix + name
-        if prefix + name in _SECTIONS:
-            yield from _dotted_keys(_SECTIONS[prefix + name], f"{prefix}{name}.")
+        if prefix + name in sections:
+            yield from _dotted_keys(sections, sections[prefix + name], f"{prefix}{name}.")
 
 
-# Sections and what describes their keys: pydantic models, and the model's own dataclasses.
-_SECTIONS: dict[str, Any] = {
-    **{name: field.annotation for name, field in RunConfig.model_fields.items()},
-    "model.pattern": SparsePattern,
-}
-
-
-def _reject_unknown_keys(values: dict[str, Any], section: str = "") -> None:
-    known = set(_dotted_keys())
+def _reject_unknown_keys(values: dict[str, Any], sections: Sections, section: str = "") -> None:
+    known = set(_dotted_keys(sections))
     for name, value in values.items():
         key = f"{section}{name}"
         if key not in known:
-            raise UserError(_unknown_key(key))
-        if key in _SECTIONS and isinstance(value, dict):
-            _reject_unknown_keys(value, f"{key}.")
+            raise UserError(_unknown_key(key, sections))
+        if key in sections and isinstance(value, dict):
+            _reject_unknown_keys(value, sections, f"{key}.")
 
 
-def _unknown_key(key: str) -> str:
+def _unknown_key(key: str, sections: Sections) -> str:
     key = shortened(key)
-    known = list(_dotted_keys())
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    known = list(_dotted_keys(sections))
+    section, _, leaf = key.rpartition(".")
+    names = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
+    if section in sections:  # whose name all its keys begin with, however little else they share
+        close = [f"{section}.{name}" for name in difflib.get_close_matches(leaf, names, n=1, cutoff=0.7)]
+    else:
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     # `steps` alone, or a key under the wrong section: compare the last parts too.
-    leaf = key.rpartition(".")[2]
     by_leaf = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in known], n=1, cutoff=0.7)
     if not close and by_leaf:
         close = [name for name in known if name.rpartition(".")[2] == by_leaf[0]][:1]
-    section = key.rpartition(".")[0]
     if close:
         advice = f"did you mean '{close[0]}'?"
-    elif section in _SECTIONS:
-        names = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
-        advice = f"'{section}' has {', '.join(names)}"
+    elif section in sections:
+        advice = f"'{section}' has {', '.join(names) or 'no keys'}"
     else:
         advice = f"the sections are {', '.join(name for name in known if '.' not in name)}"
     return f"unknown configuration key '{key}'; {advice}"
@@ -709,7 +736,7 @@ def _describe(error: ValidationError) -> str:
             f"the section model is missing: give it at least {', '.join(required(NSAConfig))}; "
             "nsa-compile config show prints a whole configuration to begin with"
         )
-    if key in _SECTIONS and first["type"] != "value_error":
+    if key in (*RunConfig.model_fields, "model.pattern") and first["type"] != "value_error":
         text = f"{key} = {_short(first['input'])} is not allowed: it is a section, with keys of its own"
     elif first["type"] == "value_error":
         # A rule of the model's own or between sections: its message begins with the field, which completes the key.

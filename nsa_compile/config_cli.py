@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -15,6 +16,7 @@ import click
 
 from nsa_compile.cli import SuggestingGroup, run_options
 from nsa_compile.errors import UserError, printable
+from nsa_compile.models.variant import REGISTERED, find
 
 
 @click.group(cls=SuggestingGroup)
@@ -90,7 +92,9 @@ def diff(ctx: click.Context, one: str, other: str, as_json: bool) -> None:
     from nsa_compile.config import flatten, load_config
 
     left, right = (dict(flatten(load_config(_file_of(path)).plain())) for path in (one, other))
-    differences = {key: [left[key], right[key]] for key in left if left[key] != right[key]}
+    # Sizes that only one attention has are null in the other.
+    every = {**left, **right}
+    differences = {key: [left.get(key), right.get(key)] for key in every if left.get(key) != right.get(key)}
     if as_json:
         click.echo(json.dumps({"differences": differences}, indent=2))
     elif differences:
@@ -114,15 +118,15 @@ def keys(section: str | None, as_json: bool) -> None:
 
     from nsa_compile.config import RunConfig
 
-    sections = {name: schema for name, schema in _sections(RunConfig.model_json_schema()) if name}
-    if section is not None and section not in sections:
-        raise UserError(f"'{section}' is no section; the sections are {', '.join(sections)}")
-    chosen = {name: schema for name, schema in sections.items() if section in (None, name)}
+    sections = [(name, schema) for name, schema in _sections(RunConfig.model_json_schema()) if name]
+    if section is not None and section not in dict(sections):
+        raise UserError(f"'{section}' is no section; the sections are {', '.join(dict(sections))}")
+    chosen = [(name, schema) for name, schema in sections if section in (None, name)]
     if as_json:
-        rows = [{**row, "key": f"{name}.{row['key']}"} for name, schema in chosen.items() for row in _keys(schema)]
+        rows = [{**row, "key": f"{name}.{row['key']}"} for name, schema in chosen for row in _keys(schema)]
         click.echo(json.dumps({"keys": rows}, indent=2))
         return
-    for name, schema in chosen.items():
+    for name, schema in chosen:
         summary = schema["description"].partition("\n\n")[0].replace("\n", " ").replace("``", "")
         table = [
             (
@@ -135,7 +139,9 @@ def keys(section: str | None, as_json: bool) -> None:
         ]
         headers = ("key", "type", "default", "meaning")
         widths = (None, 34, None, 60)
-        click.echo(f"{name}: {summary}\n{tabulate(table, headers, disable_numparse=True, maxcolwidths=widths)}\n")
+        of = f" of {', '.join(schema['attentions'])}" if "attentions" in schema else ""
+        keys = tabulate(table, headers, disable_numparse=True, maxcolwidths=widths) if table else "no keys"
+        click.echo(f"{name}{of}: {summary}\n{keys}\n")
 
 
 def completions(incomplete: str) -> list[str]:
@@ -146,7 +152,7 @@ def completions(incomplete: str) -> list[str]:
         f"{name}.{key}": entry
         for name, schema in _sections(RunConfig.model_json_schema())
         for key, entry in schema["properties"].items()
-        if name and "$ref" not in entry
+        if name and not _is_section(entry)
     }
     key, equals, value = incomplete.partition("=")
     if not equals:
@@ -165,32 +171,39 @@ def _sections(schema: dict[str, Any], root: dict[str, Any] | None = None, name: 
     root = root or schema
     yield name, schema
     for key, entry in schema["properties"].items():
-        if "$ref" in entry:
-            inner = root["$defs"][entry["$ref"].rpartition("/")[2]]
-            yield from _sections(inner, root, f"{name}.{key}".lstrip("."))
+        # The pattern is a section of its own for each attention.
+        inner = [root["$defs"][entry["$ref"].rpartition("/")[2]]] if "$ref" in entry else entry.get("oneOf", [])
+        for section in inner:
+            yield from _sections(section, root, f"{name}.{key}".lstrip("."))
 
 
 def _keys(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Key, type, default and meaning of each key of a section; sections within it have rows of their own."""
+    """Key, type, default and meaning of each key of a section; sections within it have rows of their own. Those of a
+    pattern also say of which attentions."""
     for key, entry in schema["properties"].items():
-        if "$ref" not in entry:
+        if not _is_section(entry):
             yield {
                 "key": key,
                 "type": _type(entry),
                 "required": key in schema.get("required", ()),
                 "default": entry.get("default"),
-                "meaning": " ".join(_meanings()[schema["title"], key].replace("``", "").split()).rstrip("."),
+                "meaning": " ".join(_meanings(*REGISTERED)[schema["title"], key].replace("``", "").split()).rstrip("."),
+                **{name: schema[name] for name in ("attentions",) if name in schema},
             }
 
 
+def _is_section(entry: dict[str, Any]) -> bool:
+    return "$ref" in entry or "oneOf" in entry
+
+
 @cache
-def _meanings() -> dict[tuple[str, str], str]:
-    """The text below each field of a section, by class and field."""
+def _meanings(*attentions: str) -> dict[tuple[str, str], str]:
+    """The text below each field of a section, by class and field; `attentions` are those of patterns."""
     from nsa_compile import config
     from nsa_compile.models import config as model_config
 
     found = {}
-    for module in (config, model_config):
+    for module in {config, model_config, *(sys.modules[find(name).pattern.__module__] for name in attentions)}:
         for section in ast.walk(ast.parse(inspect.getsource(module))):
             if not isinstance(section, ast.ClassDef):
                 continue

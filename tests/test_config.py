@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from nsa_compile.config import RunConfig, default_config_text, load_config
+from nsa_compile.data.synthetic import make_synthetic
 from nsa_compile.errors import UserError
 from nsa_compile.models.config import NSAConfig, SparsePattern
 
@@ -86,6 +87,7 @@ def test_the_configuration_cannot_be_changed():
         ("train.seqlen=3", "unknown configuration key 'train.seqlen'; did you mean 'train.seq_len'?"),
         ("steps=4", "did you mean 'train.steps'?"),
         ("model.pattern.windows=4", "did you mean 'model.pattern.window'?"),
+        ("model.attention=mobb", "model.attention = 'mobb' must be one of nsa, dense, moba"),
         ("zzz.yyy=4", "the sections are run, model, data, train, lora, optim, ddp, compile, "),
         ("train.steps", "must have the form KEY=VALUE"),
         ("train.steps=0", "train.steps = 0 is not allowed: input should be greater than or equal to 1"),
@@ -119,6 +121,39 @@ def test_the_configuration_cannot_be_changed():
 def test_a_mistake_is_one_line_that_names_value_and_rule(override, expected):
     with pytest.raises(UserError) as error:
         load_config(overrides=[override])
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_each_attention_has_its_own_sizes():
+    # Whichever comes first; the packaged file's sizes are those of nsa.
+    for overrides in (
+        ["model.attention=moba", "model.pattern.block=8"],
+        ["model.pattern.block=8", "model.attention=moba"],
+    ):
+        config = load_config(overrides=overrides)
+        assert config.plain()["model"]["pattern"] == {"block": 8, "num_selected": 3}
+        assert load_config(overrides=["model.attention=dense"]).model.pattern == load_config().model.pattern
+    text = config.to_yaml()
+    assert "block: 8" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["model.pattern.window=4"],
+            "unknown configuration key 'model.pattern.window'; 'model.pattern' has block, num_s",
+        ),
+        (["model.pattern.blok=4"], "did you mean 'model.pattern.block'?"),
+        (["model.pattern.block=0"], "model.pattern.block = 0 must be at least 1"),
+        (["model.pattern.block=1.5"], "model.pattern.block = 1.5 must be an integer"),
+        (["data.name=copying"], "data.min_distance = null must be a number for model.attention = 'moba'"),
+    ],
+)
+def test_a_mistake_in_sizes_of_another_attention_is_one_line(overrides, expected):
+    with pytest.raises(UserError) as error:
+        make_synthetic(load_config(overrides=["model.attention=moba", *overrides]), held_out=False)
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -10,6 +10,7 @@ import pytest
 
 from nsa_compile.cli import _run, main
 from nsa_compile.config import flatten, load_config
+from nsa_compile.models.variant import REGISTERED
 
 PACKAGED = str(Path(__file__).parent.parent / "configs" / "shakespeare_cpu.yaml")
 
@@ -57,6 +58,16 @@ def test_diff_tells_the_keys_that_differ_in_files_and_runs(capsys, tmp_path):
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["model.pattern.window", "train.steps"]
 
 
+def test_sizes_of_different_attentions_differ_from_null(capsys, tmp_path):
+    (tmp_path / "moba.yaml").write_text(load_config(None, ["model.attention=moba"]).to_yaml(), encoding="utf-8")
+    code, out, _ = config(capsys, "diff", PACKAGED, str(tmp_path / "moba.yaml"), "--json")
+    differences = json.loads(out)["differences"]
+    assert code == 1
+    assert differences["model.attention"] == ["nsa", "moba"]
+    assert differences["model.pattern.block"] == [None, 512]
+    assert differences["model.pattern.window"] == [64, None]
+
+
 def test_diff_of_equal_configurations_is_empty(capsys, tmp_path):
     # The same with every default written out.
     (tmp_path / "same.yaml").write_text(load_config().to_yaml(), encoding="utf-8")
@@ -65,16 +76,20 @@ def test_diff_of_equal_configurations_is_empty(capsys, tmp_path):
 
 def test_keys_lists_every_key_with_what_the_schema_says(capsys):
     code, out, _ = config(capsys, "keys", "--json")
-    rows = {row["key"]: row for row in json.loads(out)["keys"]}
+    listed = json.loads(out)["keys"]
     assert code == 0
-    assert set(rows) == set(dict(flatten(load_config().plain())))
+    for attention in REGISTERED:  # each with sizes of its own
+        keys = {row["key"] for row in listed if attention in row.get("attentions", [attention])}
+        assert keys == set(dict(flatten(load_config(overrides=[f"model.attention={attention}"]).plain())))
+    rows = {row["key"]: row for row in listed if "nsa" in row.get("attentions", ["nsa"])}
     assert rows["train.steps"]["type"] == "integer ≥ 1"
     assert rows["train.steps"]["default"] == 300
     assert rows["model.dim"] | {"required": True} == rows["model.dim"]
     assert rows["model.pattern.window"]["meaning"].startswith("Tokens of the sliding window, w,")
     assert rows["data.text_field"]["meaning"] == "Key or column with the text, for JSON lines and Parquet"
     assert len({row["meaning"] for row in rows.values()}) == len(rows)
-    for key, row in rows.items():
+    for row in listed:
+        key = row["key"]
         # A sentence or a phrase of its own, not the key said again or a piece of another's.
         assert re.fullmatch(r"[A-Z][^`\n]{14,}[^.;:`\s]", row["meaning"]), (key, row["meaning"])
         assert "None" not in row["meaning"], "a file says null"
@@ -87,6 +102,8 @@ def test_keys_of_one_section(capsys):
     code, out, _ = config(capsys, "keys", "model.pattern")
     assert code == 0
     assert "model.pattern.window" in out
+    assert "model.pattern of nsa, dense: Which keys a query of NSA sees" in out
+    assert "model.pattern of moba: " in out
     assert "train.steps" not in out
 
 

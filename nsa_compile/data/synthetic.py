@@ -138,9 +138,14 @@ def make_synthetic(config: RunConfig, held_out: bool) -> AnsweredSource:
     """
     # Tokens of a sequence: the model's and one more, for the last target.
     length = config.train.seq_len + 1
-    window = config.model.pattern.window
+    window = getattr(config.model.pattern, "window", None)
     given = config.data.min_distance
     distance = window if given is None else given
+    if distance is None:
+        raise UserError(
+            f"data.min_distance = null must be a number for model.attention = '{config.model.attention}', which has no "
+            "model.pattern.window to take; set it with --set data.min_distance=VALUE"
+        )
     source: Copying | Needle
     if config.data.name == "copying":
         source, shortest = Copying(config.run.seed, held_out), 2 * distance + 1

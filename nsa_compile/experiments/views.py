@@ -145,12 +145,16 @@ def _rows(record: dict[str, Any]) -> list[list[str]]:
                 f"{sizes['batch_size']} × {sizes['accumulate']}",
                 str(sizes["layers"]),
                 _number(sizes["parameters"]),
-                *(str(sizes[key]) for key in ("num_selected", "window", "dtype", "steps", "processes")),
+                *(_size(sizes[key]) for key in ("num_selected", "window", "dtype", "steps", "processes")),
                 _number(sizes["threads"]),
                 "–" if sizes["bucket_mb"] is None else f"{sizes['bucket_mb']:.3g}",
             ]
         )
     return rows
+
+
+def _size(value: Any) -> str:
+    return "–" if value is None else str(value)
 
 
 def _number(value: float | None) -> str:

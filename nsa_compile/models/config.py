@@ -1,4 +1,4 @@
-"""The shape of a Native Sparse Attention model, as plain data.
+"""The shape of a model, as plain data.
 
 Frozen standard-library dataclasses that validate themselves. This file imports no torch, so a command line can check a
 model's configuration before paying for the import.
@@ -7,16 +7,24 @@ model's configuration before paying for the import.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from nsa_compile.branches import BRANCHES, Branch
+from nsa_compile.models.pattern import (
+    MAX_SIZE,
+    Pattern,
+    SparsePattern,
+    require_bool,
+    require_choice,
+    require_int,
+    require_positive,
+)
 from nsa_compile.models.variant import REGISTERED, AttentionVariant, find
 
-IndexConvention = Literal["minus", "paper_v2"]
+__all__ = ["MAX_SIZE", "NSAConfig", "SparsePattern", "check_attention", "from_plain", "ordered_branches", "required"]
+
 Phi = Literal["mlp", "mean"]
-# No dimension of a tensor is larger.
-MAX_SIZE = 2**31 - 1
 
 
 class _AttentionName:
@@ -26,33 +34,16 @@ class _AttentionName:
         return {**handler(core_schema), "enum": list(REGISTERED)}
 
 
-def _require_int(owner: object, name: str, minimum: int) -> None:
-    value = getattr(owner, name)
-    # bool is an int to Python; `n_layers: true` is a mistake all the same.
-    if type(value) is not int:
-        raise ValueError(f"{name} = {value!r} must be an integer")
-    if value < minimum:
-        raise ValueError(f"{name} = {value} must be at least {minimum}")
-    if value > MAX_SIZE:
-        raise ValueError(f"{name} = {value} must be at most {MAX_SIZE}")
+class _AnyPattern:
+    """Lists the classes of patterns in that schema, as ``oneOf``, each with its ``attentions``."""
 
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        from pydantic import TypeAdapter
 
-def _require_choice(owner: object, name: str, choices: tuple[str, ...]) -> None:
-    value = getattr(owner, name)
-    if value not in choices:
-        raise ValueError(f"{name} = {value!r} must be one of {', '.join(choices)}")
-
-
-def _require_bool(owner: object, name: str) -> None:
-    value = getattr(owner, name)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r} must be true or false")
-
-
-def _require_positive(owner: object, name: str) -> None:
-    value = getattr(owner, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e300:
-        raise ValueError(f"{name} = {value!r} must be a positive number")
+        owners: dict[type[Pattern], list[str]] = {}
+        for name in REGISTERED:
+            owners.setdefault(find(name).pattern, []).append(name)
+        return {"oneOf": [TypeAdapter(kind).json_schema() | {"attentions": of} for kind, of in owners.items()]}
 
 
 def ordered_branches(branches: object) -> tuple[Branch, ...]:
@@ -73,80 +64,37 @@ def ordered_branches(branches: object) -> tuple[Branch, ...]:
     return tuple(branch for branch in BRANCHES if branch in branches)
 
 
-@dataclass(frozen=True)
-class SparsePattern:
-    """Which keys a query sees: the paper's block sizes and counts.
-
-    Raises:
-        ValueError: naming the field, its value and the rule it breaks.
-    """
-
-    compress_block: int = 32
-    """Tokens pooled into one compressed key, ``l`` (eq. 7)."""
-    compress_stride: int = 16
-    """Tokens between the starts of neighbouring compressed blocks, ``d``; divides ``l`` and ``l'``."""
-    select_block: int = 64
-    """Tokens of one selection block, ``l'`` (eq. 9)."""
-    num_selected: int = 16
-    """Selection blocks that a query attends to, ``n``, those that are always selected included (eq. 11)."""
-    window: int = 512
-    """Tokens of the sliding window, ``w``, the query's own included (section 3.3.3)."""
-    num_initial: int = 1
-    """Blocks at the start of the sequence that are always selected; they count towards ``n``."""
-    num_local: int = 2
-    """Blocks up to and including the query's own that are always selected; they count towards ``n``."""
-    index_convention: IndexConvention = "minus"
-    """Index of the compressed block in eq. 9: minus is (l'/d)·j + m − n, paper_v2 the index as printed in the paper's
-    second version, (l'/d)·j − m − n."""
-
-    def __post_init__(self) -> None:
-        for name in ("compress_block", "compress_stride", "select_block", "num_selected", "window", "num_local"):
-            _require_int(self, name, 1)
-        _require_int(self, "num_initial", 0)
-        _require_choice(self, "index_convention", get_args(IndexConvention))
-        for name, symbol in (("compress_block", "l"), ("select_block", "l'")):
-            if getattr(self, name) % self.compress_stride:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)} must be a multiple of compress_stride = {self.compress_stride} "
-                    f"(the paper's d divides {symbol})"
-                )
-        if self.num_selected < self.num_initial + self.num_local:
-            raise ValueError(
-                f"num_selected = {self.num_selected} must be at least num_initial + num_local = "
-                f"{self.num_initial} + {self.num_local}, because the blocks that are always selected count towards n"
-            )
-
-
-def check_attention(owner: object) -> None:
-    """What an attention asks of the attributes of a model's configuration, or of a layer, that have its sizes.
+def check_attention(owner: object, pattern: type[Pattern] = SparsePattern) -> None:
+    """What an attention with a ``pattern`` asks of the attributes of a model's configuration, or of a layer, that have
+    its sizes.
 
     Raises:
         ValueError: naming the attribute, its value and the rule it breaks.
     """
     sizes: Any = owner
     for name in ("dim", "n_heads", "n_kv_heads", "head_dim"):
-        _require_int(owner, name, 1)
+        require_int(owner, name, 1)
     for name in ("v_head_dim", "phi_hidden"):
         if getattr(owner, name) is not None:
-            _require_int(owner, name, 1)
+            require_int(owner, name, 1)
     for name in ("shared_kv", "compress_rotated"):
-        _require_bool(owner, name)
-    _require_positive(owner, "rope_theta")
-    _require_choice(owner, "phi", get_args(Phi))
-    if not isinstance(sizes.pattern, SparsePattern):
-        raise ValueError(f"pattern = {sizes.pattern!r} must be a SparsePattern")
+        require_bool(owner, name)
+    require_positive(owner, "rope_theta")
+    require_choice(owner, "phi", get_args(Phi))
+    if not isinstance(sizes.pattern, pattern):
+        raise ValueError(f"pattern = {sizes.pattern!r} must be a {pattern.__name__}")
     if sizes.n_heads % sizes.n_kv_heads:
         raise ValueError(f"n_heads = {sizes.n_heads} must be a multiple of n_kv_heads = {sizes.n_kv_heads}")
     if sizes.head_dim % 2:
         raise ValueError(f"head_dim = {sizes.head_dim} must be even, because RoPE rotates pairs of channels")
 
 
-_Schema = TypeVar("_Schema", "NSAConfig", SparsePattern)
+_Schema = TypeVar("_Schema", "NSAConfig", Pattern)
 
 
 @dataclass(frozen=True)
 class NSAConfig:
-    """A decoder-only transformer whose attention is NSA, or dense for comparison.
+    """A decoder-only transformer whose attention is NSA, or another one that ``attention`` names.
 
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
@@ -166,8 +114,8 @@ class NSAConfig:
     """Width of a query or key head, ``d_k``; even, because RoPE rotates pairs."""
     v_head_dim: int | None = None
     """Width of a value head, ``d_v``; null takes head_dim."""
-    pattern: SparsePattern = field(default_factory=SparsePattern)
-    """Block sizes and counts."""
+    pattern: Annotated[Any, _AnyPattern()] = None
+    """Sizes of the attention, of its own class of `Pattern`; null takes that class's defaults."""
     phi: Phi = "mlp"
     """How a block is compressed (eq. 7): by an MLP with a position embedding within the block, or by the mean."""
     shared_kv: bool = False
@@ -179,7 +127,7 @@ class NSAConfig:
     """Branches of eq. 5 that the model has; others have no parameters and add nothing. selected needs compressed, from
     whose weights it selects."""
     attention: Annotated[str, _AttentionName()] = "nsa"
-    """Attention of the model: nsa, or dense for causal attention over all tokens."""
+    """Attention of the model: nsa, dense for causal attention over all tokens, or one of docs/zoo.md."""
     mlp_hidden: int | None = None
     """Hidden width of the SwiGLU feed-forward; null takes 8/3 · dim, rounded up to a multiple of 32."""
     rope_theta: float = 10000.0
@@ -193,14 +141,16 @@ class NSAConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_layers"):
-            _require_int(self, name, 1)
+            require_int(self, name, 1)
         if self.mlp_hidden is not None:
-            _require_int(self, "mlp_hidden", 1)
-        _require_bool(self, "tie_embeddings")
-        _require_positive(self, "norm_eps")
-        _require_choice(self, "attention", tuple(REGISTERED))
+            require_int(self, "mlp_hidden", 1)
+        require_bool(self, "tie_embeddings")
+        require_positive(self, "norm_eps")
+        require_choice(self, "attention", tuple(REGISTERED))
         object.__setattr__(self, "branches", ordered_branches(self.branches))
-        check_attention(self)
+        if self.pattern is None:
+            object.__setattr__(self, "pattern", self.variant.pattern())
+        check_attention(self, self.variant.pattern)
         if mistake := self.variant.mistake(self):
             raise ValueError(mistake)
 
@@ -229,9 +179,10 @@ def from_plain(schema: type[_Schema], values: Mapping[str, Any]) -> _Schema:
         ValueError: a field is missing, unknown or not what it must be; the message begins with the dotted field.
     """
     values = dict(values)
-    if isinstance(values.get("pattern"), Mapping):
+    attention = values.get("attention", NSAConfig.attention)
+    if isinstance(values.get("pattern"), Mapping) and attention in tuple(REGISTERED):
         try:
-            values["pattern"] = from_plain(SparsePattern, values["pattern"])
+            values["pattern"] = from_plain(find(attention).pattern, values["pattern"])
         except ValueError as error:
             raise ValueError(f"pattern.{error}") from None
     if missing := [name for name in required(schema) if name not in values]:
@@ -243,6 +194,6 @@ def from_plain(schema: type[_Schema], values: Mapping[str, Any]) -> _Schema:
     return schema(**values)
 
 
-def required(schema: type[NSAConfig] | type[SparsePattern]) -> list[str]:
+def required(schema: type[NSAConfig] | type[Pattern]) -> list[str]:
     """The fields without a default."""
     return [field.name for field in fields(schema) if field.default is MISSING and field.default_factory is MISSING]

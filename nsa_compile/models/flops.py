@@ -31,6 +31,12 @@ def visible_window(pattern: SparsePattern, seq_len: int) -> int:
     return window_pairs(seq_len, seq_len, pattern.window)
 
 
+def blocks_before(block: int, seq_len: int) -> int:
+    """Blocks of ``block`` tokens that end before the one that the query lies in, summed over ``t < seq_len``."""
+    full, rest = divmod(seq_len, block)
+    return block * full * (full - 1) // 2 + full * rest
+
+
 def attention_pairs(config: NSAConfig, seq_len: int) -> int:
     """Query-key pairs one head of one layer works on in a sequence of ``seq_len`` tokens."""
     return config.variant.pairs(config, seq_len)

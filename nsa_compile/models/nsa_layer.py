@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,11 +24,6 @@ from nsa_compile.models.nsa import (
     nsa_prefill,
 )
 from nsa_compile.models.transformer import AttentionLayer, apply_rope, check_prompts, check_room
-
-log = logging.getLogger("nsa_compile")
-
-UNCOMPILED = "NSAttention runs uncompiled, as a slow loop over the tokens; nsa_compile.compile_block(layer) compiles it"
-_said: set[str] = set()
 
 
 class NSAttention(AttentionLayer):
@@ -96,7 +90,6 @@ class NSAttention(AttentionLayer):
         check_attention(self)
         self.selects = "selected" in self.branches
         self.value_dim = head_dim if v_head_dim is None else v_head_dim
-        self.says_uncompiled = True
         self._compiled: Callable[[Tensor], Tensor] | None = None
         kv_sets = 1 if shared_kv else len(self.branches)
         self.q = nn.Linear(dim, n_heads * head_dim, bias=False)
@@ -199,9 +192,7 @@ class NSAttention(AttentionLayer):
             return self._attend
         if self._compiled is not None:
             return self._compiled
-        if self.says_uncompiled and not _said:
-            _said.add(UNCOMPILED)
-            log.warning(UNCOMPILED)
+        self.say_uncompiled()
         return self._attend
 
     def _attend(self, x: Tensor, selection: Tensor | None = None, return_selection: bool = False) -> Any:

@@ -118,16 +118,13 @@ class NSA(AttentionVariant):
         fields = (
             "v_head_dim", "pattern", "phi", "phi_hidden", "shared_kv", "compress_rotated", "branches", "rope_theta",
         )  # fmt: skip
-        layer = NSAttention(
+        return NSAttention(
             model.dim,
             model.n_heads,
             model.n_kv_heads,
             model.head_dim,
             **{name: getattr(model, name) for name in fields},
         )
-        # What runs such a model uncompiled does so on purpose, or says so itself.
-        layer.says_uncompiled = False
-        return layer
 
     def min_seq_len(self, model: NSAConfig) -> tuple[int, str]:
         least = model.pattern.compress_block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,10 @@ from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.nsa import CompressionMLP, check_selecting, check_selection
 from nsa_compile.ops.keeping import keep_selection
 
-__all__ = ["AttentionLayer", "ModelState", "NSATransformer", "apply_rope"]
+__all__ = ["AttentionLayer", "ModelState", "NSATransformer", "ScannedAttention", "apply_rope"]
+
+log = logging.getLogger("nsa_compile")
+_said: set[str] = set()
 
 
 def apply_rope(x: Tensor, position: Tensor, theta: float) -> Tensor:
@@ -105,6 +109,9 @@ class AttentionLayer(nn.Module):
     out: nn.Linear
     # Whether the three methods take `selection` and `return_selection`: blocks of keys that are chosen for each token.
     selects = False
+    # Whether a layer that is a loop over the tokens says so once where it runs uncompiled. What runs a whole model
+    # uncompiled does so on purpose, or says so itself.
+    says_uncompiled = True
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -143,6 +150,45 @@ class AttentionLayer(nn.Module):
         """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
         raise NotImplementedError
 
+    def say_uncompiled(self) -> None:
+        """Warn once of such a layer, where nothing is being compiled."""
+        if torch.compiler.is_compiling():
+            return
+        name = type(self).__name__
+        if self.says_uncompiled and name not in _said:
+            _said.add(name)
+            log.warning(
+                "%s runs uncompiled, as a slow loop over the tokens; nsa_compile.compile_block(layer) compiles it", name
+            )
+
+
+class ScannedAttention(AttentionLayer):
+    """An attention that is all in its `step`: a sequence is :func:`nsa_compile.scan` of it, from an empty state.
+
+    A subclass makes its projections, `out` among them, from a model's configuration, and has `init_state`, `step` and,
+    where its caches have a row for each token, `room`. Uncompiled it is the loop over the tokens, and says so once.
+    """
+
+    def step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, Tensor]:
+        """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`: the new state and `[B, dim]`."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention of each token to those before it: `[B, S, dim]` to the same."""
+        self.say_uncompiled()
+        rows = (torch.arange(x.shape[1], device=x.device), x.transpose(0, 1))
+        _, o = scan(lambda state, token: self.step(state, token[1], token[0]), self.init_state(*x.shape[:2]), rows)
+        return o.transpose(0, 1)
+
+    def decode_step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, Tensor]:
+        """As `step`.
+
+        Raises:
+            ValueError: the caches have no room at that position.
+        """
+        check_room(t, self.room(state))
+        return self.step(state, x, t)
+
 
 class SwiGLU(nn.Module):
     """The feed-forward layer of arXiv 2002.05202: `down(silu(gate(x)) · up(x))`."""
@@ -166,6 +212,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = config.variant.layer(config)
+        self.attention.says_uncompiled = False
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SwiGLU(config.dim, config.hidden_dim)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from nsa_compile.models.pattern import Pattern, SparsePattern
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 REGISTERED = {
     "nsa": "nsa_compile.models.nsa_variant:NSA",
     "dense": "nsa_compile.models.dense_variant:Dense",
+    "moba": "nsa_compile.models.zoo.moba_variant:MoBA",
 }
 
 
@@ -62,6 +65,7 @@ class AttentionVariant(ABC):
         name: its value of ``model.attention``.
 
     Attributes:
+        pattern: class of ``model.pattern``, its sizes. Attentions may share one, as NSA and dense attention do.
         scanned: its layer is a :func:`nsa_compile.scan` over the tokens, so it is slow uncompiled, and a loop that is
             left in what is compiled is a fallback.
         verified: ``nsa-compile verify`` has properties of it.
@@ -73,6 +77,7 @@ class AttentionVariant(ABC):
         pictures: of the report.
     """
 
+    pattern: ClassVar[type[Pattern]] = SparsePattern
     scanned: ClassVar[bool] = True
     verified: ClassVar[bool] = False
     ranges_expected: ClassVar[Mapping[str, str]] = {}

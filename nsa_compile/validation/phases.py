@@ -15,6 +15,7 @@ from nsa_compile.experiments.views import CHART_CAPTION, figure
 from nsa_compile.files import replace, write_json
 from nsa_compile.machine.environment import describe_environment, git_revision
 from nsa_compile.machine.matmul_rate import MatmulRate, busy, impossible
+from nsa_compile.models.pattern import SparsePattern
 from nsa_compile.train.distributed.buckets import effective_bucket_mb
 from nsa_compile.train.records.plots import loss_figure
 from nsa_compile.train.report.run_record import RunRecord, latest_layers, read_run
@@ -81,6 +82,11 @@ def parity(work: PhaseRun) -> None:
     work.figure(
         "patterns on which v1 = v2", f"{sum(r['equal'] for r in rows)} of {len(rows)}", "selection.json", n=len(rows)
     )
+
+
+def needs_blocks(plan: Runbook) -> str | None:
+    model = plan.config.model
+    return None if isinstance(model.pattern, SparsePattern) else f"model.attention = {model.attention} has other sizes"
 
 
 def equivalence(work: PhaseRun) -> None:
@@ -389,7 +395,7 @@ def needs_processes(plan: Runbook) -> str | None:
 
 PHASES = (
     Phase("preflight", "Preflight", preflight),
-    Phase("parity", "Parity of selected attention, v1 and v2", parity),
+    Phase("parity", "Parity of selected attention, v1 and v2", parity, needs_blocks),
     Phase("equivalence", "Equivalence of what is compiled", equivalence, needs_properties),
     Phase("baseline", "Baseline", baseline),
     Phase("buckets", "Sweep of bucket sizes", buckets, needs_buckets),

@@ -39,6 +39,7 @@ def report_document(plan: Runbook, outcomes: Sequence[PhaseOutcome], open_phases
     if open_phases:
         decision, reasons = "NO-GO", [*reasons, f"not carried out yet: {', '.join(open_phases)}"]
     config = plan.config
+    sizes = config.sizes()
     return {
         "schema": SCHEMA,
         "verdict": decision,
@@ -49,8 +50,8 @@ def report_document(plan: Runbook, outcomes: Sequence[PhaseOutcome], open_phases
             "batch": f"{config.train.batch_size} × {config.train.accumulate} accumulated",
             "layers": config.model.n_layers,
             "attention": config.model.attention,
-            "n": config.model.pattern.num_selected,
-            "window": config.model.pattern.window,
+            "n": sizes["num_selected"],
+            "window": sizes["window"],
             "dtype": config.train.dtype,
             "processes": plan.processes,
         },

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
 from nsa_compile.backend import nsa_compile_backend
-from nsa_compile.models import Documents, NSAConfig, NSATransformer, NSAttention, SparsePattern, documents, nsa_layer
+from nsa_compile.models import Documents, NSAConfig, NSATransformer, NSAttention, SparsePattern, documents, transformer
 from tests.strategies import few
 
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=4, window=6)
@@ -130,18 +130,19 @@ def test_x_of_another_width_is_one_line():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_uncompiled_it_says_so_once(monkeypatch, caplog, compiled):
-    monkeypatch.setattr(nsa_layer, "_said", set())
+    monkeypatch.setattr(transformer, "_said", set())
     layer = quick(make_layer()) if compiled else make_layer()
     with caplog.at_level(logging.WARNING, logger="nsa_compile"):
         for _ in range(2):
             layer(batch(1, 5))
             copy.deepcopy(make_layer() if not compiled else layer)
     lines = [record.message for record in caplog.records]
-    assert lines == ([] if compiled else [nsa_layer.UNCOMPILED])
+    said = "NSAttention runs uncompiled, as a slow loop over the tokens; nsa_compile.compile_block(layer) compiles it"
+    assert lines == ([] if compiled else [said])
 
 
 def test_a_model_of_the_package_leaves_that_to_who_runs_it(monkeypatch, caplog):
-    monkeypatch.setattr(nsa_layer, "_said", set())
+    monkeypatch.setattr(transformer, "_said", set())
     model = NSATransformer(NSAConfig(vocab_size=5, n_layers=1, **SIZES))
     with caplog.at_level(logging.WARNING, logger="nsa_compile"):
         model(torch.zeros(1, 5, dtype=torch.int64))

@@ -51,7 +51,7 @@ def size_and_result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("processes", _processes(summary)),
         ("layers", str(summary["layers"])),
         ("parameters", _number(summary["parameters"], ",.0f")),
-        ("pattern", f"n = {summary['num_selected']} selected blocks, w = {summary['window']}"),
+        ("pattern", ", ".join(_pattern(summary))),
         ("throughput", throughput),
         ("MFU", mfu),
         *(("doubt", doubt) for doubt in doubts_of(summary)),
@@ -70,6 +70,12 @@ def doubts_of(summary: Mapping[str, Any]) -> list[str]:
     """Why figures of a run say less than they seem to: a busy machine, an impossible MFU."""
     doubts = summary.get("doubts")
     return [str(doubt) for doubt in doubts] if isinstance(doubts, list) else []
+
+
+def _pattern(summary: Mapping[str, Any]) -> list[str]:
+    """The sizes that are known; an attention may have neither."""
+    words = {"num_selected": "n = {} selected blocks", "window": "w = {}"}
+    return [text.format(summary[name]) for name, text in words.items() if summary.get(name) is not None]
 
 
 def _processes(summary: dict[str, Any]) -> str:

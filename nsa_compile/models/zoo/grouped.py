@@ -1,0 +1,69 @@
+"""What the attentions of this folder have in common: caches by position, grouped queries, rotary positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.transformer import ScannedAttention, apply_rope
+
+
+def put(cache: Tensor, row: Tensor, t: Tensor) -> Tensor:
+    """The cache `[B, S, ...]` with `row` `[B, ...]` at position `t`, `[]` or, of each sequence, `[B]`."""
+    here = torch.arange(cache.shape[1], device=t.device) == t[..., None]
+    return torch.where(here.reshape(*here.shape, *[1] * (cache.dim() - 2)), row[:, None], cache)
+
+
+def rope(x: Tensor, t: Tensor, theta: float) -> Tensor:
+    """The heads of a token, `[B, H, D]`, turned by its position `t`."""
+    return apply_rope(x[:, None], t[..., None], theta)[:, 0]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """softmax(q kᵀ / √D) v of grouped queries `[B, G, h, D]` over the keys `[B, S, G, D]` that `seen` keeps.
+
+    `seen` is bool and broadcasts to `[B, G, h, S]`; some key must be seen.
+    """
+    scores = torch.einsum("bghd,bsgd->bghs", q, k) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("bghs,bsge->bghe", weights, v)
+
+
+class KVCache(NamedTuple):
+    """Keys, after RoPE, and values of the tokens before."""
+
+    k: Tensor  # [B, S, G, D]
+    v: Tensor  # [B, S, G, Dv]
+
+
+class GroupedAttention(ScannedAttention):
+    """Projections of grouped queries, `G` heads of keys and values each of which serves `h = Hq / G` queries, and
+    caches with room for whole blocks of `block` tokens. A subclass adds `step`."""
+
+    block = 1
+
+    def __init__(self, model: NSAConfig) -> None:
+        super().__init__()
+        self.config = model
+        self.q = nn.Linear(model.dim, model.n_heads * model.head_dim, bias=False)
+        self.k = nn.Linear(model.dim, model.n_kv_heads * model.head_dim, bias=False)
+        self.v = nn.Linear(model.dim, model.n_kv_heads * model.value_dim, bias=False)
+        self.out = nn.Linear(model.n_heads * model.value_dim, model.dim, bias=False)
+
+    def project(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, G, h, D]`, keys `[B, G, D]` and values `[B, G, Dv]` of a token `[B, dim]` at position `t`."""
+        groups, theta = self.config.n_kv_heads, self.config.rope_theta
+        q = rope(self.q(x).unflatten(-1, (self.config.n_heads, -1)), t, theta)
+        k = rope(self.k(x).unflatten(-1, (groups, -1)), t, theta)
+        return q.unflatten(1, (groups, -1)), k, self.v(x).unflatten(-1, (groups, -1))
+
+    def init_state(self, batch_size: int, max_len: int) -> KVCache:
+        config, rows = self.config, -(-max_len // self.block) * self.block
+        shape = (batch_size, rows, config.n_kv_heads)
+        return KVCache(*(self.out.weight.new_zeros(*shape, width) for width in (config.head_dim, config.value_dim)))
+
+    def room(self, state: KVCache) -> int:
+        return state.k.shape[1]

@@ -1,0 +1,41 @@
+"""MoBA, mixture of block attention (arXiv 2502.13189).
+
+Keys and values are cut into blocks of `B` tokens. Each query head scores a block by its product with the mean of the
+block's keys and attends to the tokens of the `k` best (eq. 2 to 5):
+
+    s_i = ⟨q, mean(K[I_i])⟩        g_i = 1 if s_i is among the k highest, else 0
+    MoBA(q, K, V) = softmax(q K[I]ᵀ) V[I]        I = ∪ of I_i with g_i = 1
+
+Blocks after the query's own have s_i = −∞; its own is always taken, up to the query itself, and counts towards k
+(section 2.2). There are no parameters beside those of attention, and no gradient goes through g.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
+
+
+class MoBAttention(GroupedAttention):
+    """Attention to the blocks of tokens whose mean keys suit a query best; sizes are a `MoBAPattern`."""
+
+    def __init__(self, model: NSAConfig) -> None:
+        super().__init__(model)
+        self.block = model.pattern.block
+
+    def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
+        q, k, v = self.project(x, t)
+        k, v = put(state.k, k, t), put(state.v, v, t)
+        means = k.unflatten(1, (-1, self.block)).mean(2)  # [B, N, G, D]
+        gate = torch.einsum("bghd,bngd->bghn", q, means)
+        number = torch.arange(means.shape[1], device=x.device)
+        own = (t // self.block)[..., None, None, None]
+        gate = gate.masked_fill(number > own, -torch.inf).masked_fill(number == own, torch.inf)
+        best = gate.topk(min(self.config.pattern.num_selected, len(number))).indices
+        chosen = torch.zeros_like(gate, dtype=torch.bool).scatter(-1, best, True)
+        past = torch.arange(k.shape[1], device=x.device) <= t[..., None]
+        seen = chosen.repeat_interleave(self.block, -1) & past[..., None, None, :]
+        return KVCache(k, v), self.out(attend(q, k, v, seen).flatten(1))

@@ -1,0 +1,83 @@
+"""What holds of every attention of the zoo: decoding, causality, compiling, training, configuration."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+from nsa_compile.config import load_config
+from nsa_compile.data import load_corpus
+from nsa_compile.models import NSATransformer, transformer
+from nsa_compile.models.flops import forward_flops_per_token
+from nsa_compile.models.variant import REGISTERED
+from nsa_compile.train.loop import run
+from nsa_compile.train.records.run_directory import create_run_directory
+from tests.models.zoo import judge
+
+# Sizes at which a sequence of 19 tokens has something to choose from.
+SMALL: dict[str, dict] = {
+    "moba": {"block": 4, "num_selected": 2},
+}
+ZOO = [name for name, place in REGISTERED.items() if ".zoo." in place]
+LENGTH = 19
+
+
+def test_each_has_small_sizes():
+    assert set(SMALL) == set(ZOO)
+
+
+@pytest.fixture(params=ZOO)
+def config(request):
+    return judge.make_config(request.param, SMALL[request.param])
+
+
+def test_a_decode_step_is_the_same_as_the_scan(config):
+    judge.check_decoding(judge.make_layer(config), judge.make_input(config, 3, LENGTH))
+
+
+def test_a_later_token_changes_nothing_before_it(config):
+    judge.check_causality(judge.make_layer(config), judge.make_input(config, 2, LENGTH))
+
+
+def test_what_is_compiled_is_the_loop(config):
+    judge.check_compiled(judge.make_layer(config), judge.make_input(config, 2, LENGTH))
+
+
+def test_uncompiled_it_says_so_once(config, monkeypatch, caplog):
+    monkeypatch.setattr(transformer, "_said", set())
+    layer = config.variant.layer(config)
+    x = torch.zeros(1, 3, config.dim)
+    with caplog.at_level(logging.WARNING, logger="nsa_compile"):
+        layer(x)
+        layer(x)
+    assert [record.message.split(" runs uncompiled")[0] for record in caplog.records] == [type(layer).__name__]
+
+
+def test_its_matrices_are_counted(config):
+    """A token alone sees itself: what is not a matrix of the model is the product of its scores and values."""
+    variant = config.variant
+    assert variant.pairs(config, 1) >= 1
+    layer = judge.make_layer(config)
+    matrices = sum(p.numel() for name, p in layer.named_parameters() if p.dim() == 2 and name.endswith("weight"))
+    # Work beside the projections, such as ranking, is none for one token, or is counted by the design's own test.
+    assert sum(variant.multiplies(config, 1)) >= matrices
+    assert forward_flops_per_token(config, LENGTH) > 0
+
+
+def test_it_trains_and_writes_text(config, tiny_overrides, tmp_path):
+    torch._dynamo.reset()
+    name = config.attention
+    overrides = [key for key in tiny_overrides() if not key.startswith("model.pattern.")]
+    sizes = [f"model.pattern.{key}={json.dumps(value)}" for key, value in SMALL[name].items()]
+    settings = ["compile.enabled=true", "compile.nested=eager", f"model.attention={name}", "optim.lr=0.01"]
+    run_config = load_config(overrides=[*overrides, *sizes, *settings])
+    directory = create_run_directory(run_config)
+    summary = run(run_config, load_corpus(run_config), directory)
+    assert summary["val_loss_end"] < summary["val_loss_start"]
+    assert summary["attention"] == name
+    assert (directory / "sample.txt").stat().st_size > 0
+    model = NSATransformer(run_config.model)
+    assert model.config.pattern == run_config.model.pattern
