@@ -188,7 +188,8 @@ def _block_memory(config: RunConfig, device: torch.device, batch: int) -> BlockM
         x = torch.empty(batch, config.train.seq_len, config.model.dim, device=device, requires_grad=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.train.dtype == "bf16"):
             try:
-                torch.compile(block, backend=backend, fullgraph=True, dynamic=False)(x)
+                asked = {"return_auxiliary": True} if block.attention.auxiliary else {}
+                torch.compile(block, backend=backend, fullgraph=True, dynamic=False)(x, **asked)
             except BackendCompilerFailed as error:
                 raise error.inner_exception from None
         parameters = sum(p.nbytes for p in block.parameters())
@@ -276,7 +277,10 @@ def measure_step(config: RunConfig, device: torch.device, processes: int = 1) ->
             convert_linear_layers(model, train.matmul)
         nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable)
         optimizer = make_optimizer(model, optim)
-        return lambda: train_step(model, optimizer, batches, optim.lr, optim.clip, device, train.dtype)
+        auxiliary = config.model.variant.auxiliary
+        return lambda: train_step(
+            model, optimizer, batches, optim.lr, optim.clip, device, train.dtype, auxiliary=auxiliary
+        )
 
     works = [step(layers) for layers in (1, 2)]
     for work in works:

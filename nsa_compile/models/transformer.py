@@ -109,6 +109,8 @@ class AttentionLayer(nn.Module):
     out: nn.Linear
     # Whether the three methods take `selection` and `return_selection`: blocks of keys that are chosen for each token.
     selects = False
+    # Whether `forward` takes `return_auxiliary`: the output and a loss of the layer's own, [], that training adds.
+    auxiliary = False
     # Whether a layer that is a loop over the tokens says so once where it runs uncompiled. What runs a whole model
     # uncompiled does so on purpose, or says so itself.
     says_uncompiled = True
@@ -169,25 +171,33 @@ class ScannedAttention(AttentionLayer):
     where its caches have a row for each token, `room`. Uncompiled it is the loop over the tokens, and says so once.
     """
 
-    def step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, Tensor]:
-        """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`: the new state and `[B, dim]`."""
+    def step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, ...]:
+        """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`: the new state, the output
+        `[B, dim]` and, of a layer with an `auxiliary` loss, that of the token, `[B]`."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attention of each token to those before it: `[B, S, dim]` to the same."""
+    def forward(self, x: Tensor, return_auxiliary: bool = False) -> Any:
+        """Attention of each token to those before it, `[B, S, dim]` to the same; with `return_auxiliary` a pair of it
+        and the mean of the tokens' own losses."""
         self.say_uncompiled()
+
+        def step(state: Any, token: tuple[Tensor, Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
+            state, *outputs = self.step(state, token[1], token[0])
+            return state, tuple(outputs if return_auxiliary else outputs[:1])
+
         rows = (torch.arange(x.shape[1], device=x.device), x.transpose(0, 1))
-        _, o = scan(lambda state, token: self.step(state, token[1], token[0]), self.init_state(*x.shape[:2]), rows)
-        return o.transpose(0, 1)
+        _, (o, *losses) = scan(step, self.init_state(*x.shape[:2]), rows)
+        return (o.transpose(0, 1), losses[0].mean()) if return_auxiliary else o.transpose(0, 1)
 
     def decode_step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, Tensor]:
-        """As `step`.
+        """The state and the output of `step`.
 
         Raises:
             ValueError: the caches have no room at that position.
         """
         check_room(t, self.room(state))
-        return self.step(state, x, t)
+        state, o, *_ = self.step(state, x, t)
+        return state, o
 
 
 class SwiGLU(nn.Module):
@@ -216,16 +226,17 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SwiGLU(config.dim, config.hidden_dim)
 
-    def forward(self, x: Tensor, **selecting: Any) -> Any:
-        """The output; with `return_selection` a pair of it and the selection.
+    def forward(self, x: Tensor, **asked: Any) -> Any:
+        """The output; with `return_selection` or `return_auxiliary` a pair of it and the selection or the loss.
 
-        `selecting` is `selection` or `return_selection`, for an attention that `selects`; also below.
+        `asked` is `selection` or `return_selection`, for an attention that `selects`, also below; or
+        `return_auxiliary`.
         """
-        attended = self.attention(self.attention_norm(x), **selecting)
-        if not selecting.get("return_selection"):
+        attended = self.attention(self.attention_norm(x), **asked)
+        if not (asked.get("return_selection") or asked.get("return_auxiliary")):
             return self.after_attention(x, attended)
-        o, selection = attended
-        return self.after_attention(x, o), selection
+        o, further = attended
+        return self.after_attention(x, o), further
 
     def after_attention(self, x: Tensor, o: Tensor) -> Tensor:
         """The rest of the layer: its input and the output of its attention, and the feed-forward layer on both."""
@@ -286,7 +297,13 @@ class NSATransformer(nn.Module):
         """
         self.checkpointed = frozenset(blocks)
 
-    def forward(self, tokens: Tensor, selection: Tensor | None = None, return_selection: bool = False) -> Any:
+    def forward(
+        self,
+        tokens: Tensor,
+        selection: Tensor | None = None,
+        return_selection: bool = False,
+        return_auxiliary: bool = False,
+    ) -> Any:
         """Logits `[B, S, V]` of tokens `[B, S]` int64.
 
         Args:
@@ -295,18 +312,31 @@ class NSATransformer(nn.Module):
                 instead of those that it would rank best. A number that is no block's, such as -1, stands for none; one
                 that comes twice counts once; a block after the token's own gives it nothing.
             return_selection: return the blocks that each token read, too, in this form.
+            return_auxiliary: return the sum of the losses that layers have of their own, too, `[]`; see
+                `AttentionVariant.auxiliary`.
 
         Returns:
-            The logits, or with `return_selection` a pair of them and the selection, int32, -1 where a token has fewer
-            than n blocks.
+            The logits, or a pair of them and what was asked for: the selection, int32, -1 where a token has fewer than
+            n blocks; or the auxiliary loss.
 
         Raises:
-            ValueError: the selection is of another shape or dtype, or the attention selects no blocks.
+            ValueError: the selection is of another shape or dtype, or the attention selects no blocks, or no layer has
+                a loss of its own.
         """
         x = self.embedding(tokens)
         chosen: list[Tensor] = []
         asked = self._asked_of_layers(selection, return_selection, tokens.shape)
+        losses = [False] * len(self.blocks)
+        if return_auxiliary:
+            losses = [bool(block.attention.auxiliary) for block in self.blocks]
+            if return_selection or not any(losses):
+                raise ValueError(
+                    "return_auxiliary = True needs a layer with a loss of its own, and no return_selection"
+                )
+        auxiliary: list[Tensor] = []
         for index, (block, selecting) in enumerate(zip(self.blocks, asked, strict=True)):
+            if losses[index]:
+                selecting = {**selecting, "return_auxiliary": True}
             if index in self.checkpointed:
                 # Inside a graph that is being captured the whole of a block is computed again.
                 context = noop_context_fn if torch.compiler.is_compiling() else keep_selection
@@ -315,9 +345,11 @@ class NSATransformer(nn.Module):
                 given = checkpoint(block, x, **options, **selecting)
             else:
                 given = block(x, **selecting)
-            x, *of_layer = given if return_selection else (given,)
-            chosen += of_layer
+            x, *of_layer = given if return_selection or losses[index] else (given,)
+            (auxiliary if losses[index] else chosen).extend(of_layer)
         logits = self.head(self.norm(x))
+        if return_auxiliary:
+            return logits, torch.stack(auxiliary).sum()
         return (logits, torch.stack(chosen, dim=2)) if return_selection else logits
 
     def _asked_of_layers(

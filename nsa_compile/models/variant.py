@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 REGISTERED = {
     "nsa": "nsa_compile.models.nsa_variant:NSA",
     "dense": "nsa_compile.models.dense_variant:Dense",
+    "gqa": "nsa_compile.models.zoo.gqa_variant:GQA",
+    "streaming": "nsa_compile.models.zoo.streaming_variant:Streaming",
+    "gpt_oss": "nsa_compile.models.zoo.gpt_oss_variant:GptOss",
+    "longformer": "nsa_compile.models.zoo.longformer_variant:Longformer",
+    "bigbird": "nsa_compile.models.zoo.bigbird_variant:BigBird",
     "moba": "nsa_compile.models.zoo.moba_variant:MoBA",
+    "quest": "nsa_compile.models.zoo.quest_variant:Quest",
 }
 
 
@@ -66,6 +72,8 @@ class AttentionVariant(ABC):
 
     Attributes:
         pattern: class of ``model.pattern``, its sizes. Attentions may share one, as NSA and dense attention do.
+        auxiliary: its layers have a loss of their own, as an indexer has that no gradient reaches otherwise; training
+            adds their sum to the loss of the tokens.
         scanned: its layer is a :func:`nsa_compile.scan` over the tokens, so it is slow uncompiled, and a loop that is
             left in what is compiled is a fallback.
         verified: ``nsa-compile verify`` has properties of it.
@@ -78,6 +86,7 @@ class AttentionVariant(ABC):
     """
 
     pattern: ClassVar[type[Pattern]] = SparsePattern
+    auxiliary: ClassVar[bool] = False
     scanned: ClassVar[bool] = True
     verified: ClassVar[bool] = False
     ranges_expected: ClassVar[Mapping[str, str]] = {}

@@ -14,8 +14,8 @@ IGNORED = -100  # a target that torch's cross-entropy leaves out
 
 
 def logits_and_loss(
-    model: nn.Module, tokens: torch.Tensor, dtype: str, counted: Mask | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    model: nn.Module, tokens: torch.Tensor, dtype: str, counted: Mask | None = None, **asked: bool
+) -> tuple[torch.Tensor, ...]:
     """Logits ``[B, S, V]`` for ``tokens`` ``[B, S + 1]`` int64 and their mean cross-entropy in nats per token.
 
     Tokens that are uncounted, as of a source, are read and are no targets.
@@ -23,16 +23,18 @@ def logits_and_loss(
     Args:
         dtype: ``"float32"``, or ``"bf16"`` for autocast.
         counted: which tokens ``[S + 1]`` of every sequence the loss is about; ``None`` for all but the first.
+        asked: ``return_auxiliary=True`` for what the model then returns as a third result.
     """
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bf16"):
-        logits = model(torch.where(tokens < 0, ~tokens, tokens)[:, :-1])
+        given = model(torch.where(tokens < 0, ~tokens, tokens)[:, :-1], **asked)
+    logits, *further = given if asked else (given,)
     predicted, targets = logits, tokens[:, 1:]
     if counted is not None:
         chosen = torch.from_numpy(counted[1:]).to(tokens.device)
         predicted, targets = predicted[:, chosen], targets[:, chosen]
     targets = targets.masked_fill(targets < 0, IGNORED)
     # In float32: the sum over the vocabulary is where bf16 would hurt.
-    return logits, F.cross_entropy(predicted.float().flatten(0, 1), targets.flatten())
+    return logits, F.cross_entropy(predicted.float().flatten(0, 1), targets.flatten()), *further
 
 
 def counted_tokens(batch: npt.NDArray[np.int64]) -> int:
@@ -61,7 +63,7 @@ def evaluate_answers(
     # With gradients enabled, though none are taken: without them the blocks would be compiled a second time.
     losses, counts, predictions = [], [], []
     for batch in batches:
-        logits, loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted)
+        logits, loss, *_ = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted)
         losses.append(loss.detach())
         if answers is not None:
             predictions.append(logits.detach().argmax(dim=-1))

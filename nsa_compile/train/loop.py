@@ -211,6 +211,7 @@ class Trainer:
                 self.hook,
                 self.counted,
                 varies=self.config.data.chat,
+                auxiliary=self.config.model.variant.auxiliary,
             )
             synchronize(self.device)
         return indices, batches, lr, result

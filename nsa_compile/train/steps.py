@@ -52,6 +52,7 @@ def train_step(
     hook: AllReduceHook | None = None,
     counted: Mask | None = None,
     varies: bool = False,
+    auxiliary: bool = False,
 ) -> StepResult:
     """One optimizer step over micro batches ``[B, S + 1]``, equal to one step over all of them at once.
 
@@ -62,23 +63,26 @@ def train_step(
         dtype, counted: as for :func:`~nsa_compile.train.evaluation.logits_and_loss`.
         varies: whether sequences differ in how many of their tokens the loss is about; it is the mean over all of them,
             of all micro batches and processes.
+        auxiliary: whether layers of the model have losses of their own; the gradient is that of their mean, too.
         timer: told of each phase.
         hook: the communication hook of a model wrapped in DDP.
     """
     timer = timer or PhaseTimer(device)
     total = torch.zeros((), device=device)
     parts = _parts(batches, device) if varies else [len(batches)] * len(batches)
+    asked = {"return_auxiliary": True} if auxiliary else {}
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
         # Gradients are sent once a step, when those of the last micro batch have been added.
         with contextlib.nullcontext() if last else gradients_stay_local(model):
             with timer.phase("forward"):
                 # Not a name for the logits: they would live through the backward pass.
-                loss = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted)[1] / parts[number - 1]
+                loss, *own = logits_and_loss(model, torch.from_numpy(batch).to(device), dtype, counted, **asked)[1:]
+                loss = loss / parts[number - 1]
             with timer.phase("backward"):
                 if hook is not None and last:
                     hook.begin()
-                loss.backward()
+                sum((x / len(batches) for x in own), start=loss).backward()
         total += loss.detach()
     overlap = None if hook is None else hook.end()
 

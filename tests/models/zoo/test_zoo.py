@@ -19,7 +19,13 @@ from tests.models.zoo import judge
 
 # Sizes at which a sequence of 19 tokens has something to choose from.
 SMALL: dict[str, dict] = {
+    "gqa": {},
+    "streaming": {"window": 5, "num_sinks": 2},
+    "gpt_oss": {"window": 5},
+    "longformer": {"window": 3, "dilation": 3, "num_dilated": 2},
+    "bigbird": {"block": 2, "num_window": 2, "num_global": 1, "num_random": 2},
     "moba": {"block": 4, "num_selected": 2},
+    "quest": {"block": 3, "num_selected": 3},
 }
 ZOO = [name for name, place in REGISTERED.items() if ".zoo." in place]
 LENGTH = 19

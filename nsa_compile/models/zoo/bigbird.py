@@ -1,0 +1,40 @@
+"""BigBird's attention (arXiv 2007.14062, section 2 and appendix D), as a decoder can have it: nothing later is seen.
+
+Tokens lie in blocks of `b`. A query in block `i` attends to
+- the last `w` blocks up to its own, itself the last token of it;
+- the first `g` blocks, which are global;
+- `r` blocks before its own, drawn once and for all for each block and head; see `drawn_block`.
+
+The paper's encoder sees as many blocks after the query's own, and its global blocks see all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.zoo.bigbird_variant import drawn_block
+from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
+
+
+class BigBirdAttention(GroupedAttention):
+    """Attention to a window, global and drawn blocks; sizes are a `BigBirdPattern`."""
+
+    def __init__(self, model: NSAConfig) -> None:
+        super().__init__(model)
+        self.block = model.pattern.block
+
+    def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
+        pattern, heads = self.config.pattern, self.config.n_heads
+        q, k, v = self.project(x, t)
+        k, v = put(state.k, k, t), put(state.v, v, t)
+        position = torch.arange(k.shape[1], device=x.device)
+        number, own = position // self.block, t // self.block
+        own = own[..., None, None]  # [1, 1], or [B, 1, 1]
+        head, draw = torch.arange(heads, device=x.device)[:, None], torch.arange(pattern.num_random, device=x.device)
+        drawn = drawn_block(own, head, draw)  # [Hq, r], or [B, Hq, r]
+        drawn = (drawn[..., None] == number).any(-2) & (own > 0)  # [Hq, S], or [B, Hq, S]
+        seen = (number > own - pattern.num_window) | (number < pattern.num_global) | drawn
+        seen = seen & (position <= t[..., None, None])
+        return KVCache(k, v), self.out(attend(q, k, v, seen.unflatten(-2, q.shape[1:3])).flatten(1))

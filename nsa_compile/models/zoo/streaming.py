@@ -1,0 +1,25 @@
+"""A sliding window with attention sinks (StreamingLLM, arXiv 2309.17453).
+
+A token attends to the last `w` tokens, itself included, and to the first `s`, on which a softmax drops what it has no
+other use for (section 3.2). Positions are those of the text; the paper's, counted within its cache, are for texts
+longer than a model was trained on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
+
+
+class StreamingAttention(GroupedAttention):
+    """Attention to a window and the first tokens; sizes are a `StreamingPattern`."""
+
+    def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
+        pattern = self.config.pattern
+        q, k, v = self.project(x, t)
+        k, v = put(state.k, k, t), put(state.v, v, t)
+        position, t = torch.arange(k.shape[1], device=x.device), t[..., None]
+        seen = (position <= t) & ((position > t - pattern.window) | (position < pattern.num_sinks))
+        return KVCache(k, v), self.out(attend(q, k, v, seen[..., None, None, :]).flatten(1))
