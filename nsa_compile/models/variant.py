@@ -31,6 +31,12 @@ REGISTERED = {
     "bigbird": "nsa_compile.models.zoo.bigbird_variant:BigBird",
     "moba": "nsa_compile.models.zoo.moba_variant:MoBA",
     "quest": "nsa_compile.models.zoo.quest_variant:Quest",
+    "infllm_v2": "nsa_compile.models.zoo.infllm_v2_variant:InfLLM",
+    "dsa": "nsa_compile.models.zoo.dsa_variant:DSA",
+    "msa": "nsa_compile.models.zoo.msa_variant:MSA",
+    "qsa": "nsa_compile.models.zoo.qsa_variant:QSA",
+    "csa": "nsa_compile.models.zoo.deepseek_v4_variant:CSA",
+    "hca": "nsa_compile.models.zoo.deepseek_v4_variant:HCA",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,14 @@ def put(cache: Tensor, row: Tensor, t: Tensor) -> Tensor:
 def rope(x: Tensor, t: Tensor, theta: float) -> Tensor:
     """The heads of a token, `[B, H, D]`, turned by its position `t`."""
     return apply_rope(x[:, None], t[..., None], theta)[:, 0]
+
+
+def rope_pairs(x: Tensor, t: Tensor, theta: float, width: int | None = None) -> Tensor:
+    """The heads of a token, `[B, H, D]`, whose last `width` channels, or all, are turned by its position, each with its
+    neighbour: 0 with 1, 2 with 3."""
+    kept, turned = x.split([x.shape[-1] - (width or x.shape[-1]), width or x.shape[-1]], dim=-1)
+    turned = rope(turned.unflatten(-1, (-1, 2)).mT.flatten(-2), t, theta)
+    return torch.cat([kept, turned.unflatten(-1, (2, -1)).mT.flatten(-2)], dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
@@ -60,10 +68,10 @@ class GroupedAttention(ScannedAttention):
         k = rope(self.k(x).unflatten(-1, (groups, -1)), t, theta)
         return q.unflatten(1, (groups, -1)), k, self.v(x).unflatten(-1, (groups, -1))
 
-    def init_state(self, batch_size: int, max_len: int) -> KVCache:
+    def init_state(self, batch_size: int, max_len: int) -> Any:
         config, rows = self.config, -(-max_len // self.block) * self.block
         shape = (batch_size, rows, config.n_kv_heads)
         return KVCache(*(self.out.weight.new_zeros(*shape, width) for width in (config.head_dim, config.value_dim)))
 
-    def room(self, state: KVCache) -> int:
+    def room(self, state: Any) -> int:
         return state.k.shape[1]

@@ -12,8 +12,9 @@ import nsa_compile
 from nsa_compile.models import NSAConfig
 from nsa_compile.models.transformer import ScannedAttention
 
-# A reference written from the paper: the output [B, S, dim], of the configuration, the parameters by name, and x.
-Reference = Callable[[NSAConfig, dict[str, Tensor], Tensor], Tensor]
+# A reference written from the paper: the output [B, S, dim], of the configuration, the parameters by name, and x. Of a
+# layer with a loss of its own a pair of output and loss.
+Reference = Callable[[NSAConfig, dict[str, Tensor], Tensor], Any]
 
 
 def make_config(attention: str, pattern: dict[str, Any] | None = None, **changes: Any) -> NSAConfig:
@@ -43,30 +44,32 @@ def make_input(config: NSAConfig, batch: int, length: int, seed: int = 0) -> Ten
     return torch.randn(batch, length, config.dim, dtype=torch.float64, generator=generator)
 
 
-def values_and_gradients(f: Callable[..., Any], x: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """The output of `f(parameters, x)`, and the gradients of a projection of it for x and each parameter."""
+def values_and_gradients(f: Callable[..., Any], x: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The output of `f(parameters, x)` and its loss, and the gradients of a projection of both for x and parameters."""
     x = x.detach().clone().requires_grad_()
     parameters = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
-    o = f(parameters, x)
+    o, *loss = outputs if isinstance(outputs := f(parameters, x), tuple) else (outputs,)
     weight = torch.randn(o.shape, dtype=o.dtype, generator=torch.Generator().manual_seed(7))
-    given = torch.autograd.grad((o * weight).sum(), [x, *parameters.values()], allow_unused=True)
+    total = sum(loss, start=(o * weight).sum())
+    given = torch.autograd.grad(total, [x, *parameters.values()], allow_unused=True)
+    inputs = {"x": x, **parameters}
     gradients = {
-        name: None if gradient is None or not gradient.any() else gradient
-        for name, gradient in zip(["x", *parameters], given, strict=True)
+        name: torch.zeros_like(of) if gradient is None else gradient
+        for (name, of), gradient in zip(inputs.items(), given, strict=True)
     }
-    return {"o": o.detach(), **gradients}
+    return {"o": o.detach(), "loss": torch.stack([total * 0, *loss]).sum().detach(), **gradients}
 
 
 def check_reference(layer: ScannedAttention, reference: Reference, x: Tensor) -> None:
-    """Values and gradients of the layer are those of the reference; what has none there has none here."""
+    """Values and gradients of the layer are those of the reference."""
     parameters = dict(layer.named_parameters())
-    ours = values_and_gradients(lambda p, x: torch.func.functional_call(layer, p, (x,)), x, parameters)
+    asked = {"return_auxiliary": True} if layer.auxiliary else {}
+    ours = values_and_gradients(lambda p, x: torch.func.functional_call(layer, p, (x,), asked), x, parameters)
     theirs = values_and_gradients(lambda p, x: reference(layer.config, p, x), x, parameters)
     for name, expected in theirs.items():
-        found = ours[name]
-        assert (found is None) == (expected is None), f"the gradient of {name} is there in one of both"
-        if expected is not None:
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=lambda text, of=name: f"{of}: {text}")
+        torch.testing.assert_close(
+            ours[name], expected, rtol=1e-9, atol=1e-9, msg=lambda text, of=name: f"{of}: {text}"
+        )
 
 
 def check_decoding(layer: ScannedAttention, x: Tensor, room: int = 3) -> None:
@@ -107,9 +110,24 @@ def check_compiled(layer: ScannedAttention, x: Tensor) -> None:
     parameters = [p for p in layer.parameters() if p.requires_grad]
     found = []
     for f in (layer, compiled):
-        o = f(x)
-        found.append([o, *torch.autograd.grad(o.square().sum(), [x, *parameters], allow_unused=True)])
+        o, *loss = f(x, return_auxiliary=True) if layer.auxiliary else (f(x),)
+        total = sum(loss, start=o.square().sum())
+        found.append([o, *loss, *torch.autograd.grad(total, [x, *parameters], allow_unused=True)])
     for expected, given in zip(*found, strict=True):
         assert (given is None or not given.any()) == (expected is None or not expected.any())
         if expected is not None and given is not None:
             torch.testing.assert_close(given, expected, rtol=1e-8, atol=1e-9)
+
+
+def check_auxiliary(layer: ScannedAttention, x: Tensor) -> None:
+    """The layer's own loss teaches the indexer and nothing else, and the output teaches all but the indexer."""
+    x = x.detach().requires_grad_()
+    o, loss = layer(x, return_auxiliary=True)
+    assert torch.equal(o, layer(x))
+    assert loss.shape == ()
+    assert loss > 0
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    for value, of_indexer in ((loss, True), (o.square().sum(), False)):
+        gradients = torch.autograd.grad(value, [x, *parameters], retain_graph=True, allow_unused=True)
+        reached = {name for name, g in zip(["x", *names], gradients, strict=True) if g is not None and g.any()}
+        assert reached == {name for name in ["x", *names] if name.startswith("index") == of_indexer}

@@ -26,7 +26,33 @@ SMALL: dict[str, dict] = {
     "bigbird": {"block": 2, "num_window": 2, "num_global": 1, "num_random": 2},
     "moba": {"block": 4, "num_selected": 2},
     "quest": {"block": 3, "num_selected": 3},
+    "infllm_v2": {
+        "pool_block": 4,
+        "pool_stride": 2,
+        "block": 4,
+        "num_selected": 2,
+        "num_initial": 1,
+        "window": 4,
+        "dense_len": 9,
+    },
+    "dsa": {"num_selected": 5, "q_rank": 6, "kv_rank": 5, "rope_dim": 2, "index_heads": 2, "index_dim": 4},
+    "msa": {"block": 4, "num_selected": 2, "index_dim": 4},
+    "qsa": {"block": 3, "num_selected": 3, "index_heads": 2, "index_dim": 4},
+    "csa": {
+        "block": 3,
+        "window": 4,
+        "q_rank": 6,
+        "rope_dim": 2,
+        "out_groups": 2,
+        "out_rank": 3,
+        "num_selected": 2,
+        "index_heads": 2,
+        "index_dim": 4,
+    },
+    "hca": {"block": 5, "window": 4, "q_rank": 6, "rope_dim": 2, "out_groups": 2, "out_rank": 3},
 }
+# What else a design asks of a model.
+OTHERS = {name: {"n_kv_heads": 1, "v_head_dim": None} for name in ("csa", "hca")}
 ZOO = [name for name, place in REGISTERED.items() if ".zoo." in place]
 LENGTH = 19
 
@@ -37,7 +63,7 @@ def test_each_has_small_sizes():
 
 @pytest.fixture(params=ZOO)
 def config(request):
-    return judge.make_config(request.param, SMALL[request.param])
+    return judge.make_config(request.param, SMALL[request.param], **OTHERS.get(request.param, {}))
 
 
 def test_a_decode_step_is_the_same_as_the_scan(config):
@@ -46,6 +72,11 @@ def test_a_decode_step_is_the_same_as_the_scan(config):
 
 def test_a_later_token_changes_nothing_before_it(config):
     judge.check_causality(judge.make_layer(config), judge.make_input(config, 2, LENGTH))
+
+
+def test_a_loss_of_its_own_teaches_the_indexer_alone(config):
+    if config.variant.auxiliary:
+        judge.check_auxiliary(judge.make_layer(config), judge.make_input(config, 2, LENGTH))
 
 
 def test_what_is_compiled_is_the_loop(config):
@@ -78,6 +109,7 @@ def test_it_trains_and_writes_text(config, tiny_overrides, tmp_path):
     name = config.attention
     overrides = [key for key in tiny_overrides() if not key.startswith("model.pattern.")]
     sizes = [f"model.pattern.{key}={json.dumps(value)}" for key, value in SMALL[name].items()]
+    sizes += [f"model.{key}={json.dumps(value)}" for key, value in OTHERS.get(name, {}).items()]
     settings = ["compile.enabled=true", "compile.nested=eager", f"model.attention={name}", "optim.lr=0.01"]
     run_config = load_config(overrides=[*overrides, *sizes, *settings])
     directory = create_run_directory(run_config)

@@ -55,3 +55,34 @@ def best(scores: Tensor, count: int) -> Tensor:
     """A mask of the `count` highest of the last dimension, -inf never among them, ties to the lower index."""
     place = scores.detach().sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
     return (place < count) & (scores > float("-inf"))
+
+
+def turned_pairs(x: Tensor, theta: float, width: int, sign: int = 1, at: Tensor | None = None) -> Tensor:
+    """RoPE of the last `width` channels of `[B, S, H, D]`, neighbours paired, at positions 0, 1, … or `at` `[S]`."""
+    kept, last = x[..., : x.shape[-1] - width], x[..., x.shape[-1] - width :]
+    frequency = torch.tensor([theta ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
+    positions = torch.arange(x.shape[1]) if at is None else at
+    angle = sign * positions.double()[:, None] * frequency
+    numbers = (
+        torch.view_as_complex(last.unflatten(-1, (-1, 2)).contiguous())
+        * torch.polar(torch.ones_like(angle), angle)[:, None]
+    )
+    return torch.cat([kept, torch.view_as_real(numbers).flatten(-2)], -1)
+
+
+def turned_halves(x: Tensor, theta: float, width: int) -> Tensor:
+    """RoPE of the first `width` channels, channel i paired with i + width/2."""
+    return torch.cat([turned(x[..., :width], theta), x[..., width:]], -1)
+
+
+def rms_norm(x: Tensor, eps: float, weight: Tensor | float = 1.0) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def divergence(mass: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
+    """KL of softmax(scores) from the share of `mass` over what is seen, 0 where nothing is: the mean of the rows."""
+    rows = []
+    for m, s, keep in zip(mass.detach().flatten(0, -2), scores.flatten(0, -2), seen.flatten(0, -2), strict=True):
+        p, q = m[keep] / m[keep].sum(), s[keep].softmax(-1)
+        rows.append(sum((p[i] * (p[i].log() - q[i].log()) for i in range(len(p)) if p[i] > 0), start=s.new_zeros(())))
+    return torch.stack(rows).mean()
