@@ -34,7 +34,7 @@ class BigBirdAttention(GroupedAttention):
         own = own[..., None, None]  # [1, 1], or [B, 1, 1]
         head, draw = torch.arange(heads, device=x.device)[:, None], torch.arange(pattern.num_random, device=x.device)
         drawn = drawn_block(own, head, draw)  # [Hq, r], or [B, Hq, r]
-        drawn = (drawn[..., None] == number).any(-2) & (own > 0)  # [Hq, S], or [B, Hq, S]
+        drawn = (drawn[..., None] == number).any(-2)  # [Hq, S], or [B, Hq, S]
         seen = (number > own - pattern.num_window) | (number < pattern.num_global) | drawn
         seen = seen & (position <= t[..., None, None])
         return KVCache(k, v), self.out(attend(q, k, v, seen.unflatten(-2, q.shape[1:3])).flatten(1))

@@ -63,7 +63,7 @@ class BigBird(AttentionVariant):
             queries = min(p.block, seq_len - own * p.block)
             near = {*range(min(p.num_global, own)), *range(max(0, own - p.num_window + 1), own)}
             for head in range(model.n_heads):
-                others = near | {drawn_block(own, head, draw) for draw in range(p.num_random if own else 0)}
+                others = near | {drawn_block(own, head, draw) for draw in range(p.num_random)} - {own}
                 total += queries * len(others) * p.block + queries * (queries + 1) // 2
         return total // model.n_heads
 

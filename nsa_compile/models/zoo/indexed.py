@@ -20,6 +20,5 @@ def indexer_loss(mass: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
     made to add up to 1. No gradient reaches attention. Where nothing is seen the loss is zero."""
     mass = mass.detach().masked_fill(~seen, 0)
     p = mass / mass.sum(-1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
-    # The lowest number instead of -inf keeps NaN out of both directions where nothing is seen.
-    log_q = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).log_softmax(-1)
+    log_q = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
     return (torch.xlogy(p, p) - p * log_q.masked_fill(~seen, 0)).sum(-1)

@@ -54,12 +54,14 @@ class InfLLMAttention(GroupedAttention):
 
         # What each block is worth: there may be no pooled key yet, so the lowest number instead of -inf.
         complete = (last <= each)[..., None, None, :]
-        scores = torch.einsum("bghd,bngd->bghn", q, pooled).detach() * q.shape[-1] ** -0.5
+        scores = torch.einsum("bghd,bngd->bghn", q, pooled) * q.shape[-1] ** -0.5
         weights = scores.masked_fill(~complete, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~complete, 0)
         before, within = p.pool_block // p.pool_stride - 1, self.block // p.pool_stride
         number = torch.arange(k.shape[1] // self.block, device=x.device)
         room = max(0, within * len(number) - weights.shape[-1])  # pooled keys that would begin in the last blocks
-        score = F.pad(weights.sum(2), (before, room)).unfold(-1, before + within, within).amax(-1)  # [B, G, Nb]
+        score = (
+            F.pad(weights.sum(2).detach(), (before, room)).unfold(-1, before + within, within).amax(-1)
+        )  # [B, G, Nb]
 
         own = (t // self.block)[..., None, None]
         local = number > own - p.window // self.block
