@@ -12,7 +12,7 @@ from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
 from nsa_compile.models import NSATransformer, transformer
 from nsa_compile.models.flops import forward_flops_per_token
-from nsa_compile.models.variant import REGISTERED
+from nsa_compile.models.variant import REGISTERED, find
 from nsa_compile.train.loop import run
 from nsa_compile.train.records.run_directory import create_run_directory
 from tests.models.zoo import judge
@@ -61,9 +61,18 @@ def test_each_has_small_sizes():
     assert set(SMALL) == set(ZOO)
 
 
+def small(name):
+    return judge.make_config(name, SMALL[name], **OTHERS.get(name, {}))
+
+
 @pytest.fixture(params=ZOO)
 def config(request):
-    return judge.make_config(request.param, SMALL[request.param], **OTHERS.get(request.param, {}))
+    return small(request.param)
+
+
+@pytest.fixture(params=[name for name in ZOO if find(name).auxiliary])
+def indexed(request):
+    return small(request.param)
 
 
 def test_a_decode_step_is_the_same_as_the_scan(config):
@@ -74,9 +83,21 @@ def test_a_later_token_changes_nothing_before_it(config):
     judge.check_causality(judge.make_layer(config), judge.make_input(config, 2, LENGTH))
 
 
-def test_a_loss_of_its_own_teaches_the_indexer_alone(config):
-    if config.variant.auxiliary:
-        judge.check_auxiliary(judge.make_layer(config), judge.make_input(config, 2, LENGTH))
+def test_a_loss_of_its_own_teaches_the_indexer_alone(indexed):
+    judge.check_auxiliary(judge.make_layer(indexed), judge.make_input(indexed, 2, LENGTH))
+
+
+def test_an_indexer_learns_what_attention_reads(indexed):
+    layer, x = judge.make_layer(indexed), judge.make_input(indexed, 2, LENGTH)
+    optimizer = torch.optim.Adam([p for name, p in layer.named_parameters() if name.startswith("index")], 0.02)
+    losses = []
+    for _ in range(40):
+        _, loss = layer(x, return_auxiliary=True)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
 
 
 def test_what_is_compiled_is_the_loop(config):
