@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import nsa_compile
 from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
 from nsa_compile.models import NSATransformer, transformer
@@ -102,6 +105,25 @@ def test_an_indexer_learns_what_attention_reads(indexed):
 
 def test_what_is_compiled_is_the_loop(config):
     judge.check_compiled(judge.make_layer(config), judge.make_input(config, 2, LENGTH))
+
+
+def verdict(report):
+    """What became of a layer, in the words of the page."""
+    assert all(scan.batched for scan in report.scans)
+    operators = sorted({f"`{choice.operator}`" for choice in report.attention if choice.operator != "dense"})
+    copies = any(decline.pass_name == "eliminate_guards" for decline in report.declines)
+    return ", ".join([*operators, *([] if operators else ["dense"]), *(["copies"] if copies else [])])
+
+
+def test_the_page_says_what_is_compiled_to_what(config):
+    torch._dynamo.reset()
+    layer, x = judge.make_layer(config).float(), judge.make_input(config, 2, 40).float().requires_grad_()
+    asked = {"return_auxiliary": True} if layer.auxiliary else {}
+    nsa_compile.compile(layer, nested="eager", cache=False, attention="sparse")(x, **asked)
+    page = (Path(__file__).parents[3] / "docs" / "zoo.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", page, re.MULTILINE))
+    assert rows.keys() == set(ZOO)
+    assert rows[config.attention] == verdict(nsa_compile.last_report())
 
 
 def test_uncompiled_it_says_so_once(config, monkeypatch, caplog):
