@@ -11,6 +11,7 @@ from torch import Tensor
 import nsa_compile
 from nsa_compile.models import NSAConfig
 from nsa_compile.models.transformer import ScannedAttention
+from nsa_compile.passes.report import Report
 
 # A reference written from the paper: the output [B, S, dim], of the configuration, the parameters by name, and x. Of a
 # layer with a loss of its own a pair of output and loss.
@@ -102,10 +103,10 @@ def check_causality(layer: ScannedAttention, x: Tensor) -> None:
         assert not gradient[:, cut:].any()
 
 
-def check_compiled(layer: ScannedAttention, x: Tensor) -> None:
-    """The compiled layer is the loop, in values and gradients."""
+def check_compiled(layer: ScannedAttention, x: Tensor) -> Report:
+    """The compiled layer, by operators where there is one, is the loop, in values and gradients. What became of it."""
     torch._dynamo.reset()
-    compiled = nsa_compile.compile(layer, nested="eager", cache=False)
+    compiled = nsa_compile.compile(layer, nested="eager", cache=False, attention="sparse")
     x = x.detach().requires_grad_()
     parameters = [p for p in layer.parameters() if p.requires_grad]
     found = []
@@ -117,6 +118,9 @@ def check_compiled(layer: ScannedAttention, x: Tensor) -> None:
         assert (given is None or not given.any()) == (expected is None or not expected.any())
         if expected is not None and given is not None:
             torch.testing.assert_close(given, expected, rtol=1e-8, atol=1e-9)
+    report = nsa_compile.last_report()
+    assert report is not None
+    return report
 
 
 def check_auxiliary(layer: ScannedAttention, x: Tensor) -> None:
