@@ -203,7 +203,8 @@ def _meanings(*attentions: str) -> dict[tuple[str, str], str]:
     from nsa_compile.models import config as model_config
 
     found = {}
-    for module in {config, model_config, *(sys.modules[find(name).pattern.__module__] for name in attentions)}:
+    patterns = [kind for name in attentions for kind in find(name).pattern.__mro__ if kind is not object]
+    for module in {config, model_config, *(sys.modules[kind.__module__] for kind in patterns)}:
         for section in ast.walk(ast.parse(inspect.getsource(module))):
             if not isinstance(section, ast.ClassDef):
                 continue
@@ -211,6 +212,11 @@ def _meanings(*attentions: str) -> dict[tuple[str, str], str]:
                 match statements:
                     case ast.AnnAssign(target=ast.Name(key)), ast.Expr(ast.Constant(str(text))):
                         found[section.name, key] = text
+    # A pattern may take some of its sizes from another one.
+    for name in attentions:
+        kind, *bases = find(name).pattern.__mro__
+        inherited = {key: text for base in reversed(bases) for (of, key), text in found.items() if of == base.__name__}
+        found = {(kind.__name__, key): text for key, text in inherited.items()} | found
     return found
 
 

@@ -87,7 +87,7 @@ def test_the_configuration_cannot_be_changed():
         ("train.seqlen=3", "unknown configuration key 'train.seqlen'; did you mean 'train.seq_len'?"),
         ("steps=4", "did you mean 'train.steps'?"),
         ("model.pattern.windows=4", "did you mean 'model.pattern.window'?"),
-        ("model.attention=mobb", "model.attention = 'mobb' must be one of nsa, dense, moba"),
+        ("model.attention=mobb", "model.attention = 'mobb' must be one of nsa, dense, gqa, "),
         ("zzz.yyy=4", "the sections are run, model, data, train, lora, optim, ddp, compile, "),
         ("train.steps", "must have the form KEY=VALUE"),
         ("train.steps=0", "train.steps = 0 is not allowed: input should be greater than or equal to 1"),

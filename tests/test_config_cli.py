@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from nsa_compile.cli import _run, main
 from nsa_compile.config import flatten, load_config
-from nsa_compile.models.variant import REGISTERED
+from nsa_compile.models.variant import REGISTERED, find
 
 PACKAGED = str(Path(__file__).parent.parent / "configs" / "shakespeare_cpu.yaml")
 
@@ -80,7 +81,9 @@ def test_keys_lists_every_key_with_what_the_schema_says(capsys):
     assert code == 0
     for attention in REGISTERED:  # each with sizes of its own
         keys = {row["key"] for row in listed if attention in row.get("attentions", [attention])}
-        assert keys == set(dict(flatten(load_config(overrides=[f"model.attention={attention}"]).plain())))
+        plain = load_config().plain()
+        plain["model"]["pattern"] = asdict(find(attention).pattern())
+        assert keys == set(dict(flatten(plain)))
     rows = {row["key"]: row for row in listed if "nsa" in row.get("attentions", ["nsa"])}
     assert rows["train.steps"]["type"] == "integer ≥ 1"
     assert rows["train.steps"]["default"] == 300

@@ -59,9 +59,8 @@ class InfLLMAttention(GroupedAttention):
         before, within = p.pool_block // p.pool_stride - 1, self.block // p.pool_stride
         number = torch.arange(k.shape[1] // self.block, device=x.device)
         room = max(0, within * len(number) - weights.shape[-1])  # pooled keys that would begin in the last blocks
-        score = (
-            F.pad(weights.sum(2).detach(), (before, room)).unfold(-1, before + within, within).amax(-1)
-        )  # [B, G, Nb]
+        shared = F.pad(weights.sum(2).detach(), (before, room))
+        score = shared.unfold(-1, before + within, within).amax(-1)  # [B, G, Nb]
 
         own = (t // self.block)[..., None, None]
         local = number > own - p.window // self.block
