@@ -37,6 +37,13 @@ REGISTERED = {
     "qsa": "nsa_compile.models.zoo.qsa_variant:QSA",
     "csa": "nsa_compile.models.zoo.deepseek_v4_variant:CSA",
     "hca": "nsa_compile.models.zoo.deepseek_v4_variant:HCA",
+    "linear": "nsa_compile.models.zoo.linear_variant:Linear",
+    "retnet": "nsa_compile.models.zoo.retnet_variant:RetNet",
+    "gla": "nsa_compile.models.zoo.gla_variant:GLA",
+    "mamba2": "nsa_compile.models.zoo.mamba2_variant:Mamba2",
+    "delta_net": "nsa_compile.models.zoo.delta_net_variant:DeltaNet",
+    "gated_delta_net": "nsa_compile.models.zoo.gated_delta_net_variant:GatedDeltaNet",
+    "kda": "nsa_compile.models.zoo.kda_variant:KDA",
 }
 
 
