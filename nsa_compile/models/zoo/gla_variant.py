@@ -24,7 +24,7 @@ class GLAPattern(Pattern):
     gate_rank: int = 16
     """Width between the two projections that decide how much is forgotten."""
     gate_temperature: float = 16.0
-    """τ: a decay is the τ-th root of a sigmoid, so that it begins near 1."""
+    """Root of a sigmoid that a decay is, ``τ``: the higher, the nearer to 1 it begins."""
 
     def __post_init__(self) -> None:
         require_int(self, "gate_rank", 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nsa_compile.models.pattern import require_int
-from nsa_compile.models.zoo.recurrent_variant import ConvolvedPattern, Delta
+from nsa_compile.models.pattern import Pattern, require_int
+from nsa_compile.models.zoo.recurrent_variant import Delta
 
 if TYPE_CHECKING:
     from nsa_compile.models.config import NSAConfig
@@ -14,18 +14,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class KDAPattern(ConvolvedPattern):
+class KDAPattern(Pattern):
     """Sizes of KDA, beside its heads, of keys and of values, of 128.
 
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
     """
 
+    conv: int = 4
+    """Tokens that the short convolution reads, the token's own included."""
     gate_rank: int | None = None
     """Width between the two projections of the decay, and of the output's gate; null takes that of a value head."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        require_int(self, "conv", 1)
         if self.gate_rank is not None:
             require_int(self, "gate_rank", 1)
 

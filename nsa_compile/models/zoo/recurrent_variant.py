@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from nsa_compile.models.pattern import Pattern, require_int
 from nsa_compile.models.variant import AttentionVariant
@@ -50,7 +50,7 @@ class Recurrent(AttentionVariant):
 class Delta(Recurrent):
     """Base of the delta rules: what a key finds is read before it is written."""
 
-    pattern = ConvolvedPattern
+    pattern: ClassVar[type[Pattern]] = ConvolvedPattern
     products = 3
 
     def beside(self, model: NSAConfig) -> int:
