@@ -478,6 +478,18 @@ class RunConfig(Section):
             "window": getattr(model.pattern, "window", None),
         }
 
+    def require_equal_layers(self) -> None:
+        """Refuse a model whose layers differ, for what looks at one block and takes it for all.
+
+        Raises:
+            UserError: the attention has layers that differ.
+        """
+        if not self.model.variant.alike:
+            raise UserError(
+                f"model.attention = {self.model.attention} has layers that differ, and one block is looked at here; "
+                f"name one of its attentions, such as --set model.attention={self.model.layers()[0].attention}"
+            )
+
     def changed(self, **sections: dict[str, Any]) -> RunConfig:
         """The configuration with other values of some keys, by section but the model; they are not checked."""
         copies = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
@@ -641,7 +653,7 @@ Sections = Mapping[str, Any]
 
 
 def _sections_of(values: dict[str, Any], overrides: Sequence[str]) -> Sections:
-    """Sections and what describes their keys: pydantic models, and the dataclasses of the model and its pattern.
+    """Sections and what describes their keys: pydantic models, the dataclasses of the model and its pattern, names.
 
     Which keys ``model.pattern`` has is up to the attention. Where an override names one whose sizes are of another
     class than those of the file, the file's are taken out of `values`: they are about another attention.
@@ -657,7 +669,8 @@ def _sections_of(values: dict[str, Any], overrides: Sequence[str]) -> Sections:
     was, now = _pattern_of(ours), _pattern_of(chosen)
     if isinstance(model, dict) and was is not now:
         model.pop("pattern", None)
-    return {**{name: field.annotation for name, field in RunConfig.model_fields.items()}, "model.pattern": now}
+    inner = {f"model.pattern.{name}": schema for name, schema in now.sections().items()}
+    return {**{name: field.annotation for name, field in RunConfig.model_fields.items()}, "model.pattern": now, **inner}
 
 
 def _pattern_of(attention: Any) -> type[Pattern]:
@@ -684,7 +697,9 @@ def _apply_override(values: dict[str, Any], override: str, sections: Sections) -
 
 def _dotted_keys(sections: Sections, schema: Any = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every key of the configuration as a dotted path, sections included."""
-    if dataclasses.is_dataclass(schema):
+    if isinstance(schema, Mapping):
+        names = list(schema)
+    elif dataclasses.is_dataclass(schema):
         names = [field.name for field in dataclasses.fields(schema)]
     else:
         names = list(schema.model_fields)

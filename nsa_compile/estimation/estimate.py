@@ -104,8 +104,10 @@ def estimate_memory(
         block: what a block needs, where that is known; it is what takes long.
 
     Raises:
-        UserError: the compiler leaves the loop over tokens in place, whose memory nothing here predicts.
+        UserError: the compiler leaves the loop over tokens in place, whose memory nothing here predicts, or layers
+            differ.
     """
+    config.require_equal_layers()
     batch = config.train.batch_size // processes
     block = block or _block_memory(config, device, batch)
     with FakeTensorMode():
@@ -267,6 +269,7 @@ def measure_step(config: RunConfig, device: torch.device, processes: int = 1) ->
     from nsa_compile.profiles.measure import random_tokens, seconds_of
     from nsa_compile.train.steps import train_step
 
+    config.require_equal_layers()
     train, optim = config.train, config.optim
     batch = random_tokens(config.model, train.seq_len + 1, train.batch_size // processes).numpy()
     batches = [batch] * train.accumulate
@@ -277,7 +280,7 @@ def measure_step(config: RunConfig, device: torch.device, processes: int = 1) ->
             convert_linear_layers(model, train.matmul)
         nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable)
         optimizer = make_optimizer(model, optim)
-        auxiliary = config.model.variant.auxiliary
+        auxiliary = config.model.auxiliary
         return lambda: train_step(
             model, optimizer, batches, optim.lr, optim.clip, device, train.dtype, auxiliary=auxiliary
         )

@@ -127,7 +127,8 @@ class NSAConfig:
     """Branches of eq. 5 that the model has; others have no parameters and add nothing. selected needs compressed, from
     whose weights it selects."""
     attention: Annotated[str, _AttentionName()] = "nsa"
-    """Attention of the model: nsa, dense for causal attention over all tokens, or one of docs/zoo.md."""
+    """Attention of the model: nsa, dense for causal attention over all tokens, one of docs/zoo.md, or hybrid for layers
+    of different ones."""
     mlp_hidden: int | None = None
     """Hidden width of the SwiGLU feed-forward; null takes 8/3 · dim, rounded up to a multiple of 32."""
     rope_theta: float = 10000.0
@@ -158,6 +159,15 @@ class NSAConfig:
     def variant(self) -> AttentionVariant:
         """All that is known of the model's attention."""
         return find(self.attention)
+
+    def layers(self) -> list[NSAConfig]:
+        """This configuration as each layer has it, with the attention and the sizes of that layer."""
+        return [self.variant.of_layer(self, index) for index in range(self.n_layers)]
+
+    @property
+    def auxiliary(self) -> bool:
+        """Whether a layer has a loss of its own."""
+        return any(layer.variant.auxiliary for layer in self.layers())
 
     @property
     def value_dim(self) -> int:

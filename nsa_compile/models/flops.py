@@ -51,10 +51,12 @@ def projections(config: NSAConfig, kv_sets: int) -> int:
 def forward_flops_per_token(config: NSAConfig, seq_len: int) -> float:
     """Forward matmul FLOPs per token, averaged over a sequence; a multiply and an add count as two."""
     swiglu = 3 * config.dim * config.hidden_dim
-    multiplies = sum(config.variant.multiplies(config, seq_len), start=swiglu)
-    pairs = attention_pairs(config, seq_len) / seq_len
-    multiplies += pairs * config.n_heads * (config.head_dim + config.value_dim)
-    return 2.0 * (config.n_layers * multiplies + config.dim * config.vocab_size)
+    multiplies: float = config.dim * config.vocab_size + config.n_layers * swiglu
+    for layer in config.layers():
+        pairs = attention_pairs(layer, seq_len) / seq_len
+        multiplies += sum(layer.variant.multiplies(layer, seq_len))
+        multiplies += pairs * layer.n_heads * (layer.head_dim + layer.value_dim)
+    return 2.0 * multiplies
 
 
 def training_flops_per_token(config: NSAConfig, seq_len: int) -> float:

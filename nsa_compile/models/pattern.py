@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 IndexConvention = Literal["minus", "paper_v2"]
 # No dimension of a tensor is larger.
@@ -42,6 +42,11 @@ def require_positive(owner: object, name: str) -> None:
 @dataclass(frozen=True)
 class Pattern:
     """Sizes of an attention. A subclass has a default for each, checks them, and explains them by a text below each."""
+
+    @classmethod
+    def sections(cls) -> dict[str, Any]:
+        """Fields that have keys of their own, by dotted name: their names, or the class of patterns that they are."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ class NSATransformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(layer) for layer in config.layers())
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.checkpointed: frozenset[int] = frozenset()
@@ -430,8 +430,8 @@ class NSATransformer(nn.Module):
         Raises:
             ValueError: the caches have no room for a token more.
         """
-        for module, layer in zip(self.blocks[:1], state.layers, strict=False):
-            check_room(state.t, module.attention.room(layer))
+        rooms = [module.attention.room(layer) for module, layer in zip(self.blocks, state.layers, strict=True)]
+        check_room(state.t, min((room for room in rooms if room is not None), default=None))
         x = self.embedding(tokens)
         layers: list[Any] = []
         chosen: list[Tensor] = []

@@ -37,6 +37,7 @@ REGISTERED = {
     "qsa": "nsa_compile.models.zoo.qsa_variant:QSA",
     "csa": "nsa_compile.models.zoo.deepseek_v4_variant:CSA",
     "hca": "nsa_compile.models.zoo.deepseek_v4_variant:HCA",
+    "hybrid": "nsa_compile.models.hybrid_variant:Hybrid",
     "linear": "nsa_compile.models.zoo.linear_variant:Linear",
     "retnet": "nsa_compile.models.zoo.retnet_variant:RetNet",
     "gla": "nsa_compile.models.zoo.gla_variant:GLA",
@@ -87,6 +88,7 @@ class AttentionVariant(ABC):
         pattern: class of ``model.pattern``, its sizes. Attentions may share one, as NSA and dense attention do.
         auxiliary: its layers have a loss of their own, as an indexer has that no gradient reaches otherwise; training
             adds their sum to the loss of the tokens.
+        alike: its layers are equal, so that one of them stands for all.
         scanned: its layer is a :func:`nsa_compile.scan` over the tokens, so it is slow uncompiled, and a loop that is
             left in what is compiled is a fallback.
         verified: ``nsa-compile verify`` has properties of it.
@@ -100,6 +102,7 @@ class AttentionVariant(ABC):
 
     pattern: ClassVar[type[Pattern]] = SparsePattern
     auxiliary: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
     scanned: ClassVar[bool] = True
     verified: ClassVar[bool] = False
     ranges_expected: ClassVar[Mapping[str, str]] = {}
@@ -123,6 +126,10 @@ class AttentionVariant(ABC):
     @abstractmethod
     def multiplies(self, model: NSAConfig, seq_len: int) -> Sequence[float]:
         """Multiplies a token of each part of a layer beside its query-key pairs: projections, gates, φ and the like."""
+
+    def of_layer(self, model: NSAConfig, index: int) -> NSAConfig:
+        """The model's configuration as its layer ``index`` has it, with that layer's attention and sizes."""
+        return model
 
     def mistake(self, model: NSAConfig) -> str | None:
         """What it asks of the model's keys beyond their own rules and does not get, beginning with the key."""

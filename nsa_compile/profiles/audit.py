@@ -92,6 +92,7 @@ def audit_attention(config: RunConfig, arm: str | None = None, repeats: int = 5)
     """
     if arm is not None and config.compile.enabled:
         config = config.changed(compile={"nested": "eager"})
+    config.require_equal_layers()
     device = choose_device(config, World())
     torch.manual_seed(config.run.seed)
     model = NSATransformer(config.model).to(device)

@@ -151,6 +151,7 @@ def explain_model(config: RunConfig, **options: Any) -> tuple[Report, list[str]]
     import nsa_compile
     from nsa_compile.models import NSATransformer
 
+    config.require_equal_layers()
     torch.manual_seed(config.run.seed)
     model = NSATransformer(dataclasses.replace(config.model, n_layers=1))
     # Without the cache: a kept result has the source lines of an earlier compilation.

@@ -28,6 +28,7 @@ class Probe:
     """
 
     def __init__(self, config: RunConfig, seq_len: int) -> None:
+        config.require_equal_layers()
         self.config = config
         self.device = choose_device(config, World())
         torch.manual_seed(config.run.seed)

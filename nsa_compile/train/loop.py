@@ -211,7 +211,7 @@ class Trainer:
                 self.hook,
                 self.counted,
                 varies=self.config.data.chat,
-                auxiliary=self.config.model.variant.auxiliary,
+                auxiliary=self.config.model.auxiliary,
             )
             synchronize(self.device)
         return indices, batches, lr, result
