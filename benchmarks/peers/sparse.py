@@ -20,7 +20,7 @@ import ast
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -348,6 +348,11 @@ def main() -> int:
     if given.nemo:
         compared += [msa_of_nemo(given.nemo), qsa_of_nemo(given.nemo)]
 
+    return report(compared)
+
+
+def report(compared: Iterable[Compared | None]) -> int:
+    """Print how far each is from its peer; 1 where one is too far, else 0."""
     far = False
     print(f"{'':7} {'peer':36} {'output':>20} {'gradient of x':>20}")
     for name, peer, layer, theirs in filter(None, compared):

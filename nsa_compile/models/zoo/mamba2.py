@@ -6,7 +6,7 @@ a rate A < 0 (section 6 and 7; keys are B, queries C, values x):
     Δ_t = softplus(W_Δ u_t + b_Δ)        S_t = exp(Δ_t A) S_{t−1} + Δ_t x_t B_tᵀ        y_t = S_t C_t + D x_t
 
 x, B and C go through a short convolution; heads of a group share B and C, which is multi-value attention. The output is
-gated before it is normalised: W_O RMSNorm(y_t ⊙ swish(z_t)). N is head_dim, P is v_head_dim.
+gated before it is normalised, group by group: W_O RMSNorm(y_t ⊙ swish(z_t)). N is head_dim, P is v_head_dim.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Mamba2Layer(ScannedAttention):
         self.dt_bias = initial_bias(model.n_heads)
         self.a_log = initial_rate(model.n_heads)
         self.d = nn.Parameter(torch.ones(model.n_heads))
-        self.norm = nn.RMSNorm(inner, eps=model.norm_eps)
+        self.norm = nn.RMSNorm(inner // model.pattern.groups, eps=model.norm_eps, elementwise_affine=False)
+        self.scale = nn.Parameter(torch.ones(inner))
         self.out = nn.Linear(inner, model.dim, bias=False)
 
     def init_state(self, batch_size: int, max_len: int) -> ConvolvedMemory:
@@ -59,4 +60,5 @@ class Mamba2Layer(ScannedAttention):
         dt = F.softplus(in_sums(self.dt(u)) + self.dt_bias)
         s, y = ssd(state.s, x, dt, -self.a_log.exp(), b, c)
         y = (y + self.d[:, None] * x).flatten(1).to(u.dtype)
-        return ConvolvedMemory(s, recent), self.out(self.norm(y * F.silu(self.gate(u))))
+        y = self.norm((y * F.silu(self.gate(u))).unflatten(-1, (groups, -1))).flatten(-2)
+        return ConvolvedMemory(s, recent), self.out(self.scale * y)

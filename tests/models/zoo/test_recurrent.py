@@ -69,7 +69,8 @@ def mamba2(recurrence, c, p, u):
     keys, queries = xbc[..., inner:].unflatten(-1, (2, groups, -1)).repeat_interleave(c.n_heads // groups, 3).unbind(2)
     dt = (1 + (linear(p, "dt", u) + p["dt_bias"]).exp()).log()[..., None]
     y = recurrence(queries, keys, dt * x, -dt * p["a_log"].exp()[:, None]) + p["d"][:, None] * x
-    return linear(p, "out", rms_norm(y.flatten(2) * silu(linear(p, "gate", u)), c.norm_eps, p["norm.weight"]))
+    y = (y.flatten(2) * silu(linear(p, "gate", u))).unflatten(-1, (groups, -1))
+    return linear(p, "out", rms_norm(y, c.norm_eps).flatten(2) * p["scale"])
 
 
 def delta_inputs(c, p, x):
