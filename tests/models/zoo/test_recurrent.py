@@ -113,8 +113,8 @@ REFERENCES = {
     "kda": (kda, DELTA),
 }
 SIZES = {
-    "gla": {"gate_rank": st.integers(1, 3), "gate_temperature": st.sampled_from([1.0, 16.0])},
-    "mamba2": {"conv": st.integers(1, 5), "groups": st.sampled_from([1, 2])},
+    "gla": {"gate_rank": st.integers(1, 3), "gate_temperature": st.sampled_from([16.0, 3.0])},
+    "mamba2": {"conv": st.integers(1, 5), "groups": st.sampled_from([2, 1, 4])},
     "delta_net": {"conv": st.integers(1, 5)},
     "gated_delta_net": {"conv": st.integers(1, 5)},
     "kda": {"conv": st.integers(1, 5), "gate_rank": st.sampled_from([None, 3])},
@@ -123,7 +123,7 @@ SIZES = {
 
 @pytest.mark.parametrize("form", [0, 1], ids=["over_time", "closed"])
 @pytest.mark.parametrize("name", REFERENCES)
-@few(6)
+@few(9)
 @given(
     data=st.data(), length=st.integers(1, 11), groups=st.sampled_from([1, 2, 4]), v_head_dim=st.sampled_from([1, 4]),
     seed=st.integers(0, 99),
