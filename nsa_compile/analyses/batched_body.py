@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
 from nsa_compile.analyses.batched_operators import Value, apply_at_steps, spread
+from nsa_compile.analyses.inner_loops import InnerLoop, body_of
 from nsa_compile.analyses.scores import MASK, used_tiles
 from nsa_compile.ir.aten import operand
 from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, SCORED, SELECT, AttentionCall, Opaque, SelectCall
-from nsa_compile.ir.carries import Invariant, Known, Latest, Rows
+from nsa_compile.ir.carries import Invariant, Known, Latest, Recurrent, Rows
+from nsa_compile.ir.inner_loops import run_inner_loop
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
 from nsa_compile.ops.scored import TILE
 
@@ -25,11 +26,66 @@ Times = tuple[int, ...]
 _ATTENTION = (ATTENTION, SELECT, SCORED, NAN_ROWS)
 
 
+@runtime_checkable
+class Recurrence(Protocol):
+    """How the carries of a group that need each other are computed over all steps, and what of that is read.
+
+    Attributes:
+        group: the places of the carries.
+        yields: the nodes whose values, at all steps, it computes.
+        form: in words.
+    """
+
+    @property
+    def group(self) -> tuple[int, ...]: ...
+
+    @property
+    def yields(self) -> tuple[fx.Node, ...]: ...
+
+    @property
+    def form(self) -> str: ...
+
+    def compute(self, body: BatchedBody) -> tuple[dict[int, Tensor], dict[fx.Node, Tensor]]:
+        """The final carries by their places, and what it yields, `[S, ...]`."""
+
+
+@dataclass(frozen=True)
+class AsLoop:
+    """A recurrence computed by a loop over its part of the step."""
+
+    loop: InnerLoop
+    form = "loop"
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        return self.loop.group
+
+    @property
+    def yields(self) -> tuple[fx.Node, ...]:
+        return self.loop.yields
+
+    def compute(self, body: BatchedBody) -> tuple[dict[int, Tensor], dict[fx.Node, Tensor]]:
+        for node in self.yields:
+            body.check_memory(node, body.record.length)
+        found = {node: body.value(node, body.all_times) for node in self.loop.inputs}
+        rows = [node for node, (_, has_steps) in found.items() if has_steps]
+        same = [node for node, (_, has_steps) in found.items() if not has_steps]
+        step = body_of(body.site, self.loop, rows, same)
+        xs = [found[node][0] for node in rows] or [torch.arange(body.record.length, device=body.xs[0].device)]
+        init = [body.init[i] for i in self.group]
+        results = run_inner_loop(step, init, xs, [found[node][0] for node in same])
+        return dict(zip(self.group, results, strict=False)), dict(
+            zip(self.yields, results[len(self.group) :], strict=True)
+        )
+
+
 class BatchedBody:
     """Evaluates nodes of a resolved body at all steps, or at some, together.
 
+    What a recurrence yields at all steps is computed as a whole, by `recurrences`, one for each group of carries.
+
     Raises:
-        Declined: a carry is a recurrence, a buffer is too large, or an operator has no batched form.
+        Declined: a buffer is too large, or an operator has no batched form.
     """
 
     def __init__(
@@ -40,6 +96,7 @@ class BatchedBody:
         xs: tuple[Tensor, ...],
         additional: tuple[Tensor, ...],
         max_guard_bytes: int,
+        recurrences: Sequence[Recurrence] = (),
     ) -> None:
         self.site, self.record, self.max_guard_bytes = site, record, max_guard_bytes
         self.init, self.xs = init, xs
@@ -55,7 +112,9 @@ class BatchedBody:
             if isinstance(kind, Rows)
         }
         self.done: dict[tuple[fx.Node, Times], Value] = {}
-        self.carries_under_way: set[int] = set()
+        self.recurrence_of = {place: r for r in recurrences for place in r.group}
+        self.yielded_by = {node: r for r in recurrences for node in r.yields}
+        self.results_of: dict[Recurrence, tuple[dict[int, Tensor], dict[fx.Node, Tensor]]] = {}
         self.full: dict[int, Tensor] = {}
         self.stacks: dict[int, Tensor] = {}
         self.queries: dict[tuple[fx.Node, Times], Tensor] = {}
@@ -72,6 +131,8 @@ class BatchedBody:
         for i, (update, kind) in enumerate(zip(self.updates, self.record.carries, strict=True)):
             if i not in read or update is self.carries[i]:
                 finals.append(self.init[i])
+            elif isinstance(kind, Recurrent):
+                finals.append(self._results(self.recurrence_of[i])[0][i])
             elif isinstance(kind, Rows) and kind.write_once:
                 finals.append(self._full(i))
             else:
@@ -103,13 +164,17 @@ class BatchedBody:
 
     def _plain_operands(self, node: fx.Node) -> list[fx.Node]:
         """What a node needs at the same steps; carries, and attention, see to what they need themselves."""
-        if node.op != "call_function" or node in self.update_of or node.target in _ATTENTION:
+        if node.op != "call_function" or node in self.update_of or node in self.yielded_by:
+            return []
+        if node.target in _ATTENTION:
             return []
         return node.all_input_nodes
 
     def _compute(self, node: fx.Node, times: Times) -> Value:
         if node in self.x_of:
             return self._at(self.x_of[node], times), True
+        if node in self.yielded_by:
+            return self._at(self._results(self.yielded_by[node])[1][node], times), True
         if node in self.same_of:
             return self.same_of[node], False
         if node in self.carry_of:
@@ -220,6 +285,11 @@ class BatchedBody:
 
     # -- carries
 
+    def _results(self, recurrence: Recurrence) -> tuple[dict[int, Tensor], dict[fx.Node, Tensor]]:
+        if recurrence not in self.results_of:
+            self.results_of[recurrence] = recurrence.compute(self)
+        return self.results_of[recurrence]
+
     def _before(self, node: fx.Node, i: int, times: Times) -> tuple[Tensor, bool]:
         """A carry as a step finds it."""
         kind = self.record.carries[i]
@@ -232,8 +302,7 @@ class BatchedBody:
             earlier = tuple(t - 1 for t in times if t > 0)
             parts = [self.init[i].unsqueeze(0)] * sum(t == 0 for t in times)
             if earlier:
-                with self._not_again(i, node):
-                    parts.append(spread(self.value(self.updates[i], earlier), len(earlier)))
+                parts.append(spread(self.value(self.updates[i], earlier), len(earlier)))
             return torch.cat(parts), True
         if kind.write_once:
             if f"{node.name}.before" in self.record.guards_dropped:
@@ -251,22 +320,10 @@ class BatchedBody:
             return self._guarded(node, i, times, inclusive=True), True
         return self._look_up(node, i, kind.table[list(times)]), True
 
-    @contextlib.contextmanager
-    def _not_again(self, i: int, node: fx.Node) -> Iterator[None]:
-        """Compute what carry `i` becomes; if that needs the carry itself, at whatever step, it is a recurrence."""
-        if i in self.carries_under_way:
-            raise Declined("the carry is computed from its own earlier values (a recurrence)", node)
-        self.carries_under_way.add(i)
-        try:
-            yield
-        finally:
-            self.carries_under_way.discard(i)
-
     def _new_rows(self, i: int, times: Times) -> Tensor:
         """What the steps `times` write into buffer `i`: `[len(times) * count, ...]`, rows first."""
         kind = self.record.carries[i]
-        with self._not_again(i, kind.written):
-            rows = spread(self.value(kind.written, times), len(times))
+        rows = spread(self.value(kind.written, times), len(times))
         written, in_rows = kind.layout(example(self.carries[i]).shape)
         rows = rows.reshape(len(times), *([1] * (len(written) + 1 - rows.dim())), *rows.shape[1:])
         rows = rows.expand(len(times), *written).reshape(len(times), *in_rows).to(self.init[i].dtype)
@@ -295,7 +352,7 @@ class BatchedBody:
     def _guarded(self, node: fx.Node, i: int, times: Times, *, inclusive: bool) -> Tensor:
         """`where(written_at <= t, full, init)`, a copy of the buffer for each step."""
         kind = self.record.carries[i]
-        self._check_memory(node, len(times))
+        self.check_memory(node, len(times))
         full = self._full(i)
         t = np.array(times)[:, None]
         visible = kind.written_at <= t if inclusive else kind.written_at < t
@@ -308,7 +365,7 @@ class BatchedBody:
     def _look_up(self, node: fx.Node, i: int, table: np.ndarray) -> Tensor:
         """Rows of a buffer that moves or is rewritten: picked for each step from all rows there ever were."""
         kind = self.record.carries[i]
-        self._check_memory(node, table.shape[0])
+        self.check_memory(node, table.shape[0])
         with fx.traceback.set_current_meta(node):
             if i not in self.stacks:
                 initial = self.init[i].reshape(1) if not self.init[i].dim() else self.init[i].movedim(kind.dim, 0)
@@ -319,7 +376,12 @@ class BatchedBody:
                 return rows
             return rows.unflatten(0, tuple(table.shape)).movedim(1, kind.dim + 1)
 
-    def _check_memory(self, node: fx.Node, copies: int) -> None:
+    def check_memory(self, node: fx.Node, copies: int) -> None:
+        """Refuse what holds too much for each step.
+
+        Raises:
+            Declined: it takes more bytes than the options allow.
+        """
         value = example(node)
         needed = copies * value.numel() * value.element_size()
         if needed > self.max_guard_bytes:

@@ -72,7 +72,7 @@ from nsa_compile.ir.aten import (
     aten,
     operand,
 )
-from nsa_compile.ir.carries import Latest, Rows
+from nsa_compile.ir.carries import Latest, Recurrent, Rows
 from nsa_compile.ir.scans import ScanRecord, example, location, results
 from nsa_compile.ir.step_values import Separable, StepMask, StepValue, Table
 
@@ -875,7 +875,7 @@ def analyse(
         analysis = Analysis(record)
         held: dict[fx.Node, fx.Node] = {}  # the nodes that are a carry before or after the step
         for carry, update, kind in zip(carries, updates, record.carries, strict=True):
-            if isinstance(kind, Latest | Rows):
+            if isinstance(kind, Latest | Recurrent | Rows):
                 held[carry] = carry
             if isinstance(kind, Rows):
                 held[update] = carry
@@ -889,7 +889,7 @@ def analyse(
                 analysis.run(node)
         settled = True
         for carry, update, kind in zip(carries, updates, record.carries, strict=True):
-            if isinstance(kind, Latest | Rows):
+            if isinstance(kind, Latest | Recurrent | Rows):
                 put = kind.written if isinstance(kind, Rows) else update
                 found = hollow[carry] | analysis.of(put).hollow
                 settled &= found == hollow[carry] and (carry in infinite or analysis.is_finite(put))

@@ -11,12 +11,49 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile.ir.aten import PLACED, arguments, aten, operand
-from nsa_compile.ir.carries import Carry, Invariant, Known, Latest, Rows
+from nsa_compile.ir.carries import Carry, Invariant, Known, Latest, Recurrent, Rows
 from nsa_compile.ir.scans import Declined, ScanRecord, ancestors, example
 from nsa_compile.ir.step_values import StepMask, Table, step_mask
 
 # Entries of the table "step, row -> writer" that a buffer with rewritten rows may need.
 TABLE_LIMIT = 2**26
+
+
+def classify_carries(carries: Sequence[fx.Node], updates: Sequence[fx.Node], record: ScanRecord) -> list[Carry]:
+    """What each carry of a step is. Those that need themselves, be it by way of others, are recurrent."""
+    kinds: list[Carry] = []
+    for place, (carry, update) in enumerate(zip(carries, updates, strict=True)):
+        try:
+            kinds.append(classify_carry(carry, update, record))
+        except Declined as declined:
+            kinds.append(Recurrent((place,), declined))
+    needs = needed_carries(carries, updates, kinds)
+    for place, kind in enumerate(kinds):
+        if place in needs[place] and not isinstance(kind, Invariant | Known):
+            group = tuple(other for other in sorted(needs[place]) if place in needs[other])
+            why = kind.why if isinstance(kind, Recurrent) else Declined(RECURRENCE, carries[place])
+            kinds[place] = Recurrent(group, why)
+    return kinds
+
+
+RECURRENCE = "the carry is computed from its own earlier values (a recurrence)"
+
+
+def needed_carries(
+    carries: Sequence[fx.Node], updates: Sequence[fx.Node], kinds: Sequence[Carry]
+) -> dict[int, set[int]]:
+    """For each carry the carries that its values are computed from, at whatever step."""
+    needs: dict[int, set[int]] = {}
+    for place, kind in enumerate(kinds):
+        found = set[fx.Node]()
+        if not isinstance(kind, Invariant | Known):
+            found = ancestors([kind.written if isinstance(kind, Rows) else updates[place]])
+        needs[place] = {i for i, carry in enumerate(carries) if carry in found}
+    while True:
+        further = {i: found.union(*(needs[j] for j in found)) for i, found in needs.items()}
+        if further == needs:
+            return needs
+        needs = further
 
 
 def classify_carry(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Carry:

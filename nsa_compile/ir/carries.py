@@ -9,6 +9,8 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor, fx
 
+from nsa_compile.ir.scans import Declined
+
 
 @dataclass(frozen=True)
 class Invariant:
@@ -101,4 +103,15 @@ class Rows:
         return rows
 
 
-Carry = Invariant | Known | Latest | Rows
+@dataclass(frozen=True)
+class Recurrent:
+    """The carry is computed from its own earlier values, or so it must be taken.
+
+    `group` are the places of the carries that need each other, this one among them; `why` says why it is nothing else.
+    """
+
+    group: tuple[int, ...]
+    why: Declined = field(repr=False, compare=False)
+
+
+Carry = Invariant | Known | Latest | Rows | Recurrent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from nsa_compile import modes
 from nsa_compile.capture.refusals import why_not_traced
-from nsa_compile.ir.aten import arguments, aten
+from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.rewriting import eliminate_dead_code
 from nsa_compile.ir.scans import Declined, ScanSite, example, fake_inputs, results
 from nsa_compile.workarounds import DATA, HonestBatchNorm
@@ -108,7 +109,7 @@ def lower_body(site: ScanSite) -> fx.GraphModule:
     with modes.under(state):
         lowered = _lower(site.body, fakes)
     _strip_copies(lowered)
-    _copy_outputs(lowered)
+    copy_outputs(lowered)
     return lowered
 
 
@@ -210,6 +211,8 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node may share the memory of what it reads, by torch's schema."""
+    if node.target is operator.getitem:
+        return is_view(operand(node))
     schema = getattr(node.target, "_schema", None)
     return schema is None or any(a.alias_info is not None for a in schema.arguments) or node.target in _VIEWS
 
@@ -250,7 +253,7 @@ def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
     gm.recompile()
 
 
-def _copy_outputs(gm: fx.GraphModule) -> None:
+def copy_outputs(gm: fx.GraphModule) -> None:
     """Copy each output: while it is a scan, its outputs must alias neither its inputs nor each other."""
     output = gm.graph.output_node()
     copies = []

@@ -67,6 +67,8 @@ class ScanRecord:
     guards_dropped: list[str] = field(default_factory=list)
     # softmax -> the step from which on each of its scores may be above -inf, in the scores' layout: see `staleness`
     settled: dict[fx.Node, Tensor] = field(default_factory=dict)
+    # For a group of recurrent carries: its parallel form, an analyses.batched_body.Recurrence, or why it has none.
+    parallel: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     # (node, place) -> the step from which on each element of an operand counts, before which it is taken for zero
     hidden: dict[tuple[fx.Node, int], Tensor] = field(default_factory=dict)
@@ -74,7 +76,13 @@ class ScanRecord:
     def fingerprint(self) -> str:
         settled = sorted(node.name for node in self.settled)
         hidden = sorted((node.name, place) for node, place in self.hidden)
-        return f"{self.carries}|{self.guards_kept}|{self.guards_dropped}|{settled}|{hidden}"
+        found = (self.carries, self.guards_kept, self.guards_dropped, settled, hidden, self.parallel)
+        return "|".join(map(str, found))
+
+    def why_loop(self, group: tuple[int, ...]) -> Declined:
+        """Why a group of recurrent carries is computed by a loop."""
+        why = self.parallel.get(group)
+        return why if isinstance(why, Declined) else self.carries[group[0]].why
 
 
 @dataclass

@@ -12,19 +12,22 @@ After, with every carry resolved to a function of the inputs:
 
 The body is evaluated backwards from its outputs, on demand. A value that is the same at all steps is computed once; a
 row that is written every d steps is computed at those steps only. A carry that needs itself to be computed is a
-recurrence, and declines the scan before anything has changed.
+recurrence: `parallelize_recurrences` has found a parallel form for it, or a loop remains over the part of the step that
+it needs. Where that is all of the step, the scan is declined before anything has changed.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.analyses.batched_body import BatchedBody
+from nsa_compile.analyses.batched_body import AsLoop, BatchedBody, Recurrence
+from nsa_compile.analyses.inner_loops import find_inner_loop, leaves_something_outside, recurrent_groups
 from nsa_compile.ir.aten import aten
+from nsa_compile.ir.inner_loops import place_inner_loops
 from nsa_compile.ir.lowering import trace_to_aten
 from nsa_compile.ir.rewriting import inline_graph
 from nsa_compile.ir.scans import (
@@ -41,6 +44,7 @@ from nsa_compile.ir.scans import (
 from nsa_compile.ir.zero_gradients import match_results
 from nsa_compile.passes.eliminate_guards import guarded_views
 from nsa_compile.passes.pipeline import PassContext, register
+from nsa_compile.passes.report import RecurrenceReport
 
 
 @register("batch_prefill", requires=("carries",))
@@ -51,21 +55,45 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
         if site.record is None or not context.may_rewrite():
             continue
         try:
-            batched = trace_batched(site, site.record, context.options.max_guard_bytes)
+            recurrences = plan_recurrences(site, site.record)
+            batched = trace_batched(site, site.record, context.options.max_guard_bytes, recurrences)
         except Declined as declined:
             context.decline(site.node.name, declined)
             continue
+        looped = [r for r in recurrences if isinstance(r, AsLoop)]
+        for recurrence in looped:
+            why = site.record.why_loop(recurrence.group)
+            context.decline(site.node.name, why, f"keeps a loop in {{}} for {carries_in_words(recurrence.group)}")
         inputs = [*site.init, *site.xs, *site.additional]
         report = context.scan(site.node.name)
         report.nodes_after = sum(n.op == "call_function" for n in batched.graph.nodes)
-        report.batched = True
+        report.batched = not looped
+        report.recurrences = [RecurrenceReport(r.group, r.form) for r in recurrences]
         report.carries = [type(c).__name__ for c in site.record.carries]
         report.guards_kept, report.guards_dropped = guards(site, site.record)
         match_results(site, batched)
         inline_graph(site.owner, site.node, batched, inputs)
+        place_inner_loops(site.owner)
         context.match(site.node.name, f"{site.record.length} steps became {report.nodes_after} operators")
         changed = True
     return changed
+
+
+def plan_recurrences(site: ScanSite, record: ScanRecord) -> list[Recurrence]:
+    """How each recurrence of a step is computed: in parallel where that was found possible, otherwise by a loop.
+
+    Raises:
+        Declined: nothing of the step could be done outside of these loops.
+    """
+    groups = recurrent_groups(record)
+    loops = {g: find_inner_loop(site, record, g) for g in groups if not isinstance(record.parallel.get(g), Recurrence)}
+    if loops and not leaves_something_outside(site, record, list(loops.values())):
+        raise record.why_loop(next(iter(loops)))
+    return [AsLoop(loops[g]) if g in loops else record.parallel[g] for g in groups]
+
+
+def carries_in_words(group: Sequence[int]) -> str:
+    return f"carry {group[0]}" if len(group) == 1 else f"carries {', '.join(map(str, group))}"
 
 
 def guards(site: ScanSite, record: ScanRecord) -> tuple[list[str], list[str]]:
@@ -74,7 +102,9 @@ def guards(site: ScanSite, record: ScanRecord) -> tuple[list[str], list[str]]:
     return [v for v in views if v not in record.guards_dropped], [v for v in views if v in record.guards_dropped]
 
 
-def trace_batched(site: ScanSite, record: ScanRecord, max_guard_bytes: int) -> fx.GraphModule:
+def trace_batched(
+    site: ScanSite, record: ScanRecord, max_guard_bytes: int, recurrences: Sequence[Recurrence]
+) -> fx.GraphModule:
     """The batched form of one scan as a graph of its own, `(init, xs, additional) -> (carries, ys)`.
 
     Raises:
@@ -84,7 +114,7 @@ def trace_batched(site: ScanSite, record: ScanRecord, max_guard_bytes: int) -> f
 
     def batched(*inputs: Tensor) -> list[Tensor]:
         init, xs, additional = inputs[:n_init], inputs[n_init : n_init + n_xs], inputs[n_init + n_xs :]
-        evaluator = BatchedBody(site, record, init, xs, additional, max_guard_bytes)
+        evaluator = BatchedBody(site, record, init, xs, additional, max_guard_bytes, recurrences)
         return evaluator.final_carries() + evaluator.ys()
 
     fakes = fake_inputs([*site.init, *site.xs, *site.additional])

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from nsa_compile.analyses.estimate import Estimate
 from nsa_compile.ir.scans import Decline
 
-SCHEMA = 5
+SCHEMA = 6
 
 
 @dataclass
@@ -37,19 +37,37 @@ class Guard:
     kept: bool
 
 
+@dataclass(frozen=True)
+class RecurrenceReport:
+    """What became of carries that are computed from their own earlier values."""
+
+    carries: tuple[int, ...]  # positions among the scan's carries
+    form: str  # "loop", or the parallel form
+
+
 @dataclass
 class ScanReport:
     """What became of one scan."""
 
     name: str
     length: int
-    batched: bool = False
+    batched: bool = False  # as a whole: no loop is left, not even of a recurrence
+    recurrences: list[RecurrenceReport] = field(default_factory=list)
     carries: list[str] = field(default_factory=list)
     guards_kept: list[str] = field(default_factory=list)
     guards_dropped: list[str] = field(default_factory=list)
     guards: list[Guard] = field(default_factory=list)  # the same, in terms of carries, ordered by them
     declines: list[Decline] = field(default_factory=list)
     nodes_after: int = 0  # nodes the scan became; 0 while it is a scan
+
+    @property
+    def verdict(self) -> str:
+        """In the words of the documentation."""
+        if not self.nodes_after and not self.batched:
+            return "stays a loop"
+        if not self.recurrences:
+            return "batched"
+        return f"batched, its recurrence {'in parallel' if self.batched else 'a loop'}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +116,14 @@ class Report:
             for p in data.pop("passes")
         ]
         scans = [
-            ScanReport(**{**s, "declines": _declines(s), "guards": [Guard(**g) for g in s["guards"]]})
+            ScanReport(
+                **{
+                    **s,
+                    "declines": _declines(s),
+                    "guards": [Guard(**g) for g in s["guards"]],
+                    "recurrences": [RecurrenceReport(tuple(r["carries"]), r["form"]) for r in s["recurrences"]],
+                }
+            )
             for s in data.pop("scans")
         ]
         captured = _estimate(data.pop("estimate_captured"))

@@ -8,8 +8,9 @@ Before, a carry is whatever the last step returned. After, each is recorded as o
 - `Rows`: a buffer along one dimension, of which each step overwrites rows whose numbers are known at compile time
   (an append-only cache, a cache appended to every d tokens, a ring buffer), or shifts them (a window of the last w).
 
-For `Rows` the record answers, for every step and row, which step wrote it. A carry of any other kind declines the
-scan: it stays the loop it was.
+- `Recurrent`: anything else, such as a value that is computed from its own earlier values.
+
+For `Rows` the record answers, for every step and row, which step wrote it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.known import evaluate_constants, evaluate_known
-from nsa_compile.analyses.writes import classify_carry
+from nsa_compile.analyses.writes import classify_carries
 from nsa_compile.ir.aten import aten, operand
 from nsa_compile.ir.lowering import lower_body, lower_graph
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_graph
@@ -87,7 +88,7 @@ def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
     """The lowered body and the record of one scan, without touching the graph.
 
     Raises:
-        Declined: a carry is of no kind that can be batched.
+        Declined: the step holds something that no kind of carry helps against.
     """
     if not site.length:
         raise Declined("the loop has no steps", site.node)
@@ -100,7 +101,7 @@ def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
         carries, _, _ = view.placeholders()
         updates, _ = view.outputs()
         with unset_fake_temporarily():
-            record.carries = [classify_carry(c, u, record) for c, u in zip(carries, updates, strict=True)]
+            record.carries = classify_carries(carries, updates, record)
     return lowered, record
 
 

@@ -104,11 +104,18 @@ def _findings(p: PassReport) -> str:
 
 
 def _scan(scan: ScanReport, carry_names: Sequence[str], skipped: Sequence[str]) -> str:
-    if not scan.batched:
+    if scan.verdict == "stays a loop":
         why = [f"{d.op} at {d.location}: {d.reason}" for d in scan.declines] or skipped or ["no pass batched it"]
         lines = [f"{scan.name} STAYED A LOOP of {scan.length} steps: correct, and slow. Why:"]
         return "\n".join(lines + [f"  {reason}" for reason in why])
     lines = [f"{scan.name}: a loop of {scan.length} steps became {scan.nodes_after} batched operators."]
+    for r in scan.recurrences:
+        carries = ", ".join(map(str, r.carries))
+        lines.append(
+            f"  the recurrence of carry {carries}: {'A LOOP' if r.form == 'loop' else f'in parallel, {r.form}'}"
+        )
+    if not scan.batched:
+        lines += [f"    {d.op} at {d.location}: {d.reason}" for d in scan.declines]
     if scan.carries:
         lines += ["", tabulate(_carry_rows(scan, carry_names), headers=("carry", "kind", "guard"))]
     return "\n".join(lines)

@@ -1,0 +1,57 @@
+"""A loop within a batched step, while the step is traced: a stand-in, for which a scan is put afterwards."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+from torch._higher_order_ops.scan import scan_op
+
+from nsa_compile.ir.scans import example, results
+
+__all__ = ["place_inner_loops", "run_inner_loop"]
+
+_bodies: dict[str, fx.GraphModule] = {}
+_numbers = itertools.count()
+
+
+def run_inner_loop(
+    body: fx.GraphModule, init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor]
+) -> list[Tensor]:
+    """Put a loop into the graph that is traced: the final carries, and the yields of all steps, `[S, ...]`."""
+    key = str(next(_numbers))
+    _bodies[key] = body
+    return _stand_in(list(init), list(xs), list(additional), key)
+
+
+@torch.library.custom_op(
+    "nsa_compile::inner_loop",
+    mutates_args=(),
+    schema="(Tensor[] init, Tensor[] xs, Tensor[] additional, str key) -> Tensor[]",
+)
+def _stand_in(init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor], key: str) -> list[Tensor]:
+    raise AssertionError("an inner loop is a stand-in, which no program runs")
+
+
+@_stand_in.register_fake
+def _(init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor], key: str) -> list[Tensor]:
+    yields = [example(node) for node in results(_bodies[key])[len(init) :]]
+    rows = [xs[0].new_empty((xs[0].shape[0], *x.shape), dtype=x.dtype) for x in yields]
+    return [*(x.new_empty(x.shape) for x in init), *rows]
+
+
+def place_inner_loops(owner: fx.GraphModule) -> None:
+    """Make the stand-ins of a graph scans, in place."""
+    for node in owner.graph.find_nodes(op="call_function", target=torch.ops.nsa_compile.inner_loop.default):
+        *tensors, key = node.args
+        body = _bodies.pop(key)
+        name = next(n for i in itertools.count() if not hasattr(owner, n := f"inner_loop_{i}"))
+        owner.add_submodule(name, body)
+        with owner.graph.inserting_before(node):
+            step = owner.graph.get_attr(name)
+        step.meta = {"example_value": body}
+        node.target, node.args = scan_op, (step, *tensors)
+        node.meta["example_value"] = node.meta.pop("val")
+    owner.recompile()
