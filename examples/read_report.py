@@ -11,9 +11,14 @@ from torch import Tensor
 import nsa_compile
 
 
-def running_maximum(x: Tensor) -> Tensor:
-    """A recurrence: each maximum needs the one before."""
-    return nsa_compile.scan(lambda best, row: (best.maximum(row), best.maximum(row)), x[0], x)[1]
+def saturating_sum(x: Tensor) -> Tensor:
+    """A recurrence that is not linear: each sum needs the one before, cut off."""
+
+    def step(total: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        total = (total + row).clamp(-2, 2)
+        return total, total
+
+    return nsa_compile.scan(step, x[0], x)[1]
 
 
 def causal_mean(x: Tensor) -> Tensor:
@@ -30,7 +35,7 @@ def causal_mean(x: Tensor) -> Tensor:
 
 def main() -> None:
     x = torch.randn(16, 4)
-    for function in (causal_mean, running_maximum):
+    for function in (causal_mean, saturating_sum):
         torch.testing.assert_close(nsa_compile.compile(function)(x), function(x))
         report = nsa_compile.last_report()
         assert report is not None

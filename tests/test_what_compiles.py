@@ -1653,6 +1653,9 @@ def assert_equal(actual: Any, expected: Any, tolerance: float) -> None:
         compare(a, e)
 
 
+OF_SCANS = ("batched", "batched, its recurrence in parallel", "batched, its recurrence a loop", "stays a loop")
+
+
 def verdict_of(name: str, nested: str = "eager") -> str:
     """What comes of a program.
 
@@ -1677,11 +1680,8 @@ def verdict_of(name: str, nested: str = "eager") -> str:
     assert_equal(actual, run(function, eager), 2e-2 if name in ROUNDED else 1e-10)
     if any(r.left_alone for r in reports):
         return "left alone"
-    found = {s.batched for r in reports for s in r.scans}
-    return (
-        ", ".join(word for batched, word in ((True, "batched"), (False, "stays a loop")) if batched in found)
-        or "unrolled"
-    )
+    found = {s.verdict for r in reports for s in r.scans}
+    return "; ".join(verdict for verdict in OF_SCANS if verdict in found) or "unrolled"
 
 
 ROW = re.compile(r"^\| `(\w+)` \| (.+) \| (.+) \|$", re.MULTILINE)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from nsa_compile.analyses.batched_operators import Value, apply_at_steps, spread
 from nsa_compile.analyses.inner_loops import InnerLoop, body_of
 from nsa_compile.analyses.scores import MASK, used_tiles
-from nsa_compile.ir.aten import operand
+from nsa_compile.ir.aten import SHAPED, operand
 from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, SCORED, SELECT, AttentionCall, Opaque, SelectCall
 from nsa_compile.ir.carries import Invariant, Known, Latest, Recurrent, Rows
 from nsa_compile.ir.inner_loops import run_inner_loop
@@ -166,9 +166,13 @@ class BatchedBody:
         """What a node needs at the same steps; carries, and attention, see to what they need themselves."""
         if node.op != "call_function" or node in self.update_of or node in self.yielded_by:
             return []
-        if node.target in _ATTENTION:
+        if node.target in _ATTENTION or self._is_filled(node):
             return []
         return node.all_input_nodes
+
+    def _is_filled(self, node: fx.Node) -> bool:
+        """Whether a node reads nothing but a shape."""
+        return node.target in SHAPED and node in self.record.constant
 
     def _compute(self, node: fx.Node, times: Times) -> Value:
         if node in self.x_of:
@@ -181,6 +185,8 @@ class BatchedBody:
             return self._before(node, self.carry_of[node], times)
         if node in self.update_of:
             return self._after(node, self.update_of[node], times)
+        if self._is_filled(node):
+            return self.record.constant[node].to(self.xs[0].device), False
         if node.op == "get_attr":
             return operator.attrgetter(str(node.target))(self.site.body), False
         if node.target in _ATTENTION:

@@ -16,7 +16,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from nsa_compile.analyses.writes import needed_carries
-from nsa_compile.ir.aten import COPIED, MATMUL, REARRANGED, aten, operand
+from nsa_compile.ir.aten import COPIED, MATMUL, REARRANGED, operand
 from nsa_compile.ir.carries import Invariant, Latest, Recurrent, Rows
 from nsa_compile.ir.lowering import copy_outputs
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, ancestors, example, results

@@ -19,6 +19,10 @@ from nsa_compile.ir.step_values import StepMask, Table, step_mask
 TABLE_LIMIT = 2**26
 
 
+class IsRecurrence(Declined):
+    """A carry is computed from its own earlier values, and is no buffer with rows."""
+
+
 def classify_carries(carries: Sequence[fx.Node], updates: Sequence[fx.Node], record: ScanRecord) -> list[Carry]:
     """What each carry of a step is. Those that need themselves, be it by way of others, are recurrent."""
     kinds: list[Carry] = []
@@ -31,7 +35,7 @@ def classify_carries(carries: Sequence[fx.Node], updates: Sequence[fx.Node], rec
     for place, kind in enumerate(kinds):
         if place in needs[place] and not isinstance(kind, Invariant | Known):
             group = tuple(other for other in sorted(needs[place]) if place in needs[other])
-            why = kind.why if isinstance(kind, Recurrent) else Declined(RECURRENCE, carries[place])
+            why = kind.why if isinstance(kind, Recurrent) else IsRecurrence(RECURRENCE, carries[place])
             kinds[place] = Recurrent(group, why)
     return kinds
 
@@ -84,7 +88,7 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
     write: Any = arguments(update) if update.target in PLACED else None
 
     if not shape:
-        raise Declined("a carry without dimensions is computed from its own last value (a recurrence)", update)
+        raise IsRecurrence("a carry without dimensions is computed from its own last value (a recurrence)", update)
 
     if update.target is aten.cat.default:
         return _match_shift(carry, update, record)
@@ -117,7 +121,7 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
         row = torch.full((record.length, 1), write.index % shape[write.dim])
         return _rows(carry, write.self, write.dim, row, (), write.src, update)
 
-    raise Declined(
+    raise IsRecurrence(
         "the carry is computed from its own last value (a recurrence), neither a counter nor a write of known rows",
         update,
     )

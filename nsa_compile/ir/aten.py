@@ -51,6 +51,8 @@ PLACED = frozenset({
 })  # fmt: skip
 # What reads the shape of a tensor alone.
 FILLED = frozenset({aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default})
+# The same, and zeros, ones and full of another dtype or size.
+SHAPED = FILLED - {aten.empty_like.default} | {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 SORTED = frozenset({aten.sort.default, aten.sort.stable, aten.topk.default})
 
 

@@ -8,6 +8,7 @@ ORDER = (
     "raise_attention",
     "fuse_selection_scatter",
     "index_cache",
+    "parallelize_recurrences",
     "batch_prefill",
     "lower_attention",
     "annotate_ranges",

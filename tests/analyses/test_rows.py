@@ -256,7 +256,6 @@ DECLINED: dict[str, tuple[Callable, tuple[int, ...], str]] = {
     "two writes in one step": (lambda c, x, t: put(put(c, 0, t, x), 0, 3 - t, x * 2), ROWS, "something else"),
     "onto a part": (lambda c, x, t: torch.where((torch.arange(4) == t)[:, None], x, c[:1]), ROWS, "something else"),
     "a part, spread": (lambda c, x, t: torch.where(t > 1, put(c[:1], 0, t * 0, x), c), ROWS, "a part of the carry"),
-    "elements": (lambda c, x, t: torch.where(torch.eye(4, 3).bool() & (t > 0), x, c), ROWS, "elements"),
     "turned over": (lambda c, x, t: c.flip(0) * x, ROWS, "recurrence"),
 }
 
@@ -273,6 +272,13 @@ def test_what_declines(name):
     record = compared(cached(write), numbers(*BUFFER), numbers(*rows))
     assert not record.batched
     assert why in record.declines[0].reason
+
+
+def test_elements_instead_of_rows_are_a_recurrence_in_parallel():
+    record = compared(
+        cached(lambda c, x, t: torch.where(torch.eye(4, 3).bool() & (t > 0), x, c)), numbers(*BUFFER), numbers(*ROWS)
+    )
+    assert record.verdict == "batched, its recurrence in parallel"
 
 
 def test_carries_in_each_others_places():

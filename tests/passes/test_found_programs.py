@@ -531,7 +531,7 @@ def test_autocast_around_a_loop_beside_a_batched_scan_and_a_write(check):
 
     @autocast
     def run(x, w):
-        y = scan(lambda c, row: (c * 0.5 + row @ w, row @ w), (x[0] * 0).bfloat16(), x)[1]
+        y = scan(lambda c, row: ((c * 0.5 + row @ w).tanh(), row @ w), (x[0] * 0).bfloat16(), x)[1]
         z = scan(lambda c, row: (c, row @ w), x[0], x)[1]
         y.mul_(2)
         return y, z

@@ -46,10 +46,10 @@ def attend(x: Tensor, slots: Tensor | None = None) -> Any:
 
 
 def average(x: Tensor) -> Any:
-    """An exponential average, a recurrence."""
+    """A recurrence that is not linear."""
 
     def step(c, row):
-        c = 0.9 * c + 0.1 * row
+        c = (0.9 * c + 0.1 * row).sin()
         return c, c * 2
 
     return scan(step, x.new_zeros(x.shape[1:]), x)
@@ -281,13 +281,13 @@ def drawn(draw: Callable[[int], Tensor]) -> Callable:
 
 
 PROGRAMS |= {
-    "bernoulli": (drawn(lambda n: torch.bernoulli(torch.full((n,), 0.5)).long()), "looped"),
-    "multinomial": (drawn(lambda n: torch.multinomial(torch.ones(n), n)), "looped"),
-    "poisson": (drawn(lambda n: torch.poisson(torch.ones(n)).long().clamp(max=n - 1)), "looped"),
-    "normal": (drawn(lambda n: torch.normal(torch.zeros(n), 1.0).long().clamp(0, n - 1)), "looped"),
-    "randint": (drawn(lambda n: torch.randint(n, (n,))), "looped"),
-    "randperm": (drawn(torch.randperm), "looped"),
-    "drawn_in_place": (drawn(lambda n: torch.zeros(n).bernoulli_(0.5).long()), "looped"),
+    "bernoulli": (drawn(lambda n: torch.bernoulli(torch.full((n,), 0.5)).long()), "batched"),
+    "multinomial": (drawn(lambda n: torch.multinomial(torch.ones(n), n)), "batched"),
+    "poisson": (drawn(lambda n: torch.poisson(torch.ones(n)).long().clamp(max=n - 1)), "batched"),
+    "normal": (drawn(lambda n: torch.normal(torch.zeros(n), 1.0).long().clamp(0, n - 1)), "batched"),
+    "randint": (drawn(lambda n: torch.randint(n, (n,))), "batched"),
+    "randperm": (drawn(torch.randperm), "batched"),
+    "drawn_in_place": (drawn(lambda n: torch.zeros(n).bernoulli_(0.5).long()), "batched"),
 }
 
 
@@ -309,7 +309,7 @@ def dropout_in_the_step(x, state):
 # ---------------------------------------------------------------------------------------------------------------- loops
 
 
-@program("looped")
+@program("batched")
 def running_arg_max(x, state):
     def step(carry, row):
         best, at = carry
@@ -320,7 +320,7 @@ def running_arg_max(x, state):
     return scan(step, (x.new_full((), -1e9), torch.tensor(-1)), (torch.arange(len(x)), x))
 
 
-@program("looped")
+@program("batched")
 def integers_and_booleans(x, state):
     def step(carry, row):
         last, count, seen = carry
@@ -368,7 +368,7 @@ def vmap_in_the_step(x, state):
     return scan(step, x.new_zeros(()), x)
 
 
-@program("looped")
+@program("batched")
 def autocast_in_the_step(x, state):
     def step(c, row):
         with torch.autocast("cpu", torch.bfloat16):

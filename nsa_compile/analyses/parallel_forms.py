@@ -1,0 +1,563 @@
+"""Parallel forms of a recurrence that is linear in its state: what `affine.py` has found, put into operands.
+
+- `AtEachStep`: the state after each step, by one operator over all of them, where a step reads the state as it likes;
+- `InChunks`: what products with the state yield, in chunks of steps, where it is read by products alone. The state is a
+  matrix whose factors decay rows, and what is added to it a product of a row and a column.
+
+Raises `Declined` where a recurrence has neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nsa_compile.analyses.affine import Affine, Axes, Axis, Factor, NotAffine, Term, opened, opened_sum, plain
+from nsa_compile.analyses.batched_body import BatchedBody, Recurrence
+from nsa_compile.ir.aten import aten
+from nsa_compile.ir.carries import Latest, Recurrent
+from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
+from nsa_compile.ops.recurrence import chunks, recurrence
+
+Names = tuple[Axis, ...]
+
+
+def find_parallel_form(site: ScanSite, record: ScanRecord, group: tuple[int, ...], max_bytes: int) -> Recurrence:
+    """The form in which the carries of a group are computed for all steps together.
+
+    Raises:
+        Declined: there is none; says which operator of the step stands against it.
+    """
+    if len(group) > 1:
+        raise Declined(f"{len(group)} carries are computed from one another", site.placeholders()[0][group[0]])
+    (place,) = group
+    carry, update = site.placeholders()[0][place], site.outputs()[0][place]
+    if (extreme := _as_extreme(site, record, place, carry, update)) is not None:
+        return extreme
+    state = _State.of(site, record, carry, update)
+    steps = record.length * example(carry).numel() * example(carry).element_size()
+    try:
+        form: Recurrence = _in_chunks(site, record, place, state)
+    except NotAffine as why:
+        if state.mixed:
+            raise
+        if steps > max_bytes:
+            raise Declined(f"its state at each step takes {steps} bytes, and {why.reason}", carry) from why
+        return AtEachStep(place, carry, update, state.kept, state.added, state.names)
+    return form
+
+
+# -- values of all steps
+
+
+def evaluate(terms: Iterable[Term], names: Names, body: BatchedBody, dtype: torch.dtype) -> Tensor:
+    """The sum of terms without a state at all steps, `[S | 1, size | 1 of each name]`."""
+    total: Tensor | None = None
+    for term in terms:
+        value = _evaluate_term(term, names, body, dtype)
+        total = value if total is None else total + value
+    if total is None:
+        return torch.zeros([1] * (len(names) + 1), dtype=dtype, device=body.xs[0].device)
+    return total.to(dtype)
+
+
+def _evaluate_term(term: Term, names: Names, body: BatchedBody, dtype: torch.dtype) -> Tensor:
+    summed = tuple(sorted(term.summed - set(names), key=id))
+    every = (*names, *summed)
+    values = [(f.how, _arranged(f, every, body)) for f in term.factors]
+    product: Tensor | None = None
+    for _, x in (pair for pair in values if pair[0] == "value"):
+        product = x if product is None else product * x
+    if product is None:
+        product = torch.ones([1] * (len(every) + 1), dtype=dtype, device=body.xs[0].device)
+    for _, x in (pair for pair in values if pair[0] == "reciprocal"):
+        product = product / x
+    if term.number != 1:
+        product = product * term.number
+    for how, x in (pair for pair in values if pair[0] in ("true", "false")):
+        zero = torch.zeros((), dtype=product.dtype, device=product.device)
+        product = torch.where(x, product, zero) if how == "true" else torch.where(x, zero, product)
+    return product.sum(tuple(range(len(names) + 1, product.dim()))) if summed else product
+
+
+def _arranged(factor: Factor, names: Names, body: BatchedBody) -> Tensor:
+    """A factor at all steps, with a dimension for each name, of size 1 where it has none."""
+    value, has_steps = body.value(factor.node, body.all_times)
+    own = [axis for dim in factor.axes for axis in dim]
+    rows = value.shape[0] if has_steps else 1
+    value = value.reshape(rows, *(axis.size for axis in own))
+    present = [axis for axis in names if axis in own]
+    value = value.permute(0, *(own.index(axis) + 1 for axis in present))
+    return value.reshape(rows, *(axis.size if axis in own else 1 for axis in names))
+
+
+# -- the update of a carry
+
+
+@dataclass(frozen=True)
+class _State:
+    """An update, taken apart: `kept` of the state itself, `mixed` of its other elements, and what is `added`.
+
+    All terms have the same names for the axes of the state; in `mixed` the axes of the state that are summed over have
+    those of `inner`, by name.
+    """
+
+    names: Names
+    dims: Axes  # of the state
+    kept: list[Term]
+    mixed: list[Term]
+    added: list[Term]
+    inner: dict[Axis, Axis] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, site: ScanSite, record: ScanRecord, carry: fx.Node, update: fx.Node) -> _State:
+        if example(update).shape != example(carry).shape or example(update).dtype != example(carry).dtype:
+            raise NotAffine("the new state is spread to the shape of the old one", update)
+        if example(carry).dtype == torch.bool:
+            raise NotAffine("the state is a condition", update)
+        terms = [x for term in Affine(site.body, record, [carry]).of(update) for x in _without_sums(term, record)]
+        patterns = _patterns([*(t.out for t in terms), *(t.state for t in terms if t.state is not None)], update)
+        dims: Axes = tuple(tuple(Axis(n) for n in pattern) for pattern in patterns)
+        inner = {axis: Axis(axis.size) for dim in dims for axis in dim}
+        kept, mixed, added = [], [], []
+        for term in terms:
+            term = _refined(term, term.out, patterns)
+            term = term if term.state is None else _refined(term, term.state, patterns)
+            term = _renamed(term, term.out, dims)
+            if term.state is None:
+                added.append(term)
+            elif term.state == dims:
+                if term.summed:
+                    raise NotAffine("its factor is itself a sum", update)
+                kept.append(term)
+            else:
+                mixed.append(_with_inner(term, dims, inner, update))
+        return cls(tuple(a for dim in dims for a in dim), dims, kept, mixed, added, inner)
+
+
+def _without_sums(term: Term, record: ScanRecord) -> list[Term]:
+    """A term that sums over the state with a factor that is itself a sum, as one for each of its parts."""
+    if term.state is None or not term.summed:
+        return [term]
+    term = plain(term)
+    for factor in term.factors:
+        parts = opened_sum(term, factor, record) if factor.names & term.summed else None
+        if parts is not None and factor.names & set(_axes(term.out)):
+            return [x for part in parts for x in _without_sums(part, record)]
+    return [term]
+
+
+def _patterns(found: Iterable[Axes], node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """How each dimension of the state falls into axes, for all who take it apart."""
+    patterns: list[tuple[int, ...]] | None = None
+    for axes in found:
+        sizes = [tuple(axis.size for axis in dim) for dim in axes]
+        if patterns is None:
+            patterns = sizes
+        for d, (old, new) in enumerate(zip(patterns, sizes, strict=True)):
+            if len(old) > 1 < len(new) and old != new:
+                raise NotAffine("its dimensions are taken apart in two ways", node)
+            patterns[d] = max(old, new, key=len)
+    return tuple(patterns or ())
+
+
+def _refined(term: Term, axes: Axes, patterns: Sequence[tuple[int, ...]]) -> Term:
+    """A term of whose `axes` those are split that are for others."""
+    for dim, pattern in zip(axes, patterns, strict=True):
+        if len(dim) == 1 < len(pattern):
+            term = term.renamed({dim[0]: tuple(Axis(n) for n in pattern)})
+    return term
+
+
+def _renamed(term: Term, have: Axes, want: Axes) -> Term:
+    """A term that has other names for some of its axes."""
+    pairs = [pair for old, new in zip(have, want, strict=True) for pair in zip(old, new, strict=True)]
+    return term.renamed({old: (new,) for old, new in pairs})
+
+
+def _with_inner(term: Term, dims: Axes, inner: dict[Axis, Axis], node: fx.Node) -> Term:
+    """A term that sums over axes of the state, with the names that these have within."""
+    assert term.state is not None
+    new: dict[Axis, Axis] = {}
+    names = {axis for dim in dims for axis in dim}
+    for have, want in zip(term.state, dims, strict=True):
+        for old, name in zip(have, want, strict=True):
+            if old is not name:
+                if old in names:
+                    raise NotAffine("its dimensions change places", node)
+                new[old] = inner[name]
+    return term.renamed({old: (name,) for old, name in new.items()})
+
+
+# -- the state at each step
+
+
+@dataclass(frozen=True, eq=False)
+class AtEachStep:
+    """The state after each step, `h[t] = a[t] * h[t - 1] + b[t]`, or a maximum or minimum in the place of the sum."""
+
+    place: int
+    carry: fx.Node
+    update: fx.Node
+    kept: Sequence[Term] | None  # factors of the state, or what is added to it within an extreme; None for nothing
+    added: Sequence[Term]
+    names: Names
+    kind: str = "sum"
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        return (self.place,)
+
+    @property
+    def yields(self) -> tuple[fx.Node, ...]:
+        return self.carry, self.update
+
+    @property
+    def form(self) -> str:
+        return {"sum": "a running sum", "max": "a running maximum", "min": "a running minimum"}[self.kind]
+
+    def compute(self, body: BatchedBody) -> tuple[dict[int, Tensor], dict[fx.Node, Tensor]]:
+        first, steps = body.init[self.place], body.record.length
+        dtype, sizes = first.dtype, [axis.size for axis in self.names]
+        inner = torch.uint8 if dtype == torch.bool else dtype
+        a = None if self.kept is None or _is_one(self.kept) else evaluate(self.kept, self.names, body, inner)
+        b = evaluate(self.added, self.names, body, inner).expand(steps, *sizes)
+        values = recurrence(a, b, first.to(inner).reshape(sizes), self.kind)
+        values = values.reshape(steps, *first.shape).to(dtype)
+        before = torch.cat([first.unsqueeze(0), values[:-1]])
+        return {self.place: values[-1]}, {self.carry: before, self.update: values}
+
+
+def _is_one(terms: Sequence[Term]) -> bool:
+    return len(terms) == 1 and terms[0].number == 1 and not terms[0].factors
+
+
+_EXTREMES = {
+    aten.maximum.default: "max",
+    aten.minimum.default: "min",
+    aten.logical_or.default: "max",
+    aten.bitwise_or.Tensor: "max",
+    aten.logical_and.default: "min",
+    aten.bitwise_and.Tensor: "min",
+}
+
+
+def _as_extreme(site: ScanSite, record: ScanRecord, place: int, carry: fx.Node, update: fx.Node) -> AtEachStep | None:
+    """`max(state + a, b)`, or a minimum; of conditions, `or` and `and`."""
+    target: Any = update.target
+    kind = _EXTREMES.get(target)
+    logical = update.target not in (aten.maximum.default, aten.minimum.default)
+    if kind is None or example(update).shape != example(carry).shape or example(update).dtype != example(carry).dtype:
+        return None
+    if logical and example(carry).dtype != torch.bool:
+        return None
+    affine = Affine(site.body, record, [carry])
+    state, other = update.args[:2] if affine.depends(update.args[0]) else reversed(update.args[:2])
+    if not isinstance(other, fx.Node) or affine.depends(other) or not isinstance(state, fx.Node):
+        return None
+    if example(other).dtype != example(carry).dtype or example(state).shape != example(carry).shape:
+        return None
+    if logical:
+        if state is not carry:
+            return None
+        terms = affine.of(carry)
+    else:
+        terms = affine.of(state)
+    ((own,), added) = [[t for t in terms if (t.state is None) is free] for free in (False, True)]
+    if own.number != 1 or own.factors or own.state != own.out:
+        raise NotAffine("it is scaled before a maximum or minimum is taken of it", update)
+    dims = own.out
+    if any(len(dim) > 1 for term in terms for dim in term.out):
+        raise NotAffine("its dimensions are taken apart", update)
+    shape = example(carry).shape
+    brought = Term(1, None, None, (_own_factor(other, shape, dims),), dims)
+    names = tuple(a for dim in dims for a in dim)
+    kept = [_renamed(term, term.out, dims) for term in added] or None
+    return AtEachStep(place, carry, update, kept, [brought], names, kind)
+
+
+def _own_factor(node: fx.Node, shape: Sequence[int], dims: Axes) -> Factor:
+    own = example(node).shape
+    axes = dims[len(shape) - len(own) :]
+    return Factor(node, tuple(() if n == 1 else dim for dim, n in zip(axes, own, strict=True)))
+
+
+# -- products with the state, in chunks
+
+
+@dataclass(frozen=True)
+class Readout:
+    """A product of queries with the state, as a step finds or leaves it: one term of a value that a step reads."""
+
+    node: fx.Node
+    query: Term  # factors with axes that are summed over
+    rest: Term  # other factors, of the result
+    before: bool
+
+
+@dataclass(frozen=True, eq=False)
+class InChunks:
+    """`S[t] = a[t] S[t-1] + k[t] (v[t] - u[t] S[t-1])`, read by products."""
+
+    place: int
+    batch: Names
+    rows: Names  # that products sum over
+    columns: Names
+    dims: Axes
+    a: Sequence[Term] | None
+    k: Term
+    v: Sequence[Term]
+    u: Sequence[Term]
+    readouts: Sequence[Readout]
+    free: dict[fx.Node, list[Term]]  # terms of what is read that are without the state
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        return (self.place,)
+
+    @property
+    def yields(self) -> tuple[fx.Node, ...]:
+        return tuple(self.free)
+
+    @property
+    def form(self) -> str:
+        return "products in chunks" if not self.u else "products in chunks, each solved as a triangular system"
+
+    def compute(self, body: BatchedBody) -> tuple[dict[int, Tensor], dict[fx.Node, Tensor]]:
+        init = body.init[self.place]
+        flat, names = _axes(self.dims), (*self.batch, *self.rows, *self.columns)
+        first = init.reshape([axis.size for axis in flat]).permute([flat.index(axis) for axis in names])
+        first = first.reshape(*(axis.size for axis in self.batch), _size(self.rows), _size(self.columns))
+        values = {
+            node: [_evaluate_result(term, node, body, init.dtype) for term in free] for node, free in self.free.items()
+        }
+        for readout in self.readouts:
+            out, last = self._read(readout, first, body)
+            values[readout.node].append(out)
+        last = last.reshape([axis.size for axis in names]).permute([names.index(axis) for axis in flat])
+        yielded = {node: sum(parts[1:], parts[0]).to(example(node).dtype) for node, parts in values.items()}
+        return {self.place: last.reshape(init.shape)}, yielded
+
+    def _read(self, readout: Readout, first: Tensor, body: BatchedBody) -> tuple[Tensor, Tensor]:
+        """What a readout yields at all steps, `[S, ...]`, and the last state."""
+        names = {*self.batch, *self.rows, *self.columns}
+        extra = tuple(axis for axis in _axes(readout.query.out) if axis not in names)  # of several queries
+        steps = body.record.length
+
+        def rows_of(terms: Sequence[Term], own: Names) -> Tensor:
+            every = (*self.batch, *extra, *own)
+            value = evaluate(terms, every, body, first.dtype)
+            value = value.expand(*value.shape[: -len(own) or None], *(axis.size for axis in own))
+            return value.reshape(*value.shape[: len(every) - len(own) + 1], _size(own))
+
+        def at_steps(x: Tensor) -> Tensor:
+            return x.expand(steps, *x.shape[1:])
+
+        held = {axis for term in self.a or () for f in term.factors for axis in f.names}
+        a = None if self.a is None else rows_of(self.a, self.rows if held & set(self.rows) else ())
+        k, v = at_steps(rows_of([self.k], self.rows)), at_steps(rows_of(self.v, self.columns))
+        u = at_steps(rows_of(self.u, self.rows)) if self.u else None
+        q = asked = at_steps(rows_of([readout.query], self.rows))
+        state = first.reshape(*first.shape[:-2], *[1] * len(extra), *first.shape[-2:])
+        if readout.before:  # step t reads what step t - 1 has left
+            q = torch.cat([q[1:], torch.zeros_like(q[:1])])
+        out, last = chunks.linear(q, k, v, a, u, state)
+        if readout.before:
+            found = (asked[:1].unsqueeze(-2) @ state).squeeze(-2)
+            out = torch.cat([found.expand(1, *out.shape[1:]), out[:-1]])
+        kept = (*self.batch, *extra, *self.columns)
+        out = out.reshape(*out.shape[:-1], *(axis.size for axis in self.columns))
+        if readout.rest.factors or readout.rest.number != 1:
+            out = out * _evaluate_term(readout.rest, kept, body, first.dtype)
+        return _laid_out(out, kept, readout.query.out, example(readout.node).shape), last
+
+
+def _size(names: Names) -> int:
+    return math.prod(axis.size for axis in names)
+
+
+def _axes(axes: Axes) -> Names:
+    return tuple(axis for dim in axes for axis in dim)
+
+
+def _evaluate_result(term: Term, node: fx.Node, body: BatchedBody, dtype: torch.dtype) -> Tensor:
+    names, shape = _axes(term.out), example(node).shape
+    value = _evaluate_term(term, names, body, dtype)
+    return _laid_out(value, names, term.out, shape).expand(body.record.length, *shape)
+
+
+def _laid_out(value: Tensor, names: Names, out: Axes, shape: Sequence[int]) -> Tensor:
+    """`[S, size | 1 of each name]` in the dimensions of a result."""
+    wanted = _axes(out)
+    missing = [axis for axis in names if axis not in wanted]
+    assert all(value.shape[1 + names.index(axis)] == 1 for axis in missing)
+    value = value.permute(0, *(1 + names.index(axis) for axis in (*[a for a in wanted if a in names], *missing)))
+    present = iter(value.shape[1:])
+    value = value.reshape(value.shape[0], *(next(present) if axis in names else 1 for axis in wanted))
+    return value.expand(value.shape[0], *(axis.size for axis in wanted)).reshape(value.shape[0], *shape)
+
+
+def _in_chunks(site: ScanSite, record: ScanRecord, place: int, state: _State) -> InChunks:
+    """The form in chunks of a recurrence.
+
+    Raises:
+        NotAffine: it has none, or the state at each step is smaller than what it computes.
+    """
+    carry, update = site.placeholders()[0][place], site.outputs()[0][place]
+    reads = _readouts(site, record, place, carry, update)
+    terms = [term for found in reads.values() for term in found if term.state is not None]
+    if not terms:
+        raise NotAffine("nothing reads the state", update)
+    dims = state.dims
+    patterns = tuple(tuple(axis.size for axis in dim) for dim in dims)
+    if _patterns([dims, *(t.state for t in terms if t.state is not None)], update) != patterns:
+        raise NotAffine("it is read in other dimensions than it is computed in", update)
+    named = {node: [_named(term, dims) for term in found] for node, found in reads.items()}
+    reading = [(node, term) for node, found in named.items() for term in found if term.state is not None]
+    rows = {frozenset(set(state.names) - set(_axes(term.out))) for _, term in reading}
+    if len(rows) != 1 or not next(iter(rows)):
+        raise NotAffine("what is read of the state is not summed over the same dimensions", update)
+    summed = next(iter(rows))
+    of_rows = tuple(axis for axis in state.names if axis in summed)
+
+    queries = [_query(node, term, summed, carry) for node, term in reading]
+    asked = {axis for r in queries for f in r.query.factors for axis in f.names}
+    values = set(state.names) - summed - asked
+    added = [plain(_split_up(term, summed, values)) for term in state.added]
+    mixed = [plain(_split_up(term, summed, {*values, *state.inner.values()})) for term in state.mixed]
+    if len(added) != 1:
+        raise NotAffine("what is added to the state is not one product", update)
+    k, v = _parts(added[0], summed, update)
+    us = [_feedback(term, k, state, summed, update) for term in mixed]
+    held = {axis for t in (k, *us, *(r.query for r in queries), *state.kept) for f in t.factors for axis in f.names}
+    batch = tuple(axis for axis in state.names if axis in held and axis not in summed)
+    columns = tuple(axis for axis in state.names if axis not in summed and axis not in held)
+    for readout in queries:
+        if any(f.names & set(columns) for f in readout.query.factors):
+            raise NotAffine("a query has the dimensions of a value", readout.node)
+    per_state = _size(of_rows) * _size(columns)
+    if per_state <= min(chunks.CHUNK, record.length) + _size(of_rows) + _size(columns):
+        raise NotAffine("the state at each step is small", update)
+    kept = None if _is_one(state.kept) else state.kept
+    free = {node: [term for term in found if term.state is None] for node, found in named.items()}
+    return InChunks(place, batch, of_rows, columns, dims, kept, k, [v], us, queries, free)
+
+
+def _named(term: Term, dims: Axes) -> Term:
+    """A term of what is read, with the names of the state."""
+    if term.state is None:
+        return term
+    term = _refined(term, term.state, [tuple(axis.size for axis in dim) for dim in dims])
+    return _renamed(term, term.state or (), dims)
+
+
+def _readouts(
+    site: ScanSite, record: ScanRecord, place: int, carry: fx.Node, update: fx.Node
+) -> dict[fx.Node, list[Term]]:
+    """The values that a step makes of the state by products, as terms; whatever else it reads, it reads of these.
+
+    Raises:
+        NotAffine: it reads the state otherwise.
+    """
+    affine = Affine(site.body, record, [carry, update])
+    updates, ys = site.outputs()
+    others = {
+        u
+        for i, (u, kind) in enumerate(zip(updates, record.carries, strict=True))
+        if i != place and isinstance(kind, Latest | Recurrent)
+    }
+    wanted, todo = set[fx.Node](), [n for n in affine.dependent if n in ys or n in others or _written(record, n)]
+    while todo:  # what is needed beyond the update itself
+        node = todo.pop()
+        if node not in wanted:
+            wanted.add(node)
+            todo += [] if node in affine.sources else [n for n in node.all_input_nodes if n in affine.dependent]
+    ends = {n for n in wanted if n in ys or n in others or _written(record, n)}
+    found: dict[fx.Node, list[Term]] = {}
+    whole = set(affine.sources)  # what holds the state as it is
+    for node in site.body.graph.nodes:
+        if node not in wanted:
+            continue
+        if node not in affine.sources:
+            if whole.isdisjoint(node.all_input_nodes):
+                continue
+            terms = affine.of(node)
+            states = [term for term in terms if term.state is not None]
+            if states and all(set(_axes(t.state or ())) - set(_axes(t.out)) for t in states):
+                found[node] = terms
+                continue
+            whole.add(node)
+        if node in ends:
+            raise NotAffine("the state itself is read at each step", node)
+    return found
+
+
+def _written(record: ScanRecord, node: fx.Node) -> bool:
+    """Whether a value is a row that a step writes."""
+    return any(getattr(kind, "written", None) is node for kind in record.carries)
+
+
+def _split_up(term: Term, rows: Collection[Axis], rest: Collection[Axis]) -> Term:
+    """A term whose factors have axes of rows, or others, but none both, as far as they are seen to be products."""
+    todo, tries = True, 0
+    while todo and tries < 100:
+        todo = False
+        for factor in term.factors:
+            if factor.names & set(rows) and factor.names & set(rest) and (more := opened(term, factor)) is not None:
+                term, todo, tries = more, True, tries + 1
+                break
+    return term
+
+
+def _parts(term: Term, rows: Collection[Axis], node: fx.Node) -> tuple[Term, Term]:
+    """The factors with rows, and the others, with the number."""
+    column = tuple(f for f in term.factors if f.names & set(rows))
+    row = tuple(f for f in term.factors if not f.names & set(rows))
+    if term.summed:
+        raise NotAffine("what is added to the state is a sum of products", node)
+    if not column and rows:
+        raise NotAffine("what is added to the state is the same for all of its rows", node)
+    return replace(term, number=1, factors=column), replace(term, factors=row)
+
+
+def _feedback(term: Term, k: Term, state: _State, rows: Collection[Axis], node: fx.Node) -> Term:
+    """Of a term that sums over the state and adds the product with k: what it sums with, the other way round."""
+    inner = {state.inner[axis] for axis in rows}
+    held = set(_axes(term.state or ()))
+    if not inner <= held or (held - inner) - set(state.names):
+        raise NotAffine("the state is summed over other dimensions than those that are read", node)
+    column = [f for f in term.factors if f.names & set(rows)]
+    numbers: dict[tuple[str, str], int] = {}
+    if sorted(_signature(f, numbers) for f in column) != sorted(_signature(f, numbers) for f in k.factors):
+        raise NotAffine("what is added to the state and what is taken from it lie in different directions", node)
+    others = tuple(f for f in term.factors if not f.names & set(rows))
+    without = replace(term, number=-term.number, factors=others, state=None, out=state.dims)
+    return without.renamed({within: (axis,) for axis, within in state.inner.items()})
+
+
+def _signature(factor: Factor, numbers: dict[tuple[str, str], int]) -> str:
+    """Equal for factors that are computed alike; `numbers` are those of computations seen so far."""
+
+    def of(node: fx.Node) -> str:
+        if node.op != "call_function":
+            return node.name
+        computed = (str(node.target), str(fx.node.map_arg((node.args, node.kwargs), of)))
+        return f"%{numbers.setdefault(computed, len(numbers))}"
+
+    return f"{of(factor.node)} {factor.how} {[[id(axis) for axis in dim] for dim in factor.axes]}"
+
+
+def _query(node: fx.Node, term: Term, rows: Collection[Axis], carry: fx.Node) -> Readout:
+    query = tuple(f for f in term.factors if f.names & set(rows))
+    rest = tuple(f for f in term.factors if not f.names & set(rows))
+    return Readout(
+        node,
+        replace(term, number=1, factors=query, state=None),
+        replace(term, factors=rest, state=None),
+        term.source is carry,
+    )

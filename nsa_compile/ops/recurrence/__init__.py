@@ -1,0 +1,153 @@
+"""Recurrences over the steps of a sequence, in parallel forms: `nsa_compile::recurrence` and
+`nsa_compile::matrix_recurrence`.
+
+Both keep the value of each step and are differentiable once. A recurrence whose states are matrices that nobody needs
+at each step is computed in chunks of steps (`chunks.py`), which hand their states on by these operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_compile.ops.recurrence import portable
+
+__all__ = ["KINDS", "matrix_recurrence", "recurrence"]
+
+KINDS = ("sum", "max", "min")
+
+
+def recurrence(a: Tensor | None, b: Tensor, first: Tensor, kind: str = "sum") -> Tensor:
+    """`h[t] = a[t] * h[t - 1] + b[t]`, element by element; of kind max or min, `h[t] = max(h[t - 1] + a[t], b[t])`.
+
+    Args:
+        a: `[S, ...]` or `[1, ...]`, broadcast against `b`; without, `h[t - 1]` is taken as it is.
+        b: `[S, ...]`.
+        first: `[...]`, the value before the first step.
+        kind: sum, max or min.
+
+    Returns:
+        `h [S, ...]`. Where both sides of a maximum are equal, each has half of the gradient, as in torch.
+
+    Raises:
+        ValueError: shapes that do not fit together, or an unknown kind.
+    """
+    return torch.ops.nsa_compile.recurrence(a, b, first, kind)
+
+
+def matrix_recurrence(m: Tensor, b: Tensor, first: Tensor) -> Tensor:
+    """`h[t] = m[t] @ h[t - 1] + b[t]` with `m [S, ..., K, K]`, `b [S, ..., K, V]` and `first [..., K, V]`."""
+    return torch.ops.nsa_compile.matrix_recurrence(m, b, first)
+
+
+def _check(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+    if first.shape != b.shape[1:]:
+        raise ValueError(f"first is {list(first.shape)} and b {list(b.shape)}; b must be a row of first's shape a step")
+    if a is not None and (a.dim() != b.dim() or any(n not in (1, m) for n, m in zip(a.shape, b.shape, strict=True))):
+        raise ValueError(f"a is {list(a.shape)} and b {list(b.shape)}; each size of a must be 1 or that of b")
+
+
+@torch.library.custom_op(
+    "nsa_compile::recurrence", mutates_args=(), schema="(Tensor? a, Tensor b, Tensor first, str kind) -> Tensor"
+)
+def _recurrence(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> Tensor:
+    _check(a, b, first, kind)
+    return portable.forward(a, b, first, kind).contiguous()
+
+
+@_recurrence.register_fake
+def _(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> Tensor:
+    _check(a, b, first, kind)
+    return b.new_empty(b.shape)
+
+
+@torch.library.custom_op(
+    "nsa_compile::recurrence_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor? a, Tensor values, Tensor b, Tensor first, str kind) -> (Tensor, Tensor, Tensor)",
+)
+def _recurrence_backward(
+    gradient: Tensor, a: Tensor | None, values: Tensor, b: Tensor, first: Tensor, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_a, of_b, of_first = portable.backward(gradient, a, values, b, first, kind)
+    return of_a.contiguous(), of_b.contiguous(), of_first.clone(memory_format=torch.contiguous_format)
+
+
+@_recurrence_backward.register_fake
+def _(
+    gradient: Tensor, a: Tensor | None, values: Tensor, b: Tensor, first: Tensor, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_a = gradient.new_empty(0) if a is None else a.new_empty(a.shape)
+    return of_a, b.new_empty(b.shape), first.new_empty(first.shape)
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    a, b, first, ctx.kind = inputs
+    # What a sum brings has nothing to do with its gradient.
+    ctx.save_for_backward(a, output, output if ctx.kind == "sum" else b, first)
+
+
+@torch._disable_dynamo  # saved tensors of a checkpoint are read once
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
+    a, values, b, first = ctx.saved_tensors
+    of_a, of_b, of_first = torch.ops.nsa_compile.recurrence_backward(gradient, a, values, b, first, ctx.kind)
+    return None if a is None else of_a, of_b, of_first, None
+
+
+_recurrence.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op(
+    "nsa_compile::matrix_recurrence", mutates_args=(), schema="(Tensor m, Tensor b, Tensor first) -> Tensor"
+)
+def _matrix_recurrence(m: Tensor, b: Tensor, first: Tensor) -> Tensor:
+    return portable.matrix_forward(m, b, first)
+
+
+@_matrix_recurrence.register_fake
+def _(m: Tensor, b: Tensor, first: Tensor) -> Tensor:
+    return b.new_empty(b.shape)
+
+
+@torch.library.custom_op(
+    "nsa_compile::matrix_recurrence_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor m, Tensor values, Tensor first) -> (Tensor, Tensor, Tensor)",
+)
+def _matrix_recurrence_backward(
+    gradient: Tensor, m: Tensor, values: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_m, of_b, of_first = portable.matrix_backward(gradient, m, values, first)
+    return of_m.contiguous(), of_b.contiguous(), of_first.contiguous()
+
+
+@_matrix_recurrence_backward.register_fake
+def _(gradient: Tensor, m: Tensor, values: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return m.new_empty(m.shape), values.new_empty(values.shape), first.new_empty(first.shape)
+
+
+def _save_matrix(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    m, _, first = inputs
+    ctx.save_for_backward(m, output, first)
+
+
+@torch._disable_dynamo
+def _differentiate_matrix(ctx: Any, gradient: Tensor) -> tuple:
+    return torch.ops.nsa_compile.matrix_recurrence_backward(gradient, *ctx.saved_tensors)
+
+
+_matrix_recurrence.register_autograd(_differentiate_matrix, setup_context=_save_matrix)
+
+
+def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
+    raise RuntimeError(
+        "a recurrence in parallel has no second derivatives; take them of the function as written, without compiling it"
+    )
+
+
+_recurrence_backward.register_autograd(_refuse_second_derivatives)
+_matrix_recurrence_backward.register_autograd(_refuse_second_derivatives)

@@ -1,0 +1,43 @@
+"""The recurrences as plain loops, differentiable as any torch program."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["linear", "matrix", "recurrence"]
+
+
+def recurrence(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> Tensor:
+    """Values `[S, ...]` of the recurrence, as `nsa_compile.ops.recurrence.recurrence` defines them."""
+    value, values = first, []
+    for t in range(b.shape[0]):
+        factor = None if a is None else a[t if a.shape[0] > 1 else 0]
+        if kind == "sum":
+            value = (value if factor is None else factor * value) + b[t]
+        else:
+            shifted = value if factor is None else value + factor
+            value = (torch.maximum if kind == "max" else torch.minimum)(shifted, b[t])
+        values.append(value)
+    return torch.stack(values)
+
+
+def matrix(m: Tensor, b: Tensor, first: Tensor) -> Tensor:
+    """`h[t] = m[t] @ h[t - 1] + b[t]`."""
+    value, values = first, []
+    for t in range(b.shape[0]):
+        value = m[t] @ value + b[t]
+        values.append(value)
+    return torch.stack(values)
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, u: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs `[S, ..., V]` and the last state `[..., K, V]`, as `chunks.linear` defines them."""
+    state, outputs = first, []
+    for t in range(v.shape[0]):
+        written = v[t] if u is None else v[t] - (u[t].unsqueeze(-1) * state).sum(-2)
+        if a is not None:
+            state = a[t if a.shape[0] > 1 else 0].unsqueeze(-1) * state
+        state = state + k[t].unsqueeze(-1) * written.unsqueeze(-2)
+        outputs.append((q[t].unsqueeze(-1) * state).sum(-2))
+    return torch.stack(outputs), state
