@@ -87,6 +87,10 @@ def plan_recurrences(site: ScanSite, record: ScanRecord) -> list[Recurrence]:
     """
     groups = recurrent_groups(record)
     loops = {g: find_inner_loop(site, record, g) for g in groups if not isinstance(record.parallel.get(g), Recurrence)}
+    for group, loop in loops.items():
+        if not record.settled.keys().isdisjoint(loop.nodes):
+            why = "the recurrence holds a softmax whose scores may all be -inf, over a cache with rows not yet written"
+            raise Declined(why, site.placeholders()[0][group[0]])
     if loops and not leaves_something_outside(site, record, list(loops.values())):
         raise record.why_loop(next(iter(loops)))
     return [AsLoop(loops[g]) if g in loops else record.parallel[g] for g in groups]
