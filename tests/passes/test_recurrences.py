@@ -1,0 +1,739 @@
+"""Carries that are computed from their own earlier values: in parallel where they are linear in them, in whatever
+spelling, and otherwise a loop over the part of the step that they need. Each is compared with its loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, note
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import nsa_compile
+from nsa_compile import scan
+from nsa_compile.analyses import parallel_forms
+from nsa_compile.ops.recurrence import chunks
+from nsa_compile.passes import batch_prefill
+from nsa_compile.passes.report import ScanReport
+from tests.strategies import few
+
+B, H, K, V, S = 2, 2, 12, 8, 20
+SUM, MAXIMUM = "a running sum", "a running maximum"
+CHUNKS, SOLVED = "products in chunks", "products in chunks, each solved as a triangular system"
+LOOP = "loop"
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of a few tokens shall have several chunks."""
+    monkeypatch.setattr(chunks, "CHUNK", 8)
+    torch._dynamo.reset()
+
+
+def rows(*shape: int) -> Tensor:
+    rng = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+
+# Weights of steps, made once: nothing is drawn while a program is compiled.
+OF_HEADS, OF_ROWS, OF_COLUMNS = rows(H), rows(H, K), rows(V)
+ELEMENTS, KEYS_TO_KEYS, VALUES_TO_VALUES = rows(V, K), rows(K, K), rows(V, V)
+
+
+def tokens(steps: int = S) -> dict[str, Tensor]:
+    """q, k, v and gates of each token, `[S, B, H, ...]`, and a first state."""
+    return {
+        "q": rows(steps, B, H, K),
+        "k": F.normalize(rows(steps, B, H, K).flip(0), dim=-1),
+        "v": rows(steps, B, H, V),
+        "g": rows(steps, B, H),
+        "gk": rows(steps, B, H, K).roll(1, -1),
+        "beta": rows(steps, B, H).roll(1, 0).sigmoid(),
+        "first": rows(B, H, K, V),
+    }
+
+
+def compared(run: Callable, inputs: dict[str, Tensor], nested: str = "eager", tolerance: float = 1e-9) -> ScanReport:
+    """Compile `run(**inputs)`, compare values and gradients with the loop, and return what is said of the scan."""
+    found = []
+    for function in (run, nsa_compile.compile(run, nested=nested, cache=False)):
+        leaves = {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
+        outputs = pytree.tree_leaves(function(**leaves))
+        loss = sum((y * rows(*y.shape).to(y.dtype)).sum() for y in outputs if y.requires_grad)
+        wanted = [x for x in leaves.values() if x.requires_grad]
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, gradients, strict=True)]
+        found.append([y.detach() for y in outputs] + gradients)
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
+    (report,) = nsa_compile.last_report().scans
+    return report
+
+
+def forms(report: ScanReport) -> list[str]:
+    return [r.form for r in report.recurrences]
+
+
+# ---------------------------------------------------------------------------------------------------- linear spellings
+
+SPELLINGS: dict[str, tuple[Callable, list[str]]] = {}
+
+
+def spelled(*expected: str) -> Callable:
+    """A program of `tokens()`, and the forms of its recurrences."""
+
+    def register(run: Callable) -> Callable:
+        SPELLINGS[run.__name__] = run, list(expected)
+        return run
+
+    return register
+
+
+def outer(k: Tensor, v: Tensor) -> Tensor:
+    return k[..., :, None] * v[..., None, :]
+
+
+def read(q: Tensor, state: Tensor) -> Tensor:
+    return torch.einsum("bhk,bhkv->bhv", q, state)
+
+
+def over(step: Callable, *names: str) -> Callable:
+    """A program that scans a step over some of the inputs, from the first state."""
+    return lambda first, **inputs: scan(step, first, tuple(inputs[name] for name in names))
+
+
+@spelled(CHUNKS)
+def by_broadcasting(first, **x):
+    def step(state, row):
+        q, k, v = row
+        state = state + k[..., :, None] * v[..., None, :]
+        return state, (q[..., None] * state).sum(-2)
+
+    return over(step, "q", "k", "v")(first, **x)
+
+
+@spelled(CHUNKS)
+def by_einsum(first, **x):
+    def step(state, row):
+        q, k, v = row
+        state = state + torch.einsum("bhk,bhv->bhkv", k, v)
+        return state, torch.einsum("bhk,bhkv->bhv", q, state)
+
+    return over(step, "q", "k", "v")(first, **x)
+
+
+@spelled(CHUNKS)
+def by_matmul(first, **x):
+    def step(state, row):
+        q, k, v = row
+        state = state + k.unsqueeze(-1) @ v.unsqueeze(-2)
+        return state, (q.unsqueeze(-2) @ state).squeeze(-2)
+
+    return over(step, "q", "k", "v")(first, **x)
+
+
+@spelled(CHUNKS)
+def heads_in_the_batch(first, q, k, v, **_):
+    def step(state, row):
+        q, k, v = row
+        state = torch.baddbmm(state, k.unsqueeze(2), v.unsqueeze(1))
+        return state, torch.bmm(q.unsqueeze(1), state).squeeze(1)
+
+    return scan(step, first.flatten(0, 1), tuple(x.flatten(1, 2) for x in (q, k, v)))
+
+
+@spelled(CHUNKS)
+def without_a_batch(first, q, k, v, **_):
+    def step(state, row):
+        q, k, v = row
+        state = 0.9 * state + k[:, :, None] * v[:, None, :]
+        return state, (q[:, :, None] * state).sum(1)
+
+    return scan(step, first[0], (q[:, 0], k[:, 0], v[:, 0]))
+
+
+@spelled(CHUNKS, SUM)
+def with_a_normaliser(first, q, k, v, **_):
+    def step(carry, row):
+        state, total = carry
+        q, k, v = row
+        state, total = state + outer(k, v), total + k
+        return (state, total), read(q, state) / (q * total).sum(-1, keepdim=True)
+
+    return scan(step, (first, torch.zeros_like(k[0])), (q.exp(), k.exp(), v))
+
+
+@spelled(CHUNKS)
+def a_decay_for_each_head(first, **x):
+    decay = 1 - 2.0 ** (-1 - torch.arange(H, dtype=torch.float64))
+
+    def step(state, row):
+        q, k, v = row
+        state = decay[None, :, None, None] * state + outer(k, v)
+        return state, read(q * K**-0.5, state)
+
+    return over(step, "q", "k", "v")(first, **x)
+
+
+@spelled(CHUNKS)
+def a_decay_of_data(first, **x):
+    def step(state, row):
+        q, k, v, g = row
+        state = state * torch.exp(-F.softplus(g))[..., None, None] + outer(k, v)
+        return state, read(q, state)
+
+    return over(step, "q", "k", "v", "g")(first, **x)
+
+
+@spelled(CHUNKS)
+def keys_and_queries_for_all_heads(first, q, k, v, g, **_):
+    rates, skipped = -OF_HEADS.exp(), OF_HEADS
+
+    def step(state, row):
+        key, query, x, g = row
+        t = F.softplus(g)
+        brought = torch.einsum("bh,bn,bhp->bhpn", t, key, x)
+        state = state * torch.exp(t * rates)[:, :, None, None] + brought
+        return state, torch.einsum("bhpn,bn->bhp", state, query) + skipped[None, :, None] * x
+
+    return scan(step, first.mT, (k[:, :, 0], q[:, :, 0], v, g))
+
+
+@spelled(CHUNKS)
+def a_decay_for_each_row(first, **x):
+    def step(state, row):
+        q, k, v, g = row
+        state = state * torch.exp(F.logsigmoid(g))[..., None] + outer(k, v)
+        return state, (q.unsqueeze(-1) * state).sum(-2)
+
+    return over(step, "q", "k", "v", "gk")(first, **x)
+
+
+@spelled(CHUNKS)
+def a_bonus_for_the_token_itself(first, **x):
+    bonus = OF_ROWS
+
+    def step(state, row):
+        q, k, v, g = row
+        brought = outer(k, v)
+        out = (q[..., None] * (state + bonus[..., None] * brought)).sum(-2)
+        return state * g.sigmoid()[..., None] + brought, out
+
+    return over(step, "q", "k", "v", "gk")(first, **x)
+
+
+@spelled(CHUNKS)
+def updates_every_third_step(first, **x):
+    def step(state, row):
+        t, q, k, v = row
+        state = torch.where(t % 3 == 0, 0.9 * state + outer(k, v), state)
+        return state, read(q, state)
+
+    return over(step, "t", "q", "k", "v")(first, t=torch.arange(S), **x)
+
+
+@spelled(CHUNKS)
+def begins_anew(first, **x):
+    def step(state, row):
+        t, q, k, v = row
+        state = torch.where(t % 7 == 0, torch.zeros_like(state), state) + outer(k, v)
+        return state, read(q, state)
+
+    return over(step, "t", "q", "k", "v")(first, t=torch.arange(S), **x)
+
+
+@spelled(CHUNKS)
+def begins_anew_by_data(first, **x):
+    def step(state, row):
+        q, k, v, g = row
+        state = state.masked_fill((g > 1)[..., None, None], 0.0) + outer(k, v)
+        return state, read(q, state)
+
+    return over(step, "q", "k", "v", "g")(first, **x)
+
+
+@spelled(CHUNKS)
+def several_queries_of_a_state(first, q, k, v, **_):
+    def step(state, row):
+        q, k, v = row
+        state = state + outer(k, v)
+        return state, q @ state
+
+    return scan(step, first, (torch.stack([q, q.flip(0), q * 2], -2), k, v))
+
+
+@spelled(CHUNKS)
+def read_before_it_is_written(first, **x):
+    def step(state, row):
+        q, k, v = row
+        out = read(q, state)
+        return state * 0.9 + outer(k, v), out
+
+    return over(step, "q", "k", "v")(first, **x)
+
+
+@spelled(CHUNKS)
+def read_twice(first, **x):
+    def step(state, row):
+        q, k, v = row
+        before = read(q, state)
+        state = state + outer(k, v)
+        return state, (before, read(k, state).tanh())
+
+    return over(step, "q", "k", "v")(first, **x)
+
+
+@spelled(SOLVED)
+def delta_rule(first, **x):
+    def step(state, row):
+        q, k, v, beta = row
+        new = beta[..., None] * (v - (k[..., None] * state).sum(-2))
+        state = state + k[..., None] * new[..., None, :]
+        return state, (q[..., None] * state).sum(-2)
+
+    return over(step, "q", "k", "v", "beta")(first, **x)
+
+
+@spelled(SOLVED)
+def delta_rule_with_a_decay(first, **x):
+    def step(state, row):
+        q, k, v, beta, g = row
+        state = state * g.sigmoid()[..., None, None]
+        state = state + torch.einsum("bhk,bhv->bhkv", k * beta[..., None], v - read(k, state))
+        return state, read(q, state)
+
+    return over(step, "q", "k", "v", "beta", "g")(first, **x)
+
+
+@spelled(SOLVED)
+def delta_rule_with_a_decay_for_each_row(first, **x):
+    def step(state, row):
+        q, k, v, beta, g = row
+        state = state * g.sigmoid()[..., None]
+        state = state + torch.einsum("bhk,bhv->bhkv", beta[..., None] * k, v - (k[..., None] * state).sum(-2))
+        return state, read(q, state)
+
+    return over(step, "q", "k", "v", "beta", "gk")(first, **x)
+
+
+@spelled(SOLVED)
+def delta_rule_by_a_matrix(first, **x):
+    eye = torch.eye(K, dtype=torch.float64)
+
+    def step(state, row):
+        q, k, v, beta = row
+        beta = beta[..., None, None]
+        state = (eye - beta * k[..., :, None] * k[..., None, :]) @ state + beta * k[..., :, None] * v[..., None, :]
+        return state, read(q, state)
+
+    return over(step, "q", "k", "v", "beta")(first, **x)
+
+
+@spelled(SOLVED)
+def delta_rule_of_a_transposed_state(first, **x):
+    def step(state, row):
+        q, k, v, beta = row
+        held = (state @ k[..., None]).squeeze(-1)
+        state = state - torch.einsum("bhv,bhk->bhvk", beta[..., None] * held, k)
+        state = state + torch.einsum("bhv,bhk->bhvk", beta[..., None] * v, k)
+        return state, (state @ q[..., None]).squeeze(-1)
+
+    return over(step, "q", "k", "v", "beta")(first.mT, **x)
+
+
+@spelled(SUM)
+def read_by_more_than_products(first, **x):
+    def step(state, row):
+        q, k, v = row
+        state = state + outer(k, v)
+        return state, read(q, state.tanh())
+
+    return over(step, "q", "k", "v")(first, **x)
+
+
+@spelled(SUM)
+def exponential_average(v, **_):
+    return scan(lambda c, row: (c := torch.lerp(c, row, 0.1), c), v[0], v)
+
+
+@spelled(SUM)
+def mean_so_far(v, **_):
+    def step(mean, row):
+        t, x = row
+        mean = mean + (x - mean) / (t + 1)
+        return mean, mean
+
+    return scan(step, torch.zeros_like(v[0]), (torch.arange(S), v))
+
+
+@spelled(MAXIMUM)
+def maximum_so_far(v, **_):
+    def step(best, row):
+        best = torch.maximum(best, row)
+        return best, best * 2
+
+    return scan(step, torch.full_like(v[0], -torch.inf), v.round())
+
+
+@spelled(SUM)
+def count_by_data(v, **_):
+    def step(count, row):
+        count = count + (row > 0).long()
+        return count, count.double() * row
+
+    return scan(step, torch.zeros(B, H, V, dtype=torch.int64), v)
+
+
+@spelled(MAXIMUM)
+def seen_so_far(v, **_):
+    def step(seen, row):
+        seen = seen | (row > 1)
+        return seen, torch.where(seen, row, 0)
+
+    return scan(step, torch.zeros(B, H, V, dtype=torch.bool), v)
+
+
+@spelled(SUM, SUM, MAXIMUM)
+def sums_in_the_scale_of_a_maximum(k, v, **_):
+    decay, bonus = OF_COLUMNS.exp(), OF_COLUMNS
+
+    def step(carry, row):
+        a, b, p = carry
+        k, v = row
+        top = torch.maximum(p, bonus + k)
+        old, new = torch.exp(p - top), torch.exp(bonus + k - top)
+        out = (old * a + new * v) / (old * b + new)
+        top = torch.maximum(p - decay, k)
+        old, new = torch.exp(p - decay - top), torch.exp(k - top)
+        return (old * a + new * v, old * b + new, top), out
+
+    nothing = torch.zeros_like(v[0, :, 0])
+    return scan(step, (nothing, nothing, nothing - 1e30), (v[:, :, 0], v[:, :, 1]))
+
+
+@spelled(SUM)
+def gates_of_the_token_alone(v, **_):
+    def step(h, row):
+        z, new = row
+        h = (1 - z.sigmoid()) * h + z.sigmoid() * new
+        return h, h
+
+    return scan(step, torch.zeros_like(v[0, :, 0]), (v[:, :, 0], v[:, :, 1]))
+
+
+@spelled(SUM)
+def a_decay_for_each_element(first, q, k, v, **_):
+    rates = -ELEMENTS.exp()
+
+    def step(h, row):
+        key, query, x, t = row
+        t = F.softplus(t)
+        h = h * torch.exp(t[..., None] * rates) + (t * x)[..., None] * key[:, None, :]
+        return h, torch.einsum("bdn,bn->bd", h, query)
+
+    return scan(step, first[:, 0].mT.contiguous(), (k[:, :, 0], q[:, :, 0], v[:, :, 0], v[:, :, 1]))
+
+
+@spelled(CHUNKS)
+def beside_attention_to_a_cache(first, q, k, v, **_):
+    positions = torch.arange(S)
+
+    def step(carry, row):
+        state, keys, values = carry
+        t, q, k, v = row
+        state = state * 0.9 + outer(k, v)
+        at = (positions == t)[:, None, None, None]
+        keys, values = torch.where(at, k, keys), torch.where(at, v, values)
+        scores = torch.einsum("bhk,sbhk->bhs", q, keys).masked_fill(positions > t, torch.finfo(q.dtype).min)
+        return (state, keys, values), read(q, state) + torch.einsum("bhs,sbhv->bhv", scores.softmax(-1), values)
+
+    return scan(step, (first, torch.zeros_like(k), torch.zeros_like(v)), (positions, q, k, v))
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_what_is_linear_runs_in_parallel(name):
+    run, expected = SPELLINGS[name]
+    report = compared(run, tokens())
+    assert forms(report) == expected
+    assert report.verdict == "batched, its recurrence in parallel"
+    assert not report.declines
+
+
+@pytest.mark.parametrize("name", ["a_decay_of_data", "delta_rule_with_a_decay_for_each_row", "maximum_so_far"])
+def test_it_does_so_through_inductor(name):
+    run, expected = SPELLINGS[name]
+    assert forms(compared(run, tokens(), nested="inductor")) == expected
+
+
+@pytest.mark.parametrize("steps", [1, 7, 8, 9])
+@pytest.mark.parametrize(
+    "name", ["by_einsum", "delta_rule_with_a_decay", "read_before_it_is_written", "exponential_average"]
+)
+def test_any_length(name, steps):
+    run, expected = SPELLINGS[name]
+    report = compared(run, tokens(steps))
+    assert forms(report) in (expected, [SUM])  # of few steps, the state of each takes no more than a chunk
+
+
+def test_caches_beside_a_recurrence_need_no_guard():
+    report = compared(SPELLINGS["beside_attention_to_a_cache"][0], tokens())
+    assert len(report.guards_dropped) == 2
+    assert not report.guards_kept
+
+
+# --------------------------------------------------------------------------------------------------------- near misses
+
+LOOPS: dict[str, tuple[Callable, str]] = {}
+
+
+def looped(why: str) -> Callable:
+    """A program with a recurrence that is a loop, and a part of the reason."""
+
+    def register(run: Callable) -> Callable:
+        LOOPS[run.__name__] = run, why
+        return run
+
+    return register
+
+
+def projected(update: Callable) -> Callable:
+    """A step with work around its recurrence: `state = update(state, q, k, v)`."""
+
+    def run(first, q, k, v, **_):
+        def step(state, row):
+            q, k, v = row
+            state = update(state, q @ KEYS_TO_KEYS, k, v)
+            return state, read(q @ KEYS_TO_KEYS, state).tanh() @ VALUES_TO_VALUES
+
+        return scan(step, first, (q, k, v))
+
+    return run
+
+
+LOOPS |= {
+    "a decay that reads the state": (
+        projected(lambda s, q, k, v: s * s.mean((-1, -2), keepdim=True).sigmoid() + outer(k, v)),
+        "aten.sigmoid.default",
+    ),
+    "a state that is clamped": (projected(lambda s, q, k, v: (s + outer(k, v)).clamp(-1, 1)), "aten.clamp.default"),
+    "a saturating state": (projected(lambda s, q, k, v: torch.tanh(s + outer(k, v))), "aten.tanh.default"),
+    "a state times itself": (projected(lambda s, q, k, v: s * s * 0.1 + outer(k, v)), "depend on the old state"),
+    "a key that reads the state": (
+        projected(lambda s, q, k, v: s + outer(k * s.sum(-1), v)),
+        "what is added to the state",
+    ),
+    "a state that is turned": (projected(lambda s, q, k, v: 0.5 * s.flip(-1) + outer(k, v)), "aten.flip.default"),
+    "two keys": (projected(lambda s, q, k, v: s - outer(q, read(k, s)) * 0.1 + outer(k, v)), "different directions"),
+}
+
+
+@looped("computed from one another")
+def two_states_that_read_each_other(v, **_):
+    def step(carry, row):
+        a, b = carry
+        return (0.5 * a - 0.1 * b + row.tanh(), 0.5 * b + 0.1 * a), a.exp()
+
+    return scan(step, (v[0], v[1]), v)
+
+
+CELL = nn.LSTMCell(V, V, dtype=torch.float64).requires_grad_(False)
+
+
+@looped("computed from one another")
+def gated_cell(v, **_):
+    def step(state, row):
+        state = CELL(row, state)
+        return state, state[0] * 2
+
+    return scan(step, (v[0, :, 0], v[1, :, 0]), v[:, :, 0])
+
+
+@looped("depends on data")
+def a_row_chosen_by_data(q, k, **_):
+    def step(cache, row):
+        q, k = row
+        at = (k[0, 0] > 0).sum().clamp(max=5)
+        cache = torch.index_copy(cache, 0, at.view(1), k[0, 0][None])
+        return cache, (cache @ q[0, 0].tanh()).softmax(-1) @ cache
+
+    return scan(step, torch.zeros(6, K, dtype=torch.float64), (q, k))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_is_not_linear_is_a_loop_in_a_batched_step(name):
+    run, why = LOOPS[name]
+    report = compared(run, tokens())
+    assert forms(report) == [LOOP]
+    assert report.verdict == "batched, its recurrence a loop"
+    assert why in report.declines[-1].reason
+
+
+def test_a_step_that_is_all_recurrence_stays_a_loop():
+    def run(v, **_):
+        return scan(lambda c, row: (c := (c + row).tanh(), c), v[0], v)
+
+    report = compared(run, tokens())
+    assert report.verdict == "stays a loop"
+    assert "aten.tanh.default" in report.declines[-1].reason
+
+
+def test_a_loop_may_be_refused():
+    with pytest.raises(Exception, match="stays a loop of 20 steps"):
+        nsa_compile.compile(LOOPS["a saturating state"][0], nested="eager", on_decline="error")(**tokens())
+
+
+def inner_loop(run: Callable) -> list[str]:
+    """The operators of the loop that is left of a step."""
+    found = []
+    plan = batch_prefill.plan_recurrences
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_prefill, "plan_recurrences", lambda *a: found.append(plan(*a)) or found[-1])
+        compared(run, tokens())
+    ((loop,),) = found
+    return [str(node.target) for node in loop.loop.nodes]
+
+
+def test_a_loop_computes_what_the_recurrence_needs_and_what_is_small():
+    """The outer product and the readout lie within it, so that neither is held for each step; projections do not."""
+    inside = inner_loop(LOOPS["a saturating state"][0])
+    assert "aten.tanh.default" in inside
+    assert inside.count("aten.bmm.default") == 1, "the readout"
+    assert "aten.mm.default" not in inside
+    assert inside.count("aten.mul.Tensor") == 1, "the outer product"
+
+
+def test_without_the_pass_a_recurrence_is_a_loop():
+    run, _ = SPELLINGS["a_decay_of_data"]
+    nsa_compile.compile(run, nested="eager", cache=False, disable=["parallelize_recurrences"])(**tokens())
+    assert forms(nsa_compile.last_report().scans[0]) == [LOOP]
+
+
+# ------------------------------------------------------------------------------------------------------ drawn programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A step with a state of `[*batch, K, V]`, or transposed, in one of many spellings."""
+
+    steps: int
+    batch: tuple[int, ...]
+    decay: str
+    writes: str
+    reads: str
+    order: str
+    solved: bool
+    transposed: bool
+    strided: bool
+    dtype: torch.dtype
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor) -> Any:
+        steps = torch.arange(self.steps)
+
+        def step(state: Tensor, row: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+            t, q, k, v, g, beta = row
+            found = state.mT if self.transposed else state
+            new = self.decayed(found, g, t)
+            if self.solved:
+                v = beta * (v - self.read(k, new))
+            new = new + self.written(k, v)
+            out = self.read(q, {"before": found, "after": new}[self.order])
+            return (new.mT if self.transposed else new), out
+
+        return scan(step, first.mT if self.transposed else first, (steps, q, k, v, g, beta))
+
+    def decayed(self, state: Tensor, g: Tensor, t: Tensor) -> Tensor:
+        gate = g.sigmoid()[..., None]
+        return {
+            "none": lambda: state,
+            "number": lambda: 0.9 * state,
+            "negative": lambda: -0.7 * state,
+            "vector": lambda: gate * state,
+            "scalar": lambda: state * gate.mean(-2, keepdim=True),
+            "step": lambda: torch.where(t % 4 == 1, gate * state, state),
+            "data": lambda: state.masked_fill(gate[..., :1, :] > 0.8, 0.0),
+            "divided": lambda: state / (1 + gate),
+        }[self.decay]()
+
+    def written(self, k: Tensor, v: Tensor) -> Tensor:
+        return {
+            "broadcast": lambda: k[..., :, None] * v[..., None, :],
+            "matmul": lambda: k.unsqueeze(-1) @ v.unsqueeze(-2),
+            "einsum": lambda: torch.einsum("...k,...v->...kv", k, v),
+            "expanded": lambda: k[..., None].expand(*k.shape, V) * v[..., None, :],
+        }[self.writes]()
+
+    def read(self, q: Tensor, state: Tensor) -> Tensor:
+        return {
+            "broadcast": lambda: (q[..., None] * state).sum(-2),
+            "matmul": lambda: (q.unsqueeze(-2) @ state).squeeze(-2),
+            "einsum": lambda: torch.einsum("...k,...kv->...v", q, state),
+            "transposed": lambda: (state.mT @ q[..., None])[..., 0],
+        }[self.reads]()
+
+    def inputs(self) -> dict[str, Tensor]:
+        def drawn(*shape: int) -> Tensor:
+            x = rows(*shape).to(self.dtype)
+            return x.flip(0).transpose(0, -1).contiguous().transpose(0, -1) if self.strided else x
+
+        s, b = self.steps, self.batch
+        keys = F.normalize(drawn(s, *b, K), dim=-1)
+        gates = {"g": drawn(s, *b, K), "beta": drawn(s, *b, 1).sigmoid()}
+        return {"q": drawn(s, *b, K), "k": keys, "v": drawn(s, *b, V), **gates, "first": rows(*b, K, V).to(self.dtype)}
+
+
+@few(25)
+@given(
+    st.builds(
+        Drawn,
+        steps=st.sampled_from([1, 5, 8, 9, 23]),
+        batch=st.sampled_from([(), (2,), (1,), (2, 3), (1, 2)]),
+        decay=st.sampled_from(["none", "number", "negative", "vector", "scalar", "step", "data", "divided"]),
+        writes=st.sampled_from(["broadcast", "matmul", "einsum", "expanded"]),
+        reads=st.sampled_from(["broadcast", "matmul", "einsum", "transposed"]),
+        order=st.sampled_from(["before", "after"]),
+        solved=st.booleans(),
+        transposed=st.booleans(),
+        strided=st.booleans(),
+        dtype=st.sampled_from([torch.float64, torch.float32]),
+    )
+)
+def test_drawn_steps_equal_their_loops(program):
+    torch._dynamo.reset()
+    report = compared(program, program.inputs(), tolerance=1e-9 if program.dtype == torch.float64 else 2e-4)
+    note(f"{report}")
+    assert report.verdict == "batched, its recurrence in parallel"
+    if program.steps > 8:
+        assert forms(report) == [SOLVED if program.solved else CHUNKS]
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+_query = parallel_forms._query
+
+
+def test_the_wrong_state_is_seen(monkeypatch):
+    monkeypatch.setattr(
+        parallel_forms, "_query", lambda *args: dataclasses.replace(x := _query(*args), before=not x.before)
+    )
+    for name in ("by_einsum", "read_before_it_is_written"):
+        with pytest.raises(AssertionError):
+            compared(SPELLINGS[name][0], tokens())
+
+
+def test_a_decay_that_is_left_out_is_seen(monkeypatch):
+    monkeypatch.setattr(parallel_forms, "_is_one", lambda terms: True)
+    for name in ("a_decay_of_data", "exponential_average"):
+        with pytest.raises(AssertionError):
+            compared(SPELLINGS[name][0], tokens())
+
+
+def test_factors_of_another_step_are_seen(monkeypatch):
+    original = parallel_forms._arranged
+    monkeypatch.setattr(parallel_forms, "_arranged", lambda *args: original(*args).roll(1, 0))
+    with pytest.raises(AssertionError):
+        compared(SPELLINGS["gates_of_the_token_alone"][0], tokens())
