@@ -86,11 +86,13 @@ def plan_recurrences(site: ScanSite, record: ScanRecord) -> list[Recurrence]:
         Declined: nothing of the step could be done outside of these loops.
     """
     groups = recurrent_groups(record)
-    loops = {g: find_inner_loop(site, record, g) for g in groups if not isinstance(record.parallel.get(g), Recurrence)}
-    for group, loop in loops.items():
-        if not record.settled.keys().isdisjoint(loop.nodes):
-            why = "the recurrence holds a softmax whose scores may all be -inf, over a cache with rows not yet written"
+    needed = {group: find_inner_loop(site, record, group) for group in groups}
+    unwritten = {*record.settled, *(node for node, _ in record.hidden)}
+    for group, loop in needed.items():
+        if not unwritten.isdisjoint(loop.nodes):
+            why = "the recurrence reads rows of a cache that are not yet written, which only a whole loop does right"
             raise Declined(why, site.placeholders()[0][group[0]])
+    loops = {g: loop for g, loop in needed.items() if not isinstance(record.parallel.get(g), Recurrence)}
     if loops and not leaves_something_outside(site, record, list(loops.values())):
         raise record.why_loop(next(iter(loops)))
     return [AsLoop(loops[g]) if g in loops else record.parallel[g] for g in groups]
