@@ -18,7 +18,7 @@ import nsa_compile
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a program. `H` heads share `G` heads of keys; `N` numbers are a state-space model's state; `I` heads index.
+    """Sizes of a program. `H` heads share `G` heads of keys; `N` is the state of a state-space model; `I` heads index.
 
     `block` keys make a block, `top` of which are selected; `tokens` are what a token-wise selection takes.
     """
@@ -158,8 +158,8 @@ def program(group: str, spelling: str, tolerance: float = 1e-9):
 
 
 #: What a program can become, and its rank. `operator`: attention that follows its mask. `parallel`: a recurrence in
-#: parallel form. `dense`: batched, all keys read. `copies`: batched, a cache copied for each step. `crash`: an error that
-#: no rule asks for.
+#: parallel form. `dense`: batched, all keys read. `copies`: batched, a cache copied for each step. `crash`: an error
+#: that no rule asks for.
 CLASSES = {"operator": 0, "parallel": 0, "dense": 1, "copies": 2, "loop": 3, "one line": 4, "crash": 5}
 
 
