@@ -171,8 +171,9 @@ def verdict(report) -> str:
     """
     if report is None or report.left_alone is not None:
         return "left alone"
-    parts = sorted({choice.operator for choice in report.attention})
-    one_query = any(choice.what.startswith("attention of 1 queries") for choice in report.attention)
+    batched = [choice for choice in report.attention if choice.operator != "a step of a loop"]
+    parts = sorted({choice.operator for choice in batched})
+    one_query = any(choice.what.startswith("attention of 1 queries") for choice in batched)
     if one_query or any(scan.batched and scan.guards_kept for scan in report.scans):
         parts.append("copies")
     if any(not scan.batched for scan in report.scans):
