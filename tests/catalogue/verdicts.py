@@ -14,7 +14,7 @@ VERDICTS = {
     "window/window_by_finfo_min": ("window_attention", "operator"),
     "window/window_by_ring": ("dense + copies", "operator"),  # short
     "window/window_by_ring_index_copy": ("dense + copies", "operator"),  # short
-    "window/window_by_ring_with_positions": ("batched", "operator"),  # short
+    "window/window_by_ring_with_positions": ("dense + copies", "operator"),  # short
     "window/window_by_ring_with_counter": ("dense + copies", "operator"),  # short
     "window/window_by_shift": ("dense + copies", "operator"),  # short
     "window/window_by_roll": ("dense + copies", "operator"),  # short
@@ -27,34 +27,34 @@ VERDICTS = {
     "window_and_sinks/sinks_before_a_ring": ("dense + copies", "operator"),  # short
     "window_and_sinks/sinks_in_their_own_cache": ("crash", "operator"),  # short
     "longformer/global_tokens": ("dense", "operator"),  # short
-    "longformer/global_tokens_by_rows": ("batched", "operator"),  # short
-    "longformer_symmetric/global_queries_too": ("batched", "operator"),  # short
-    "bigbird/random_blocks": ("batched", "operator"),  # short
-    "strided/strided_from_the_query": ("batched", "dense"),
+    "longformer/global_tokens_by_rows": ("dense", "operator"),  # short
+    "longformer_symmetric/global_queries_too": ("dense", "operator"),  # short
+    "bigbird/random_blocks": ("dense", "operator"),  # short
+    "strided/strided_from_the_query": ("dense", "dense"),
     "sparse_transformer/strided_and_window": ("dense", "operator"),  # short
-    "dilated/dilated_window": ("batched", "operator"),  # short
+    "dilated/dilated_window": ("dense", "operator"),  # short
     "chunked/chunked": ("dense", "operator"),  # short
-    "chunked/chunk_buffer": ("batched", "operator"),  # short
+    "chunked/chunk_buffer": ("dense + copies", "operator"),  # short
     "chunk_and_previous/chunk_and_previous": ("dense", "operator"),  # short
     "block_causal/block_causal": ("dense", "operator"),  # short
     "prefix_lm/prefix_lm": ("dense", "operator"),  # short
     "prefix_lm/prefix_in_the_cache": ("dense + copies", "operator"),  # short
-    "documents/documents_closed_over": ("copies", "operator"),  # short
-    "documents/documents_in_a_cache": ("copies", "operator"),  # short
+    "documents/documents_closed_over": ("dense", "operator"),  # short
+    "documents/documents_in_a_cache": ("dense + copies", "operator"),  # short
     "documents/documents_in_a_cache_finite": ("copies", "operator"),  # short
-    "documents/documents_by_start": ("copies", "operator"),  # short
-    "documents/documents_by_rows": ("copies", "operator"),  # short
+    "documents/documents_by_start": ("dense", "operator"),  # short
+    "documents/documents_by_rows": ("dense + copies", "operator"),  # short
     "documents/documents_by_bias": ("copies", "operator"),  # short
     "documents/documents_by_sdpa": ("dense", "operator"),  # short
-    "documents_in_a_window/documents_and_window": ("copies", "operator"),  # short
-    "left_padding/padding_nan_to_num": ("copies", "operator"),  # short
-    "left_padding/padding_sees_itself": ("batched", "operator"),  # short
+    "documents_in_a_window/documents_and_window": ("dense", "operator"),  # short
+    "left_padding/padding_nan_to_num": ("dense", "operator"),  # short
+    "left_padding/padding_sees_itself": ("dense", "operator"),  # short
     "left_padding/padding_finfo_min": ("copies", "operator"),  # short
     "left_padding/padding_fill_minus_1e9": ("copies", "operator"),  # short
-    "left_padding/padding_in_a_cache": ("copies", "operator"),  # short
-    "left_padding/padding_by_number": ("batched", "operator"),  # short
+    "left_padding/padding_in_a_cache": ("dense + copies", "operator"),  # short
+    "left_padding/padding_by_number": ("dense", "operator"),  # short
     "cross/cross_attention": ("dense", "dense"),
-    "cross_padded/cross_attention_padded": ("batched", "dense"),
+    "cross_padded/cross_attention_padded": ("dense", "dense"),
     "cross_padded/cross_attention_in_the_carry": ("dense", "dense"),
     "self_and_cross/self_and_cross_attention": ("dense + window_attention", "dense"),
     "encoder/no_mask": ("dense", "dense"),
@@ -125,18 +125,18 @@ VERDICTS = {
     "alibi/alibi_by_rows": ("batched", "operator"),  # short
     "alibi/alibi_by_sdpa": ("batched", "operator"),  # short
     "alibi_in_a_window/alibi_in_a_window": ("batched", "operator"),  # short
-    "relative_bias/relative_bias": ("copies", "operator"),  # short
-    "relative_bias/relative_bias_by_index": ("copies", "operator"),  # short
-    "relative_bias/relative_bias_by_embedding": ("copies", "operator"),  # short
-    "relative_bias/relative_bias_by_rows": ("copies", "operator"),  # short
-    "bias_rows/bias_by_rows": ("copies", "operator"),  # short
+    "relative_bias/relative_bias": ("batched", "operator"),  # short
+    "relative_bias/relative_bias_by_index": ("batched", "operator"),  # short
+    "relative_bias/relative_bias_by_embedding": ("batched", "operator"),  # short
+    "relative_bias/relative_bias_by_rows": ("batched", "operator"),  # short
+    "bias_rows/bias_by_rows": ("batched", "operator"),  # short
     "softcap/softcap": ("batched", "operator"),  # short
     "softcap/softcap_then_bias": ("batched", "operator"),  # short
     "softcap_in_a_window/softcap_in_a_window": ("batched", "operator"),  # short
-    "qk_norm/qk_norm": ("copies", "operator"),  # short
+    "qk_norm/qk_norm": ("batched", "operator"),  # short
     "qk_norm/qk_norm_in_the_step": ("window_attention", "operator"),
     "qk_norm/qk_norm_of_the_cache": ("copies", "operator"),  # short
-    "temperature/temperature_of_a_head": ("copies", "operator"),  # short
+    "temperature/temperature_of_a_head": ("batched", "operator"),  # short
     "temperature_of_a_token/temperature_of_a_token": ("batched", "operator"),  # short
     "rope/rope_before": ("window_attention", "operator"),
     "rope/rope_in_the_step": ("window_attention", "operator"),
@@ -147,11 +147,11 @@ VERDICTS = {
     "latent/latent_absorbed": ("window_attention", "operator"),
     "latent/latent_expanded": ("window_attention", "operator"),
     "latent/latent_before_the_cache": ("window_attention", "operator"),
-    "sink_logit/sink_by_cat": ("copies", "operator"),  # short
+    "sink_logit/sink_by_cat": ("batched", "operator"),  # short
     "sink_logit/sink_in_the_sum": ("copies", "operator"),  # short
     "sink_logit/sink_by_sigmoid": ("dense + copies", "operator"),  # short
-    "sink_logit/sink_as_a_row": ("copies", "operator"),  # short
-    "sink_logit_in_a_window/sink_in_a_window": ("copies", "operator"),  # short
+    "sink_logit/sink_as_a_row": ("batched", "operator"),  # short
+    "sink_logit_in_a_window/sink_in_a_window": ("batched", "operator"),  # short
     "softmax1/softmax1": ("copies", "operator"),  # short
     "softmax1/softmax1_by_pad": ("batched", "operator"),  # short
     "two_caches/two_caches_by_cat": ("batched", "operator"),  # short
@@ -165,55 +165,55 @@ VERDICTS = {
     "talking_heads/talking_heads": ("copies", "dense"),  # short
     "differential/differential": ("copies", "operator"),  # short
     "differential/differential_of_outputs": ("window_attention", "operator"),
-    "forgetting/forgetting_before": ("copies", "operator"),  # short
+    "forgetting/forgetting_before": ("batched", "operator"),  # short
     "forgetting/forgetting_in_the_step": ("loop", "operator"),  # short
     "forgetting/forgetting_by_a_bias_that_grows": ("loop", "operator"),  # short
     "gated_output/gated_output": ("window_attention", "operator"),
     # selection.py
-    "moba/moba_by_mask": ("copies", "operator"),  # short
+    "moba/moba_by_mask": ("rows of the selected blocks + copies", "operator"),  # short
     "moba/moba_by_finite_mask": ("rows of the selected blocks + copies", "operator"),  # short
     "moba/moba_by_bias": ("copies", "operator"),  # short
-    "moba/moba_by_gather": ("copies", "operator"),  # short
-    "moba/moba_by_gather_of_blocks": ("copies", "operator"),  # short
-    "moba/moba_by_threshold": ("copies", "dense"),  # short
-    "moba/moba_by_one_hot": ("copies", "operator"),  # short
-    "moba/moba_by_comparison": ("copies", "operator"),  # short
+    "moba/moba_by_gather": ("dense + copies", "operator"),  # short
+    "moba/moba_by_gather_of_blocks": ("dense + copies", "operator"),  # short
+    "moba/moba_by_threshold": ("dense + copies", "dense"),  # short
+    "moba/moba_by_one_hot": ("dense + copies", "operator"),  # short
+    "moba/moba_by_comparison": ("dense + copies", "operator"),  # short
     "moba/moba_by_sdpa": ("rows of the selected blocks + copies", "operator"),  # short
     "moba/moba_with_running_means": ("loop", "operator"),  # short
-    "moba_of_a_group/moba_of_a_group": ("copies", "operator"),  # short
-    "moba_of_heads_in_a_group/moba_of_heads_in_a_group": ("copies", "operator"),  # short
-    "dsa/dsa_by_mask": ("copies", "operator"),  # short
-    "dsa/dsa_by_bias": ("copies", "operator"),  # short
+    "moba_of_a_group/moba_of_a_group": ("rows of the selected blocks + copies", "operator"),  # short
+    "moba_of_heads_in_a_group/moba_of_heads_in_a_group": ("rows of the selected blocks + copies", "operator"),  # short
+    "dsa/dsa_by_mask": ("dense", "operator"),  # short
+    "dsa/dsa_by_bias": ("batched", "operator"),  # short
     "dsa/dsa_by_finite_mask": ("dense", "operator"),  # short
-    "dsa/dsa_by_gather": ("copies", "operator"),  # short
-    "dsa/dsa_by_index": ("copies", "operator"),  # short
-    "dsa/dsa_by_threshold": ("copies", "dense"),  # short
-    "dsa/dsa_by_values": ("copies", "operator"),  # short
-    "dsa_with_index_weights/dsa_with_scores_added": ("copies", "operator"),  # short
-    "dsa_with_loss/dsa_with_loss": ("copies", "operator"),  # short
-    "dsa_per_group/dsa_per_group": ("copies", "operator"),  # short
-    "top_tokens_per_head/top_tokens_by_threshold": ("copies", "dense"),  # short
+    "dsa/dsa_by_gather": ("dense + copies", "operator"),  # short
+    "dsa/dsa_by_index": ("dense + copies", "operator"),  # short
+    "dsa/dsa_by_threshold": ("dense", "dense"),
+    "dsa/dsa_by_values": ("dense + copies", "operator"),  # short
+    "dsa_with_index_weights/dsa_with_scores_added": ("batched", "operator"),  # short
+    "dsa_with_loss/dsa_with_loss": ("dense", "operator"),  # short
+    "dsa_per_group/dsa_per_group": ("selected_attention", "operator"),
+    "top_tokens_per_head/top_tokens_by_threshold": ("dense", "dense"),
     "top_tokens_per_head/top_tokens_by_gather": ("copies", "operator"),  # short
-    "top_tokens_per_head/top_tokens_by_mask": ("copies", "operator"),  # short
+    "top_tokens_per_head/top_tokens_by_mask": ("selected_attention", "operator"),
     "nsa/nsa_by_finite_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
-    "nsa/nsa_by_mask": ("dense + copies", "operator"),  # short
+    "nsa/nsa_by_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_gather": ("dense + copies", "operator"),  # short
     "nsa/nsa_by_gather_of_rows": ("dense + copies", "operator"),  # short
-    "nsa/nsa_by_comparison": ("dense + copies", "operator"),  # short
+    "nsa/nsa_by_comparison": ("compressed_attention + dense + window_attention", "operator"),  # short
     "nsa/nsa_by_sdpa": ("compressed_attention + dense + window_attention", "operator"),  # short
-    "selected_and_window/selected_and_window": ("batched", "operator"),  # short
-    "quest/quest_by_mask": ("copies", "operator"),  # short
-    "quest/quest_by_gather": ("copies", "operator"),  # short
+    "selected_and_window/selected_and_window": ("dense", "operator"),  # short
+    "quest/quest_by_mask": ("rows of the selected blocks + copies", "operator"),  # short
+    "quest/quest_by_gather": ("dense + copies", "operator"),  # short
     "quest_running/quest_with_running_bounds": ("loop", "operator"),  # short
-    "msa/best_key_of_a_block": ("copies", "operator"),  # short
+    "msa/best_key_of_a_block": ("selected_attention", "operator"),
     "msa_with_index/best_index_key_of_a_block": ("copies", "operator"),  # short
-    "qsa/pooled_index_keys": ("copies", "operator"),  # short
-    "infllm/overlapping_means_max_pooled": ("copies", "operator"),  # short
+    "qsa/pooled_index_keys": ("rows of the selected blocks + copies", "operator"),  # short
+    "infllm/overlapping_means_max_pooled": ("selected_attention", "operator"),
     "hca/compressed_window_and_sink": ("crash", "operator"),  # short
     "csa/best_compressed_window_and_sink": ("crash", "operator"),  # short
     "csa/best_compressed_written": ("crash", "operator"),  # short
     "compressed/complete_blocks_and_self": ("batched", "operator"),  # short
-    "selection_given/selection_given": ("batched", "operator"),  # short
+    "selection_given/selection_given": ("dense", "operator"),  # short
     # softmax.py
     "causal/masked_fill_inf": ("window_attention", "operator"),
     "causal/where_inf": ("window_attention", "operator"),
@@ -222,8 +222,8 @@ VERDICTS = {
     "causal/fill_finfo_min": ("window_attention", "operator"),
     "causal/add_finfo_min": ("copies", "operator"),  # short
     "causal/add_rows_of_finfo_min": ("copies", "operator"),  # short
-    "causal/tril_rows": ("batched", "operator"),  # short
-    "causal/tril_by_index_select": ("batched", "operator"),  # short
+    "causal/tril_rows": ("dense", "operator"),  # short
+    "causal/tril_by_index_select": ("dense", "operator"),  # short
     "causal/sdpa_bool": ("window_attention", "operator"),
     "causal/sdpa_float": ("window_attention", "operator"),
     "causal/exp_over_sum": ("copies", "operator"),  # short
@@ -232,7 +232,7 @@ VERDICTS = {
     "causal/log_softmax_exp": ("copies", "operator"),  # short
     "causal/online_softmax": ("copies", "operator"),  # short
     "causal/softmax_then_mask": ("copies", "operator"),  # short
-    "causal/nan_to_num": ("copies", "operator"),  # short
+    "causal/nan_to_num": ("window_attention", "operator"),
     "causal/float32_scores": ("window_attention", "operator"),
     "causal/float32_softmax": ("batched", "operator"),  # short
     "causal/dropout_of_zero": ("window_attention", "operator"),
@@ -259,15 +259,15 @@ VERDICTS = {
     "causal/newest_last_by_roll": ("dense + copies", "operator"),  # short
     "causal/position_as_a_counter": ("window_attention", "operator"),
     "causal/lengths_as_a_carry": ("loop", "operator"),  # short
-    "causal/flags_of_written_rows": ("batched", "operator"),  # short
-    "causal/positions_in_a_cache": ("batched", "operator"),  # short
+    "causal/flags_of_written_rows": ("dense", "operator"),  # short
+    "causal/positions_in_a_cache": ("dense", "operator"),  # short
     "causal/bias_in_a_cache": ("copies", "operator"),  # short
     "causal/positions_closed_over": ("loop", "operator"),  # short
-    "causal/mask_closed_over": ("copies", "operator"),  # short
+    "causal/mask_closed_over": ("dense + copies", "operator"),  # short
     "causal/positions_as_a_buffer": ("loop", "operator"),  # short
     "causal/triangle_as_a_buffer": ("loop", "operator"),  # short
     "causal/positions_by_cumsum": ("window_attention", "operator"),
-    "causal/positions_as_floats": ("batched", "operator"),  # short
+    "causal/positions_as_floats": ("dense", "operator"),  # short
     "causal/new_row_apart": ("batched", "operator"),  # short
     "grouped/grouped_einsum": ("window_attention", "operator"),
     "grouped/repeat_kv": ("window_attention", "operator"),
