@@ -108,7 +108,8 @@ def _(
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, leaves, ctx.program, tiles = inputs
     ctx.counts = len(q), len(leaves)
-    ctx.wanted = [i for i, x in enumerate(leaves) if x.requires_grad]
+    passes_on = parse(ctx.program).passes_on
+    ctx.wanted = [i for i, x in enumerate(leaves) if x.requires_grad and passes_on(f"x{i}")]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*q, *k, v, *leaves, *output, tiles)

@@ -56,6 +56,12 @@ _DECOMPOSED: Any = get_decompositions(
     ]
 )  # fmt: skip
 
+# Operators whose results have no gradient.
+_WITHOUT_GRADIENT = frozenset(
+    {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor",
+     "logical_not", "logical_and", "logical_or", "logical_xor"}
+)  # fmt: skip
+
 Operand = str | float | int | bool
 
 
@@ -80,6 +86,15 @@ class Program:
     def __str__(self) -> str:
         lines = [f"v{i} = {instruction}" for i, instruction in enumerate(self.instructions)]
         return "\n".join([*lines, f"return {', '.join(_written(x) for x in self.results)}"])
+
+    def passes_on(self, name: str) -> bool:
+        """Whether a gradient of the result reaches an operand: what is only compared gets none."""
+        reached: set[Any] = {name}
+        for i, instruction in enumerate(self.instructions):
+            kind = instruction.operator.partition(".")[0]
+            if kind not in _WITHOUT_GRADIENT and not reached.isdisjoint(instruction.operands):
+                reached.add(f"v{i}")
+        return not reached.isdisjoint(self.results)
 
     def evaluate(self, given: Mapping[str, Tensor], dtype: torch.dtype) -> list[Any]:
         """The results, of tensors that broadcast; what is floating is computed in `dtype`."""
