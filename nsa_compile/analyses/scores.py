@@ -536,6 +536,12 @@ def values_of(read: Read, n: int, build: NodeBuilder) -> fx.Node:
 def build_scored(keys: KeySet, values: fx.Node, build: NodeBuilder) -> tuple[fx.Node, fx.Node]:
     """A node of `scored_attention` at one step; its output and log-sum-exp."""
     sides = [side.build(build, keys.shape[:2]) for side in keys.products]
+    # What is only compared has no gradient.
+    compared = [not keys.program.passes_on(f"s{i}") for i in range(len(sides))]
+    sides = [
+        (build(aten.detach.default, q), build(aten.detach.default, k)) if only else (q, k)
+        for only, (q, k) in zip(compared, sides, strict=True)
+    ]
     leaves = [leaf.build(build) for leaf in keys.leaves]
     given = ([q for q, _ in sides], [k for _, k in sides], values, leaves, str(keys.program), None)
     node = build(SCORED, *given)
