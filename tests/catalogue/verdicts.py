@@ -187,7 +187,7 @@ VERDICTS = {
     "dsa/dsa_by_finite_mask": ("dense", "operator"),  # short
     "dsa/dsa_by_gather": ("scored_attention + copies", "operator"),  # short
     "dsa/dsa_by_index": ("scored_attention + copies", "operator"),  # short
-    "dsa/dsa_by_threshold": ("dense", "dense"),
+    "dsa/dsa_by_threshold": ("scored_attention + copies", "dense"),  # short
     "dsa/dsa_by_values": ("scored_attention + copies", "operator"),  # short
     "dsa_with_index_weights/dsa_with_scores_added": ("scored_attention + copies", "operator"),  # short
     "dsa_with_loss/dsa_with_loss": ("dense", "operator"),  # short
@@ -197,9 +197,9 @@ VERDICTS = {
     "top_tokens_per_head/top_tokens_by_mask": ("selected_attention", "operator"),
     "nsa/nsa_by_finite_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
-    "nsa/nsa_by_gather": ("dense + scor...tion + copies", "operator"),  # short
-    "nsa/nsa_by_gather_of_rows": ("dense + scor...tion + copies", "operator"),  # short
-    "nsa/nsa_by_comparison": ("compressed_a...dow_attention", "operator"),
+    "nsa/nsa_by_gather": ("dense + scored_attention + copies", "operator"),  # short
+    "nsa/nsa_by_gather_of_rows": ("dense + scored_attention + copies", "operator"),  # short
+    "nsa/nsa_by_comparison": ("compressed_attention + scored_attention + window_attention", "operator"),
     "nsa/nsa_by_sdpa": ("compressed_attention + dense + window_attention", "operator"),  # short
     "selected_and_window/selected_and_window": ("scored_attention", "operator"),
     "quest/quest_by_mask": ("rows of the selected blocks + copies", "operator"),  # short
