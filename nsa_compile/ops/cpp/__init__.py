@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from torch._inductor.cpp_builder import CppBuilder
 
 __all__ = [
-    "backward", "call", "empty", "forward", "has_matrix_unit", "kernel_directory", "load", "register_kernels",
-    "register_step_kernel", "sizes_of", "uses_matrix_unit",
+    "Sizes", "backward", "call", "check_compiler", "empty", "forward", "has_matrix_unit", "kernel_directory", "load",
+    "load_generated", "register_kernels", "register_step_kernel", "sizes_of", "uses_matrix_unit",
 ]  # fmt: skip
 
 logger = logging.getLogger("nsa_compile")
@@ -65,7 +65,9 @@ _LONGEST_BUILD_S = 300.0  # of a kernel, on a busy machine
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
-class _Sizes(ctypes.Structure):
+class Sizes(ctypes.Structure):
+    """Mirror of `tensor.h`."""
+
     _fields_ = tuple(
         (name, ctypes.c_int64)
         for name in ("batch", "queries", "keys", "query_heads", "groups", "key_dim", "value_dim")
@@ -104,10 +106,10 @@ class _CppKernel(Kernel):
         return f"{self.words}, {'matrix unit' if uses_matrix_unit(dtype) else 'vectors'}"
 
 
-def register_kernels(operator: str) -> None:
+def register_kernels(operator: str, *, generated: bool = False) -> None:
     """Register what `<operator>/cpu.py` calls: with all that the processor has, and without its matrix unit.
 
-    Those are operators over whole sequences.
+    Those are operators over whole sequences; `generated` ones have a kernel for each program.
     """
 
     def load_code() -> Any:
@@ -119,7 +121,7 @@ def register_kernels(operator: str) -> None:
             prepare=code.prepare, forward=on_vectors(code.forward), backward=on_vectors(code.backward)
         )
 
-    register_kernel(_CppKernel(operator, "cpu", "C++", load_code, device="cpu", priority=1))
+    register_kernel(_CppKernel(operator, "cpu", "C++", load_code, device="cpu", priority=1, alone=generated))
     register_kernel(Kernel(operator, "vectors", "C++, vectors", load_vectors, device="cpu", priority=-1))
 
 
@@ -136,6 +138,19 @@ def load(operator: str) -> ctypes.CDLL:
     if _of_sequences(kernel):
         return _load_all()[operator]
     return _obtain(operator, kernel_directory(inductor_files.prepare()))
+
+
+def load_generated(operator: str, part: str, text: str) -> ctypes.CDLL:
+    """The library of `<operator>/<part>.cpp` with a text in place of its line `// PROGRAM`."""
+    source = _source(operator, f"{part}.cpp").replace("// PROGRAM\n", text)
+    return _obtain(f"{operator}-{part}", kernel_directory(inductor_files.prepare()), source)
+
+
+def check_compiler() -> None:
+    """Raises whatever Inductor raises where there is no compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    get_cpp_compiler()
 
 
 @cache
@@ -161,12 +176,12 @@ def kernel_directory(compiled: Path) -> Path:
     return compiled / "nsa_compile" / "kernels"
 
 
-def _obtain(operator: str, directory: Path) -> ctypes.CDLL:
-    """The library of an operator as it was kept, or compiled now and kept."""
-    source = _source(operator)
+def _obtain(name: str, directory: Path, source: str | None = None) -> ctypes.CDLL:
+    """The library of a source, or of the operator of that name, as it was kept, or compiled now and kept."""
+    source = _source(name) if source is None else source
     made_from = [source, _builder("source", "folder").get_command_line(), torch.__version__, machine_name()]
     digest = hashlib.sha256("\0".join(made_from).encode()).hexdigest()
-    path = directory / f"{operator}-{digest[:32]}.so"
+    path = directory / f"{name}-{digest[:32]}.so"
     if (library := _open(path)) is not None:
         return library
     with _alone(path):
@@ -228,7 +243,8 @@ def _alone(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _source(operator: str) -> str:
+@cache
+def _source(operator: str, name: str = "cpu.cpp") -> str:
     """The source of an operator with the headers of this directory put in: the key of the cache must cover them."""
     included: set[str] = set()
 
@@ -242,7 +258,7 @@ def _source(operator: str) -> str:
     def expand(text: str) -> str:
         return re.sub(r'^#include "(\w+\.h)"$', put_in, text.replace("#pragma once\n", ""), flags=re.MULTILINE)
 
-    return expand((_HERE.parent / operator / "cpu.cpp").read_text(encoding="utf-8"))
+    return expand((_HERE.parent / operator / name).read_text(encoding="utf-8"))
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -277,20 +293,28 @@ def backward(operator: str, inputs: tuple[Any, ...], *parameters: object) -> tup
     return dq, dk, dv
 
 
-def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> _Sizes:
+def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     batch, queries, query_heads, key_dim = q.shape
-    return _Sizes(batch, queries, k.shape[1], query_heads, k.shape[2], key_dim, v.shape[3])
+    return Sizes(batch, queries, k.shape[1], query_heads, k.shape[2], key_dim, v.shape[3])
 
 
-def call(operator: str, direction: str, sizes: _Sizes, tensors: tuple[Tensor | None, ...], *parameters: object) -> None:
+def call(
+    operator: str,
+    direction: str,
+    sizes: Sizes,
+    tensors: tuple[Tensor | None, ...],
+    *parameters: object,
+    library: ctypes.CDLL | None = None,
+) -> None:
     """`<operator>_attention_<direction>(sizes, tensors, parameters…, number of threads, use of the matrix unit)`.
 
     The first tensor is there; of the others one that is not has no data. Parameters are ints, floats and sequences of
-    ints. Raises MemoryError where working memory cannot be allocated.
+    ints. The library is that of the operator, unless one is given. Raises MemoryError where working memory cannot be
+    allocated.
     """
     if sizes.batch == 0 or sizes.queries == 0:
         return
-    function = getattr(load(operator), f"{operator}_attention_{direction}")
+    function = getattr(load(operator) if library is None else library, f"{operator}_attention_{direction}")
     q = tensors[0]
     assert q is not None
     numbers = [number for x in tensors for number in _describe(x)]

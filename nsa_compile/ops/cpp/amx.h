@@ -151,6 +151,24 @@ class Amx {
     }
   }
 
+  int64_t left_columns_size(int64_t count, int64_t width) const { return left_size(width, count); }
+  template <typename Rows>
+  Operand left_columns(const Rows& rows, int64_t count, int64_t width, Packed* target) const {
+    return pack_left_columns(rows, count, width, target);
+  }
+  // The sums are [width, stride of the weights] here.
+  int64_t transposed_size(int64_t rows, int64_t columns) const { return right_size(rows, columns, 3); }
+  void add_transposed(
+      const Strided<float>& weights, const Operand& x, int64_t rows, int64_t width, int64_t, int64_t columns,
+      float* sums, Packed* scratch) const {
+    pack_right({weights.first, weights.stride}, rows, columns, computed_pieces_, scratch);
+    const Right right_weights = right(scratch, rows, columns, computed_pieces_);
+    multiply(width, columns, rows, x, right_weights, Strided<float>{sums, weights.stride}, true);
+  }
+  Operand left_computed(const Strided<float>& rows, int64_t count, int64_t depth, Packed* target) const {
+    return pack_left(rows, count, depth, computed_pieces_, target);
+  }
+
   // As of `Vectors`, but for the sums of dk and dv, which are [width, size] here: their products want the queries along
   // the rows of the left operand, and q and grad are turned once a tile.
   template <typename Rows>

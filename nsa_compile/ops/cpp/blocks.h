@@ -195,70 +195,67 @@ struct Chunk {
   BlockSpan span;
 };
 
-// Sums of dk and dv. Each chunk of each sequence has its own, which are added in the order of the chunks at the end: so
-// no bit depends on the number of threads, and nothing is atomic.
+// Sums of the gradients of keys or of values. Each chunk of each sequence has its own, which are added in the order of the
+// chunks at the end: so no bit depends on the number of threads, and nothing is atomic.
 template <typename E>
-class ChunkSums {
+class BlockSums {
  public:
   using T = typename E::Value;
 
-  ChunkSums(const Sizes& sizes, const Blocks<E>& keys, const Blocks<E>& values, const std::vector<Chunk>& chunks)
-      : sizes_(sizes), keys_(keys), values_(values), chunks_(chunks) {
+  BlockSums(const Sizes& sizes, const Blocks<E>& blocks, const std::vector<Chunk>& chunks)
+      : sizes_(sizes), blocks_(blocks), chunks_(chunks) {
     for (const Chunk& chunk : chunks) {
-      first_blocks_.push_back(blocks_);
-      blocks_ += chunk.span.last - chunk.span.first;
+      first_.push_back(count_);
+      count_ += chunk.span.last - chunk.span.first;
     }
-    key_sums_ = Buffer<T>(sizes.sequences() * blocks_ * keys.elements());
-    value_sums_ = Buffer<T>(sizes.sequences() * blocks_ * values.elements());
+    sums_ = Buffer<T>(sizes.sequences() * count_ * blocks.elements());
   }
 
-  T* of_keys(int64_t sequence, int64_t chunk, int64_t block) const {
-    return key_sums_.data() + place(sequence, chunk, block) * keys_.elements();
-  }
-  T* of_values(int64_t sequence, int64_t chunk, int64_t block) const {
-    return value_sums_.data() + place(sequence, chunk, block) * values_.elements();
+  T* of(int64_t sequence, int64_t chunk, int64_t block) const {
+    const int64_t place = sequence * count_ + first_[chunk] + block - chunks_[chunk].span.first;
+    return sums_.data() + place * blocks_.elements();
   }
 
   void clear(int64_t sequence, int64_t chunk) const {
     const auto [first, last] = chunks_[chunk].span;
-    fill(of_keys(sequence, chunk, first), (last - first) * keys_.elements(), T(0));
-    fill(of_values(sequence, chunk, first), (last - first) * values_.elements(), T(0));
+    fill(of(sequence, chunk, first), (last - first) * blocks_.elements(), T(0));
   }
 
-  // dk times a factor, and dv.
-  void store(const E& engine, T factor, const Tensor& dk, const Tensor& dv, int64_t threads) const {
-    const int64_t elements = std::max(keys_.elements(), values_.elements());
+  // The sums times a factor.
+  void store(const E& engine, T factor, const Tensor& target, int64_t threads) const {
+    const int64_t elements = blocks_.elements(), copied = sizes_.sequences() * count_ * elements;
     const ThreadBuffers<T> sums(threads, elements), rows(threads, elements);
-    const int64_t copied = sizes_.sequences() * blocks_ * elements;
-    parallel_for(sizes_.sequences() * keys_.count, threads_to_copy(copied, threads), [&](int64_t item, int64_t thread) {
-      const int64_t sequence = item / keys_.count, block = item % keys_.count;
-      const auto reduce = [&](const Buffer<T>& parts, const Blocks<E>& blocks, T factor, const Tensor& target) {
-        T* sum = sums[thread];
-        fill(sum, blocks.elements(), T(0));
-        for (size_t chunk = 0; chunk < chunks_.size(); chunk++) {
-          const auto [first, last] = chunks_[chunk].span;
-          if (block < first || block >= last) continue;
-          add_to(sum, parts.data() + place(sequence, chunk, block) * blocks.elements(), blocks.elements());
-        }
-        store_block(engine, sum, factor, target, sizes_, blocks, sequence, block, rows[thread]);
-      };
-      reduce(key_sums_, keys_, factor, dk);
-      reduce(value_sums_, values_, T(1), dv);
+    const int64_t items = sizes_.sequences() * blocks_.count;
+    parallel_for(items, threads_to_copy(copied, threads), [&](int64_t item, int64_t thread) {
+      const int64_t sequence = item / blocks_.count, block = item % blocks_.count;
+      T* sum = sums[thread];
+      fill(sum, elements, T(0));
+      for (size_t chunk = 0; chunk < chunks_.size(); chunk++) {
+        const auto [first, last] = chunks_[chunk].span;
+        if (block >= first && block < last) add_to(sum, of(sequence, chunk, block), elements);
+      }
+      store_block(engine, sum, factor, target, sizes_, blocks_, sequence, block, rows[thread]);
     });
   }
 
  private:
   const Sizes& sizes_;
-  const Blocks<E>&keys_, &values_;
+  const Blocks<E>& blocks_;
   const std::vector<Chunk>& chunks_;
-  std::vector<int64_t> first_blocks_;  // of a chunk, among the blocks of all chunks of a sequence
-  int64_t blocks_ = 0;
-  Buffer<T> key_sums_, value_sums_;
-
-  int64_t place(int64_t sequence, int64_t chunk, int64_t block) const {
-    return sequence * blocks_ + first_blocks_[chunk] + block - chunks_[chunk].span.first;
-  }
+  std::vector<int64_t> first_;  // of a chunk, among the blocks of all chunks of a sequence
+  int64_t count_ = 0;
+  Buffer<T> sums_;
 };
+
+// An engine for inputs of a type.
+template <typename E>
+E make_engine(int64_t dtype) {
+  if constexpr (std::is_constructible_v<E, int64_t>) {
+    return E(dtype);
+  } else {
+    return E();
+  }
+}
 
 // Runs `function(engine)` with the engine for inputs of a type: the matrix unit where there is one and it is wanted.
 template <typename Function>

@@ -169,7 +169,7 @@ void backward_ranges(
 
   const int64_t heads = sizes.heads(), rows = padded_rows<E>(tile_queries * heads);
   const int64_t key_width = keys.padded_width, value_width = values.padded_width;
-  const ChunkSums<E> sums(sizes, keys, values, chunks);
+  const BlockSums<E> key_sums(sizes, keys, chunks), value_sums(sizes, values, chunks);
   const ThreadBuffers<T> q_tiles(threads, rows * key_width), grad_tiles(threads, rows * value_width);
   const ThreadBuffers<T> dq_tiles(threads, rows * key_width), out_rows(threads, value_width);
   const GradientScratch<E> scratch(engine, keys, values, rows, threads);
@@ -183,7 +183,8 @@ void backward_ranges(
     const int64_t chunk_index = num_chunks - 1 - item / sizes.sequences();
     const Chunk& chunk = chunks[chunk_index];
     const int64_t batch = sequence / sizes.groups, first_head = sequence % sizes.groups * heads;
-    sums.clear(sequence, chunk_index);
+    key_sums.clear(sequence, chunk_index);
+    value_sums.clear(sequence, chunk_index);
     const Strided<T> q_rows{q_tiles[thread], key_width}, grad_rows{grad_tiles[thread], value_width};
     const Strided<T> dq_rows{dq_tiles[thread], key_width};
     T *row_lse = row_values[thread], *delta = row_lse + rows;
@@ -209,8 +210,8 @@ void backward_ranges(
       if (span.first == span.last) fill(dq_rows[0], tile.rows * key_width, T(0));
       for (int64_t block = span.first; block < span.last; block++) {
         backward_block(
-            tile, products, keys, values, sequence, block, sums.of_keys(sequence, chunk_index, block),
-            sums.of_values(sequence, chunk_index, block), dq_rows, block > span.first, scratch.weights[thread],
+            tile, products, keys, values, sequence, block, key_sums.of(sequence, chunk_index, block),
+            value_sums.of(sequence, chunk_index, block), dq_rows, block > span.first, scratch.weights[thread],
             scratch.dscores[thread]);
       }
       for (int64_t row = 0; row < tile.rows; row++) {
@@ -220,7 +221,8 @@ void backward_ranges(
     }
   });
 
-  sums.store(engine, scale, dk, dv, threads);
+  key_sums.store(engine, scale, dk, threads);
+  value_sums.store(engine, T(1), dv, threads);
 }
 
 }  // namespace

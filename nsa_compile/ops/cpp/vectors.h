@@ -59,6 +59,25 @@ class Vectors {
     ::multiply<T, ::Left::kPlain>(rows, columns, depth, a, b, c, accumulate);
   }
 
+  // The columns of a matrix [count, width] as the rows of a left operand, for `add_transposed`.
+  int64_t left_columns_size(int64_t, int64_t) const { return 0; }
+  template <typename Rows>
+  Rows left_columns(const Rows& rows, int64_t, int64_t, Packed*) const {
+    return rows;
+  }
+  // sums [keys, width] += weightsᵀ x, with x [rows, width] as `left_columns` has it and weights [rows, columns], of which
+  // the first `keys` columns count.
+  int64_t transposed_size(int64_t, int64_t) const { return 0; }
+  template <typename Rows>
+  void add_transposed(
+      const Strided<T>& weights, const Rows& x, int64_t rows, int64_t width, int64_t keys, int64_t, T* sums,
+      Packed*) const {
+    const Strided<T> sum_rows{sums, padded_columns<T>(width)};
+    ::multiply<T, ::Left::kTransposed>(keys, width, rows, weights, x, sum_rows, true);
+  }
+  // A matrix computed here, as a left operand.
+  Strided<T> left_computed(const Strided<T>& rows, int64_t, int64_t, Packed*) const { return rows; }
+
   // The products of the backward pass for a tile of queries: q [rows, key_dim], grad [rows, value_dim].
   template <typename Rows>
   class Gradients {

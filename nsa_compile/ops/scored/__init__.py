@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from nsa_compile.ops import flops
+from nsa_compile.ops import cpp, flops
 from nsa_compile.ops.dispatch import Kernel, choose_kernel, register_kernel
 from nsa_compile.ops.scored.program import derivative, parse
 from nsa_compile.ops.tiles import compute_dtype
@@ -155,4 +155,5 @@ def _backward_flops(grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *rest:
     return sum(flops.attention_backward_flops(a, v, a[1] * v[1]) for a in q)
 
 
+cpp.register_kernels("scored", generated=True)
 register_kernel(Kernel("scored", "portable", "portable torch", partial(import_module, f"{__name__}.portable")))

@@ -249,7 +249,7 @@ void backward(
   const Layout layout(num_selected, block_size, sizes, keys, key_width);
   const int64_t heads = layout.heads, unit_rows = layout.unit_queries * heads, tile_rows = layout.tile_rows;
   const std::vector<Chunk> chunks = make_chunks(layout);
-  const ChunkSums<E> sums(sizes, keys, values, chunks);
+  const BlockSums<E> key_sums(sizes, keys, chunks), value_sums(sizes, values, chunks);
   const ThreadBuffers<T> results(threads, unit_rows * key_width), lses(threads, unit_rows), deltas(threads, unit_rows);
   const ThreadBuffers<T> q_tiles(threads, tile_rows * key_width), grad_tiles(threads, tile_rows * value_width);
   const ThreadBuffers<T> out_rows(threads, value_width), unused(threads, key_width), row_values(threads, 2 * tile_rows);
@@ -264,7 +264,8 @@ void backward(
     [[maybe_unused]] const typename E::Session session;
     Unit& unit = units[thread];
     const int64_t sequence = item % sizes.sequences(), chunk = num_chunks - 1 - item / sizes.sequences();
-    sums.clear(sequence, chunk);
+    key_sums.clear(sequence, chunk);
+    value_sums.clear(sequence, chunk);
     for (int64_t number = chunks[chunk].first_tile; number < chunks[chunk].last_tile; number++) {
       unit.sort(layout, indices, sequence, number);
       const int64_t count_rows = (unit.last - unit.first) * heads;
@@ -295,8 +296,8 @@ void backward(
         const typename E::template Gradients<Scattered<const T>> products(
             engine, q_rows, grad_rows, rows, sizes.key_dim, sizes.value_dim, scratch.products[thread]);
         backward_block(
-            tile, products, keys, values, sequence, block, sums.of_keys(sequence, chunk, block),
-            sums.of_values(sequence, chunk, block), result, true, scratch.weights[thread], scratch.dscores[thread]);
+            tile, products, keys, values, sequence, block, key_sums.of(sequence, chunk, block),
+            value_sums.of(sequence, chunk, block), result, true, scratch.weights[thread], scratch.dscores[thread]);
       });
 
       for (int64_t row = 0; row < count_rows; row++) {
@@ -305,7 +306,8 @@ void backward(
       }
     }
   });
-  sums.store(engine, scale, dk, dv, threads);
+  key_sums.store(engine, scale, dk, threads);
+  value_sums.store(engine, T(1), dv, threads);
 }
 
 }  // namespace
