@@ -77,8 +77,24 @@ scored_attention = torch.library.custom_op(
 )
 
 
-def _compute_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Any, k: Any, v: Tensor, *rest: Any) -> list[Tensor]:
-    return choose_kernel("scored", v).code.backward(grad_out, grad_lse, q, k, v, *rest)
+def _compute_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Any,
+    k: Any,
+    v: Tensor,
+    leaves: Any,
+    out: Tensor,
+    lse: Tensor,
+    total: Tensor,
+    *rest: Any,
+) -> list[Tensor]:
+    # Kernels take exp(score - lse) for weights. Among scores as low as masks make them, lse loses log(total), so that
+    # these are 1 instead of 1 / total; of other scores this is 1.
+    share = ((lse - (lse - total.log())).exp() / total).masked_fill(total == 0, 1.0)
+    grad_out = grad_out * share.unsqueeze(-1).to(grad_out.dtype)
+    grad_lse = None if grad_lse is None else grad_lse * share
+    return choose_kernel("scored", v).code.backward(grad_out, grad_lse, q, k, v, leaves, out, lse, *rest)
 
 
 scored_attention_backward = torch.library.custom_op(

@@ -32,16 +32,17 @@ def prepare() -> None:
 
 def forward(
     q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     leaves = [_readable(x) for x in leaves]
     if not _fits(program, None, leaves, v):
         return portable.forward(q, k, v, leaves, program, tiles)
     shape = q[0].shape[:3]
-    out, lse = cpp.empty(v, *shape, v.shape[2]), cpp.empty(v, *shape, dtype=compute_dtype(v))
+    out = cpp.empty(v, *shape, v.shape[2])
+    lse, total = (cpp.empty(v, *shape, dtype=compute_dtype(v)) for _ in range(2))
     library = _library("forward", program, None, _types(leaves), len(q), (), v.dtype, cpp.uses_matrix_unit(v.dtype))
-    tensors = (*q, *_with_heads(k, v), *_expanded(leaves, q, v), _used(tiles), out, lse)
+    tensors = (*q, *_with_heads(k, v), *_expanded(leaves, q, v), _used(tiles), out, lse, total)
     cpp.call("scored", "forward", _sizes(q, v), tensors, [x.shape[3] for x in q], library=library)
-    return out, lse
+    return out, lse, total
 
 
 def backward(

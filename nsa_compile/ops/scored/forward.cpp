@@ -12,7 +12,7 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
   using Scores = Program<T>;
   constexpr int64_t products = Scores::kProducts;
   const Tensor *q = tensors, *k = q + products, *leaves = k + products + 1;
-  const Tensor &v = k[products], &tiles = leaves[Scores::kLeaves], &out = (&tiles)[1], &lse = (&tiles)[2];
+  const Tensor &v = k[products], &tiles = leaves[Scores::kLeaves], &out = (&tiles)[1], &lse = (&tiles)[2], &total = (&tiles)[3];
 
   std::vector<Blocks<E>> keys;
   keys.reserve(products);
@@ -65,9 +65,9 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
     for (int64_t i = 0; i < products; i++) queries[i] = load_queries(i);
 
     T* const more = score_tiles[thread] + block_elements * pass_blocks;
-    const int64_t total = blocks.size();
-    for (int64_t first = 0; first < total; first += pass_blocks) {
-      const int64_t last = std::min(total, first + pass_blocks);
+    const int64_t count_of_blocks = blocks.size();
+    for (int64_t first = 0; first < count_of_blocks; first += pass_blocks) {
+      const int64_t last = std::min(count_of_blocks, first + pass_blocks);
       for (int64_t at = first; at < last; at++) {
         T* scores[products] = {score_tiles[thread] + (at - first) * block_elements};
         for (int64_t i = 1; i < products; i++) scores[i] = more + (i - 1) * block_elements;
@@ -97,13 +97,14 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
           tile.out + row * values.padded_width, sum == T(0) ? T(0) : T(1) / sum, out, place.sequence, query, head,
           sizes.value_dim);
       element<T>(lse, place.sequence, query, head) = tile.largest[row] + std::log(sum);
+      element<T>(total, place.sequence, query, head) = sum;
     }
   });
 }
 
 }  // namespace
 
-// tensors: every q, every k, v, every leaf, tiles, out, lse
+// tensors: every q, every k, v, every leaf, tiles, out, lse, total
 extern "C" int scored_attention_forward(
     const Sizes* sizes, const Tensor* tensors, const int64_t* key_dims, int64_t threads, int64_t) {
   return guarded([&] { forward(make_engine<Engine>(tensors[0].dtype), *sizes, key_dims, tensors, threads); });

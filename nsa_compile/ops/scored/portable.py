@@ -45,7 +45,6 @@ def backward(
     leaves: Sequence[Tensor],
     out: Tensor,
     lse: Tensor,
-    total: Tensor,
     program: str,
     derivatives: str,
     tiles: Tensor | None,
@@ -58,8 +57,7 @@ def backward(
     )
     for queries, keys in _spans(tiles, q[0].shape[1], v.shape[1]):
         scores = _scores(parse(program), q, k, leaves, queries, keys, dtype)
-        sums = total[:, queries].masked_fill(total[:, queries] == 0, 1.0)
-        weights = _exp(scores, lse[:, queries] - sums.log()) / sums.unsqueeze(-1)
+        weights = _exp(scores, lse[:, queries])
         grad = grad_out[:, queries].to(dtype)
         of_v[0][:, keys] += torch.einsum("nsmt,nsmd->ntd", weights, grad)
         moved = (grad * out[:, queries].to(dtype)).sum(-1)
