@@ -119,14 +119,20 @@ def register_modules(operator: str, package: str) -> None:
     register("portable", "portable torch")
 
 
-def choose_kernel(operator: str, q: Tensor) -> Kernel:
+def choose_kernel(operator: str, q: Tensor, *, small: bool = False) -> Kernel:
     """The kernel of `operator` (window, compressed or selected) for inputs like `q`.
+
+    Args:
+        small: whether the work is too small for a kernel that is compiled for it alone; then the portable one is taken.
 
     Raises:
         ValueError: the operator has no kernel of the name that is forced.
         RuntimeError: none of its kernels can compute it.
     """
-    kernel, reason = _named(operator, _forced[-1]) if _forced else _best(operator, q.device.type, q.dtype)
+    if _forced or small:
+        kernel, reason = _named(operator, _forced[-1] if _forced else "portable")
+    else:
+        kernel, reason = _best(operator, q.device.type, q.dtype)
     for seen in _observers:
         seen.append(Use(operator, kernel.describe(q.dtype), reason))
     return kernel

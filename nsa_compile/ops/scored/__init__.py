@@ -47,11 +47,16 @@ def _check(
     parse(program)
 
 
+def _is_small(q: Sequence[Tensor], v: Tensor) -> bool:
+    """Whether writing and compiling a kernel, some seconds, takes longer than hundreds of calls without one."""
+    return q[0].shape[:3].numel() * v.shape[1] < 2**19
+
+
 def _compute(
     q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, leaves, program, tiles)
-    out, lse, total = choose_kernel("scored", v).forward(q, k, v, leaves, program, tiles)
+    out, lse, total = choose_kernel("scored", v, small=_is_small(q, v)).forward(q, k, v, leaves, program, tiles)
     return out, lse, total
 
 
@@ -94,7 +99,8 @@ def _compute_backward(
     share = ((lse - (lse - total.log())).exp() / total).masked_fill(total == 0, 1.0)
     grad_out = grad_out * share.unsqueeze(-1).to(grad_out.dtype)
     grad_lse = None if grad_lse is None else grad_lse * share
-    return choose_kernel("scored", v).code.backward(grad_out, grad_lse, q, k, v, leaves, out, lse, *rest)
+    kernel = choose_kernel("scored", v, small=_is_small(q, v))
+    return kernel.code.backward(grad_out, grad_lse, q, k, v, leaves, out, lse, *rest)
 
 
 scored_attention_backward = torch.library.custom_op(
