@@ -74,6 +74,12 @@ def autocast_at(scan: fx.Node) -> Autocast:
     return scan.meta.get(_AUTOCAST) or autocast_now()
 
 
+def share_autocast(scan: fx.Node, part: fx.Node) -> None:
+    """Note at a scan that is a part of another one what is noted there."""
+    if _AUTOCAST in scan.meta:
+        part.meta[_AUTOCAST] = scan.meta[_AUTOCAST]
+
+
 @contextlib.contextmanager
 def under(state: Autocast) -> Iterator[None]:
     """Trace under a state. Nothing is kept in autocast's cache of weights: what is traced there is no weight."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from nsa_compile import modes
 from nsa_compile.analyses.affine import Affine, Axes, Axis, Factor, NotAffine, Term, opened, opened_sum, plain
 from nsa_compile.analyses.batched_body import BatchedBody, Recurrence
 from nsa_compile.ir.aten import aten
@@ -42,6 +43,8 @@ def find_parallel_form(site: ScanSite, record: ScanRecord, group: tuple[int, ...
     state = _State.of(site, record, carry, update)
     steps = record.length * example(carry).numel() * example(carry).element_size()
     try:
+        if any(on for _, _, on in modes.autocast_at(site.node)):
+            raise NotAffine("autocast would compute the products that hand its state on in low precision", carry)
         form: Recurrence = _in_chunks(site, record, place, state)
     except NotAffine as why:
         if state.mixed:
@@ -63,7 +66,7 @@ def evaluate(terms: Iterable[Term], names: Names, body: BatchedBody, dtype: torc
         total = value if total is None else total + value
     if total is None:
         return torch.zeros([1] * (len(names) + 1), dtype=dtype, device=body.xs[0].device)
-    return total.to(dtype)
+    return total.to(torch.promote_types(total.dtype, dtype))  # a state may be kept in less than it is computed in
 
 
 def _evaluate_term(term: Term, names: Names, body: BatchedBody, dtype: torch.dtype) -> Tensor:
@@ -74,7 +77,7 @@ def _evaluate_term(term: Term, names: Names, body: BatchedBody, dtype: torch.dty
     for _, x in (pair for pair in values if pair[0] == "value"):
         product = x if product is None else product * x
     if product is None:
-        product = torch.ones([1] * (len(every) + 1), dtype=dtype, device=body.xs[0].device)
+        product = torch.ones([1] * (len(every) + 1), dtype=_wide(dtype), device=body.xs[0].device)
     for _, x in (pair for pair in values if pair[0] == "reciprocal"):
         product = product / x
     if term.number != 1:
@@ -85,9 +88,15 @@ def _evaluate_term(term: Term, names: Names, body: BatchedBody, dtype: torch.dty
     return product.sum(tuple(range(len(names) + 1, product.dim()))) if summed else product
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A dtype for factors: a decay that is rounded to that of a small state is another decay."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def _arranged(factor: Factor, names: Names, body: BatchedBody) -> Tensor:
     """A factor at all steps, with a dimension for each name, of size 1 where it has none."""
     value, has_steps = body.value(factor.node, body.all_times)
+    value = value.to(_wide(value.dtype))
     own = [axis for dim in factor.axes for axis in dim]
     rows = value.shape[0] if has_steps else 1
     value = value.reshape(rows, *(axis.size for axis in own))
@@ -227,7 +236,7 @@ class AtEachStep:
         inner = torch.uint8 if dtype == torch.bool else dtype
         a = None if self.kept is None or _is_one(self.kept) else evaluate(self.kept, self.names, body, inner)
         b = evaluate(self.added, self.names, body, inner).expand(steps, *sizes)
-        values = recurrence(a, b, first.to(inner).reshape(sizes), self.kind)
+        values = recurrence(a, b, first.to(b.dtype).reshape(sizes), self.kind)
         values = values.reshape(steps, *first.shape).to(dtype)
         before = torch.cat([first.unsqueeze(0), values[:-1]])
         return {self.place: values[-1]}, {self.carry: before, self.update: values}
@@ -341,7 +350,7 @@ class InChunks:
             values[readout.node].append(out)
         last = last.reshape([axis.size for axis in names]).permute([names.index(axis) for axis in flat])
         yielded = {node: sum(parts[1:], parts[0]).to(example(node).dtype) for node, parts in values.items()}
-        return {self.place: last.reshape(init.shape)}, yielded
+        return {self.place: last.reshape(init.shape).to(init.dtype)}, yielded
 
     def _read(self, readout: Readout, first: Tensor, body: BatchedBody) -> tuple[Tensor, Tensor]:
         """What a readout yields at all steps, `[S, ...]`, and the last state."""
@@ -368,7 +377,7 @@ class InChunks:
             q = torch.cat([q[1:], torch.zeros_like(q[:1])])
         out, last = chunks.linear(q, k, v, a, u, state)
         if readout.before:
-            found = (asked[:1].unsqueeze(-2) @ state).squeeze(-2)
+            found = (asked[:1].to(out.dtype).unsqueeze(-2) @ state.to(out.dtype)).squeeze(-2)
             out = torch.cat([found.expand(1, *out.shape[1:]), out[:-1]])
         kept = (*self.batch, *extra, *self.columns)
         out = out.reshape(*out.shape[:-1], *(axis.size for axis in self.columns))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._higher_order_ops.scan import scan_op
 
+from nsa_compile import modes
 from nsa_compile.ir.scans import example, results
 
 __all__ = ["place_inner_loops", "run_inner_loop"]
@@ -42,8 +43,8 @@ def _(init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor]
     return [*(x.new_empty(x.shape) for x in init), *rows]
 
 
-def place_inner_loops(owner: fx.GraphModule) -> None:
-    """Make the stand-ins of a graph scans, in place."""
+def place_inner_loops(owner: fx.GraphModule, scan: fx.Node) -> None:
+    """Make the stand-ins of a graph scans, in place, under the autocast of the one that they are a part of."""
     for node in owner.graph.find_nodes(op="call_function", target=torch.ops.nsa_compile.inner_loop.default):
         *tensors, key = node.args
         body = _bodies.pop(key)
@@ -54,4 +55,5 @@ def place_inner_loops(owner: fx.GraphModule) -> None:
         step.meta = {"example_value": body}
         node.target, node.args = scan_op, (step, *tensors)
         node.meta["example_value"] = node.meta.pop("val")
+        modes.share_autocast(scan, node)
     owner.recompile()

@@ -73,7 +73,7 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
         report.guards_kept, report.guards_dropped = guards(site, site.record)
         match_results(site, batched)
         inline_graph(site.owner, site.node, batched, inputs)
-        place_inner_loops(site.owner)
+        place_inner_loops(site.owner, site.node)
         context.match(site.node.name, f"{site.record.length} steps became {report.nodes_after} operators")
         changed = True
     return changed

@@ -737,3 +737,52 @@ def test_factors_of_another_step_are_seen(monkeypatch):
     monkeypatch.setattr(parallel_forms, "_arranged", lambda *args: original(*args).roll(1, 0))
     with pytest.raises(AssertionError):
         compared(SPELLINGS["gates_of_the_token_alone"][0], tokens())
+
+
+# ------------------------------------------------------------------------------------------------------- low precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["a_decay_of_data", "delta_rule_with_a_decay", "exponential_average"])
+def test_low_precision_is_no_farther_from_float64_than_the_loop(name, dtype):
+    run, _ = SPELLINGS[name]
+    given = {n: x.to(dtype) for n, x in tokens(100).items()}
+    exact = pytree.tree_leaves(run(**{n: x.double() for n, x in given.items()}))
+    loop = pytree.tree_leaves(run(**given))
+    mine = pytree.tree_leaves(nsa_compile.compile(run, nested="eager", cache=False)(**given))
+    for a, b, truth in zip(mine, loop, exact, strict=True):
+        band = torch.finfo(dtype).eps * float(truth.abs().max())
+        assert a.dtype == b.dtype
+        assert float((a - truth).abs().max()) <= float((b - truth).abs().max()) + band
+
+
+def test_a_state_kept_in_low_precision_has_the_decay_that_the_step_computes():
+    """A decay of 0.9999 is 1 in bfloat16: rounded to the dtype of the state it would be none."""
+
+    def run(v):
+        def step(state, row):
+            state = (state.float() * 0.99 + row.float()).bfloat16()
+            return state, state.float()
+
+        return scan(step, v[0], v)[1]
+
+    v = rows(400, 3).bfloat16()
+    state, values = v[0].double(), []
+    for row in v.double():
+        state = state * 0.99 + row
+        values.append(state)
+    exact = torch.stack(values)
+    error = (nsa_compile.compile(run, nested="eager", cache=False)(v).double() - exact).abs().max()
+    assert float(error) <= float((run(v).double() - exact).abs().max())
+
+
+@pytest.mark.parametrize("name", ["a_decay_of_data", "delta_rule_with_a_decay"])
+def test_autocast_does_not_reach_the_states(name):
+    run, _ = SPELLINGS[name]
+    given = {n: x.float() for n, x in tokens().items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        loop = pytree.tree_leaves(run(**given))
+        mine = pytree.tree_leaves(nsa_compile.compile(run, nested="eager", cache=False)(**given))
+    assert CHUNKS not in forms(nsa_compile.last_report().scans[0])
+    for a, b in zip(mine, loop, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)

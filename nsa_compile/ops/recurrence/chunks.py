@@ -10,6 +10,9 @@ runs vanishes where the loop's does.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,12 +38,12 @@ def linear(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, u: Tensor | None, 
         first: `[..., K, V]`, the state before the first step.
 
     Returns:
-        `o [S, ..., V]` and the state after the last step, in the dtype of `first`.
+        `o [S, ..., V]` and the state after the last step, in the common dtype, float32 at least.
     """
-    steps, dtype = v.shape[0], first.dtype
+    steps = v.shape[0]
+    q, k, v, a, u, first = _in_one_dtype(q, k, v, a, u, first)
     chunk = min(CHUNK, 1 << (steps - 1).bit_length())
     q, k, v = (_chunks(x, steps, chunk, 0) for x in (q, k, v))
-    first = first.to(v.dtype)
     decay = None if a is None else _Decay(_chunks(a, steps, chunk, 1))
     late = k if decay is None else k * decay.after
     if u is None:
@@ -56,13 +59,18 @@ def linear(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, u: Tensor | None, 
     entering = torch.cat([first.unsqueeze(0), states[:-1]]).movedim(0, -3)
     written = own if of_state is None else own - of_state @ entering
     out = _scores(q, k, decay, strict=False) @ written + (q if decay is None else q * decay.up_to) @ entering
-    return out.flatten(-3, -2)[..., :steps, :].movedim(-2, 0).to(dtype), states[-1].to(dtype)
+    return out.flatten(-3, -2)[..., :steps, :].movedim(-2, 0), states[-1]
+
+
+def _in_one_dtype(*tensors: Any) -> list[Any]:
+    """Operands in a dtype to sum in: none is rounded to that of another."""
+    dtypes = [x.dtype for x in tensors if x is not None]
+    common = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    return [None if x is None else x.to(common) for x in tensors]
 
 
 def _chunks(x: Tensor, steps: int, chunk: int, filling: float) -> Tensor:
-    """`[S, ..., D]` as `[..., chunks, steps of a chunk, D]`, filled up at the end, in a dtype to sum in."""
-    if x.dtype in (torch.bfloat16, torch.float16):
-        x = x.float()
+    """`[S, ..., D]` as `[..., chunks, steps of a chunk, D]`, filled up at the end."""
     x = x.expand(steps, *x.shape[1:]).movedim(0, -2)
     x = F.pad(x, (0, 0, 0, -steps % chunk), value=filling) if steps % chunk else x
     return x.unflatten(-2, (-1, chunk))
