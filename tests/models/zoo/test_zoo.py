@@ -138,6 +138,8 @@ def verdict(report):
     if not all(scan.batched for scan in report.scans):
         return "a loop"
     operators = sorted({f"`{choice.operator}`" for choice in report.attention if choice.operator != "dense"})
+    if any(entry.name == "parallelize_recurrences" and entry.matches for entry in report.passes):
+        operators.append("in parallel")
     copies = any(decline.pass_name == "eliminate_guards" for decline in report.declines)
     return ", ".join([*operators, *([] if operators else ["dense"]), *(["copies"] if copies else [])])
 
