@@ -418,6 +418,8 @@ def _in_chunks(site: ScanSite, record: ScanRecord, place: int, state: _State) ->
         NotAffine: it has none, or the state at each step is smaller than what it computes.
     """
     carry, update = site.placeholders()[0][place], site.outputs()[0][place]
+    if not (example(carry).dtype.is_floating_point or example(carry).dtype.is_complex):
+        raise NotAffine("its state is of integers, of which a product may hold more than a float does", carry)
     reads = _readouts(site, record, place, carry, update)
     terms = [term for found in reads.values() for term in found if term.state is not None]
     if not terms:
