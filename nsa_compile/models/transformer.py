@@ -431,7 +431,8 @@ class NSATransformer(nn.Module):
             ValueError: the caches have no room for a token more.
         """
         rooms = [module.attention.room(layer) for module, layer in zip(self.blocks, state.layers, strict=True)]
-        check_room(state.t, min((room for room in rooms if room is not None), default=None))
+        limits = [room for room in rooms if room is not None]
+        check_room(state.t, min(limits) if limits else None)
         x = self.embedding(tokens)
         layers: list[Any] = []
         chosen: list[Tensor] = []
