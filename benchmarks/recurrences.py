@@ -187,8 +187,7 @@ def measure(name: str, problem: Problem, repeats: int, clock: str, fla: Path | N
         row["difference"][form] = difference(given, expected)
         works[form] = partial(results, f, inputs, weight)
         if form == "compiled":
-            scans = nsa_compile.last_report().scans
-            row["verdict"] = ["batched" if scan.batched else "a loop" for scan in scans]
+            row["verdict"] = [scan.verdict for scan in nsa_compile.last_report().scans]
     timings = interleave(
         works, {form: 3 if form in ("eager", "loop") else repeats for form in works}, clock=CLOCKS[clock]
     )
