@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from nsa_compile.compiler_cache import errors_named
 from nsa_compile.ir import markers
 from nsa_compile.ir.scans import WRITTEN, Declined
 from nsa_compile.passes import verifier
-from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline
+from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline, sources_digest
 from nsa_compile.passes.report import Report
 from nsa_compile.program.aliases import hand_on_originals
 from nsa_compile.program.checks import check_after_loops
@@ -238,6 +239,7 @@ def compile_nested(
             return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if nvtx else {}))
     patches = {"config_patches": markers.inductor_config(gm)} if nvtx else {}
     inductor_files.prepare()
+    _part_kept_programs()
     let_inductor_read_what_was_written()
     negated = [i for i, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()]
     if any(WRITTEN in gm.graph.find_nodes(op="placeholder")[i].meta for i in negated):
@@ -249,6 +251,21 @@ def compile_nested(
     with errors_named(), _limits_named():
         run = lookup_backend("inductor")(gm, examples, **patches)
     return run if not negated else lambda *inputs: run(*_resolved(inputs, negated))
+
+
+def _part_kept_programs() -> None:
+    """Let Inductor and AOTAutograd take no program from disk that another version of this package put there.
+
+    Their keys digest the graph before differentiation and the names of its operators. They know neither an operator's
+    signature nor what its backward pass is (torch 2.13).
+    """
+    if _own_tag() not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += _own_tag()
+
+
+@functools.cache
+def _own_tag() -> str:
+    return f" nsa_compile {sources_digest()}"
 
 
 def _resolved(inputs: Sequence[Any], negated: Sequence[int]) -> list[Any]:

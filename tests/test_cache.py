@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 import nsa_compile
-from nsa_compile import cache
+from nsa_compile import backend, cache
 from nsa_compile.cache import cache_key
 from nsa_compile.files import write_sealed
 from nsa_compile.passes.pipeline import Options, Uncacheable
@@ -324,3 +324,23 @@ def test_the_key_covers_sizes_behind_symbols_and_tags_of_checkpoints():
 def test_the_entry_says_what_it_is_before_its_pickle(entry):
     """So that a report can be read without unpickling anything."""
     assert json.loads(entry.read_bytes().partition(b"\n")[0])["cache_hit"] is False
+
+
+def test_no_program_is_taken_that_another_version_had_inductor_keep(directory, monkeypatch):
+    """Their keys do not know what the backward pass of an operator is: an upgrade would call the old one."""
+    from torch._dynamo.utils import counters
+
+    x = torch.arange(16, dtype=torch.float64).reshape(8, 2).requires_grad_()
+
+    def taken() -> bool:
+        torch._dynamo.reset()
+        counters.clear()
+        nsa_compile.compile(window, nested="inductor")(x).sum().backward()
+        return counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "the user's own")
+    assert [taken(), taken()] == [False, True]
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "the user's own")
+    monkeypatch.setattr(backend, "_own_tag", lambda: " another version")
+    assert [taken(), taken()] == [False, True]
+    assert torch.compiler.config.cache_key_tag == "the user's own another version"

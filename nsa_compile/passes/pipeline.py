@@ -329,9 +329,7 @@ def pipeline_key(options: Options) -> str:
     Raises:
         Uncacheable: the source of a pass cannot be read.
     """
-    digest = hashlib.sha256(torch.__version__.encode())
-    for path in _own_sources():
-        digest.update(path.name.encode() + path.read_bytes())
+    digest = hashlib.sha256(f"{torch.__version__} {sources_digest()}".encode())
     for entry in pipeline():
         digest.update(f"{entry.name}:{entry.run.__module__}".encode())
         if not entry.run.__module__.startswith(f"{__package__}."):
@@ -342,13 +340,16 @@ def pipeline_key(options: Options) -> str:
     return digest.hexdigest()
 
 
-def _own_sources() -> list[Path]:
-    """The passes, the operators they put into graphs, what captures graphs, and what keeps the results."""
+def sources_digest() -> str:
+    """A digest of the passes, of the operators they put into graphs, of what captures graphs and keeps the results."""
     package = Path(__file__).parent.parent
     folders = [package / name for name in ("analyses", "capture", "ir", "ops", "passes", "program")]
     modules = ("backend", "cache", "loop", "modes", "ranges", "workarounds")
     inside = [p for folder in folders for p in folder.rglob("*") if p.suffix in (".py", ".json", ".cpp", ".h", ".cu")]
-    return sorted([*inside, *(package / f"{name}.py" for name in modules)])
+    digest = hashlib.sha256()
+    for path in sorted([*inside, *(package / f"{name}.py" for name in modules)]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _source_of(entry: Pass) -> str:
