@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PicklerOptions
@@ -129,7 +130,7 @@ def load(gm: fx.GraphModule, key: str) -> Report | None:
         path = _path(key)
         text, _, data = read_sealed(path).partition(b"\n")
         report = Report.from_dict(json.loads(text))
-        kept: Any = GraphPickler.loads(data, FakeTensorMode())
+        kept: Any = GraphPickler.loads(data, detect_fake_mode() or FakeTensorMode())
         _check_fits(gm, kept)
     except (FileNotFoundError, UserError):
         return None
@@ -204,12 +205,18 @@ def _stripped(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:
-        node.meta = {k: copy.copy(v) for k, v in node.meta.items() if k in KEPT_META}
+        names = (*KEPT_META, "example_value") if _has_a_method_called(node) else KEPT_META
+        node.meta = {k: copy.copy(v) for k, v in node.meta.items() if k in names}
     stripped = fx.GraphModule(gm, graph)
     for node in graph.find_nodes(op="get_attr"):
         if isinstance(region := getattr(gm, node.target), fx.GraphModule):
             setattr(stripped, node.target, _stripped(region))
     return stripped
+
+
+def _has_a_method_called(node: fx.Node) -> bool:
+    """AOTAutograd takes a kept program only if it sees that the methods in a graph are those of tensors (torch 2.13)."""
+    return any(user.op == "call_method" and user.args[0] is node for user in node.users)
 
 
 def _path(key: str) -> Path:
