@@ -16,6 +16,7 @@ from nsa_compile import cache, inductor_files, modes
 from nsa_compile.capture import mend_dynamo
 from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.compiler_cache import errors_named
+from nsa_compile.inductor_kernels import compile_kernels_together
 from nsa_compile.ir import markers
 from nsa_compile.ir.scans import WRITTEN, Declined
 from nsa_compile.passes import verifier
@@ -240,6 +241,7 @@ def compile_nested(
     patches = {"config_patches": markers.inductor_config(gm)} if nvtx else {}
     inductor_files.prepare()
     _part_kept_programs()
+    compile_kernels_together()
     let_inductor_read_what_was_written()
     negated = [i for i, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()]
     if any(WRITTEN in gm.graph.find_nodes(op="placeholder")[i].meta for i in negated):

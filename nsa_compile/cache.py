@@ -215,7 +215,7 @@ def _stripped(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _has_a_method_called(node: fx.Node) -> bool:
-    """AOTAutograd takes a kept program only if it sees that the methods in a graph are those of tensors (torch 2.13)."""
+    """AOTAutograd takes a kept program only where it sees that methods are those of tensors (torch 2.13)."""
     return any(user.op == "call_method" and user.args[0] is node for user in node.users)
 
 

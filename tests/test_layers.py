@@ -35,7 +35,7 @@ LAYERS = [
     {"analyses"},
     {"ir"},
     {"ops"},
-    {"inductor_files"},
+    {"inductor_files", "inductor_kernels"},
     {"compiler_cache", "cli", "page"},
     {"extras"},
     {"files", "errors", "loop", "modes", "ranges", "streams", "branches"},
