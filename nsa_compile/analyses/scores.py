@@ -30,18 +30,23 @@ from nsa_compile.analyses.masks import (
     side_of_where,
 )
 from nsa_compile.analyses.softmax import TRACE_LIMIT, Product, keeps_one, weights_below
-from nsa_compile.ir.aten import DIV, FILLED, MATMUL, MUL, arguments, aten, operand
+from nsa_compile.ir.aten import COPIED, DIV, FILLED, MATMUL, MUL, arguments, aten, operand
 from nsa_compile.ir.attention import SCORED
 from nsa_compile.ir.carries import Invariant, Rows
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node
-from nsa_compile.ir.scans import ScanRecord, Step, example
+from nsa_compile.ir.scans import ScanRecord, Step, ancestors, example
 from nsa_compile.ir.step_values import Choice, StepValue, Table
-from nsa_compile.ops.scored.program import OPERATORS, Instruction, Program
+from nsa_compile.ops.scored.program import OPERATORS, Instruction, Program, derivative
 
 # In the meta of a node of scored_attention: the `Mask` that is known of it.
 MASK = "nsa_known_mask"
 # Instructions of a program; more are no scores of attention.
 LENGTH_LIMIT = 200
+# Operators whose value, or whose derivative, jumps where two operands are equal or one is a round number.
+JUMPS = frozenset(
+    {"eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "relu", "abs", "sign",
+     "floor", "ceil", "remainder", "floor_divide", "to", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ class _Follower:
     leaves: list[tuple[fx.Node, Tensor]] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     names: dict[tuple[fx.Node, bytes], Any] = field(default_factory=dict)
+    reads: dict[Any, frozenset[str]] = field(default_factory=dict)  # of an instruction: the products and leaves
+    whole: bool = False  # take the scores for a leaf, as they are: those of no product
     precise: bool = False  # whether the softmax is one of numbers of 64 bits
     wide: bool = False  # whether some numbers are
 
@@ -155,9 +162,28 @@ class _Follower:
         dtype = example(node).dtype
         if dtype.is_floating_point and dtype != torch.float64 and self.precise:
             return self._leaf(node, elements)  # numbers of fewer bits than the program's, rounded as they are
+        if self.whole:
+            return self._leaf(node, elements)
         if name in OPERATORS and (dtype.is_floating_point or dtype in (torch.bool, torch.int64)):
-            return self._instruction(name, node, elements)
+            products, leaves, instructions = len(self.products), len(self.leaves), len(self.instructions)
+            names = dict(self.names)
+            value = self._instruction(name, node, elements)
+            if name.partition(".")[0] not in JUMPS or not self._meets_itself(value):
+                return value
+            del self.products[products:], self.leaves[leaves:], self.instructions[instructions:]
+            self.names = names
         return self._leaf(node, elements)
+
+    def _meets_itself(self, value: Any) -> bool:
+        """Whether an instruction reads a product beside something that is made of its queries or keys.
+
+        An operator computes products again, rounded in another way, so that a score may be less than itself.
+        """
+        read = self.reads.get(value, frozenset())
+        products = [self.products[int(name[1:])][0].node for name in read if name[0] == "s"]
+        leaves = [self.leaves[int(name[1:])][0] for name in read if name[0] == "x"]
+        operands = {_origin(x) for product in products for x in product.all_input_nodes}
+        return len(products) > 1 or (bool(products) and not operands.isdisjoint(ancestors(leaves)))
 
     def _of_parts(self, node: fx.Node, elements: Tensor) -> Any:
         """What scores read of tensors put side by side: of one of them alone, or the set has to be divided."""
@@ -202,7 +228,10 @@ class _Follower:
         if len(self.instructions) >= LENGTH_LIMIT:
             raise Unrecognised(f"its scores are made in more than {LENGTH_LIMIT} steps", node)
         self.instructions.append(Instruction(name, tuple(given)))
-        return f"v{len(self.instructions) - 1}"
+        value = f"v{len(self.instructions) - 1}"
+        read = [self.reads.get(x, frozenset([x])) for x in given if isinstance(x, str) and x[0] in "sxv"]
+        self.reads[value] = frozenset[str]().union(*read)
+        return value
 
 
 class Divided(Exception):
@@ -211,6 +240,13 @@ class Divided(Exception):
     def __init__(self, columns: list[int]) -> None:
         super().__init__(columns)
         self.columns = columns
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What a tensor was before it was moved and cast."""
+    while node.target in MOVES or node.target in COPIED or is_float_cast(node):
+        node = operand(node)
+    return node
 
 
 def _read(x: Any, node: fx.Node, elements: Tensor) -> Tensor:
@@ -321,10 +357,14 @@ def key_sets(step: Step, softmax: fx.Node, xs: int, *, floors_vanish: bool) -> l
     found: list[KeySet] = []
     while todo:
         columns = todo.pop(0)
-        follower = _Follower(record, changing, elements.shape[0], precise=example(value).dtype == torch.float64)
+        part = elements[:, columns.start : columns.stop].contiguous()
         try:
-            part = elements[:, columns.start : columns.stop].contiguous()
-            score = follower.follow(value, part)
+            for whole in (False, True):
+                precise = example(value).dtype == torch.float64
+                follower = _Follower(record, changing, elements.shape[0], whole=whole, precise=precise)
+                score = follower.follow(value, part)
+                if follower.products or not follower.instructions:
+                    break
         except Divided as divided:
             ends = itertools.pairwise([0, *divided.columns, len(columns)])
             todo = [columns[a:b] for a, b in ends] + todo
@@ -333,6 +373,8 @@ def key_sets(step: Step, softmax: fx.Node, xs: int, *, floors_vanish: bool) -> l
             raise Unrecognised("its scores are more precise than its products", softmax)
         masks = [_known_mask(value, part, record, level) for level in (floor, floor_level(example(value).dtype))]
         found.append(_key_set(follower, score, columns, *masks))
+        if why := _not_differentiable(found[-1]):
+            raise Unrecognised(why, value)
     if not any(keys.products for keys in found):
         raise Unrecognised("its scores come from no product of queries and keys", softmax)
     return found
@@ -347,6 +389,19 @@ def _key_set(follower: _Follower, score: Any, columns: range, mask: Mask, filled
     leaves = [Leaf(node, _reduced(read.reshape(n, 1, m, keys))) for node, read in follower.leaves]
     program = Program(tuple(follower.instructions), (score,))
     return KeySet(columns, (n, m, keys), sides, leaves, program, mask, filled)
+
+
+def _not_differentiable(keys: KeySet) -> str:
+    """Why the program of a set cannot be differentiated by all that it reads; empty where it can."""
+    kinds = {f"x{i}": example(leaf.node).dtype for i, leaf in enumerate(keys.leaves)}
+    floating = [f"s{i}" for i in range(len(keys.products))] + [x for x, kind in kinds.items() if kind.is_floating_point]
+    booleans = [x for x, kind in kinds.items() if kind == torch.bool]
+    integers = [x for x in kinds if x not in floating and x not in booleans]
+    try:
+        derivative(str(keys.program), tuple(floating), tuple(integers), tuple(booleans))
+    except ValueError as error:
+        return f"of the derivatives of its scores, {error}"
+    return ""
 
 
 def _side(product: Product, rows: Tensor, n: int, m: int) -> Side:
@@ -533,8 +588,35 @@ def values_of(read: Read, n: int, build: NodeBuilder) -> fx.Node:
     return _chosen(build, v, torch.arange(given).repeat_interleave(n // given))
 
 
-def build_scored(keys: KeySet, values: fx.Node, build: NodeBuilder) -> tuple[fx.Node, fx.Node]:
-    """A node of `scored_attention` at one step; its output and log-sum-exp."""
+@dataclass(frozen=True)
+class Mass:
+    """How much a set of keys weighs in a softmax over several: `[R]` each.
+
+    Among scores as low as masks make them, a log-sum-exp does not tell how many there are: with 10^9 beside it, the
+    logarithm of a sum is lost. So the largest score and the sum are apart.
+    """
+
+    lse: fx.Node  # passes gradients on
+    largest: fx.Node
+    total: fx.Node  # of exp of the scores less the largest
+
+
+def build_shares(masses: list[Mass], build: NodeBuilder) -> fx.Node:
+    """The part of the weights that each of several sets gets, `[sets, R]`; NaN where all scores are -inf."""
+    largest = build(aten.stack.default, [mass.largest for mass in masses])
+    most = build(aten.amax.default, largest, [0])
+    logits = []
+    for mass in masses:
+        none = build(aten.eq.Scalar, mass.largest, -math.inf)
+        value = build(aten.add.Tensor, build(aten.sub.Tensor, mass.largest, most), build(aten.log.default, mass.total))
+        # Zero, with the gradient of the log-sum-exp.
+        zero = build(aten.sub.Tensor, mass.lse, build(aten.detach.default, mass.lse))
+        logits.append(build(aten.where.ScalarSelf, none, -math.inf, build(aten.add.Tensor, value, zero)))
+    return build(aten._softmax.default, build(aten.stack.default, logits), 0, False)
+
+
+def build_scored(keys: KeySet, values: fx.Node, build: NodeBuilder) -> tuple[fx.Node, Mass]:
+    """A node of `scored_attention` at one step; its output and what its keys weigh."""
     sides = [side.build(build, keys.shape[:2]) for side in keys.products]
     # What is only compared has no gradient.
     compared = [not keys.program.passes_on(f"s{i}") for i in range(len(sides))]
@@ -546,20 +628,32 @@ def build_scored(keys: KeySet, values: fx.Node, build: NodeBuilder) -> tuple[fx.
     given = ([q for q, _ in sides], [k for _, k in sides], values, leaves, str(keys.program), None)
     node = build(SCORED, *given)
     node.meta[MASK] = keys.mask
-    return build(operator.getitem, node, 0), build(operator.getitem, node, 1)
+    out, lse, total = (build(operator.getitem, node, i) for i in range(3))
+    rows = [keys.shape[0] * keys.shape[1]]
+    lse, total = (build(aten.reshape.default, x, rows) for x in (lse, total))
+    # Also of scores so low that the log-sum-exp is the largest of them: then nothing is taken off.
+    largest = build(aten.sub.Tensor, build(aten.detach.default, lse), build(aten.log.default, total))
+    removed = build(aten.eq.Scalar, lse, -math.inf)
+    return out, Mass(lse, build(aten.where.ScalarSelf, removed, -math.inf, largest), total)
 
 
-def build_logits(keys: KeySet, rows: int, build: NodeBuilder) -> fx.Node:
-    """The log-sum-exp `[R]` of a set without products, in float32 at least."""
+def build_logits(keys: KeySet, rows: int, build: NodeBuilder) -> Mass:
+    """What a set without products weighs, in float32 at least."""
     n, m, count = keys.shape
     (result,) = keys.program.results
     if isinstance(result, int | float):
         kind = {"dtype": torch.float32, "device": build.device}
-        return build(aten.full.default, [rows], float(result) + math.log(count), **kind)
-    if keys.program.instructions:
-        raise Unrecognised("logits beside its scores are made in a way that no set of keys has", keys.leaves[0].node)
+        lse, largest, total = (
+            build(aten.full.default, [rows], x, **kind) for x in (float(result) + math.log(count), float(result), count)
+        )
+        return Mass(lse, largest, total)
     (leaf,) = keys.leaves
     logits = build(aten.expand.default, leaf.build(build), [n, 1, m, count])
     if example(logits).dtype not in (torch.float32, torch.float64):
         logits = build(aten._to_copy.default, logits, dtype=torch.float32)
-    return build(aten.reshape.default, build(aten.logsumexp.default, logits, [-1]), [rows])
+    largest = build(aten.amax.default, build(aten.detach.default, logits), [-1], True)
+    removed = build(aten.eq.Scalar, largest, -math.inf)
+    without = build(aten.sub.Tensor, logits, build(aten.where.ScalarSelf, removed, 0.0, largest))
+    total = build(aten.sum.dim_IntList, build(aten.exp.default, build(aten.detach.default, without)), [-1])
+    lse = build(aten.logsumexp.default, logits, [-1])
+    return Mass(*(build(aten.reshape.default, x, [rows]) for x in (lse, largest, total)))

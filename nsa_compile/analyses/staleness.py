@@ -8,6 +8,8 @@ Replace a buffer by its final contents, and at step t the rows written after t h
   magnitude holds in both (`magnitudes`), and so does every other claim;
 - `zero[e] > t`: at step t, e is exactly 0 in both;
 - `fill[e] > t`: at step t, e is at a floor, -inf or about the lowest number, and the same in both;
+- `absorbed[e] > t`: at step t, e is at a floor because something stale was added to one. Its value is the same in both,
+  and its gradient reaches what is stale;
 - `can_be_true[e] > t`: at step t, e is false in both; `can_be_false` likewise;
 - `blank[e] > t`: at step t, e is exactly 0 in the loop, as a row of zeros is that is not written yet;
 - `surely_true[e]`, an interval of steps: at those, e is true in both; `surely_false` likewise;
@@ -20,7 +22,9 @@ conjunctions with what is, so for each element the first step at which it can be
 Two programs with the same values must have the same gradients. A stale element that is ready has a gradient of exactly
 zero as long as it is stale: `where` sets it to zero, and an exact zero that it is multiplied with makes it zero if what
 it meets is finite. So a value in which stale elements met zeros is *hollow*, and reads nothing but operators whose
-derivatives are finite (`Magnitudes.is_smooth`).
+derivatives are finite (`Magnitudes.is_smooth`). A floor that has *absorbed* one passes gradients on, like any sum: it
+counts as stale but to operators that move it, add to it, do not choose it, or give it a gradient of zero, as softmax
+does beside a score that stands out.
 
 Softmax makes an exact zero of a floor if another score stands out. That a mask keeps a score does not say that: it may
 have been at a floor before, by a padding mask that is data, or a column that was put beside. So scores must be shown
@@ -90,6 +94,7 @@ class Facts:
     can_be_true: Steps | None = None
     can_be_false: Steps | None = None
     blank: Steps | None = None
+    absorbed: Steps | None = None
     surely_true: Interval | None = None
     surely_false: Interval | None = None
     surely_kept: Interval | None = None
@@ -104,11 +109,18 @@ class Facts:
         return self.ready is not None
 
     @property
+    def counted(self) -> Facts:
+        """With floors that absorbed something stale counted as stale."""
+        if self.absorbed is None:
+            return self
+        return replace(self, ready=_union(self.ready, self.absorbed), absorbed=None)
+
+    @property
     def says_anything(self) -> bool:
         return any(getattr(self, name) is not None for name in (*FIRST_STEPS, *INTERVALS))
 
 
-FIRST_STEPS = ("ready", "zero", "fill", "can_be_true", "can_be_false", "blank")
+FIRST_STEPS = ("ready", "zero", "fill", "can_be_true", "can_be_false", "blank", "absorbed")
 INTERVALS = ("surely_true", "surely_false", "surely_kept")
 CLEAN = Facts()
 
@@ -126,6 +138,7 @@ class Analysis:
         # Operands (node, place) whose elements may be taken for zero before a step: what they meet is zero in the loop.
         self.hidden: dict[tuple[fx.Node, int], Steps] = {}
         self.magnitudes = Magnitudes(record)
+        self._gives_gradients = True  # whether the operator that is looked at does
 
     def given(self, node: fx.Node, magnitude: Magnitude | None, facts: Facts = CLEAN) -> None:
         """Take what a node is like from outside."""
@@ -138,9 +151,17 @@ class Analysis:
             self.magnitudes.found[node] = (
                 self._softmax_magnitude(node) if node.target in SOFTMAX else self.magnitudes.derive(node)
             )
+            self._gives_gradients = _gives_gradients(node)
             self.facts[node] = self._tidy(self._follow_hollow(node, self._derive(node)))
+            self._gives_gradients = True
 
     def of(self, value: Any) -> Facts:
+        """What is known of a value to an operator that may give gradients to each of its elements."""
+        f = self.raw(value)
+        return f.counted if self._gives_gradients else replace(f, absorbed=None)
+
+    def raw(self, value: Any) -> Facts:
+        """What is known of a value, with what it absorbed told apart."""
         return self.facts.get(value, CLEAN) if isinstance(value, fx.Node) else CLEAN
 
     def is_finite(self, value: Any, like: fx.Node | None = None) -> bool:
@@ -169,9 +190,8 @@ class Analysis:
 
     def _follow_hollow(self, node: fx.Node, facts: Facts) -> Facts:
         """Stale elements that met zeros pass on through whatever has finite derivatives."""
-        value = node.meta.get("val")
-        if node.target is aten.detach.default or (isinstance(value, Tensor) and not value.dtype.is_floating_point):
-            return facts  # no gradient comes back
+        if not self._gives_gradients:
+            return facts
         hollow = frozenset[str]().union(*(self.of(n).hollow for n in node.all_input_nodes))
         if not hollow:
             return facts
@@ -238,16 +258,18 @@ class Analysis:
         return self.pointwise(node)
 
     def _join(self, inputs: list[Facts]) -> Facts:
-        stale = [f for f in inputs if f.stale]
+        stale = [f for f in inputs if f.stale or f.absorbed is not None]
         if not stale:
             return CLEAN
-        ready = functools.reduce(torch.maximum, (f.ready for f in stale if f.ready is not None))
+        ready = functools.reduce(_union, (f.ready for f in stale))
+        absorbed = functools.reduce(_union, (f.absorbed for f in stale))
         sources = frozenset().union(*(f.sources for f in stale))
-        return Facts(ready=ready, sources=sources, trail=next((f.trail for f in stale if f.trail), None))
+        trail = next((f.trail for f in stale if f.trail), None)
+        return Facts(ready=ready, absorbed=absorbed, sources=sources, trail=trail)
 
     def movement(self, node: fx.Node) -> Facts:
         """Apply the operator to the steps instead of to the values."""
-        inputs = {n: self.of(n) for n in node.all_input_nodes}
+        inputs = {n: self.raw(n) for n in node.all_input_nodes}
         moved: dict[str, Any] = {}
         for name in FIRST_STEPS:
             if any(getattr(f, name) is not None for f in inputs.values()):
@@ -260,9 +282,8 @@ class Analysis:
                 moved[name] = tuple(
                     self._move(node, {n: run[end] for n, run in runs.items()}, int(EMPTY[end])) for end in (0, 1)
                 )
-        stale = [f for f in inputs.values() if f.stale]
-        sources = frozenset[str]().union(*(f.sources for f in stale))
-        return Facts(**moved, sources=sources, trail=next((f.trail for f in stale if f.trail), None))
+        sources = frozenset[str]().union(*(f.sources for f in inputs.values()))
+        return Facts(**moved, sources=sources, trail=next((f.trail for f in inputs.values() if f.trail), None))
 
     def _run(self, node: fx.Node, name: str) -> Interval | None:
         return self.kept(node) if name == "surely_kept" else getattr(self.of(node), name)
@@ -306,7 +327,7 @@ class Analysis:
 
     def select(self, node: fx.Node, mask: Any, if_true: Any, if_false: Any) -> Facts:
         """`where(mask, if_true, if_false)`: what a side holds matters only while the mask can take it."""
-        m, a, b = self.of(mask), self.of(if_true), self.of(if_false)
+        m, a, b = self.of(mask), self.raw(if_true), self.raw(if_false)
         from_true, from_false = _or_zero(m.can_be_true), _or_zero(m.can_be_false)
         facts = self._join([m, self._hidden_before(a, from_true), self._hidden_before(b, from_false)])
         a_kept, b_kept = self.kept(if_true, node), self.kept(if_false, node)
@@ -344,10 +365,8 @@ class Analysis:
 
     def _hidden_before(self, f: Facts, start: Steps) -> Facts:
         """Staleness of a value nobody looks at before `start`."""
-        if f.ready is None:
-            return f
-        ready = torch.where(start >= f.ready, 0, f.ready)
-        return replace(f, ready=ready) if bool((ready > 0).any()) else CLEAN
+        ready, absorbed = (None if x is None else torch.where(start >= x, 0, x) for x in (f.ready, f.absorbed))
+        return self._tidy(Facts(ready=ready, absorbed=absorbed, sources=f.sources, trail=f.trail))
 
     def _forced(
         self, side: Any, other_from: Steps, other_until: Steps | None, test: Callable[[float], bool]
@@ -379,8 +398,7 @@ class Analysis:
             return f
         ready = torch.where(until >= f.ready, 0, f.ready)
         met = f.sources if by_arithmetic and bool((ready < f.ready).any()) else frozenset[str]()
-        f = replace(f, ready=ready, hollow=f.hollow | met)
-        return f if bool((ready > 0).any()) else replace(f, ready=None, sources=frozenset(), trail=None)
+        return replace(f, ready=ready, hollow=f.hollow | met)
 
     def contraction(self, node: fx.Node, a: Any, b: Any) -> Facts:
         """`a [..., m, k] @ b [..., k, n]`: a term is harmless while one factor is zero and the other is finite."""
@@ -465,8 +483,11 @@ class Analysis:
     def softmax(self, node: fx.Node) -> Facts:
         """Floors become exact zeros beside a score that stands out; safe softmax makes zeros of -inf alone, too."""
         value, dim = operand(node), arguments(node).dim
-        f = self.of(value)
+        f = self.raw(value)
         shape = example(value).shape
+        if f.absorbed is not None and not self._floors_vanish(node) and not self._may_be_settled(node):
+            why = "where the mask that is added keeps no score, all weigh the same, and their gradients reach every row"
+            f = replace(f.counted, trail=(f"{why}; setting the masked weights to zero behind the softmax helps", node))
         if f.ready is not None:
             if self.magnitudes.found[node] is None:
                 return self.lost(node, MAY_BE_INFINITE)
@@ -487,7 +508,7 @@ class Analysis:
         They are -inf. Beside another score, exp makes zeros of them. Where there is none, the row is NaN in the loop,
         and it is NaN without those elements, too, if it has others.
         """
-        f, magnitude = self.of(node.args[0]), self.magnitudes.of(node.args[0])
+        f, magnitude = self.raw(node.args[0]), self.magnitudes.of(node.args[0])
         if f.stale or f.fill is None or magnitude is None or not magnitude.only_infinite_floors:
             return False
         shape, dim = example(operand(node)).shape, arguments(node).dim
@@ -545,8 +566,12 @@ class Analysis:
 
     def _tidy(self, f: Facts) -> Facts:
         """Drop staleness that is none, and shrink dimensions along which all steps agree."""
+        if f.absorbed is not None and not bool((f.absorbed > 0).any()):
+            f = replace(f, absorbed=None)
         if f.ready is not None and not bool((f.ready > 0).any()):
-            f = replace(f, ready=None, sources=frozenset(), trail=None)
+            f = replace(f, ready=None)
+        if f.ready is None and f.absorbed is None:
+            f = replace(f, sources=frozenset(), trail=None)
         changes: dict[str, Any] = {}
         for name in FIRST_STEPS:
             if (steps := getattr(f, name)) is not None:
@@ -555,6 +580,13 @@ class Analysis:
             if (interval := getattr(f, name)) is not None:
                 changes[name] = (_shrink(interval[0]), _shrink(interval[1]))
         return replace(f, **changes)
+
+
+def _gives_gradients(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return node.target is not aten.detach.default and not (
+        isinstance(value, Tensor) and not (value.dtype.is_floating_point or value.dtype.is_complex)
+    )
 
 
 def _nan_becomes_zero(softmax: fx.Node) -> bool:
@@ -705,15 +737,22 @@ def _zero_as_factor(analysis: Analysis, value: Any) -> Steps | None:
 def _add(analysis: Analysis, node: fx.Node) -> Facts:
     """An additive mask: whatever the score, a floor stays what it is. Zero and zero are zero."""
     a, b = node.args[:2]
-    of_a, of_b = analysis.of(a), analysis.of(b)
+    of_a, of_b = analysis.raw(a), analysis.raw(b)
     facts = analysis._join([of_a, of_b])
     if analysis.magnitudes.found[node] is not None:  # then floors absorb what is added, and there is no NaN
-        facts = replace(
-            facts,
-            fill=_union(of_a.fill, of_b.fill),
-            surely_kept=_intersect(analysis.kept(a, node), analysis.kept(b, node)),
+        stale = facts.ready
+        facts = analysis._silence(
+            replace(
+                facts,
+                fill=_union(of_a.fill, of_b.fill),
+                surely_kept=_intersect(analysis.kept(a, node), analysis.kept(b, node)),
+            ),
+            by_arithmetic=True,
         )
-        facts = analysis._silence(facts, by_arithmetic=True)
+        if stale is not None and facts.ready is not None:
+            facts = replace(facts, absorbed=_union(facts.absorbed, torch.where(facts.ready < stale, stale, 0)))
+    else:
+        facts = facts.counted
     finite = math.isfinite(arguments(node).alpha)
     return replace(facts, zero=_both(of_a.zero, of_b.zero)) if finite else facts
 
@@ -750,7 +789,7 @@ def _masked_fill(analysis: Analysis, node: fx.Node) -> Facts:
 
 def _to_copy(analysis: Analysis, node: fx.Node) -> Facts:
     """A cast keeps zeros and floors; a boolean turned into a number is zero while it is false."""
-    f = analysis.of(node.args[0])
+    f = analysis.raw(node.args[0])
     to, source = example(node).dtype, example(operand(node)).dtype
     if source == torch.bool:
         number = Facts(ready=f.ready, zero=f.can_be_true, sources=f.sources, trail=f.trail)
@@ -760,7 +799,7 @@ def _to_copy(analysis: Analysis, node: fx.Node) -> Facts:
         return plain if to != torch.bool else replace(plain, zero=None)
     if not to.is_floating_point:
         return replace(plain, zero=None)
-    return replace(plain, fill=f.fill, surely_kept=analysis.kept(node.args[0]))
+    return replace(plain, fill=f.fill, absorbed=f.absorbed, surely_kept=analysis.kept(node.args[0]))
 
 
 _EXTREMES = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}

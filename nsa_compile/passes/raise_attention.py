@@ -32,6 +32,7 @@ from nsa_compile.analyses.scores import (
     Read,
     build_logits,
     build_scored,
+    build_shares,
     key_sets,
     regrouped,
     values_of,
@@ -117,6 +118,8 @@ def _raise_scores(step: Step, site: ScanSite, softmax: fx.Node, analysis: Analys
             reads = weighted_values(softmax, sets, step.record, never_nan=never_nan)
             if any(keys.products and all(r.keys != i for r in reads) for i, keys in enumerate(sets)):
                 raise Unrecognised("the weights of a part of its keys are not multiplied with values", softmax)
+            if not all(sets[read.keys].products for read in reads):
+                raise Unrecognised("the scores of a part of its keys come from no product with queries", softmax)
             products = [read.product for read in reads] + [side.product for keys in sets for side in keys.products]
             if not all(analysis.is_finite(x) for product in products for x in product.node.args):
                 raise Unrecognised("what it multiplies may hold infinities or NaN", softmax)
@@ -141,18 +144,15 @@ def replace_by_scores(body: fx.GraphModule, softmax: fx.Node, sets: list[KeySet]
     """
     rows = example(softmax).numel() // sum(len(keys.columns) for keys in sets)
     build = NodeBuilder(body, reads[-1].product.node)
-    done: dict[int, tuple[fx.Node, fx.Node]] = {}
-    for i, keys in enumerate(sets):
-        if keys.products:
-            (read,) = [read for read in reads if read.keys == i]
-            out, lse = build_scored(keys, values_of(read, n, build), build)
-            done[i] = out, build(aten.reshape.default, lse, [rows])
-    lses = [done[i][1] if i in done else build_logits(keys, rows, build) for i, keys in enumerate(sets)]
-    total = lses[0] if len(lses) == 1 else build(aten.logsumexp.default, build(aten.stack.default, lses), [0])
-    for read in reads:
-        out, lse = done[read.keys]
-        if len(lses) > 1:
-            share = build(aten.exp.default, build(aten.sub.Tensor, lse, total))
+    outputs = [build_scored(sets[read.keys], values_of(read, n, build), build) for read in reads]
+    of_sets = {read.keys: mass for read, (_, mass) in zip(reads, outputs, strict=True)}
+    if len(sets) > 1:
+        masses = [of_sets[i] if i in of_sets else build_logits(keys, rows, build) for i, keys in enumerate(sets)]
+        shares = build_shares(masses, build)
+    for read, (out, mass) in zip(reads, outputs, strict=True):
+        lse = mass.lse
+        if len(sets) > 1:
+            share = build(aten.select.int, shares, 0, read.keys)
             share = build(aten.reshape.default, share, [n, 1, rows // n, 1])
             share = build(aten._to_copy.default, share, dtype=example(out).dtype)
             out = build(aten.mul.Tensor, out, share)

@@ -187,7 +187,7 @@ VERDICTS = {
     "dsa/dsa_by_finite_mask": ("dense", "operator"),  # short
     "dsa/dsa_by_gather": ("scored_attention + copies", "operator"),  # short
     "dsa/dsa_by_index": ("scored_attention + copies", "operator"),  # short
-    "dsa/dsa_by_threshold": ("scored_attention + copies", "dense"),  # short
+    "dsa/dsa_by_threshold": ("scored_attention", "dense"),
     "dsa/dsa_by_values": ("scored_attention + copies", "operator"),  # short
     "dsa_with_index_weights/dsa_with_scores_added": ("scored_attention + copies", "operator"),  # short
     "dsa_with_loss/dsa_with_loss": ("dense", "operator"),  # short

@@ -1035,3 +1035,125 @@ def test_a_loop_under_anomaly_detection(batched):
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
         equal_gradients(run, rows(3, D).requires_grad_())
         assert torch.is_anomaly_enabled()
+
+
+def attention(scores, first=torch.zeros_like):
+    """One query a step over caches that begin as `first` makes them; `scores(s, t, P)` masks the scores `s [S]`."""
+
+    def run(q, k, v):
+        P = torch.arange(len(q))
+
+        def step(caches, row):
+            t, q, k, v = row
+            K, V = (torch.where((t == P)[:, None], x, c) for x, c in zip((k, v), caches, strict=True))
+            return (K, V), scores(K @ q, t, P).softmax(-1) @ V
+
+        return scan(step, (first(k), first(v)), (P, q, k, v))[1]
+
+    return run
+
+
+def attention_over_two_sets(mask, values=1):
+    """One softmax over a cache and four fixed keys; `mask(scores, t, P)` of both, and products with `values` values."""
+
+    def run(q, k, v, fixed_k, fixed_v):
+        P = torch.arange(len(q))
+
+        def step(caches, row):
+            t, q, k, v = row
+            K, V = (torch.where((t == P)[:, None], x, c) for x, c in zip((k, v), caches, strict=True))
+            weights = torch.cat([mask(fixed_k @ q, t, torch.arange(4)), mask(K @ q, t, P)]).softmax(-1)
+            y = weights[:4] @ fixed_v + weights[4:] @ V
+            return (K, V), torch.cat([y, *(weights[4:] @ V**i for i in range(2, values + 1))])
+
+        return scan(step, (torch.zeros_like(k), torch.zeros_like(v)), (P, q, k, v))[1]
+
+    return run
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda s, t, P: s.masked_fill(s < s.masked_fill(t < P, -1e9).topk(2).values[-1], -INF),
+        lambda s, t, P: s.masked_fill((s < s.index_select(0, t.view(1))) | (t < P), -INF),
+        lambda s, t, P: s.masked_fill((s != s.masked_fill(t < P, -INF).amax()) | (t < P), -INF),
+        lambda s, t, P: torch.maximum(s, s.masked_fill(t < P, -INF).amax()).masked_fill(t < P, -INF) + 0.1 * s,
+    ],
+    ids=["top-2", "own score", "best alone", "maximum"],
+)
+@pytest.mark.parametrize("shape", [(6, 4), (9, 16), (24, 33)])
+def test_scores_that_are_compared_with_themselves(scores, shape):
+    """The operator computes products again, rounded in another way: the best score was less than itself."""
+    equal_gradients(attention(scores), *(x.clone().requires_grad_() for x in rows(3, *shape)))
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda s, t, P: s.masked_fill(t < P, -INF).clamp(-5, 5),
+        lambda s, t, P: torch.minimum(s, torch.where(t < P, -INF, 9.0)),
+        lambda s, t, P: torch.maximum(s, P - 0.5 * t).masked_fill(t < P, -INF),
+    ],
+    ids=["clamp", "minimum", "maximum"],
+)
+def test_scores_whose_derivatives_write_in_place(scores):
+    """They were no program, which was found in the backward pass."""
+    equal_gradients(attention(scores), *(x.clone().requires_grad_() for x in rows(3, 9, 6)))
+
+
+@pytest.mark.parametrize("first", [torch.ones_like, torch.zeros_like])
+@pytest.mark.parametrize("floor", [torch.finfo(torch.float64).min, -1e30])
+@pytest.mark.parametrize("kept", ["no key", "one key"])
+def test_an_added_mask_that_keeps_no_score(kept, floor, first):
+    """All weights are the same, and a sum passes gradients on: they reach rows that are not written yet."""
+
+    def scores(s, t, P):
+        hidden = t < P
+        return s + torch.where(hidden | (t % 2 == 1) if kept == "no key" else hidden, floor, torch.zeros_like(s))
+
+    equal_gradients(attention(scores, first), *(x.clone().requires_grad_() for x in rows(3, 9, 6)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("floor", ["lowest", "lowest, added", -1e9, -1e4])
+def test_two_sets_of_keys_of_which_none_is_kept(floor, dtype):
+    """Beside 10^9 a log-sum-exp does not tell how many keys a set has: each set got all of the weights."""
+
+    def mask(s, t, P):
+        hidden = (t < P) | (t % 2 == 1)
+        lowest = torch.finfo(dtype).min
+        if floor == "lowest, added":
+            return s + torch.where(hidden, lowest, torch.zeros_like(s))
+        return s.masked_fill(hidden, lowest if floor == "lowest" else floor)
+
+    inputs = [x.to(dtype).requires_grad_() for x in (*rows(3, 9, 6), *rows(2, 4, 6))]
+    equal_gradients(attention_over_two_sets(mask), *inputs)
+
+
+@pytest.mark.parametrize("S", [1, 2, 9])
+def test_two_sets_of_keys_whose_weights_meet_values_twice(S):
+    inputs = [x.clone().requires_grad_() for x in (*rows(3, S, 6), *rows(2, 4, 6))]
+    equal_gradients(attention_over_two_sets(lambda s, t, P: s.masked_fill(t < P, -INF), values=2), *inputs)
+
+
+def test_logits_beside_scores_that_are_made_at_each_step():
+    """A score of no product, such as a sink that depends on the token, put beside the others."""
+
+    def run(q, k, v, sink):
+        P = torch.arange(len(q))
+
+        def step(caches, row):
+            t, q, k, v, sink = row
+            K, V = (torch.where((t == P)[:, None], x, c) for x, c in zip((k, v), caches, strict=True))
+            logits = torch.where(t % 3 == 1, -INF, (sink * 2).tanh() + t)
+            weights = torch.cat([logits, (K @ q).masked_fill(t < P, -INF)]).softmax(-1)
+            return (K, V), weights[2:] @ V
+
+        return scan(step, (torch.zeros_like(k), torch.zeros_like(v)), (P, q, k, v, sink))[1]
+
+    inputs = [x.clone().requires_grad_() for x in (*rows(3, 9, 6), rows(9, 2))]
+    equal_gradients(run, *inputs)
+    assert [found.operator for found in nsa_compile.last_report().attention] == ["scored_attention"]

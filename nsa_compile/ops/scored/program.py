@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -193,6 +194,9 @@ def derivative(text: str, wanted: tuple[str, ...], integers: tuple[str, ...], bo
         text: the program.
         wanted: names of floating operands.
         integers: names of those that are integers; booleans: of those that are booleans. All others are floating.
+
+    Raises:
+        ValueError: the derivatives are no program.
     """
     program = parse(text)
     names = sorted({x for i in program.instructions for x in i.operands if isinstance(x, str) and x[0] in "sx"})
@@ -211,7 +215,8 @@ def derivative(text: str, wanted: tuple[str, ...], integers: tuple[str, ...], bo
     with _disable_current_modes(), torch.enable_grad():  # whoever traces what calls this is not to see it
         # Only the operators are recorded.
         examples = [torch.ones(2, dtype=torch.float64).to(kinds.get(name, torch.float64)) for name in (*names, "g")]
-        graph = make_fx(differentiate, _DECOMPOSED)(*examples)
+        written = make_fx(differentiate, _DECOMPOSED)(*examples)  # some derivatives write in place
+        graph = make_fx(functionalize(written), _DECOMPOSED)(*examples)
     return str(from_graph(graph.graph, (*names, "g")))
 
 

@@ -15,8 +15,9 @@ __all__ = ["scored_attention"]
 
 def scored_attention(
     q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str
-) -> tuple[Tensor, Tensor]:
-    """Output `[N, S, m, Dv]` and log-sum-exp `[N, S, m]`, differentiable by autograd."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output `[N, S, m, Dv]` and log-sum-exp `[N, S, m]`, differentiable by autograd, and the sum of exp of scores less
+    the largest."""
     dtype = compute_dtype(v)
     pairs = zip(q, k, strict=True)
     given = {f"s{i}": torch.einsum("nsmd,ntd->nsmt", a.to(dtype), b.to(dtype)) for i, (a, b) in enumerate(pairs)}
@@ -25,4 +26,7 @@ def scored_attention(
     scores = torch.as_tensor(scores, dtype=dtype, device=v.device).expand(shape)
     lse = scores.logsumexp(-1)
     weights = scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
-    return torch.einsum("nsmt,ntd->nsmd", weights, v.to(dtype)).to(v.dtype), lse
+    with torch.no_grad():
+        largest = scores.amax(-1, keepdim=True)
+        total = (scores - largest.masked_fill(largest == -torch.inf, 0.0)).exp().sum(-1)
+    return torch.einsum("nsmt,ntd->nsmd", weights, v.to(dtype)).to(v.dtype), lse, total
