@@ -144,6 +144,8 @@ class Affine:
             return [Term(1, None, None, (Factor(node, axes),), axes)]
         if example(node).dtype == torch.bool:
             raise NotAffine(f"{node.target} makes a condition of the old state", node)
+        if any((node, place) in self.record.hidden for place in range(len(node.args))):
+            raise NotAffine("the step multiplies the old state with rows that are not written yet", node)
         rule = _RULES.get(node.target)
         if rule is None:
             raise NotAffine(f"the step takes {node.target} of the old state, which is not linear", node)
@@ -423,12 +425,14 @@ _RULES = {target: rule for rule, targets in _BY_RULE.items() for target in targe
 # -- terms without the state, taken apart
 
 
-def opened(term: Term, factor: Factor) -> Term | None:
+def opened(term: Term, factor: Factor, record: ScanRecord) -> Term | None:
     """A term with a factor replaced by what it is a product of, or None where that is not seen."""
     others = tuple(f for f in term.factors if f is not factor)
     node, axes = factor.node, factor.axes
     if factor.how != "value" or node.op != "call_function":
         return None
+    if any((node, place) in record.hidden for place in range(len(node.args))):
+        return None  # it multiplies something else than its operands
 
     def part(x: Any, how: str = "value") -> Factor:
         shape = example(x).shape

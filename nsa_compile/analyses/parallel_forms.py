@@ -439,8 +439,8 @@ def _in_chunks(site: ScanSite, record: ScanRecord, place: int, state: _State) ->
     queries = [_query(node, term, summed, carry) for node, term in reading]
     asked = {axis for r in queries for f in r.query.factors for axis in f.names}
     values = set(state.names) - summed - asked
-    added = [plain(_split_up(term, summed, values)) for term in state.added]
-    mixed = [plain(_split_up(term, summed, {*values, *state.inner.values()})) for term in state.mixed]
+    added = [plain(_split_up(term, summed, values, record)) for term in state.added]
+    mixed = [plain(_split_up(term, summed, {*values, *state.inner.values()}, record)) for term in state.mixed]
     if len(added) != 1:
         raise NotAffine("what is added to the state is not one product", update)
     k, v = _parts(added[0], summed, update)
@@ -513,13 +513,13 @@ def _written(record: ScanRecord, node: fx.Node) -> bool:
     return any(getattr(kind, "written", None) is node for kind in record.carries)
 
 
-def _split_up(term: Term, rows: Collection[Axis], rest: Collection[Axis]) -> Term:
+def _split_up(term: Term, rows: Collection[Axis], rest: Collection[Axis], record: ScanRecord) -> Term:
     """A term whose factors have axes of rows, or others, but none both, as far as they are seen to be products."""
     todo, tries = True, 0
     while todo and tries < 100:
         todo = False
         for factor in term.factors:
-            if factor.names & set(rows) and factor.names & set(rest) and (more := opened(term, factor)) is not None:
+            if factor.names & set(rows) and factor.names & set(rest) and (more := opened(term, factor, record)):
                 term, todo, tries = more, True, tries + 1
                 break
     return term

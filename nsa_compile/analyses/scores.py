@@ -29,7 +29,7 @@ from nsa_compile.analyses.masks import (
     same_mask,
     side_of_where,
 )
-from nsa_compile.analyses.softmax import TRACE_LIMIT, Product, keeps_one, weights_below
+from nsa_compile.analyses.softmax import TRACE_LIMIT, Product, check_plain, keeps_one, weights_below
 from nsa_compile.ir.aten import COPIED, DIV, FILLED, MATMUL, MUL, arguments, aten, operand
 from nsa_compile.ir.attention import SCORED
 from nsa_compile.ir.carries import Invariant, Rows
@@ -199,6 +199,7 @@ class _Follower:
         raise Divided([int(c) for c in (by_column[1:] != by_column[:-1]).nonzero().flatten() + 1])
 
     def _product(self, node: fx.Node, elements: Tensor) -> str:
+        check_plain(node, self.record)
         for flipped in (False, True):
             product = Product(node, flipped)
             numbers = product.numbers().flatten()[elements]

@@ -152,6 +152,7 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
             raise Unrecognised("its scores are scaled after they were masked with the lowest number", value)
     if example(value).numel() == 0:
         raise Unrecognised("there are no keys to attend to", value)
+    check_plain(value, record)
     if example(value).numel() > TRACE_LIMIT:
         raise Unrecognised(f"a step has more than {TRACE_LIMIT} scores", value)
     if example(softmax).dtype == torch.float64 and example(value).dtype != torch.float64:
@@ -248,6 +249,12 @@ def _is_additive_mask(mask: Any, record: ScanRecord) -> bool:
     if mask.target in MASKED_FILL:
         return constant(mask.args[0], record) == 0.0 and constant(mask.args[2], record) == -math.inf
     return False
+
+
+def check_plain(product: fx.Node, record: ScanRecord) -> None:
+    """Raise Unrecognised if something else than the operands of a product is multiplied."""
+    if any((product, place) in record.hidden for place in range(len(product.args))):
+        raise Unrecognised("its scores are products with rows that are not written yet", product)
 
 
 def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Output]:

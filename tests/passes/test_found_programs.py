@@ -1157,3 +1157,23 @@ def test_logits_beside_scores_that_are_made_at_each_step():
     inputs = [x.clone().requires_grad_() for x in (*rows(3, 9, 6), rows(9, 2))]
     equal_gradients(run, *inputs)
     assert [found.operator for found in nsa_compile.last_report().attention] == ["scored_attention"]
+
+
+def test_weights_of_unwritten_rows_that_lead_to_another_softmax():
+    """A product with zeros in the place of rows that are not written yet was taken for scores, without the zeros."""
+
+    def run(x, state):
+        P = torch.arange(len(x))
+
+        def step(carries, row):
+            x, t = row
+            cache = torch.where(t % 2 == 1, torch.where((t == P)[:, None], x, carries[0]), carries[0])
+            weights = (cache * torch.tanh(x)).sum(-1).masked_fill(P > t, -INF).softmax(-1)
+            y = torch.einsum("...r,...rd->...d", weights, carries[0])
+            q = y.softmax(-1)
+            state = carries[1] + q.unsqueeze(-1) * y.unsqueeze(-2)
+            return (cache, state), (q.unsqueeze(-2) @ state).squeeze(-2)
+
+        return scan(step, (torch.zeros(x.shape, dtype=x.dtype), state), (x, P))[1]
+
+    equal_gradients(run, rows(5, 3).requires_grad_(), rows(3, 3).requires_grad_())
