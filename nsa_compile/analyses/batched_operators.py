@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +46,13 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
         return _call(node, {n: tensor for n, (tensor, _) in operands.items()}), False
     if node.target in (aten.bmm.default, aten.baddbmm.default):
         return _batched_bmm(node, operands), True
+    if (reduction := _OF_ALL.get(node.target)) is not None:
+        (x, _) = operands[operand(node)]
+        return reduction(x.flatten(1), 1), True
+    if node.target in _MEDIANS and example(node).dtype.is_floating_point:
+        raise Declined(f"{node.target}: batched, its gradient would go to one of several equal elements", node)
+    if node.target is aten.roll.default and not example(node).dim():
+        return operands[operand(node)]  # torch.vmap rolls the steps (torch 2.13)
     casts = _casts_of_numbers(node)
     operands = {n: (x.to(casts[n]) if n in casts else x, has_steps) for n, (x, has_steps) in operands.items()}
     same = {n: tensor for n, (tensor, has_steps) in operands.items() if not has_steps}
@@ -60,6 +67,12 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
         raise Declined(f"{node.target} cannot be batched over steps: {first_line(error)}", node) from error
     _check_batched(node, result)
     return result, True
+
+
+# torch.vmap takes the extreme of all elements by its index, and gives one of several equal ones all of the gradient,
+# which eager mode shares among them (torch 2.13).
+_OF_ALL: dict[Any, Callable[..., Tensor]] = {aten.max.default: torch.amax, aten.min.default: torch.amin}
+_MEDIANS = (aten.median.default, aten.nanmedian.default)
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -29,7 +29,7 @@ from nsa_compile.analyses.masks import (
     same_mask,
     side_of_where,
 )
-from nsa_compile.analyses.softmax import TRACE_LIMIT, Product, check_plain, keeps_one, weights_below
+from nsa_compile.analyses.softmax import NONE_KEPT, TRACE_LIMIT, Product, check_plain, keeps_one, weights_below
 from nsa_compile.ir.aten import COPIED, DIV, FILLED, MATMUL, MUL, arguments, aten, operand
 from nsa_compile.ir.attention import SCORED
 from nsa_compile.ir.carries import Invariant, Rows
@@ -528,6 +528,7 @@ def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord, *,
     """
     total = sum(len(keys.columns) for keys in sets)
     found = []
+    why = "its weights are not multiplied with values, as they come from the softmax"
     for weights in weights_below(softmax, record):
         masked = list(weights.masked)
         if masked and not _masked_alike(masked, never_nan or weights.without_nan, sets, record):
@@ -536,6 +537,7 @@ def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord, *,
             if user.target not in MATMUL or user.args.count(weights.node) != 1:
                 continue
             if any((user, place) in record.hidden for place in (0, 1)):
+                why = NONE_KEPT
                 continue
             product = Product(user, flipped=user.args[1] is weights.node)
             n, m, _ = product.shape
@@ -549,7 +551,7 @@ def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord, *,
                 if torch.equal(weights.numbers.flatten(), expected.flatten()):
                     found.append(Read(i, product, weights.without_nan, bool(masked)))
     if not found:
-        raise Unrecognised("its weights are not multiplied with values, as they come from the softmax", softmax)
+        raise Unrecognised(why, softmax)
     return found
 
 

@@ -251,6 +251,13 @@ def _is_additive_mask(mask: Any, record: ScanRecord) -> bool:
     return False
 
 
+# Of weights that meet rows which are not written yet.
+NONE_KEPT = (
+    "at some step its mask may keep no key, and all keys then weigh the same, also those that are not written yet; "
+    "setting the masked weights to zero behind the softmax, or filling with -inf, makes attention of it"
+)
+
+
 def check_plain(product: fx.Node, record: ScanRecord) -> None:
     """Raise Unrecognised if something else than the operands of a product is multiplied."""
     if any((product, place) in record.hidden for place in range(len(product.args))):
@@ -267,7 +274,10 @@ def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Outp
     problem = Unrecognised("its weights are not multiplied with values", softmax)
     for weights in weights_below(softmax, record):
         for user in weights.node.users:
-            if user.target not in MATMUL or any((user, place) in record.hidden for place in (0, 1)):
+            if user.target not in MATMUL:
+                continue
+            if any((user, place) in record.hidden for place in (0, 1)):
+                problem = Unrecognised(NONE_KEPT, user)
                 continue
             product = Product(user, flipped=user.args[1] is weights.node)
             try:

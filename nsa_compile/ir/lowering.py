@@ -48,7 +48,10 @@ def trace_to_aten(
         HonestBatchNorm(),
     ):
         gm = make_fx(fn, table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-    _write_nothing_in_place(gm)
+        _write_nothing_in_place(gm)
+        if _writes_to_its_own(gm):
+            again = torch.func.functionalize(fx.Interpreter(gm).run, remove="mutations")
+            gm = make_fx(again, table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     _fill_numbers(gm)
     _end_slices(gm)
     eliminate_dead_code(gm)
@@ -94,6 +97,15 @@ def _write_nothing_in_place(gm: fx.GraphModule) -> None:
         own = isinstance(written, fx.Node) and written.op == "call_function" and list(written.users) == [node]
         if name.endswith("_") and name != "copy_" and operator_of_new is not None and own and not is_view(written):
             node.target = operator_of_new
+
+
+def _writes_to_its_own(gm: fx.GraphModule) -> bool:
+    """Whether a write to something else than an input is left, such as one through a view: circular padding has some.
+    Functionalization has not seen it, as it is made of one operator below."""
+    return any(
+        isinstance(node.target, OpOverload) and node.target._schema.is_mutable and node.args[0].op != "placeholder"
+        for node in gm.graph.nodes
+    )
 
 
 def lower_body(site: ScanSite) -> fx.GraphModule:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
-from nsa_compile.ir.aten import aten, operand
+from nsa_compile.ir.aten import SHAPED, aten, operand
 from nsa_compile.ir.step_values import StepValue
 
 log = logging.getLogger("nsa_compile")
@@ -281,8 +281,18 @@ class _Determined(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+# What reads nothing but the shape and dtype of its first operand, as Dynamo and as our passes write it.
+_LIKE: set[Any] = {torch.zeros_like, torch.ones_like, torch.full_like, "new_zeros", "new_ones", "new_full", *SHAPED}
+
+
+def _empty_like(fake: Tensor) -> Tensor:
+    with unset_fake_temporarily():
+        return torch.empty(fake.shape, dtype=fake.dtype)
+
+
 def constant_value(node: fx.Node, cache: dict[fx.Node, Tensor | None], limit: int = 2**26) -> Tensor | None:
-    """The value of a node of the captured graph that depends on no input (such as `torch.arange(S)`), on the CPU."""
+    """The value of a node of the captured graph that depends on no input's numbers, on the CPU: `torch.arange(S)`,
+    `torch.zeros_like(x)`."""
     if node in cache:
         return cache[node]
     cache[node] = None
@@ -295,7 +305,8 @@ def constant_value(node: fx.Node, cache: dict[fx.Node, Tensor | None], limit: in
         return None
     operands: dict[fx.Node, Any] = {}
     for source in node.all_input_nodes:
-        value = constant_value(source, cache, limit)
+        reads_shape = target in _LIKE and source is node.args[0]
+        value = _empty_like(example(source)) if reads_shape else constant_value(source, cache, limit)
         if value is None:
             return None
         operands[source] = value

@@ -41,7 +41,7 @@ VERDICTS = {
     "prefix_lm/prefix_in_the_cache": ("scored_attention + copies", "operator"),  # short
     "documents/documents_closed_over": ("scored_attention", "operator"),
     "documents/documents_in_a_cache": ("scored_attention + copies", "operator"),  # short
-    "documents/documents_in_a_cache_finite": ("scored_attention + copies", "operator"),  # short
+    "documents/documents_in_a_cache_finite": ("batched", "operator"),  # short
     "documents/documents_by_start": ("scored_attention", "operator"),
     "documents/documents_by_rows": ("scored_attention + copies", "operator"),  # short
     "documents/documents_by_bias": ("copies", "operator"),  # short
@@ -50,7 +50,7 @@ VERDICTS = {
     "left_padding/padding_nan_to_num": ("scored_attention", "operator"),
     "left_padding/padding_sees_itself": ("scored_attention", "operator"),
     "left_padding/padding_finfo_min": ("scored_attention + copies", "operator"),  # short
-    "left_padding/padding_fill_minus_1e9": ("scored_attention + copies", "operator"),  # short
+    "left_padding/padding_fill_minus_1e9": ("batched", "operator"),  # short
     "left_padding/padding_in_a_cache": ("scored_attention + copies", "operator"),  # short
     "left_padding/padding_by_number": ("scored_attention", "operator"),
     "cross/cross_attention": ("dense", "dense"),
@@ -155,15 +155,15 @@ VERDICTS = {
     "softmax1/softmax1": ("copies", "operator"),  # short
     "softmax1/softmax1_by_pad": ("scored_attention", "operator"),
     "two_caches/two_caches_by_cat": ("batched", "operator"),  # short
-    "two_caches/two_caches_split": ("copies", "operator"),  # short
+    "two_caches/two_caches_split": ("batched", "operator"),  # short
     "two_caches/two_caches_joined": ("scored_attention", "operator"),
     "two_caches/two_caches_merged": ("dense + copies", "operator"),  # short
     "memory_and_past/memory_and_past": ("batched", "operator"),  # short
     "sigmoid/sigmoid_attention": ("batched", "dense"),
     "sigmoid/sigmoid_of_minus_infinity": ("copies", "dense"),  # short
-    "relu/relu_attention": ("copies", "dense"),  # short
-    "talking_heads/talking_heads": ("copies", "dense"),  # short
-    "differential/differential": ("copies", "operator"),  # short
+    "relu/relu_attention": ("batched", "dense"),
+    "talking_heads/talking_heads": ("batched", "dense"),
+    "differential/differential": ("batched", "operator"),  # short
     "differential/differential_of_outputs": ("window_attention", "operator"),
     "forgetting/forgetting_before": ("scored_attention", "operator"),
     "forgetting/forgetting_in_the_step": ("scored_attention", "operator"),
@@ -206,7 +206,7 @@ VERDICTS = {
     "quest/quest_by_gather": ("scored_attention + copies", "operator"),  # short
     "quest_running/quest_with_running_bounds": ("loop", "operator"),  # short
     "msa/best_key_of_a_block": ("selected_attention", "operator"),
-    "msa_with_index/best_index_key_of_a_block": ("scored_attention + copies", "operator"),  # short
+    "msa_with_index/best_index_key_of_a_block": ("batched", "operator"),  # short
     "qsa/pooled_index_keys": ("rows of the selected blocks + copies", "operator"),  # short
     "infllm/overlapping_means_max_pooled": ("selected_attention", "operator"),
     "hca/compressed_window_and_sink": ("batched", "operator"),  # short
@@ -217,8 +217,8 @@ VERDICTS = {
     # softmax.py
     "causal/masked_fill_inf": ("window_attention", "operator"),
     "causal/where_inf": ("window_attention", "operator"),
-    "causal/fill_minus_1e9": ("scored_attention + copies", "operator"),  # short
-    "causal/fill_minus_1e4": ("scored_attention + copies", "operator"),  # short
+    "causal/fill_minus_1e9": ("batched", "operator"),  # short
+    "causal/fill_minus_1e4": ("batched", "operator"),  # short
     "causal/fill_finfo_min": ("window_attention", "operator"),
     "causal/add_finfo_min": ("scored_attention", "operator"),
     "causal/add_rows_of_finfo_min": ("scored_attention", "operator"),
@@ -261,7 +261,7 @@ VERDICTS = {
     "causal/lengths_as_a_carry": ("loop", "operator"),  # short
     "causal/flags_of_written_rows": ("scored_attention", "operator"),
     "causal/positions_in_a_cache": ("scored_attention", "operator"),
-    "causal/bias_in_a_cache": ("copies", "operator"),  # short
+    "causal/bias_in_a_cache": ("scored_attention", "operator"),
     "causal/positions_closed_over": ("loop", "operator"),  # short
     "causal/mask_closed_over": ("scored_attention + copies", "operator"),  # short
     "causal/positions_as_a_buffer": ("loop", "operator"),  # short

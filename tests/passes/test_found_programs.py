@@ -1168,7 +1168,7 @@ def test_weights_of_unwritten_rows_that_lead_to_another_softmax():
         def step(carries, row):
             x, t = row
             cache = torch.where(t % 2 == 1, torch.where((t == P)[:, None], x, carries[0]), carries[0])
-            weights = (cache * torch.tanh(x)).sum(-1).masked_fill(P > t, -INF).softmax(-1)
+            weights = (cache * torch.tanh(x)).sum(-1).masked_fill(t < P, -INF).softmax(-1)
             y = torch.einsum("...r,...rd->...d", weights, carries[0])
             q = y.softmax(-1)
             state = carries[1] + q.unsqueeze(-1) * y.unsqueeze(-2)
@@ -1177,3 +1177,35 @@ def test_weights_of_unwritten_rows_that_lead_to_another_softmax():
         return scan(step, (torch.zeros(x.shape, dtype=x.dtype), state), (x, P))[1]
 
     equal_gradients(run, rows(5, 3).requires_grad_(), rows(3, 3).requires_grad_())
+
+
+@pytest.mark.parametrize("first", [torch.zeros_like, lambda x: x.new_zeros(x.shape), lambda x: torch.full_like(x, 0)])
+def test_a_cache_of_zeros_like_its_rows_is_one_of_zeros(first):
+    """Under a finite fill, rows that are not written yet have weights; what these meet is zero."""
+    inputs = [x.clone().requires_grad_() for x in rows(3, 9, 6)]
+    equal_gradients(attention(lambda s, t, P: s.masked_fill(t < P, -30.0), first), *inputs)
+    assert nsa_compile.last_report().scans[0].guards_kept == []
+
+
+@pytest.mark.parametrize("pick", [torch.max, torch.min, torch.median, torch.nanmedian])
+def test_one_of_several_equal_elements(pick):
+    """Eager mode shares the gradient of an extreme of all elements among equal ones, batched it went to the first."""
+
+    def run(x):
+        return scan(lambda c, row: (c, (pick(row), pick(row, -1)[0])), x.new_zeros(1), x)[1]
+
+    equal_gradients(run, torch.tensor([[1.0, 1.0, 0.0], [2.0, 2.0, 2.0]], dtype=torch.float64).requires_grad_())
+
+
+def test_circular_padding_in_a_step():
+    """It is made of an empty tensor and writes to views of it, which were dropped: memory as it was came out."""
+
+    def run(x):
+        return scan(lambda c, row: (c, F.pad(row[None], (2, 1), mode="circular")[0]), x.new_zeros(1), x)[1]
+
+    equal_gradients(run, rows(3, 2, 4).requires_grad_())
+
+
+def test_rolling_a_number():
+    """torch.vmap rolled the steps."""
+    equal_gradients(lambda x: scan(lambda c, row: (c, row.roll(1) * x), x.new_zeros(1), x)[1], rows(3).requires_grad_())
