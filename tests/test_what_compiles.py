@@ -690,6 +690,11 @@ def strided_read_in_a_step(compile):
 
 
 @program
+def strided_read_from_an_offset(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c, row.as_strided((2,), (1,), 1)), x[0], x)), rows())
+
+
+@program
 def inverse_in_a_recurrence(compile):
     def step(c, row):
         c = c + row[:, None] * row

@@ -123,8 +123,17 @@ def _moved(scan: fx.Node, body: fx.GraphModule) -> set[StorageWeakRef]:
 def _reads_by_strides(scan: fx.Node, body: fx.GraphModule) -> bool:
     """Whether a step reads by strides of memory what it has in others than the loop as written."""
     moved = _moved(scan, body)
-    reads = [n.args[0] for n in body.graph.nodes if getattr(n.target, "__name__", n.target) == "as_strided"]
-    return any(_memory(node) in moved for node in reads)
+    reads = [n for n in body.graph.nodes if getattr(n.target, "__name__", n.target) in _BY_STRIDES]
+    given = {_memory(x) for x in body.graph.find_nodes(op="placeholder")}
+    return any(_memory(n.args[0]) in (given if _has_offset(n) else moved) for n in reads)
+
+
+_BY_STRIDES = ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
+
+
+def _has_offset(read: fx.Node) -> bool:
+    """Whether an offset is given. It counts from where the memory of a tensor begins: that of a row, with the first."""
+    return isinstance([*read.args, *read.kwargs.values()][-1], int)
 
 
 def keep_what_steps_find() -> None:
