@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo import exc
 from torch._dynamo.output_graph import AliasingInfo, SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
@@ -124,7 +124,8 @@ def _reads_by_strides(scan: fx.Node, body: fx.GraphModule) -> bool:
     """Whether a step reads by strides of memory what it has in others than the loop as written."""
     moved = _moved(scan, body)
     reads = [n for n in body.graph.nodes if getattr(n.target, "__name__", n.target) in _BY_STRIDES]
-    given = {_memory(x) for x in body.graph.find_nodes(op="placeholder")}
+    inputs = body.graph.find_nodes(op="placeholder")
+    given = {_memory(x) for x in inputs if isinstance(x.meta["example_value"], Tensor)}
     return any(_memory(n.args[0]) in (given if _has_offset(n) else moved) for n in reads)
 
 
