@@ -352,6 +352,14 @@ def _addcmul(analysis: Affine, node: fx.Node) -> list[Term]:
     return analysis.terms(added.self, node) + _scaled(product, added.value)
 
 
+def _addcdiv(analysis: Affine, node: fx.Node) -> list[Term]:
+    added = arguments(node)
+    if analysis.depends(added.tensor2):
+        raise NotAffine("something is divided by what depends on the old state", node)
+    quotient = _product(analysis, node, added.tensor1, added.tensor2, "reciprocal")
+    return analysis.terms(added.self, node) + _scaled(quotient, added.value)
+
+
 def _reduced(analysis: Affine, node: fx.Node) -> list[Term]:
     source = operand(node)
     rank, reduced = example(source).dim(), vars(arguments(node))
@@ -415,6 +423,7 @@ _BY_RULE: dict[Callable[[Affine, fx.Node], list[Term]], Any] = {
     _masked_fill: MASKED_FILL,
     _lerp: {aten.lerp.Scalar, aten.lerp.Tensor},
     _addcmul: {aten.addcmul.default},
+    _addcdiv: {aten.addcdiv.default},
     _reduced: {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim},
     _matmul: MATMUL | {aten.dot.default},
     _matmul_add: MATMUL_ADD,

@@ -184,8 +184,8 @@ def _refined(term: Term, axes: Axes, patterns: Sequence[tuple[int, ...]]) -> Ter
 
 
 def _renamed(term: Term, have: Axes, want: Axes) -> Term:
-    """A term that has other names for some of its axes."""
-    pairs = [pair for old, new in zip(have, want, strict=True) for pair in zip(old, new, strict=True)]
+    """A term that has other names for some of its axes; one that is the same along a dimension has none there."""
+    pairs = [pair for old, new in zip(have, want, strict=True) if old for pair in zip(old, new, strict=True)]
     return term.renamed({old: (new,) for old, new in pairs})
 
 

@@ -362,6 +362,23 @@ def exponential_average(v, **_):
 
 
 @spelled(SUM)
+def average_of_what_is_missing(v, g, **_):
+    """The number 1 is the same along all dimensions, and so is what is a product with it along some."""
+
+    def step(c, row):
+        x, g = row
+        c = 1 - torch.sigmoid(g)[..., None] * (1 - c) * x
+        return c, c * x
+
+    return scan(step, v[0], (v, g))[1]
+
+
+@spelled(SUM)
+def divided_and_added(v, **_):
+    return scan(lambda c, row: (c := torch.addcdiv(row, c, 1 + row * row, value=0.5), c), v[0], v)
+
+
+@spelled(SUM)
 def mean_so_far(v, **_):
     def step(mean, row):
         t, x = row
