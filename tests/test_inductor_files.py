@@ -6,6 +6,7 @@ import ctypes
 import errno
 import logging
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -288,6 +289,24 @@ def test_precompiled_headers_are_not_in_torchs_default_directory(tmp_path, monke
         inductor_files.prepare()
         assert str(tmp_path / name / "precompiled_headers") == codecache._HEADER_DIR
         assert str(tmp_path / name / "precompiled_headers" / "locks") == codecache._HEADER_LOCK_DIR
+
+
+def test_kernels_are_compiled_with_the_header_of_inductors(tmp_path, monkeypatch):
+    import torch
+    from torch._inductor import codecache
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(9))
+    before = codecache._precompile_header.cache_info().misses
+    header = cpp._precompiled_header()
+    assert codecache._precompile_header.cache_info().misses == before, "it is another one"
+    source = tmp_path / "kernel.cpp"
+    source.write_text(cpp._source("window"))
+    command = cpp._builder(str(source), str(tmp_path), header=header).get_command_line()
+    seen = subprocess.run([*shlex.split(command), "-H", "-fsyntax-only"], capture_output=True, text=True, check=True)
+    assert f"! {header}.gch" in seen.stderr.splitlines(), "the compiler reads the text"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "empty"))
+    assert cpp._precompiled_header() is None, "to compile one takes longer than a kernel"
 
 
 def test_a_compilation_that_fails_leaves_the_builder_as_it_was(tmp_path):
