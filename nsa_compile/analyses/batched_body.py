@@ -269,7 +269,7 @@ class BatchedBody:
             of_steps = [_together(x) if has_steps else x for x, has_steps in given]
             tiles = None
             if times == self.all_times:
-                tiles = self._constant(used_tiles(node.meta[MASK], len(times), v.shape[1], TILE))
+                tiles = used_tiles(node.meta[MASK], len(times), v.shape[1], TILE)
             return tuple(map(_apart, SCORED([_together(x) for x in q], k, v, of_steps, program, tiles)))
         # Each step sees caches of its own.
         sequences = q[0].shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -185,3 +186,11 @@ def _bands(
         "dk": dscore * largest_q * problem.scale * queries**0.5,
         "dv": unit * largest_grad * queries**0.5,
     }
+
+
+def peak_memory(reset: bool = False) -> int:
+    """The most memory that this process has had, or has had since a reset, in bytes."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])

@@ -122,6 +122,19 @@ def test_the_code_around_the_kernels_reads_nothing_back(kernel, heads):
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
+def test_scored_attention_reads_nothing_back():
+    """Which tiles are read is known before."""
+    tiles = torch.ones(4, 4, dtype=torch.uint8).tril()
+    kernel = KERNELS["scored"]["portable"].code
+    program = "v0 = add.Tensor(s0, x0)\nreturn v0"
+    with FakeTensorMode():
+        q, grad = (torch.empty(1, 256, 2, 32, dtype=torch.bfloat16) for _ in range(2))
+        k, v, bias = torch.empty(1, 256, 32), torch.empty(1, 256, 32), torch.empty(1, 256, 1, 256)
+        out, lse, _ = kernel.forward([q], [k], v, [bias], program, tiles)
+        gradients = kernel.backward(grad, None, [q], [k], v, [bias], out, lse, program, "return g, g", tiles, [0])
+    assert [x.shape for x in gradients] == [x.shape for x in (q, k, v, bias)]
+
+
 def test_fake_tensors_do_raise():
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
         torch.zeros(()).item()

@@ -14,7 +14,7 @@ from nsa_compile import ops
 from nsa_compile.ops import cpp, flops
 from nsa_compile.ops.dense import masked_attention
 from nsa_compile.ops.dispatch import KERNELS
-from tests.ops.problems import kernels, reference
+from tests.ops.problems import kernels, peak_memory, reference
 
 OPERATORS = [name for name in KERNELS if name not in ("step", "scored")]  # those over q, k and v of sequences
 PRECISE = [kernel for name in OPERATORS for kernel in kernels(name, torch.float64)]
@@ -216,24 +216,16 @@ def test_cpp_takes_no_memory_of_quadratic_size(name):
     arguments = inputs(B=1, S=S, T=S, G=1, h=1, D=4, Dv=4, dtype=torch.float32, stride=4)[name]
     kernel = KERNELS[name]["cpu"]
     kernel.prepare()
-    before = _peak_memory(reset=True)
+    before = peak_memory(reset=True)
     out, lse, *_ = kernel.forward(*arguments)
     kernel.backward(out, lse.exp(), *arguments[:3], out, lse, *arguments[3:])
-    assert _peak_memory() - before < S * S  # a quarter of a float for each pair
+    assert peak_memory() - before < S * S  # a quarter of a float for each pair
 
 
 def test_large_outputs_are_ordinary_tensors():
     x = cpp.empty(torch.empty(0, dtype=torch.bfloat16), 2**12, 2**11 + 3, dtype=torch.float32)  # above 32 MB
     assert (x.shape, x.dtype, x.is_contiguous()) == ((2**12, 2**11 + 3), torch.float32, True)
     assert x.fill_(1).sum() == x.numel()
-
-
-def _peak_memory(reset: bool = False) -> int:
-    """Bytes."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
 def test_small_numbers_stay_after_the_kernels_are_loaded():

@@ -44,6 +44,8 @@ def _check(
     rows, columns = -(-s // TILE), -(-keys // TILE)
     if tiles is not None and (tiles.shape != (rows, columns) or tiles.dtype != torch.uint8):
         raise ValueError(f"tiles is {tiles.dtype} {list(tiles.shape)}; it must be torch.uint8 [{rows}, {columns}]")
+    if tiles is not None and tiles.device.type != "cpu":
+        raise ValueError(f"tiles is on {tiles.device}; it must be on the CPU, which decides what is read")
     parse(program)
 
 
@@ -68,7 +70,7 @@ def _compute(
 #:     leaves: `[N|1, S|1, m|1, T|1]`, floating, int64 or bool: `x<i>` of the program.
 #:     program: see `program.py`. A score of -inf removes its key.
 #:     tiles: uint8 `[ceil(S / 64), ceil(T / 64)]`; 0 where all scores of a tile are -inf, so that it need not be read.
-#:         None: there are no such tiles.
+#:         None: there are no such tiles. On the CPU, whatever the device of the others: nobody waits for them.
 #:
 #: Returns:
 #:     The output `[N, S, m, Dv]`, zeros where all keys are removed, and the log-sum-exp of the scores `[N, S, m]`, both

@@ -79,10 +79,11 @@ def backward(
 def _spans(tiles: Tensor | None, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
     """Tiles of queries, and the keys from the first to the last that they may see."""
     if tiles is None:
-        tiles = torch.ones(-(-queries // TILE), -(-keys // TILE))
-    for row, used in enumerate(tiles.bool().tolist()):
-        if any(used):
-            first, last = used.index(True), len(used) - used[::-1].index(True)
+        tiles = torch.ones(-(-queries // TILE), -(-keys // TILE), device="cpu")
+    for row, flags in enumerate(tiles.tolist()):
+        used = [column for column, flag in enumerate(flags) if flag]
+        if used:
+            first, last = used[0], used[-1] + 1
             yield slice(row * TILE, min(queries, (row + 1) * TILE)), slice(first * TILE, min(keys, last * TILE))
 
 

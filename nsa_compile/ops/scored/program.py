@@ -122,8 +122,10 @@ def _apply(operator: str, operands: list[Any], dtype: torch.dtype) -> Any:
     name, _, overload = operator.partition(".")
     if overload in ("Tensor", "self") or name in ("maximum", "minimum", "logical_and", "logical_or", "logical_xor"):
         operands = [_number(x, dtype) for x in operands]
-    elif overload in ("Scalar", "ScalarOther", "Tensor_Scalar"):
-        operands = [_number(x, dtype) if i < (name == "where") + 1 else x for i, x in enumerate(operands)]
+    elif name != "scalar_tensor":
+        # Of `where` the first is a condition, and the others are numbers where the overload says so.
+        places = {"ScalarSelf": (0, 2), "ScalarOther": (0, 1)}.get(overload, (0,))
+        operands = [_number(x, dtype) if i in places else x for i, x in enumerate(operands)]
     result = _overload(operator)(*operands)
     return result.to(dtype) if result.dtype.is_floating_point else result
 
@@ -246,6 +248,8 @@ def _recorded(node: fx.Node, operands: dict[fx.Node, Any], instructions: list[In
         return args[0] if name == "scalar_tensor.default" else args[1]
     if name == "_to_copy.default":
         name, args = "to", [args[0], _kind(node.kwargs["dtype"])]
+    if name == "div.Tensor_mode" and node.kwargs["rounding_mode"] == "floor":
+        name = "floor_divide.default"
     if name not in OPERATORS:
         raise ValueError(f"a program of scores has no operator {name}")
     recorded: Any = args
