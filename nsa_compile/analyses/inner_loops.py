@@ -8,7 +8,7 @@ a state that is a matrix) belongs into it, and so does one that enlarges what it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -185,11 +185,16 @@ def body_of(site: ScanSite, loop: InnerLoop, rows: Sequence[fx.Node], same: Sequ
     updates, _ = site.outputs()
     graph = fx.Graph(site.body)
     env: dict[fx.Node, fx.Node] = {}
-    for node in [*(carries[i] for i in loop.group), *rows, *same]:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta = {"val": example(node)}
+
+    def take(nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = {"val": example(node)}
+
+    take([*(carries[i] for i in loop.group), *rows])
     if not rows:  # the rows say how many steps there are
         graph.placeholder("step").meta = {"val": example(carries[0]).new_empty((), dtype=torch.int64)}
+    take(same)
     for node in loop.nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
     outputs = [*(updates[i] for i in loop.group), *loop.yields]

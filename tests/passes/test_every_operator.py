@@ -46,11 +46,11 @@ def variant(x: Tensor, step: int) -> Tensor:
 
 
 def outcome(function: Any, rows: list[Tensor]) -> list[Any]:
-    """What a function returns, and the gradients of what it is given."""
+    """What a function returns, and the gradients of what it is given, unless it makes infinities."""
     leaves = [x.clone().requires_grad_(x.dtype.is_floating_point) for x in rows]
     outputs = function(*leaves)
     graded = [y for y in outputs if y.requires_grad]
-    if not graded:
+    if not graded or not all(bool(y.isfinite().all()) for y in graded):
         return list(outputs)
     rng = torch.Generator().manual_seed(0)
     weights = [torch.randn(y.shape, generator=rng, dtype=torch.float64).to(y.dtype) for y in graded]

@@ -814,3 +814,19 @@ def test_autocast_does_not_reach_the_states(name):
     assert CHUNKS not in forms(nsa_compile.last_report().scans[0])
     for a, b in zip(mine, loop, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+def test_a_loop_that_reads_no_rows():
+    """Without rows its step gets the number of the step, which it took for what is the same at every step."""
+
+    def run(first, number, x):
+        def step(c, row):
+            c = torch.where(c > 1, number, c + 1)
+            return c, row * 2
+
+        return scan(step, first, x)
+
+    for first in (3.0, 0.0, 1.0):
+        start = torch.tensor(first, dtype=torch.float64)
+        report = compared(run, {"first": start, "number": torch.zeros((), dtype=torch.float64), "x": rows(4, 2)})
+        assert forms(report) == [LOOP]
