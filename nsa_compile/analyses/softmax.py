@@ -253,8 +253,9 @@ def _is_additive_mask(mask: Any, record: ScanRecord) -> bool:
 
 # Of weights that meet rows which are not written yet.
 NONE_KEPT = (
-    "at some step its mask may keep no key, and all keys then weigh the same, also those that are not written yet; "
-    "setting the masked weights to zero behind the softmax, or filling with -inf, makes attention of it"
+    "its weights may not be zero for rows that are not written yet: where a mask keeps no key, all weigh the same, and "
+    "values may be in another order than keys; setting the masked weights to zero behind the softmax, or filling with "
+    "-inf, says that they are"
 )
 
 
