@@ -15,7 +15,7 @@ from nsa_compile import scan
 from nsa_compile.analyses import batched_body, scores
 from nsa_compile.analyses.batched_body import BatchedBody, apply_at_steps
 from nsa_compile.analyses.scores import Mass
-from nsa_compile.analyses.staleness import Analysis
+from nsa_compile.analyses.staleness import Analysis, Facts
 from nsa_compile.ir.aten import aten
 from nsa_compile.ops.scored.program import Instruction, Program
 from nsa_compile.passes import raise_attention
@@ -77,6 +77,10 @@ def of_sums() -> None:
     check(ProofProgram(summed, dropped=None))
 
 
+def no_score_kept(s: Tensor, t: Tensor, P: Tensor) -> Tensor:
+    return s + torch.where((t < P) | (t % 2 == 1), torch.finfo(s.dtype).min, torch.zeros_like(s))
+
+
 a_sink = beside_tensors(lambda s, t, P, sink: torch.cat([sink, causal(s, t, P)]), (1,))
 a_bias = beside_tensors(lambda s, t, P, bias: causal(s + bias - 0.25 * (t - P), t, P), (9,))
 
@@ -104,6 +108,10 @@ def not_masked_behind(original: Any) -> Any:
         return apply_at_steps(node, operands)
 
     return settled
+
+
+def forgotten(original: Any) -> Any:
+    return property(lambda self: replace(self, absorbed=None))
 
 
 def rows_that_are_no_zeros(original: Any) -> Any:
@@ -169,6 +177,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[], None]]] = {
     "a hidden row is read a step early": (BatchedBody, "_from", one_step_early, judged("scores given")),
     "a hidden row is read a step late": (BatchedBody, "_from", one_step_late, judged("scores given")),
     "rows of others are hidden": (Analysis, "_hide", rows_that_are_no_zeros, judged("scores given", init=0.25)),
+    "a floor forgets what it absorbed": (Facts, "counted", forgotten, one_set(no_score_kept, 9, 6)),
     "a difference is turned around": (scores, "Instruction", turned_around, a_bias),
     "a bias of the next key": (scores, "_reduced", of_the_next_key, a_bias),
     "a bias has no gradient": (Program, "passes_on", never, a_bias),
