@@ -1,4 +1,5 @@
-"""Time to the first result: cold and warm, in processes of their own, as layers and sequence grow.
+"""Time to the first result: cold and warm, in processes of their own, as layers and sequence grow; then at another
+length and at another batch size in the same process.
 
     python benchmarks/compile_time.py
     python benchmarks/compile_time.py --layers 1,2 --seq-lens 256 --repeats 1
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +39,30 @@ WORKER_FLAG = "--worker"
 RECORD = Path(__file__).parent / "results" / "compile_time.json"
 
 
+def processor_seconds() -> float:
+    """Of this process and of the compilers that it started and that have ended."""
+    return sum(os.times()[:4])
+
+
 def worker(layers: int, seq_len: int, dim: int, head_dim: int, nested: str) -> None:
-    """The measured process: compile, run forward and backward once, print what it took."""
+    """The measured process: compile, run forward and backward once, print what it took; the same at two more shapes."""
     import nsa_compile
 
     config = model_config(layers, dim, head_dim)
-    tokens = random_tokens(config, seq_len)
     model = nsa_compile.compile_blocks(build(config), nested=nested)
-    first = seconds_of(lambda: forward_backward(model, tokens))
-    second = seconds_of(lambda: forward_backward(model, tokens))
-    report = nsa_compile.last_report()
-    assert report is not None
-    passes = sum(p.seconds + p.verify_seconds for p in report.passes)
-    # What remains of the first call once the work itself is taken off.
-    print(json.dumps({"compile_s": first - second, "passes_s": passes, "cache_hit": report.cache_hit}))
+    found = {}
+    for shape, batch, length in (("first", 1, seq_len), ("length", 1, seq_len + 64), ("batch", 2, seq_len)):
+        run = partial(forward_backward, model, random_tokens(config, length).expand(batch, -1))
+        busy = processor_seconds()
+        first = seconds_of(run)
+        busy = processor_seconds() - busy
+        # What remains of the first call once the work itself is taken off.
+        found[shape] = {"compile_s": first - seconds_of(run), "processor_s": busy}
+        report = nsa_compile.last_report()
+        assert report is not None
+        found[shape]["passes_s"] = sum(p.seconds + p.verify_seconds for p in report.passes)
+        found[shape]["cache_hit"] = report.cache_hit
+    print(json.dumps(found))
 
 
 def in_a_new_process(arguments: tuple[Any, ...], cache: str) -> dict[str, Any]:
@@ -70,16 +82,17 @@ def measure(layers: int, seq_len: int, dim: int, head_dim: int, nested: str, rep
         with tempfile.TemporaryDirectory() as cache:
             cold.append(in_a_new_process((layers, seq_len, dim, head_dim, nested), cache))
             warm.append(in_a_new_process((layers, seq_len, dim, head_dim, nested), cache))
-    return {
-        "layers": layers,
-        "seq_len": seq_len,
-        "cold": summarize([run["compile_s"] for run in cold]),
-        "warm": summarize([run["compile_s"] for run in warm]),
-        # Of the cold runs: a cache hit repeats the figures of the run that filled the cache.
-        "passes": summarize([run["passes_s"] for run in cold]),
-        "cold_cache_hits": sum(run["cache_hit"] for run in cold),
-        "warm_cache_hits": sum(run["cache_hit"] for run in warm),
-    }
+    row: dict[str, Any] = {"layers": layers, "seq_len": seq_len}
+    for name, runs in (("cold", cold), ("warm", warm)):
+        row[name] = summarize([run["first"]["compile_s"] for run in runs])
+        row[f"{name}_processor"] = summarize([run["first"]["processor_s"] for run in runs])
+        row[f"{name}_cache_hits"] = sum(run["first"]["cache_hit"] for run in runs)
+        for shape in ("length", "batch"):
+            row[f"{name}_{shape}"] = summarize([run[shape]["compile_s"] for run in runs])
+            row[f"{name}_{shape}_processor"] = summarize([run[shape]["processor_s"] for run in runs])
+    # Of the cold runs: a cache hit repeats the figures of the run that filled the cache.
+    row["passes"] = summarize([run["first"]["passes_s"] for run in cold])
+    return row
 
 
 def numbers(text: str) -> list[int]:
@@ -107,8 +120,15 @@ def main(layers, seq_lens, dim, head_dim, repeats, nested, out) -> None:
         rows.append(measure(n, seq_len, dim, head_dim, nested, repeats))
         write_record(path, make_record("compile_time", settings, rows, model=model))
         print(f"{n} layers, S = {seq_len}: cold {show(rows[-1]['cold'], 1)} s", flush=True)
-    table = [(r["layers"], r["seq_len"], *(show(r[key], 1) for key in ("cold", "warm", "passes"))) for r in rows]
-    headers = ("layers", "S", "cold, s (range)", "warm, s (range)", "passes, s (range)")
+    columns = {
+        "cold": "cold, s (range)",
+        "warm": "warm, s (range)",
+        "passes": "passes, s (range)",
+        "cold_length": "another length, s (range)",
+        "cold_batch": "another batch size, s (range)",
+    }
+    table = [(r["layers"], r["seq_len"], *(show(r[key], 1) for key in columns)) for r in rows]
+    headers = ("layers", "S", *columns.values())
     print(tabulate(table, headers=headers, disable_numparse=True))
     print(path)
 
