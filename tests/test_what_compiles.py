@@ -680,6 +680,20 @@ def raising_step(compile):
 
 
 @program
+def sizes_that_do_not_fit(compile):
+    return trained(compile(lambda x: scan(lambda c, row: (c, row @ c[1:]), x.new_zeros(D), x)), rows())
+
+
+@program
+def attribute_set_in_a_step(compile):
+    def step(c, row):
+        row.seen = True
+        return c, row
+
+    return trained(compile(lambda x: scan(step, x.new_zeros(D), x)), rows())
+
+
+@program
 def three_results(compile):
     return trained(compile(lambda x: scan(lambda c, row: (c, row, row), x.new_zeros(D), x)), rows())
 
@@ -1737,6 +1751,28 @@ def test_what_is_no_scan_is_the_same_error_in_eager_mode(name):
     for compile in (eager, compiled_with("eager")):
         with pytest.raises(ValueError, match=re.escape(line)):
             run(PROGRAMS[name], compile)
+
+
+@pytest.mark.parametrize("fault", [lambda x: x.relu().tolist(), lambda x: x.item(), lambda x: x[x > 0].sum()])
+def test_a_refusal_names_the_line_of_the_step(fault):
+    """Not only that of the scan, which is elsewhere where a model has many layers."""
+
+    def of_a_row(row):
+        return fault(row) * row
+
+    def step(c, row):
+        return c + row, of_a_row(row)
+
+    with pytest.raises(RuntimeError) as caught:
+        nsa_compile.compile(lambda x: scan(step, x[0], x), nested="eager")(rows(S, 1))
+    assert f"ed at {__file__}:{fault.__code__.co_firstlineno}: " in str(caught.value).splitlines()[0]
+
+
+def test_an_assert_that_always_fails_is_refused():
+    found = {}  # by exec, since pytest rewrites what stands in this file
+    exec('def step(c, row):\n    assert row.shape[0] == 99, "bad width"\n    return c, row', found)
+    with pytest.raises(RuntimeError, match="an assert of it fails, whatever numbers it is given"):
+        nsa_compile.compile(lambda x: scan(found["step"], x[0], x), nested="eager")(rows())
 
 
 @pytest.mark.parametrize("name", ["aot_eager", "eager", "inductor"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +31,9 @@ class ScanNotCompiled(exc.ShortenTraceback):
         super().__init__(message, first_useful_frame=None)
 
 
+# The file that calls steps, and the folder of lines that no author of a step has written.
+SCANS = str(Path(__file__).parents[1] / "loop.py")
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 NOT_OURS = (
     "nsa_compile.scan at {place} was compiled by {backend}, which would run it as torch's own scan, whose gradients "
     'are wrong; compile with backend="nsa_compile", or leave the call out with torch.compiler.disable'
@@ -79,12 +85,34 @@ def caller_of_scan(tx: Any) -> str | None:
     """`file:line` of the call of `nsa_compile.scan` that Dynamo is in; None if it is in torch's own."""
     inside = False
     while tx is not None:
-        if tx.f_code.co_filename.endswith("nsa_compile/loop.py"):
+        if tx.f_code.co_filename == SCANS:
             inside = True
         elif inside:
             return f"{tx.f_code.co_filename}:{tx.lineno}"
         tx = getattr(tx, "parent", None)
     return None
+
+
+def refusal(place: str, why: str, error: Exception | None = None) -> ScanRefused:
+    """That the step of the scan at `place` cannot be captured, and at which of its lines, where `error` knows."""
+    stack = getattr(error, "real_stack", ())
+    return ScanRefused(f"{cannot_be('captured', place, line_in_step((f.filename, f.lineno) for f in stack))}: {why}")
+
+
+def cannot_be(what: str, place: str, line: str | None) -> str:
+    """How a message on a step begins."""
+    return f"the step of the scan at {place} cannot be {what}{f' at {line}' if line not in (None, place) else ''}"
+
+
+def line_in_step(frames: Iterable[tuple[str, Any]]) -> str | None:
+    """`file:line` of the innermost of `frames` within a step that is not torch's own."""
+    found = None
+    for file, line in frames:
+        if file == SCANS:
+            found = None
+        elif not file.startswith(TORCH):
+            found = f"{file}:{line}"
+    return found
 
 
 # Dynamo's class for a Python float whose value has changed between calls.
@@ -112,6 +140,8 @@ _REASONS = (
         (VARYING_NUMBER,),
         "it reads a Python float that is another one from call to call; pass it as a tensor, as torch.tensor(scale)",
     ),
+    (("Random.random",), DRAWS),
+    (("assertion failed (cannot compile partial graph)",), "an assert of it fails, whatever numbers it is given"),
     (
         ("repeat_interleave",),
         "it repeats rows by numbers of a tensor; give the numbers as Python integers, or index_select rows",
@@ -173,7 +203,7 @@ _REASONS = (
 
 # How torch names a function that it does not trace.
 _CALLS = (
-    r"module: ([\w.]+), qualname: ([\w.]+)",
+    r"module: (?:<unknown module>|([\w.]+)), qualname: ([\w.]+)",
     r"torch\.\* op returned non-Tensor(?s:.*)target: <(?:built-in )?function (\w+)",
     r"Dynamo does not know how to trace builtin operator `(\w+)`",
 )
@@ -189,8 +219,13 @@ def why_not_traced(error: Exception) -> str:
         return f"what {found[2]} returns is not known before it runs; compute it outside of the scan"
     for call in _CALLS:
         if found := re.search(call, text):
-            return f"it calls {'.'.join(found.groups())}, which cannot be captured; call it outside of the scan"
-    if found := re.search(r"raised exception (.*)|ConstantVariable\(str: (.*)\)", text):
+            name = ".".join(filter(None, found.groups()))
+            return f"it calls {name}, which cannot be captured; call it outside of the scan"
+    if found := re.search(r"raised exception (.*)|: ConstantVariable\(str: (.*)\)$", text):
         return f"it raises {found[1] or found[2]}"
+    if isinstance(error, exc.TorchRuntimeError) and (found := re.search(r"got (\w+\(.*\))$", text, re.MULTILINE)):
+        return f"it raises {found[1]}"
+    if found := re.search(r"Explanation: (.*)", text):
+        return found[1].rstrip(".")
     lines = [line for line in str(error).strip().splitlines() if line]
     return lines[0] if lines else type(error).__name__

@@ -37,8 +37,8 @@ from nsa_compile.capture.refusals import (
     READS_GRADIENTS,
     READS_MEMORY,
     VARYING_NUMBER,
-    ScanRefused,
     caller_of_scan,
+    refusal,
     why_not_traced,
 )
 from nsa_compile.trees import put_together, taken_apart
@@ -71,21 +71,23 @@ def explain_uncaptured_steps() -> None:
         except Exception as error:
             own = isinstance(error, exc.TorchDynamoException)
             failed = isinstance(error, exc.Unsupported | exc.UserError | exc.UncapturedHigherOrderOpError)
-            failed |= isinstance(error, exc.ObservedException) or VARYING_NUMBER in str(error)
+            failed |= isinstance(error, exc.ObservedException | exc.TorchRuntimeError) or VARYING_NUMBER in str(error)
             if (own and not failed) or place is None:
                 raise
-            raise ScanRefused(f"the step of the scan at {place} cannot be captured: {why_not_traced(error)}") from error
+            if not own and isinstance(error.__context__, exc.Unsupported):
+                error = error.__context__  # torch fails to write down a graph of nothing, where this one ended
+            raise refusal(place, why_not_traced(error), error) from error
         if place is not None and len(tx.output.random_calls) > drawn:
-            raise ScanRefused(f"the step of the scan at {place} cannot be captured: {DRAWS}")
+            raise refusal(place, DRAWS)
         if place is not None:
             (scan,) = tx.output.current_tracer.graph.find_nodes(op="call_function", target=scan_op)[-1:]
             body = tx.output.nn_modules[scan.args[0].target]
             if body.graph.find_nodes(op="call_method", target="requires_grad_"):
-                raise ScanRefused(f"the step of the scan at {place} cannot be captured: {ASKS}")
+                raise refusal(place, ASKS)
             if capture is not None and capture.asks_for_strides and _moved(scan, body):
-                raise ScanRefused(f"the step of the scan at {place} cannot be captured: {ASKS_FOR_STRIDES}")
+                raise refusal(place, ASKS_FOR_STRIDES)
             if _reads_by_strides(scan, body):
-                raise ScanRefused(f"the step of the scan at {place} cannot be captured: {READS_MEMORY}")
+                raise refusal(place, READS_MEMORY)
             body.meta[PLACE] = place
             # The function may write to a result, which gives Dynamo's stand-in for it the gradient of what was written.
             scan.meta["example_value"] = tuple(

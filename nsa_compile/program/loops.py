@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from nsa_compile import modes
-from nsa_compile.capture.refusals import ScanNotCompiled
+from nsa_compile.capture.refusals import ScanNotCompiled, cannot_be
 from nsa_compile.ir.rewriting import delete_unused_graphs
 from nsa_compile.ir.scans import WRITTEN, ScanSite, example, find_scans, location, scan_results, subgraphs
 from nsa_compile.ops.loop import LoopNotTraced, Program, register, run_loop
@@ -50,8 +50,7 @@ def _keep(site: ScanSite, taken: set[str]) -> None:
     try:  # so that what cannot be traced is said now, and here
         program.graphs(_differentiable(inputs))
     except LoopNotTraced as error:
-        place = location(site.node)
-        raise ScanNotCompiled(f"the step of the scan at {place} cannot be compiled: {error.reason}") from error
+        raise ScanNotCompiled(f"{cannot_be('compiled', location(site.node), error.line)}: {error.reason}") from error
     name = register(program, taken)
     taken.add(name)
     with site.owner.graph.inserting_before(site.node):

@@ -10,6 +10,7 @@ The body and its vector-Jacobian product are traced together, as AOTAutograd tra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from nsa_compile import modes
-from nsa_compile.capture.refusals import why_not_traced
+from nsa_compile.capture.refusals import line_in_step, why_not_traced
 from nsa_compile.capture.scans import ResultsOf, propagate_gradients, run_body
 
 __all__ = ["Layout", "LoopNotTraced", "StepGraphs", "trace_step"]
@@ -36,11 +37,12 @@ aten = torch.ops.aten
 
 
 class LoopNotTraced(RuntimeError):
-    """The step of a loop holds something that cannot be traced to functional operators; `reason` says what."""
+    """The step of a loop holds what cannot be traced to functional operators: `reason` says what, `line` where."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, line: str | None = None) -> None:
         super().__init__(f"the step of a scan cannot be traced: {reason}")
         self.reason = reason
+        self.line = line
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,9 @@ def trace_step(
         except LoopNotTraced:
             raise
         except Exception as error:
-            raise LoopNotTraced(why_not_traced(error)) from error
+            # torch's interpreter adds where the operator stands.
+            line = line_in_step(re.findall(r'File "(.*?)", line (\d+)', str(error)))
+            raise LoopNotTraced(why_not_traced(error), line) from error
         with_gradient = tuple(i for i in with_gradient if i in live)
         return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, with_gradient, wanted)
 
