@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from nsa_compile.ir.aten import (
     ADD,
@@ -142,6 +142,8 @@ class Affine:
                 return []
             axes = axes_of(node)
             return [Term(1, None, None, (Factor(node, axes),), axes)]
+        if not isinstance(example(node), Tensor):
+            raise NotAffine(f"the step takes {node.target} of the old state, which is not linear", node)
         if example(node).dtype == torch.bool:
             raise NotAffine(f"{node.target} makes a condition of the old state", node)
         if any((node, place) in self.record.hidden for place in range(len(node.args))):
