@@ -64,7 +64,8 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
         with _no_vmap_fallback():
             result = torch.vmap(one_step)(*(operands[n][0] for n in with_steps))
     except Exception as error:
-        raise Declined(f"{node.target} cannot be batched over steps: {first_line(error)}", node) from error
+        why = "torch.vmap has no rule for it" if "vmap fallback" in str(error) else first_line(error)
+        raise Declined(f"{node.target} cannot be batched over steps: {why}", node) from error
     _check_batched(node, result)
     return result, True
 
