@@ -262,7 +262,7 @@ class BatchedBody:
         queries, keys, values, leaves, program, _ = given_args
         q = [spread(self.value(x, times), len(times)) for x in queries]
         caches = [self.value(x, times) for x in (*keys, values)]
-        given = [self.value(x, times) for x in leaves]
+        given = [self._leaf(x, times) for x in leaves]
 
         if not any(has_steps for _, has_steps in caches):
             *k, v = (x for x, _ in caches)
@@ -277,6 +277,16 @@ class BatchedBody:
         folded = [_fold(spread(x, len(times)), sequences) for x in given]
         found = SCORED([_fold(x, sequences) for x in q], k, v, folded, program, None)
         return tuple(x.unflatten(0, (len(times), sequences)) for x in found)
+
+    def _leaf(self, node: fx.Node, times: Times) -> Value:
+        """What scores of a program read: of a table by the distance of query and key, an element for each distance."""
+        table, which = self.record.by_distance.get(node, (node, None))
+        value, has_steps = self.value(table, times)
+        if which is None:
+            return value, has_steps
+        if has_steps or times != self.all_times:
+            return self.value(node, times)
+        return value.flatten().index_select(0, self._constant(which.flatten())).reshape(which.shape), False
 
     def _nan_rows(self, node: fx.Node, times: Times) -> Tensor:
         """What `nan_rows` does, with the steps as its queries."""

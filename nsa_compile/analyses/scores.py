@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
+from nsa_compile.analyses.distances import elements_by_distance, traced_back
 from nsa_compile.analyses.magnitudes import floor_level
 from nsa_compile.analyses.masks import (
     MOVES,
@@ -51,10 +52,11 @@ JUMPS = frozenset(
 
 @dataclass(frozen=True)
 class Leaf:
-    """A node that scores read, and which of its elements: `[N|1, 1, m|1, T|1]`."""
+    """A node that scores read, and which of its elements: `[N|1, 1, m|1, T|1]`; or of which table, by distance."""
 
     node: fx.Node
     elements: Tensor
+    by_distance: tuple[fx.Node, Tensor] | None = None
 
     def build(self, build: NodeBuilder) -> fx.Node:
         """These elements, as integers of 64 bits where they are integers."""
@@ -110,6 +112,11 @@ class KeySet:
     mask: Mask  # what is known of the scores that are set to -inf
     filled: Mask  # the same of those that are set to -inf or to the lowest number
 
+    def by_distance(self, record: ScanRecord) -> KeySet:
+        """The same, whose leaves know of which table they are read by distance."""
+        leaves = [replace(x, by_distance=elements_by_distance(x.node, x.elements, record)) for x in self.leaves]
+        return replace(self, leaves=leaves)
+
 
 @dataclass
 class _Follower:
@@ -135,14 +142,7 @@ class _Follower:
         """
         if not isinstance(node, fx.Node):
             return node
-        while (node.target in MOVES or node.target in (aten.clone.default, aten.alias.default)) and _by_constants(
-            node, self.record
-        ):
-            source = operand(node)
-            numbers = torch.arange(example(source).numel()).reshape(example(source).shape)
-            if node.target in MOVES:
-                numbers = moved(node, numbers, self.record)
-            node, elements = source, numbers.flatten()[elements]
+        node, elements = traced_back(node, elements, self.record)
         key = (node, elements.numpy().tobytes())
         if key not in self.names:
             self.names[key] = self._follow(node, elements)
@@ -618,7 +618,7 @@ def build_shares(masses: list[Mass], build: NodeBuilder) -> fx.Node:
     return build(aten._softmax.default, build(aten.stack.default, logits), 0, False)
 
 
-def build_scored(keys: KeySet, values: fx.Node, build: NodeBuilder) -> tuple[fx.Node, Mass]:
+def build_scored(keys: KeySet, values: fx.Node, record: ScanRecord, build: NodeBuilder) -> tuple[fx.Node, Mass]:
     """A node of `scored_attention` at one step; its output and what its keys weigh."""
     sides = [side.build(build, keys.shape[:2]) for side in keys.products]
     # What is only compared has no gradient.
@@ -628,6 +628,9 @@ def build_scored(keys: KeySet, values: fx.Node, build: NodeBuilder) -> tuple[fx.
         for only, (q, k) in zip(compared, sides, strict=True)
     ]
     leaves = [leaf.build(build) for leaf in keys.leaves]
+    for leaf, built in zip(keys.leaves, leaves, strict=True):
+        if leaf.by_distance is not None:
+            record.by_distance[built] = leaf.by_distance
     given = ([q for q, _ in sides], [k for _, k in sides], values, leaves, str(keys.program), None)
     node = build(SCORED, *given)
     node.meta[MASK] = keys.mask

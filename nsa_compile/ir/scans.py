@@ -72,11 +72,14 @@ class ScanRecord:
 
     # (node, place) -> the step from which on each element of an operand counts, before which it is taken for zero
     hidden: dict[tuple[fx.Node, int], Tensor] = field(default_factory=dict)
+    # What scores of a program read -> of which table, and which elements of it for each distance: see `distances`
+    by_distance: dict[fx.Node, tuple[fx.Node, Tensor]] = field(default_factory=dict)
 
     def fingerprint(self) -> str:
         settled = sorted(node.name for node in self.settled)
         hidden = sorted((node.name, place) for node, place in self.hidden)
-        found = (self.carries, self.guards_kept, self.guards_dropped, settled, hidden, self.parallel)
+        distances = sorted(node.name for node in self.by_distance)
+        found = (self.carries, self.guards_kept, self.guards_dropped, settled, hidden, distances, self.parallel)
         return "|".join(map(str, found))
 
     def why_loop(self, group: tuple[int, ...]) -> Declined:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["Chunk", "backward", "compute_dtype", "forward"]
+__all__ = ["Chunk", "backward", "compute_dtype", "forward", "of_distances"]
 
 # Consecutive queries, the keys that any of them sees, and which of these `[C, K]` are hidden from which query.
 Chunk = tuple[slice, slice, Tensor]
@@ -19,6 +19,11 @@ Chunk = tuple[slice, slice, Tensor]
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def of_distances(x: Tensor, keys: int) -> Tensor:
+    """`[N, 1, m, C + T - 1]`, an element for each `key - query + C - 1`, as `[N, C, m, T]` for T keys, a copy."""
+    return x.squeeze(1).unfold(-1, keys, 1).flip(2).transpose(1, 2)
 
 
 def _to_rows(x: Tensor, groups: int) -> Tensor:

@@ -125,26 +125,26 @@ def _raise_scores(step: Step, site: ScanSite, softmax: fx.Node, analysis: Analys
                 raise Unrecognised("what it multiplies may hold infinities or NaN", softmax)
             n = max(read.product.shape[0] for read in reads)
             n = max(n, *(keys.shape[0] for keys in sets if keys.products))
-            sets = [regrouped(keys, n) if keys.products else keys for keys in sets]
+            sets = [regrouped(keys, n).by_distance(step.record) if keys.products else keys for keys in sets]
     except Unrecognised as found:
         context.leave(Declined(found.why, found.node))
         return False
     if not context.may_rewrite():
         return False
-    replace_by_scores(step.body, softmax, sets, reads, n)
+    replace_by_scores(step, softmax, sets, reads, n)
     several = f" over {len(sets)} sets of keys" if len(sets) > 1 else ""
     context.match(step.name, f"attention by a program of scores{several} at {location(softmax)}")
     return True
 
 
-def replace_by_scores(body: fx.GraphModule, softmax: fx.Node, sets: list[KeySet], reads: list[Read], n: int) -> None:
+def replace_by_scores(step: Step, softmax: fx.Node, sets: list[KeySet], reads: list[Read], n: int) -> None:
     """Put attention by scores of a program in the place of the products of the weights of a softmax with values.
 
     Several sets of keys share one softmax: each gets the part of the weights that its log-sum-exp has.
     """
     rows = example(softmax).numel() // sum(len(keys.columns) for keys in sets)
-    build = NodeBuilder(body, reads[-1].product.node)
-    outputs = [build_scored(sets[read.keys], values_of(read, n, build), build) for read in reads]
+    build = NodeBuilder(step.body, reads[-1].product.node)
+    outputs = [build_scored(sets[read.keys], values_of(read, n, build), step.record, build) for read in reads]
     of_sets = {read.keys: mass for read, (_, mass) in zip(reads, outputs, strict=True)}
     if len(sets) > 1:
         masses = [of_sets[i] if i in of_sets else build_logits(keys, rows, build) for i, keys in enumerate(sets)]

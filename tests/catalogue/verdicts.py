@@ -167,7 +167,7 @@ VERDICTS = {
     "differential/differential_of_outputs": ("window_attention", "operator"),
     "forgetting/forgetting_before": ("scored_attention", "operator"),
     "forgetting/forgetting_in_the_step": ("scored_attention", "operator"),
-    "forgetting/forgetting_by_a_bias_that_grows": ("loop", "operator"),  # short
+    "forgetting/forgetting_by_a_bias_that_grows": ("scored_attention", "operator"),
     "gated_output/gated_output": ("window_attention", "operator"),
     # selection.py
     "moba/moba_by_mask": ("rows of the selected blocks + copies", "operator"),  # short
@@ -258,14 +258,14 @@ VERDICTS = {
     "causal/newest_first": ("dense + copies", "operator"),  # short
     "causal/newest_last_by_roll": ("scored_attention + copies", "operator"),  # short
     "causal/position_as_a_counter": ("window_attention", "operator"),
-    "causal/lengths_as_a_carry": ("loop", "operator"),  # short
+    "causal/lengths_as_a_carry": ("scored_attention + copies", "operator"),  # short
     "causal/flags_of_written_rows": ("scored_attention", "operator"),
     "causal/positions_in_a_cache": ("scored_attention", "operator"),
     "causal/bias_in_a_cache": ("scored_attention", "operator"),
-    "causal/positions_closed_over": ("loop", "operator"),  # short
+    "causal/positions_closed_over": ("scored_attention + copies", "operator"),  # short
     "causal/mask_closed_over": ("scored_attention + copies", "operator"),  # short
-    "causal/positions_as_a_buffer": ("loop", "operator"),  # short
-    "causal/triangle_as_a_buffer": ("loop", "operator"),  # short
+    "causal/positions_as_a_buffer": ("scored_attention + copies", "operator"),  # short
+    "causal/triangle_as_a_buffer": ("scored_attention + copies", "operator"),  # short
     "causal/positions_by_cumsum": ("window_attention", "operator"),
     "causal/positions_as_floats": ("scored_attention", "operator"),
     "causal/new_row_apart": ("batched", "operator"),  # short

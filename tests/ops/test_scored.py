@@ -28,7 +28,10 @@ Scores = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a tensor of scores holds, and along which of `NSmT` it may differ; in `fixed` dimensions it does."""
+    """What a tensor of scores holds, and along which of `NSmT` it may differ; in `fixed` dimensions it does.
+
+    One that is fixed in `d` has an element for each distance between a query and a key.
+    """
 
     contents: str
     fixed: str
@@ -36,6 +39,8 @@ class Leaf:
 
     def make(self, rng: torch.Generator, sizes: dict[str, int], kept: dict[str, bool], dtype: torch.dtype) -> Tensor:
         shape = [n if d in self.fixed or (d in self.free and kept[d]) else 1 for d, n in sizes.items()]
+        if self.fixed == "d":
+            shape[3] = sizes["S"] + sizes["T"] - 1
         if self.contents in ("queries", "keys"):
             count = torch.arange(max(shape))
             return count.reshape([n if n == max(shape) else 1 for n in shape]).expand(shape).clone()
@@ -90,6 +95,7 @@ CASES = {
     "bias": Case("v0 = add.Tensor(s0, x0)\nreturn v0", lambda s, b: s + b, (Leaf("normal", "ST", "Nm"),)),
     "removing bias": Case(
         "v0 = add.Tensor(s0, x0)\nreturn v0", lambda s, b: s + b, (Leaf("removing", "ST", "N"),)),
+    "bias of distances": Case("v0 = add.Tensor(s0, x0)\nreturn v0", lambda s, b: s + b, (Leaf("normal", "d", "Nm"),)),
     "bias of keys": Case("v0 = mul.Tensor(x0, s0)\nreturn v0", lambda s, b: b * s, (Leaf("normal", "T", "N"),)),
     "documents": Case(
         "v0 = eq.Tensor(x0, x1)\nv1 = bitwise_and.Tensor(v0, x2)\nv2 = where.self(v1, s0, -inf)\nreturn v2",
@@ -223,6 +229,7 @@ BIASES: dict[str, Part] = {
         lambda s, p, t, slope: s + (p - t) * slope,
         (P_, T_, Leaf("slopes", "", "m")),
     ),
+    "distances": ("add.Tensor({s}, {x0})", lambda s, x: s + x, (Leaf("normal", "d", "Nm"),)),
     "a table": ("add.Tensor({s}, {x0})", lambda s, x: s + x, (Leaf("normal", "ST", "m"),)),
     "one for each key": ("add.Tensor({s}, {x0})", lambda s, x: s + x, (Leaf("normal", "T", "N"),)),
     "one for each query": ("sub.Tensor({s}, {x0})", lambda s, x: s - x, (Leaf("normal", "S", "Nm"),)),
@@ -351,12 +358,20 @@ def differentiated(loss: Tensor, given: tuple[Any, ...]) -> list[Tensor]:
     return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
 
 
+def of_pairs(leaf: Tensor, shape: tuple[int, int, int], keys: int) -> Tensor:
+    """A leaf `[N, S, m, T]`."""
+    if leaf.shape[3] in (1, keys):
+        return leaf.expand(*shape, keys)
+    leaf = leaf.expand(shape[0], 1, shape[2], -1)
+    return torch.stack([leaf[:, 0, :, shape[1] - 1 - s :][..., :keys] for s in range(shape[1])], 1)
+
+
 def loops(problem: Problem, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """Output, log-sum-exp and gradients of all floating inputs, one query and head after the other, in a dtype; and
     the scores `[N, S, m, T]`."""
     given = q, k, v, leaves = problem.tensors(dtype)
     shape, keys = (problem.N, problem.S, problem.m), v.shape[1]
-    full = [x.expand(*shape, keys) for x in leaves]
+    full = [of_pairs(x, shape, keys) for x in leaves]
     outs, lses, every = [], [], []
     for n, s, h in ((n, s, h) for n in range(shape[0]) for s in range(shape[1]) for h in range(shape[2])):
         products = [(b[n] * a[n, s, h]).sum(-1) for a, b in zip(q, k, strict=True)]
@@ -727,7 +742,12 @@ def test_integer_quotients_are_exact(a, b):
     ("change", "message"),
     [
         ({"k": []}, "q has 1 tensors and k 0"),
-        ({"leaves": [torch.zeros(2, 1, 1, 5)]}, "leaves[0] is [2, 1, 1, 5]; it must broadcast to [1, 3, 1, 4]"),
+        (
+            {"leaves": [torch.zeros(2, 1, 1, 5)]},
+            "leaves[0] is torch.float32 [2, 1, 1, 5]; it must broadcast to "
+            "[1, 3, 1, 4] or, floating and with an element for each distance, to [1, 1, 1, 6]",
+        ),
+        ({"leaves": [torch.zeros(1, 1, 1, 6).long()]}, "leaves[0] is torch.int64 [1, 1, 1, 6]; it must broadcast"),
         ({"tiles": torch.zeros(1, 1)}, "tiles is torch.float32 [1, 1]; it must be torch.uint8 [1, 1]"),
         ({"program": "v0 = gamma.default(s0)\nreturn v0"}, "a program of scores has no operator gamma.default"),
         ({"program": "s0 + 1"}, "no program of scores"),

@@ -26,7 +26,7 @@ from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import filelock
 import torch
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from torch._inductor.cpp_builder import CppBuilder
 
 __all__ = [
-    "Sizes", "backward", "call", "check_compiler", "empty", "forward", "has_matrix_unit", "kernel_directory", "load",
-    "load_generated", "register_kernels", "register_step_kernel", "sizes_of", "uses_matrix_unit",
+    "Sizes", "View", "backward", "call", "check_compiler", "empty", "forward", "has_matrix_unit", "kernel_directory",
+    "load", "load_generated", "register_kernels", "register_step_kernel", "sizes_of", "uses_matrix_unit",
 ]  # fmt: skip
 
 logger = logging.getLogger("nsa_compile")
@@ -327,7 +327,7 @@ def call(
     operator: str,
     direction: str,
     sizes: Sizes,
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor | View | None, ...],
     *parameters: object,
     library: ctypes.CDLL | None = None,
 ) -> None:
@@ -341,7 +341,7 @@ def call(
         return
     function = getattr(load(operator) if library is None else library, f"{operator}_attention_{direction}")
     q = tensors[0]
-    assert q is not None
+    assert isinstance(q, Tensor)
     numbers = [number for x in tensors for number in _describe(x)]
     described = array("q", numbers)
     arguments = [_to_c(parameter) for parameter in parameters]
@@ -354,10 +354,20 @@ def call(
         )
 
 
-def _describe(x: Tensor | None) -> tuple[int, ...]:
+class View(NamedTuple):
+    """Elements of a tensor by strides that torch does not have, negative ones; the first of them is `offset`."""
+
+    of: Tensor
+    offset: int
+    strides: tuple[int, int, int, int]
+
+
+def _describe(x: Tensor | View | None) -> tuple[int, ...]:
     """The fields of a `Tensor` of `tensor.h`: each has 64 bits."""
     if x is None:
         return 0, 0, 0, 0, 0, 0
+    if isinstance(x, View):
+        return x.of.data_ptr() + x.offset * x.of.element_size(), *x.strides, _DTYPES[x.of.dtype]
     return x.data_ptr(), *x.stride(), *(0,) * (4 - x.dim()), _DTYPES[x.dtype]
 
 

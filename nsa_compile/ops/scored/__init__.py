@@ -39,8 +39,13 @@ def _check(
                 f"[{n}, {keys}, D]"
             )
     for i, x in enumerate(leaves):
-        if x.dim() != 4 or any(a not in (1, b) for a, b in zip(x.shape, (n, s, m, keys), strict=True)):
-            raise ValueError(f"leaves[{i}] is {list(x.shape)}; it must broadcast to {[n, s, m, keys]}")
+        shapes = (n, s, m, keys), (n, 1, m, s + keys - 1)
+        fits = [x.dim() == 4 and all(a in (1, b) for a, b in zip(x.shape, shape, strict=True)) for shape in shapes]
+        if not fits[0] and not (fits[1] and x.dtype.is_floating_point):
+            raise ValueError(
+                f"leaves[{i}] is {x.dtype} {list(x.shape)}; it must broadcast to {list(shapes[0])} or, floating and "
+                f"with an element for each distance, to {list(shapes[1])}"
+            )
     rows, columns = -(-s // TILE), -(-keys // TILE)
     if tiles is not None and (tiles.shape != (rows, columns) or tiles.dtype != torch.uint8):
         raise ValueError(f"tiles is {tiles.dtype} {list(tiles.shape)}; it must be torch.uint8 [{rows}, {columns}]")
@@ -67,7 +72,9 @@ def _compute(
 #: Args:
 #:     q: one or several `[N, S, m, D_i]`; k: as many `[N, T, D_i]`. Product i is `s<i>` of the program.
 #:     v: `[N, T, Dv]`.
-#:     leaves: `[N|1, S|1, m|1, T|1]`, floating, int64 or bool: `x<i>` of the program.
+#:     leaves: `[N|1, S|1, m|1, T|1]`, floating, int64 or bool: `x<i>` of the program. A floating one that depends on
+#:         how far a key lies from its query may have an element for each distance, `[N|1, 1, m|1, S + T - 1]`: query s
+#:         and key t read element `t - s + S - 1`.
 #:     program: see `program.py`. A score of -inf removes its key.
 #:     tiles: uint8 `[ceil(S / 64), ceil(T / 64)]`; 0 where all scores of a tile are -inf, so that it need not be read.
 #:         None: there are no such tiles. On the CPU, whatever the device of the others: nobody waits for them.

@@ -39,12 +39,16 @@ std::vector<Chunk> make_chunks(const Sizes& sizes, const Visible& visibility, in
 }
 
 // The gradients of one tensor that scores read. Where it differs between queries they are added up in place, each query
-// by one thread; else each item has sums of its own, which are added in their order at the end.
+// by one thread; else each item has sums of its own, which are added in their order at the end. A tensor of distances
+// between queries and keys is read one element farther back by each query.
 template <typename T>
 class LeafGradients {
  public:
-  LeafGradients(const Tensor& target, const int64_t* shape, int64_t items, bool sequences_inside)
+  LeafGradients(const Tensor& target, const int64_t* shape, const Sizes& sizes, int64_t items, bool sequences_inside)
       : target_(target), in_place_(shape[1] > 1), inside_(sequences_inside), different_(shape[0] > 1) {
+    const bool distances = shape[3] != 1 && shape[3] != sizes.keys;
+    query_stride_ = distances ? -1 : 0;
+    first_ = distances ? sizes.queries - 1 : 0;
     const int64_t of_sequence = shape[2] * shape[3];
     elements_ = (inside_ ? shape[0] : 1) * of_sequence;
     sequence_elements_ = of_sequence;
@@ -62,7 +66,7 @@ class LeafGradients {
       return {data, target_.stride[1], target_.stride[2], lanes};
     }
     const int64_t offset = inside_ && different_ ? sequence * sequence_elements_ : 0;
-    return {sums_.data() + item * elements_ + offset, 0, head_stride_, lanes};
+    return {sums_.data() + item * elements_ + offset + first_, query_stride_, head_stride_, lanes};
   }
 
   // `sequence_of(item)` is the sequence of an item, if it has one alone.
@@ -79,7 +83,7 @@ class LeafGradients {
  private:
   const Tensor& target_;
   bool in_place_, inside_, different_;
-  int64_t elements_, sequence_elements_, head_stride_;
+  int64_t elements_, sequence_elements_, head_stride_, query_stride_, first_;
   Buffer<T> sums_;
 };
 
@@ -123,7 +127,7 @@ void backward(
   const BlockSums<E> value_sums(sizes, values, chunks);
   std::vector<LeafGradients<T>> leaf_gradients;
   leaf_gradients.reserve(wanted);
-  for (int64_t i = 0; i < wanted; i++) leaf_gradients.emplace_back(dleaves[i], leaf_shapes + 4 * i, items, inside);
+  for (int64_t i = 0; i < wanted; i++) leaf_gradients.emplace_back(dleaves[i], leaf_shapes + 4 * i, sizes, items, inside);
 
   const int64_t rows = padded_rows<E>(tile_queries * heads), block_elements = rows * kBlockKeys;
   const int64_t value_width = values.padded_width, q_elements = rows * round_up(widest, E::kColumns);

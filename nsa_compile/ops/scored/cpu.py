@@ -39,7 +39,7 @@ def forward(
     shape = q[0].shape[:3]
     out = cpp.empty(v, *shape, v.shape[2])
     lse, total = (cpp.empty(v, *shape, dtype=compute_dtype(v)) for _ in range(2))
-    library = _library("forward", program, None, _types(leaves), len(q), (), v.dtype, cpp.uses_matrix_unit(v.dtype))
+    library = _library("forward", program, None, _types(leaves, v), len(q), (), v.dtype, cpp.uses_matrix_unit(v.dtype))
     tensors = (*q, *_with_heads(k, v), *_expanded(leaves, q, v), _used(tiles), out, lse, total)
     cpp.call("scored", "forward", _sizes(q, v), tensors, [x.shape[3] for x in q], library=library)
     return out, lse, total
@@ -59,11 +59,12 @@ def backward(
     dq = [cpp.empty(x, *x.shape) for x in q]
     dk, dv = [x.new_zeros(x.shape) for x in k], v.new_zeros(v.shape)
     sums = [x.new_zeros(x.shape, dtype=compute_dtype(v)) for x in asked]
+    targets = zip(sums, _expanded(sums, q, v), strict=True)
     unit = cpp.uses_matrix_unit(v.dtype)
-    library = _library("backward", program, derivatives, _types(leaves), len(q), tuple(wanted), v.dtype, unit)
+    library = _library("backward", program, derivatives, _types(leaves, v), len(q), tuple(wanted), v.dtype, unit)
     tensors = (
         grad_out, grad_lse, *q, *_with_heads(k, v), *_expanded(leaves, q, v), _used(tiles), out, lse, *dq,
-        *_with_heads(dk, dv), *_expanded(sums, q, v),
+        *_with_heads(dk, dv), *(x if isinstance(y, cpp.View) else y for x, y in targets),
     )  # fmt: skip
     shapes = [size for x in sums for size in x.shape]
     cpp.call("scored", "backward", _sizes(q, v), tensors, [x.shape[3] for x in q], shapes, library=library)
@@ -91,8 +92,15 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.dtype.is_floating_point or x.dtype in (torch.bool, torch.int64) else x.long()
 
 
-def _types(leaves: Sequence[Tensor]) -> tuple[LeafType, ...]:
-    return tuple(LeafType(x.dtype, by_row=x.shape[1] > 1 or x.shape[2] > 1, by_key=x.shape[3] > 1) for x in leaves)
+def _types(leaves: Sequence[Tensor], v: Tensor) -> tuple[LeafType, ...]:
+    return tuple(
+        LeafType(x.dtype, by_row=_by_distance(x, v) or x.shape[1] > 1 or x.shape[2] > 1, by_key=x.shape[3] > 1)
+        for x in leaves
+    )
+
+
+def _by_distance(leaf: Tensor, v: Tensor) -> bool:
+    return leaf.shape[3] not in (1, v.shape[1])
 
 
 def _fits(program: str, derivatives: str | None, leaves: Sequence[Tensor], v: Tensor) -> bool:
@@ -102,7 +110,7 @@ def _fits(program: str, derivatives: str | None, leaves: Sequence[Tensor], v: Te
         integer = not x.dtype.is_floating_point and x.dtype != torch.bool
         least, most = x.aminmax() if integer and x.numel() else (0, 0)
         bounds.append((int(least), int(most)) if integer else None)
-    found = _bounds(program, derivatives, _types(leaves), tuple(bounds))
+    found = _bounds(program, derivatives, _types(leaves, v), tuple(bounds))
     if found is None or max(map(abs, found)) > _LARGEST[compute_dtype(v)]:
         _warn(program)
         return False
@@ -130,9 +138,17 @@ def _with_heads(k: Sequence[Tensor], v: Tensor) -> list[Tensor]:
     return [x.unsqueeze(2) for x in (*k, v)]
 
 
-def _expanded(leaves: Sequence[Tensor], q: Sequence[Tensor], v: Tensor) -> list[Tensor]:
-    """With strides of 0 along the dimensions that they lack."""
-    return [x.expand(*q[0].shape[:3], v.shape[1]) for x in leaves]
+def _expanded(leaves: Sequence[Tensor], q: Sequence[Tensor], v: Tensor) -> list[Tensor | cpp.View]:
+    """With strides of 0 along the dimensions that they lack; a step from query to query goes back in distances."""
+    n, s, m, _ = q[0].shape
+    expanded: list[Tensor | cpp.View] = []
+    for x in leaves:
+        if _by_distance(x, v):
+            of_sequence, _, of_head, of_key = x.expand(n, 1, m, -1).stride()
+            expanded.append(cpp.View(x, (s - 1) * of_key, (of_sequence, -of_key, of_head, of_key)))
+        else:
+            expanded.append(x.expand(n, s, m, v.shape[1]))
+    return expanded
 
 
 def _used(tiles: Tensor | None) -> Tensor | None:

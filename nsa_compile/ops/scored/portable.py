@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_compile.ops.scored.program import Program, parse
-from nsa_compile.ops.tiles import compute_dtype
+from nsa_compile.ops.tiles import compute_dtype, of_distances
 
 __all__ = ["backward", "forward"]
 
@@ -70,8 +70,7 @@ def backward(
             of_q[i][:, queries] = torch.einsum("nsmt,ntd->nsmd", of_score, k[i][:, keys].to(dtype))
             of_k[i][:, keys] += torch.einsum("nsmt,nsmd->ntd", of_score, q[i][:, queries].to(dtype))
         for of_leaf, of_score in zip(of_leaves, found[len(q) :], strict=True):
-            part = _part(of_leaf, queries, keys)
-            part += of_score.sum_to_size(part.shape)
+            _add(of_leaf, of_score, queries, keys, (q[0].shape[1], v.shape[1]))
     given_to = [*q, *k, v, *(leaves[i] for i in wanted)]
     return [x.to(y.dtype) for x, y in zip([*of_q, *of_k, *of_v, *of_leaves], given_to, strict=True)]
 
@@ -87,16 +86,33 @@ def _spans(tiles: Tensor | None, queries: int, keys: int) -> Iterator[tuple[slic
             yield slice(row * TILE, min(queries, (row + 1) * TILE)), slice(first * TILE, min(keys, last * TILE))
 
 
-def _part(leaf: Tensor, queries: slice, keys: slice) -> Tensor:
-    """What a tensor `[N|1, S|1, m|1, T|1]` is for some queries and keys."""
+def _part(leaf: Tensor, queries: slice, keys: slice, sizes: tuple[int, int]) -> Tensor:
+    """What a leaf is for some of S queries and T keys, a view of `[N|1, S|1, m|1, T|1]` or of distances."""
+    if leaf.shape[3] not in (1, sizes[1]):
+        return leaf[..., keys.start - queries.stop + sizes[0] : keys.stop - queries.start + sizes[0] - 1]
     leaf = leaf if leaf.shape[1] == 1 else leaf[:, queries]
     return leaf if leaf.shape[3] == 1 else leaf[..., keys]
+
+
+def _add(of_leaf: Tensor, of_score: Tensor, queries: slice, keys: slice, sizes: tuple[int, int]) -> None:
+    """Add to the gradient of a leaf what the gradients of scores `[N, C, m, K]` make of it."""
+    part = _part(of_leaf, queries, keys, sizes)
+    if of_leaf.shape[3] not in (1, sizes[1]):
+        n, c, m, k = part.shape[0], of_score.shape[1], part.shape[2], of_score.shape[3]
+        rows = of_score.sum_to_size(n, c, m, k).transpose(1, 2).flip(2)
+        part += torch.ops.aten.unfold_backward(rows, [n, m, c + k - 1], 2, k, 1).unsqueeze(1)
+    else:
+        part += of_score.sum_to_size(part.shape)
 
 
 def _given(
     q: Sequence[Tensor], k: Sequence[Tensor], leaves: Sequence[Tensor], queries: slice, keys: slice, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    given = {f"x{i}": _part(x, queries, keys) for i, x in enumerate(leaves)}
+    sizes = q[0].shape[1], k[0].shape[1]
+    given = {}
+    for i, leaf in enumerate(leaves):
+        part = _part(leaf, queries, keys, sizes)
+        given[f"x{i}"] = part if leaf.shape[3] in (1, sizes[1]) else of_distances(part, keys.stop - keys.start)
     for i, (a, b) in enumerate(zip(q, k, strict=True)):
         given[f"s{i}"] = torch.einsum("nsmd,ntd->nsmt", a[:, queries].to(dtype), b[:, keys].to(dtype))
     return given

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_compile.ops.scored.program import parse
-from nsa_compile.ops.tiles import compute_dtype
+from nsa_compile.ops.tiles import compute_dtype, of_distances
 
 __all__ = ["scored_attention"]
 
@@ -22,7 +22,8 @@ def scored_attention(
     pairs = zip(q, k, strict=True)
     given = {f"s{i}": torch.einsum("nsmd,ntd->nsmt", a.to(dtype), b.to(dtype)) for i, (a, b) in enumerate(pairs)}
     shape = given["s0"].shape
-    (scores,) = parse(program).evaluate({**given, **{f"x{i}": x for i, x in enumerate(leaves)}}, dtype)
+    given |= {f"x{i}": x if x.shape[3] in (1, shape[3]) else of_distances(x, shape[3]) for i, x in enumerate(leaves)}
+    (scores,) = parse(program).evaluate(given, dtype)
     scores = torch.as_tensor(scores, dtype=dtype, device=v.device).expand(shape)
     lse = scores.logsumexp(-1)
     weights = scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
