@@ -305,6 +305,10 @@ def what_happened(reports: list[Any]) -> Verdict:
     return Verdict("batched" if all(scan.batched for scan in scans) else "looped")
 
 
+# Of autograd's message where a saved tensor was written to.
+OVERWRITTEN = "needed for gradient computation has been modified by an inplace operation"
+
+
 def judge(source: str, compiler: Compiler | None = None) -> Verdict:
     """Run a program as written and compiled, on the same arguments and random state.
 
@@ -331,13 +335,18 @@ def judge(source: str, compiler: Compiler | None = None) -> Verdict:
         return Verdict("eager_fails", "a checkpointed region overwrites what its backward needs")
     if verdict.kind == "wrong_grad" and right_where_saved_tensors_are_kept(source, compiler or nsa_compiler([])):
         return Verdict("eager_fails", "a write through .data overwrites what its backward needs")
+    if OVERWRITTEN in verdict.cause and right_where_it_keeps_copies(wanted, source, compiler or nsa_compiler([])):
+        return Verdict("one_line_error", f"torch: {OVERWRITTEN}")
     if verdict.failed and "NaN" in verdict.cause and makes_nan(source):
         return Verdict("eager_fails", "a layer makes NaN")  # which is not promised to come out alike
     if verdict.failed and compiler is None:
         theirs = against(wanted, source, python_loop, torch_alone)
         alone = same_failure(theirs, verdict) or both_crash_nested(theirs, verdict, source)
-        if alone or (verdict.kind == "wrong_value" and as_functionalized(source)):
+        wrong = verdict.kind in ("wrong_value", "wrong_state", "wrong_grad")
+        if alone or (wrong and as_functionalized(source)):
             return Verdict("torch_differs", f"{verdict.kind}: {verdict.cause}")
+        if wrong and with_contiguous_results(source):
+            return Verdict("eager_fails", "it depends on the strides of what a scan returns")
     return verdict
 
 
@@ -388,6 +397,20 @@ def as_functionalized(source: str) -> bool:
         return False
 
 
+def with_contiguous_results(source: str) -> bool:
+    """Whether a program comes out in all as eager mode does where what scans return has no strides of its own."""
+
+    def scan(*given: Any) -> Any:
+        return pytree.tree_map(lambda x: x if x.is_contiguous() else x.contiguous(), nsa_compile.scan(*given))
+
+    try:
+        with quiet():
+            seen = Subject(source, scan).all_calls()
+        return against(seen, source, nsa_compile.scan, nsa_compiler([])) is None
+    except Exception:
+        return False
+
+
 def with_nested(source: str, nested: str) -> str:
     """The same program with another nested backend."""
     return re.sub(r"^NESTED, FULLGRAPH, MODE = '\w+'", f"NESTED, FULLGRAPH, MODE = '{nested}'", source, flags=re.M)
@@ -423,6 +446,16 @@ def right_where_saved_tensors_are_kept(source: str, compiler: Compiler) -> bool:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
             kept = eager.all_calls()
     return against(kept, source, nsa_compile.scan, compiler) is None
+
+
+def right_where_it_keeps_copies(wanted: list[Any], source: str, compiler: Compiler) -> bool:
+    """Whether a compiled program is right but for what it saves for its backward pass, and is written to after it.
+
+    Autograd watches such writes and says so. A compiled scan saves other tensors than its steps do.
+    """
+    torch._dynamo.reset()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+        return against(wanted, source, nsa_compile.scan, compiler) is None
 
 
 class _MakesNan(TorchDispatchMode):

@@ -19,7 +19,7 @@ from nsa_compile import modes
 from nsa_compile.capture.refusals import why_not_traced
 from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.rewriting import eliminate_dead_code
-from nsa_compile.ir.scans import Declined, ScanSite, example, fake_inputs, results
+from nsa_compile.ir.scans import Declined, ScanSite, example, fake_inputs, place_of, results
 from nsa_compile.workarounds import DATA, HonestBatchNorm
 
 
@@ -54,6 +54,7 @@ def trace_to_aten(
             gm = make_fx(again, table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     _fill_numbers(gm)
     _end_slices(gm)
+    _multiply_by_noise(gm)
     eliminate_dead_code(gm)
     return gm
 
@@ -75,6 +76,27 @@ def _fill_numbers(gm: fx.GraphModule) -> None:
         if isinstance(node.args[0], int | float):
             kind = {"dtype": example(node).dtype, "device": example(node).device}
             node.target, node.args, node.kwargs = aten.full.default, ([], node.args[0]), kind
+
+
+def _multiply_by_noise(gm: fx.GraphModule) -> None:
+    """The derivative of a functional rrelu reads the noise that it is given, not what it draws (torch 2.13)."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.rrelu_with_noise_functional.default):
+        if not arguments(node).training:
+            continue
+        x = operand(node)
+        with gm.graph.inserting_before(node):
+            constant = gm.graph.call_function(aten.detach.default, (x,))
+        node.replace_input_with(x, constant)
+        with gm.graph.inserting_after(node):
+            noise = gm.graph.call_function(operator.getitem, (node, 1))
+        with gm.graph.inserting_after(noise):
+            product = gm.graph.call_function(aten.mul.Tensor, (x, noise))
+        out, drawn = node.meta["val"]
+        for made, value in ((constant, example(x)), (noise, drawn), (product, out)):
+            made.meta = {**node.meta, "val": value}
+        for user in list(node.users):
+            if user is not noise and place_of(user) == 0:
+                user.replace_all_uses_with(product)
 
 
 def _select_scatter(old: Tensor, new: Tensor, dim: int, index: int) -> Tensor:

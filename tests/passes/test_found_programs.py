@@ -1209,3 +1209,22 @@ def test_circular_padding_in_a_step():
 def test_rolling_a_number():
     """torch.vmap rolled the steps."""
     equal_gradients(lambda x: scan(lambda c, row: (c, row.roll(1) * x), x.new_zeros(1), x)[1], rows(3).requires_grad_())
+
+
+@pytest.mark.parametrize("nested", ["eager", "aot_eager"])
+def test_the_derivative_of_rrelu_is_the_noise_that_it_draws(nested):
+    """In a graph made functional it was memory that nobody had written to."""
+    mean = torch.zeros(3, dtype=torch.float64)
+
+    def run(x):
+        _, y = scan(lambda c, row: (c + row, c * 2 + row), torch.zeros_like(x[0]), x)
+        mean.copy_(y.detach().mean(0))
+        return torch.nn.functional.rrelu(y, training=True)
+
+    results = []
+    for function in (run, compiled(run, nested, fullgraph=True)):
+        x = rows(5, 3).requires_grad_()
+        torch.manual_seed(1)
+        y = function(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), x)))
+    torch.testing.assert_close(*results)
