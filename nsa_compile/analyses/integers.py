@@ -11,6 +11,7 @@ from torch import fx
 from nsa_compile.analyses.masks import MOVES, constant
 from nsa_compile.ir.aten import ADD, COPIED, SORTED, WHERE, arguments, aten, operand
 from nsa_compile.ir.scans import ScanRecord, example
+from nsa_compile.ir.step_values import Separable, Table
 
 Bounds = tuple[int, int]
 
@@ -37,6 +38,11 @@ def _bounds(node: fx.Node, record: ScanRecord) -> Bounds | None:
     number = constant(node, record)
     if number is not None:
         return int(number), int(number)
+    known = record.known.get(node)
+    if isinstance(known, Separable):
+        return known.range()
+    if isinstance(known, Table) and known.values.numel():
+        return int(known.values.min()), int(known.values.max())
     if node.target in MOVES | COPIED:
         return bounds(node.args[0], record)
     if node.target is aten._to_copy.default:

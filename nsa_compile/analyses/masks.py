@@ -133,8 +133,8 @@ def conjunction(conditions: list[Condition], record: ScanRecord) -> Mask:
         if joined is not None:
             known = joined
             known_conditions.append(condition)
-        elif parts := _parts(condition, record):
-            todo += parts
+        elif inner := parts(condition, record):
+            todo += inner
         elif not any(same_condition(condition, other, record) for other in data):  # a condition may be written twice
             data.append(condition)
     return Mask(known, tuple(known_conditions), tuple(data), classify(known, record.length))
@@ -158,7 +158,7 @@ def _known_condition(condition: Condition, record: ScanRecord) -> StepMask | Non
     return by_keys.map(lambda x: x[:1]) if all(bool((x == x[:1]).all()) for x in parts) else by_keys
 
 
-def _parts(condition: Condition, record: ScanRecord) -> list[Condition]:
+def parts(condition: Condition, record: ScanRecord) -> list[Condition]:
     """What a condition consists of; nothing if it is no conjunction, opposite or movement of others."""
     node = condition.node
     if not isinstance(node.target, OpOverload) or not all(isinstance(n, fx.Node) for n in node.args[:1]):
@@ -169,7 +169,11 @@ def _parts(condition: Condition, record: ScanRecord) -> list[Condition]:
         moves = (here, *condition.moves)
         return [replace(condition, node=operand(node), negated=removes_if_true, additive=False, moves=moves)]
     if condition.additive and node.target in MASKED_FILL:
-        return [replace(condition, node=operand(node, 1), negated=True, additive=False, moves=(here, *condition.moves))]
+        filled = replace(condition, node=operand(node, 1), negated=True, additive=False, moves=(here, *condition.moves))
+        rest = [] if constant(node.args[0], record) == 0.0 else [replace(condition, node=operand(node))]
+        return [filled, *rest]
+    if condition.additive and node.target is aten.add.Tensor:
+        return [replace(condition, node=n, moves=(here, *condition.moves)) for n in node.all_input_nodes]
     source = operand(node)
     if node.target in MOVES and all(n is source or n in record.constant for n in node.all_input_nodes):
         return [replace(condition, node=source, moves=((example(source).shape, node), *condition.moves))]

@@ -1,4 +1,4 @@
-"""How the blocks of a selection were chosen and ranked: whether by eq. 8 to 11 of arXiv 2502.11089.
+"""How the blocks of a selection were ranked: whether by eq. 8 to 11 of arXiv 2502.11089.
 
 What each element of the mask and of the scores comes from is computed by running the operators between on element
 numbers.
@@ -9,33 +9,18 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.analyses.integers import bounds, fits
-from nsa_compile.analyses.masks import MOVES, Condition, Unrecognised, constant, moved, side_of_where
+from nsa_compile.analyses.masks import MOVES, Unrecognised, constant, moved, side_of_where
+from nsa_compile.analyses.selection import Selection
 from nsa_compile.analyses.softmax import AttentionRecord, raised, weights_from
-from nsa_compile.ir.aten import ADD, NOT, SORTED, arguments, aten, operand
+from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.attention import AttentionCall, Blocks
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
 from nsa_compile.ir.step_values import StepMask, step_mask
-
-
-@dataclass(frozen=True)
-class Selection:
-    """A mask that is a scatter of block indices, of which none that counts comes twice unless they are `given`."""
-
-    scatter: fx.Node  # [N, columns], booleans
-    indices: fx.Node  # [N, n]
-    taken: fx.Node | None  # [N, n], which of the indices count; None: all
-    marked: fx.Node | None  # [N, n], the indices with a number below 0 for those that do not count, if it is there
-    given: bool  # whether nothing is known of the indices but that the scatter has their columns
-    first: int  # the index of block 0
-    block: int  # tokens a block
-    rows: int  # N
-    others: tuple[Condition, ...]  # the rest of the mask
 
 
 @dataclass(frozen=True)
@@ -54,109 +39,6 @@ class Ranking:
     num_local: int
 
 
-def find_selection(node: fx.Node, known: AttentionRecord, record: ScanRecord) -> Selection:
-    """The scatter behind the mask of an attention node.
-
-    Raises:
-        Unrecognised: the mask is no scatter of whole blocks.
-    """
-    found = [f for f in known.mask.data if not f.negated and f.node.target in (aten.scatter.src, aten.scatter.value)]
-    if not found:
-        raise Unrecognised("its mask depends on data, and is no scatter of block indices", node)
-    if len(found) > 1:
-        raise Unrecognised("its mask is that of several scatters of block indices", node)
-    (condition,) = found
-    scatter = condition.node
-    if len(scatter.users) > 1 and any(u.target not in MOVES for u in scatter.users):
-        raise Unrecognised("its block mask is used by something else as well", scatter)
-    base, dim, indices, source = cast(Any, scatter.args)
-    shape = example(scatter).shape
-    if constant(base, record) != 0.0 or dim % len(shape) != len(shape) - 1 or not isinstance(indices, fx.Node):
-        raise Unrecognised("its block mask is not scattered into zeros along the last dimension", scatter)
-    if example(indices).shape[:-1] != shape[:-1]:
-        raise Unrecognised("its scatter takes a part of the indices only", scatter)
-    if scatter.target is aten.scatter.value and not source:
-        raise Unrecognised("its scatter removes blocks instead of choosing them", scatter)
-    first, block = _blocks_of_tokens(condition, node, record)
-    others = (*known.mask.known_conditions, *(f for f in known.mask.data if f is not condition))
-    taken = source if isinstance(source, fx.Node) else None
-    marked, given = None, False
-    if not _unique(indices) or first:
-        if taken is not None:
-            raise Unrecognised("its block indices are not those of a sort or of top-k, so one may come twice", scatter)
-        if (found_marked := _marked(indices, first, shape[-1], record)) is not None:
-            marked, taken, indices, first = *found_marked, 0
-        elif fits(bounds(indices, record), (0, shape[-1] - 1)):
-            given = True
-        else:
-            raise Unrecognised("its block indices may lie outside of its block mask; clamp them", scatter)
-    return Selection(scatter, indices, taken, marked, given, first, block, shape[:-1].numel(), others)
-
-
-def _marked(columns: fx.Node, first: int, count: int, record: ScanRecord) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """`where(taken, indices, -1)`, `taken` and `indices`, where a scatter's columns are those of indices of a sort, or
-    of top-k: index 0 in column `first`, and so on, and the -1 in a column before them."""
-    between = []
-    while columns.target in (*ADD, aten.clamp.default, aten._to_copy.default):
-        if any(isinstance(x, fx.Node) and constant(x, record) is None for x in columns.args[1:]):
-            return None
-        between.append(columns)
-        columns = operand(columns)
-    side = side_of_where(columns, record)
-    if side is None or side.constant >= 0 or not _unique(side.value):
-        return None
-    taken, if_not = side.condition, side.constant_if_true
-    while taken.target in NOT:
-        taken, if_not = operand(taken), not if_not
-    if if_not or any(example(x).shape != example(columns).shape for x in (taken, side.value)):
-        return None
-    last = bounds(side.value, record)[1]
-    numbers = x = torch.cat([torch.tensor([int(side.constant)]), torch.arange(last + 1)])
-    for node in reversed(between):
-        x = _at(node, x, record)
-    if not torch.equal(x[1:], numbers[1:] + first) or not 0 <= int(x[0]) < first or first + last >= count:
-        return None
-    return columns, taken, side.value
-
-
-def _at(node: fx.Node, x: Tensor, record: ScanRecord) -> Tensor:
-    """An operator on other integers than those of its first operand."""
-    others = [constant(a, record) if isinstance(a, fx.Node) else a for a in node.args[1:]]
-    if node.target is aten._to_copy.default:
-        return x.to(example(node).dtype)
-    target: Any = node.target
-    return target(x.to(example(operand(node)).dtype), *others, **node.kwargs)
-
-
-def _unique(indices: Any) -> bool:
-    while indices.target is aten.slice.Tensor or _is_wide(indices):
-        indices = indices.args[0]
-    return indices.target is operator.getitem and indices.args[0].target in SORTED
-
-
-def _is_wide(node: fx.Node) -> bool:
-    """Whether a node is a cast to integers that hold every index there can be."""
-    return node.target is aten._to_copy.default and example(node).dtype in (torch.int32, torch.int64)
-
-
-def _blocks_of_tokens(condition: Condition, node: fx.Node, record: ScanRecord) -> tuple[int, int]:
-    """A column and tokens a block, if token p of each row reads column `first + p // size` of the scatter's row."""
-    call = AttentionCall.of(node)
-    rows, _, heads, _ = example(call.q).shape
-    keys = example(call.k).shape[1]
-    shape = example(condition.node).shape
-    columns = shape[-1]
-    numbers = condition.spread(torch.arange(shape.numel()).reshape(shape), record).reshape(rows, heads, keys)
-    if shape[:-1].numel() != rows or columns < 2:
-        raise Unrecognised("its block mask is not one for each group of heads", condition.node)
-    row = numbers[0, 0]
-    first, size = int(row[0]), int((row == row[0]).sum())
-    expected = torch.arange(rows)[:, None, None] * columns + first + torch.arange(keys) // size
-    if not torch.equal(numbers, expected.expand_as(numbers)):
-        raise Unrecognised("its block mask is not spread over the tokens in blocks of one size", condition.node)
-    return first, size
-
-
 def find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord, *, by_itself: bool) -> Ranking:
     """How the indices of a selection were ranked.
 
@@ -167,7 +49,11 @@ def find_ranking(selection: Selection, body: fx.GraphModule, record: ScanRecord,
     """
     sort, count = _sorted_scores(selection)
     score = sorted_score = operand(sort)
-    rows, blocks = selection.rows, example(score).shape[-1]
+    rows, blocks = len(selection.rows), example(score).shape[-1]
+    if not torch.equal(selection.rows, torch.arange(rows)[:, None].expand_as(selection.rows)):
+        raise Unrecognised("it is not one for each group of heads", sort)
+    if selection.limits is not None or selection.always is not None:
+        raise Unrecognised("its mask keeps other blocks than those that are ranked best", sort)
     _check_taken(selection, sort, count)
     allowed, score = _bounded(score, -math.inf, record)
     if allowed is None:
@@ -233,12 +119,12 @@ def _check_taken(selection: Selection, sort: fx.Node, count: int) -> None:
     """That exactly the blocks with a score above -inf are taken."""
     taken = selection.taken
     if taken is None:
-        raise Unrecognised("it takes n blocks even where fewer are allowed", selection.scatter)
+        raise Unrecognised("it takes n blocks even where fewer are allowed", selection.members.node)
     values: Any = taken.args[0] if taken.target is aten.gt.Scalar and taken.args[1] == -math.inf else None
     if isinstance(values, fx.Node) and values.target is aten.slice.Tensor and _takes_first(values):
         values = values.args[0] if example(values).shape[-1] == count else None
     if not isinstance(values, fx.Node) or values.target is not operator.getitem or values.args != (sort, 0):
-        raise Unrecognised("which blocks are taken depends on something else than their scores", selection.scatter)
+        raise Unrecognised("which blocks are taken depends on something else than their scores", selection.members.node)
 
 
 def _bounded(score: fx.Node, bound: float, record: ScanRecord) -> tuple[tuple[fx.Node, bool] | None, fx.Node]:

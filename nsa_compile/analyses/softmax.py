@@ -83,6 +83,7 @@ class Scores:
     conditions: list[Condition] = field(default_factory=list)
     infinite: bool = True  # everything removed was set to -inf, not to the lowest number
     never_nan: bool = True  # for all that is known, no query is left with nothing but -inf
+    keeps_one: bool = False  # its mask depends on data, but keeps a key for every query
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,13 @@ def _is_additive_mask(mask: Any, record: ScanRecord) -> bool:
     if mask.target in WHERE:
         return {constant(x, record) for x in mask.args[1:3]} == {-math.inf, 0.0}
     if mask.target in MASKED_FILL:
-        return constant(mask.args[0], record) == 0.0 and constant(mask.args[2], record) == -math.inf
+        kept = mask.args[0]
+        zeros = constant(kept, record) == 0.0 or (isinstance(kept, fx.Node) and _is_additive_mask(kept, record))
+        return zeros and constant(mask.args[2], record) == -math.inf
+    if mask.target is aten.scatter.value:
+        return constant(mask.args[0], record) == -math.inf and mask.args[3] == 0
+    if mask.target is aten.add.Tensor and mask.kwargs.get("alpha", 1) == 1:
+        return all(isinstance(x, fx.Node) and _is_additive_mask(x, record) for x in mask.args[:2])
     return False
 
 
@@ -408,7 +415,7 @@ def _may_be_nan(softmax: fx.Node, scores: Scores, weights: Weights, record: Scan
     keep = conjunction(scores.conditions, record)
     if weights.masked and not same_mask(conjunction(list(weights.masked), record), keep, record):
         raise Unrecognised("its weights are masked differently from its scores", softmax)
-    if not keep.data and keeps_one(keep.known, record):
+    if scores.keeps_one or (not keep.data and keeps_one(keep.known, record)):
         return False
     if weights.masked and (scores.never_nan or weights.without_nan):
         return False

@@ -329,7 +329,8 @@ class Analysis:
         """`where(mask, if_true, if_false)`: what a side holds matters only while the mask can take it."""
         m, a, b = self.of(mask), self.raw(if_true), self.raw(if_false)
         from_true, from_false = _or_zero(m.can_be_true), _or_zero(m.can_be_false)
-        facts = self._join([m, self._hidden_before(a, from_true), self._hidden_before(b, from_false)])
+        sides = self._hidden(a, from_true, m.surely_false), self._hidden(b, from_false, m.surely_true)
+        facts = replace(self._join([m, *sides]), hollow=sides[0].hollow | sides[1].hollow)
         a_kept, b_kept = self.kept(if_true, node), self.kept(if_false, node)
         facts = replace(
             facts,
@@ -351,6 +352,14 @@ class Analysis:
                     self._forced(if_true, from_false, b.fill, self._is_floor_of(node)),
                 ),
             )
+            # Until a mask can take the other side, the result is what this one is.
+            for side, f, until in ((if_true, a, from_false), (if_false, b, from_true)):
+                if isinstance(side, fx.Node) and example(side).dtype == example(node).dtype:
+                    facts = replace(
+                        facts,
+                        zero=_union(facts.zero, _both(f.zero, until)),
+                        fill=_union(facts.fill, _both(f.fill, until)),
+                    )
         if facts.stale and facts.trail is None and isinstance(mask, fx.Node):
             facts = replace(
                 facts, trail=(self._explain_mask(a if a.stale else b, from_true if a.stale else from_false), mask)
@@ -363,10 +372,20 @@ class Analysis:
         early, late = int(start.flatten()[worst]), int(ready.flatten()[worst])
         return f"this mask lets an element through from step {early} that is written at step {late}"
 
-    def _hidden_before(self, f: Facts, start: Steps) -> Facts:
-        """Staleness of a value nobody looks at before `start`."""
-        ready, absorbed = (None if x is None else torch.where(start >= x, 0, x) for x in (f.ready, f.absorbed))
-        return self._tidy(Facts(ready=ready, absorbed=absorbed, sources=f.sources, trail=f.trail))
+    def _hidden(self, f: Facts, start: Steps, while_: Interval | None) -> Facts:
+        """Staleness of a value nobody looks at before `start`, nor in an interval of steps: one that may begin where
+        the value, until then exactly zero or at a floor, no longer is."""
+        unseen, by_zero, by_floor = (
+            _unseen_until(start, exact, while_) for exact in (None, f.zero, _union(f.zero, f.fill))
+        )
+        absorbed = None if f.absorbed is None else torch.where(unseen >= f.absorbed, 0, f.absorbed)
+        ready, hollow = f.ready, f.hollow
+        if ready is not None:
+            if bool(((by_zero >= ready) & (unseen < ready)).any()):
+                hollow = hollow | f.sources
+            absorbed = _union(absorbed, torch.where((by_floor >= ready) & (by_zero < ready), ready, 0))
+            ready = torch.where(by_floor >= ready, 0, ready)
+        return self._tidy(Facts(ready=ready, absorbed=absorbed, sources=f.sources, trail=f.trail, hollow=hollow))
 
     def _forced(
         self, side: Any, other_from: Steps, other_until: Steps | None, test: Callable[[float], bool]
@@ -626,6 +645,14 @@ def _union(a: Steps | None, b: Steps | None) -> Steps | None:
     if a is None or b is None:
         return b if a is None else a
     return torch.maximum(a, b)
+
+
+def _unseen_until(start: Steps, exact: Steps | None, while_: Interval | None) -> Steps:
+    """Until when nobody sees more of a value than what it exactly is: neither before `start`, nor in an interval."""
+    if while_ is None:
+        return start
+    known = start if exact is None else torch.maximum(start, exact)
+    return torch.where(while_[0] <= known, torch.maximum(known, while_[1] + 1), start)
 
 
 def _full_rank(steps: Steps | None, rank: int) -> Steps:

@@ -15,8 +15,8 @@ After:
 
 Indices that are data, and not ranked here, become those of the attention in the same way.
 
-The two halves are separate (`analyses/ranking.py` finds both): where the scores are computed in another way than by
-eq. 8 to 11, the attention still becomes one on indices, and they stay as they are.
+The two halves are separate (`analyses/selection.py` and `analyses/ranking.py` find them): where the scores are computed
+in another way than by eq. 8 to 11, the attention still becomes one on indices, and they stay as they are.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.masks import Unrecognised, mask_tensor
-from nsa_compile.analyses.ranking import Ranking, Selection, find_ranking, find_selection
+from nsa_compile.analyses.ranking import Ranking, find_ranking
+from nsa_compile.analyses.selection import Selection, find_selection, position_node, table_of
 from nsa_compile.analyses.softmax import AttentionRecord, raised
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
-from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_earlier, replace_node
+from nsa_compile.ir.rewriting import NodeBuilder, constant_node, eliminate_dead_code, replace_earlier, replace_node
 from nsa_compile.ir.scans import Declined, ScanRecord, Step, example, find_steps, location
+from nsa_compile.ir.step_values import StepMask
 from nsa_compile.passes.pipeline import PassContext, register
 
 
@@ -50,7 +52,7 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
                 continue
             try:
                 with unset_fake_temporarily(), torch.no_grad():
-                    selection = find_selection(node, known, record)
+                    selection = find_selection(node, known, step)
                     ranking = _ranking_of(selection, step, context, by_itself=step.body is gm)
             except Unrecognised as found:
                 context.leave(Declined(found.why, found.node))
@@ -88,33 +90,94 @@ def rewrite(
     """Give an attention node indices in the place of the part of its mask that depends on data."""
     build = NodeBuilder(body, node)
     call = AttentionCall.of(node)
-    indices = _indices(build, selection) if ranking is None else _ranked(build, selection, ranking)
+    ranked = None if ranking is None else _ranked(build, selection, ranking)
     rows, _, heads, _ = example(call.q).shape
     keys = example(call.k).shape[1]
     new = replace(
         call,
         mask=mask_tensor(build, selection.others, (rows, heads), keys, record),
-        indices=indices,
+        indices=_indices(build, selection, record) if ranked is None else ranked,
         kind=known.mask.kind if len(known.mask.data) == 1 else Opaque(),
         select_block=selection.block,
     )
-    if ranking is not None and selection.marked is not None:
+    if ranked is not None and selection.marked is not None:
         # Who reads the indices otherwise, such as a step that returns them, is to need no ranking of its own.
         shape, dtype = list(example(selection.marked).shape), example(selection.marked).dtype
-        as_ranked = build(aten._to_copy.default, build(aten.reshape.default, indices, shape), dtype=dtype)
+        as_ranked = build(aten._to_copy.default, build(aten.reshape.default, ranked, shape), dtype=dtype)
         replace_earlier(selection.marked, as_ranked)
-    replace_node(node, build(ATTENTION, *new.args))
+    if selection.by_group:
+        replace_node(node, build(ATTENTION, *new.args))
+        return
+    out = build(ATTENTION, *by_heads(build, new, rows, heads).args)
+    replace_node(node, build(aten.reshape.default, out, list(example(node).shape)))
 
 
-def _indices(build: NodeBuilder, selection: Selection) -> fx.Node:
-    """The indices as they were ranked or given, -1 for those that do not count: `[N, 1, n]`."""
+def by_heads(build: NodeBuilder, call: AttentionCall[fx.Node], rows: int, heads: int) -> AttentionCall[fx.Node]:
+    """An attention whose heads select blocks of their own, with each of them as a sequence: `[N * m, 1, 1, D]`."""
+
+    def repeated(x: fx.Node) -> fx.Node:
+        if heads == 1:
+            return x
+        shape = list(example(x).shape)
+        x = build(aten.expand.default, build(aten.unsqueeze.default, x, 1), [rows, heads, *shape[1:]])
+        return build(aten.reshape.default, x, [rows * heads, *shape[1:]])
+
+    mask = call.mask
+    if mask is not None and list(example(mask).shape[:3]) != [1, 1, 1]:
+        keys = example(mask).shape[3]
+        mask = build(aten.expand.default, mask, [rows, 1, heads, keys])
+        mask = build(aten.reshape.default, mask, [rows * heads, 1, 1, keys])
+    q = build(aten.reshape.default, call.q, [rows * heads, 1, 1, example(call.q).shape[3]])
+    return replace(call, q=q, k=repeated(call.k), v=repeated(call.v), mask=mask)
+
+
+def _indices(build: NodeBuilder, selection: Selection, record: ScanRecord) -> fx.Node:
+    """The indices as they were ranked or given, -1 for those that do not count: `[N, 1, n]`, or `[N * m, 1, n]`."""
     indices = selection.indices
     if selection.taken is not None:
         none = build(aten.full_like.default, indices, -1)
         indices = build(aten.where.self, selection.taken, indices, none)
     if selection.given:
         indices = _once_each(build, build(aten.sub.Tensor, indices, selection.first))
-    return build(aten.reshape.default, indices, [selection.rows, 1, example(indices).shape[-1]])
+    count = example(indices).shape[-1]
+    indices = build(aten.reshape.default, indices, [-1, count])
+    given = example(indices).shape[0]
+    if selection.limits is not None:
+        indices = _limited(build, indices, selection.limits, record)
+    if selection.always is not None:
+        indices = _and_always(build, indices, selection.always, record)
+    rows = (selection.rows[:, :1] if selection.by_group else selection.rows).flatten()
+    if not torch.equal(rows, torch.arange(given)):
+        indices = build(aten.index_select.default, indices, 0, constant_node(build, rows, example(indices).device))
+    return build(aten.reshape.default, indices, [len(rows), 1, example(indices).shape[-1]])
+
+
+def _limited(build: NodeBuilder, indices: fx.Node, limits: StepMask, record: ScanRecord) -> fx.Node:
+    """Without the indices of blocks that do not count at this step."""
+    shape, device = list(example(indices).shape), example(indices).device
+    flat = build(aten.reshape.default, build(aten.clamp.default, indices, 0, limits.shape[0] - 1), [-1])
+    start, stop = (
+        build(aten.index_select.default, constant_node(build, x, device), 0, flat) for x in (limits.start, limits.stop)
+    )
+    t = _position(build, record)
+    counts = build(aten.bitwise_and.Tensor, build(aten.le.Tensor, start, t), build(aten.gt.Tensor, stop, t))
+    none = build(aten.full_like.default, indices, -1)
+    return build(aten.where.self, build(aten.reshape.default, counts, shape), indices, none)
+
+
+def _and_always(build: NodeBuilder, indices: fx.Node, always: StepMask, record: ScanRecord) -> fx.Node:
+    """Together with the indices of blocks that count anyway."""
+    table, given = table_of(always), example(indices)
+    row = build(aten.reshape.default, _position(build, record), [1])
+    row = build(aten.index_select.default, constant_node(build, table.to(given.dtype), given.device), 0, row)
+    row = build(aten.expand.default, row, [given.shape[0], table.shape[1]])
+    return _once_each(build, build(aten.cat.default, [indices, row], 1))
+
+
+def _position(build: NodeBuilder, record: ScanRecord) -> fx.Node:
+    position = position_node(build.body, record)
+    assert position is not None, "find_selection has seen to it"
+    return position
 
 
 def _once_each(build: NodeBuilder, indices: fx.Node) -> fx.Node:
@@ -135,9 +198,9 @@ def _ranked(build: NodeBuilder, selection: Selection, ranking: Ranking) -> fx.No
         if example(condition).numel() == blocks:
             row = build(aten.reshape.default, condition, [1, 1, blocks])
         else:  # one for each sequence, say
-            shape = [*example(selection.scatter).shape[:-1], blocks]
+            shape = [*example(selection.members.node).shape[:-1], blocks]
             spread = build(aten.expand.default, condition, shape)
-            row = build(aten.reshape.default, spread, [selection.rows, 1, blocks])
+            row = build(aten.reshape.default, spread, [len(selection.rows), 1, blocks])
         return build(aten.bitwise_not.default, row) if negated else row
 
     allowed = by_block(*ranking.allowed)

@@ -38,6 +38,7 @@ from nsa_compile.analyses.scores import (
     values_of,
     weighted_values,
 )
+from nsa_compile.analyses.selection import is_chosen, keeps_best
 from nsa_compile.analyses.softmax import (
     AttentionRecord,
     Output,
@@ -49,7 +50,7 @@ from nsa_compile.analyses.softmax import (
     walk_up,
 )
 from nsa_compile.analyses.staleness import Analysis, analyse
-from nsa_compile.ir.aten import PLACED, SOFTMAX, aten, operand
+from nsa_compile.ir.aten import SOFTMAX, aten, operand
 from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, All, AttentionCall, Blocks, Opaque, Window
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_earlier
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, Step, example, find_scans, find_steps, location
@@ -97,13 +98,14 @@ def _attention(
     record = step.record
     scores = walk_up(softmax, record)
     check_scores(softmax, scores, analysis)
+    mask = conjunction(scores.conditions, record)
+    scores.keeps_one = keeps_best(mask, scores.product.shape, analysis)
     outputs = walk_down(softmax, scores, record)
     if by_itself:  # no batching will bring its scores and their ranking together
         check_read_by(outputs, softmax, record, may_rank=in_place)
-    mask = conjunction(scores.conditions, record)
     if isinstance(mask.kind, Opaque) and not mask.data and not by_itself:
         raise Unrecognised("its mask is known, and of no kind that an operator has", softmax)
-    if mask.data and not by_itself and not any(f.node.target in PLACED for f in mask.data):
+    if mask.data and not by_itself and not any(is_chosen(f, record) for f in mask.data):
         raise Unrecognised("its mask depends on data, and is no scatter of block indices", softmax)
     return AttentionRecord(softmax, scores, mask), outputs
 
