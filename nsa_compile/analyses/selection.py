@@ -26,10 +26,9 @@ from nsa_compile.analyses.masks import (
     parts,
     side_of_where,
 )
-from nsa_compile.analyses.softmax import AttentionRecord, keeps_one
+from nsa_compile.analyses.softmax import keeps_one
 from nsa_compile.analyses.staleness import Analysis
 from nsa_compile.ir.aten import ADD, AND, COMPARISONS, NOT, OR, SORTED, arguments, aten, operand
-from nsa_compile.ir.attention import AttentionCall
 from nsa_compile.ir.scans import ScanRecord, Step, example
 from nsa_compile.ir.step_values import StepMask, Table, step_mask
 
@@ -251,26 +250,22 @@ def _is_best_first(indices: Any) -> bool:
 # -- the selection of an attention
 
 
-def find_selection(node: fx.Node, known: AttentionRecord, step: Step) -> Selection:
-    """The indices behind the mask of an attention node.
+def find_selection(node: fx.Node, masked: Mask, shape: tuple[int, int, int], step: Step) -> Selection:
+    """The indices behind the mask of an attention of queries `[N, m]` to T keys.
 
     Raises:
         Unrecognised: the mask is no set of whole blocks chosen by index.
     """
     record = step.record
-    chosen = [f for f in known.mask.data if is_chosen(f, record)]
+    chosen = [f for f in masked.data if is_chosen(f, record)]
     if not chosen:
         raise Unrecognised("its mask depends on data, and is no scatter of block indices", node)
     if len(chosen) > 1:
         raise Unrecognised("its mask is that of several scatters of block indices", node)
-    others = (*known.mask.known_conditions, *(f for f in known.mask.data if f is not chosen[0]))
+    others = (*masked.known_conditions, *(f for f in masked.data if f is not chosen[0]))
     members, condition, limit, always = _apart(chosen[0], record)
     mask = members.node
-    if len(mask.users) > 1 and any(u.target not in MOVES for u in mask.users):
-        raise Unrecognised("its block mask is used by something else as well", mask)
-    call = AttentionCall.of(node)
-    n, _, m, _ = example(call.q).shape
-    first, block, rows = spread_over(condition, members, (n, m, example(call.k).shape[1]), record)
+    first, block, rows = spread_over(condition, members, shape, record)
     if members.taken is not None and constant(members.taken, record) is None and not _unique(members.indices):
         raise Unrecognised("its block indices are not those of a sort or of top-k, so one may come twice", mask)
     indices, taken, marked, given = members.indices, members.taken, None, False
@@ -283,7 +278,7 @@ def find_selection(node: fx.Node, known: AttentionRecord, step: Step) -> Selecti
             given = True
         else:
             raise Unrecognised("its block indices may lie outside of its block mask; clamp them", mask)
-    causal = known.mask.known
+    causal = masked.known
 
     def by_block(part: StepMask | None) -> StepMask | None:
         return None if part is None else blocks_of_steps(part, causal, block, mask)

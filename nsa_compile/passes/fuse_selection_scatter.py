@@ -28,7 +28,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.analyses.masks import Unrecognised, mask_tensor
+from nsa_compile.analyses.masks import MOVES, Unrecognised, mask_tensor
 from nsa_compile.analyses.ranking import Ranking, find_ranking
 from nsa_compile.analyses.selection import Selection, find_selection, position_node, table_of
 from nsa_compile.analyses.softmax import AttentionRecord, raised
@@ -52,7 +52,7 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
                 continue
             try:
                 with unset_fake_temporarily(), torch.no_grad():
-                    selection = find_selection(node, known, step)
+                    selection = _selection_of(node, known, step)
                     ranking = _ranking_of(selection, step, context, by_itself=step.body is gm)
             except Unrecognised as found:
                 context.leave(Declined(found.why, found.node))
@@ -66,6 +66,16 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
             eliminate_dead_code(step.body)
             step.body.recompile()
     return changed
+
+
+def _selection_of(node: fx.Node, known: AttentionRecord, step: Step) -> Selection:
+    call = AttentionCall.of(node)
+    n, _, m, _ = example(call.q).shape
+    selection = find_selection(node, known.mask, (n, m, example(call.k).shape[1]), step)
+    mask = selection.members.node
+    if len(mask.users) > 1 and any(u.target not in MOVES for u in mask.users):
+        raise Unrecognised("its block mask is used by something else as well", mask)
+    return selection
 
 
 def _ranking_of(selection: Selection, step: Step, context: PassContext, *, by_itself: bool) -> Ranking | None:

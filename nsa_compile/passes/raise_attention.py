@@ -38,7 +38,7 @@ from nsa_compile.analyses.scores import (
     values_of,
     weighted_values,
 )
-from nsa_compile.analyses.selection import is_chosen, keeps_best
+from nsa_compile.analyses.selection import find_selection, keeps_best
 from nsa_compile.analyses.softmax import (
     AttentionRecord,
     Output,
@@ -105,8 +105,8 @@ def _attention(
         check_read_by(outputs, softmax, record, may_rank=in_place)
     if isinstance(mask.kind, Opaque) and not mask.data and not by_itself:
         raise Unrecognised("its mask is known, and of no kind that an operator has", softmax)
-    if mask.data and not by_itself and not any(is_chosen(f, record) for f in mask.data):
-        raise Unrecognised("its mask depends on data, and is no scatter of block indices", softmax)
+    if mask.data and not by_itself:
+        find_selection(softmax, mask, scores.product.shape, step)  # else it is a program of scores
     return AttentionRecord(softmax, scores, mask), outputs
 
 

@@ -172,25 +172,25 @@ VERDICTS = {
     # selection.py
     "moba/moba_by_mask": ("rows of the selected blocks + copies", "operator"),  # short
     "moba/moba_by_finite_mask": ("rows of the selected blocks + copies", "operator"),  # short
-    "moba/moba_by_bias": ("scored_attention + copies", "operator"),  # short
+    "moba/moba_by_bias": ("rows of the selected blocks + copies", "operator"),  # short
     "moba/moba_by_gather": ("scored_attention + copies", "operator"),  # short
     "moba/moba_by_gather_of_blocks": ("scored_attention + copies", "operator"),  # short
     "moba/moba_by_threshold": ("copies", "dense"),  # short
-    "moba/moba_by_one_hot": ("scored_attention + copies", "operator"),  # short
-    "moba/moba_by_comparison": ("scored_attention + copies", "operator"),  # short
+    "moba/moba_by_one_hot": ("rows of the selected blocks + copies", "operator"),  # short
+    "moba/moba_by_comparison": ("rows of the selected blocks + copies", "operator"),  # short
     "moba/moba_by_sdpa": ("rows of the selected blocks + copies", "operator"),  # short
     "moba/moba_with_running_means": ("selected_attention", "operator"),
     "moba_of_a_group/moba_of_a_group": ("rows of the selected blocks + copies", "operator"),  # short
     "moba_of_heads_in_a_group/moba_of_heads_in_a_group": ("rows of the selected blocks + copies", "operator"),  # short
-    "dsa/dsa_by_mask": ("dense", "operator"),  # short
-    "dsa/dsa_by_bias": ("scored_attention", "operator"),
-    "dsa/dsa_by_finite_mask": ("dense", "operator"),  # short
+    "dsa/dsa_by_mask": ("selected_attention", "operator"),
+    "dsa/dsa_by_bias": ("selected_attention", "operator"),
+    "dsa/dsa_by_finite_mask": ("selected_attention", "operator"),
     "dsa/dsa_by_gather": ("scored_attention + copies", "operator"),  # short
     "dsa/dsa_by_index": ("scored_attention + copies", "operator"),  # short
     "dsa/dsa_by_threshold": ("scored_attention", "dense"),
     "dsa/dsa_by_values": ("scored_attention + copies", "operator"),  # short
     "dsa_with_index_weights/dsa_with_scores_added": ("scored_attention + copies", "operator"),  # short
-    "dsa_with_loss/dsa_with_loss": ("dense", "operator"),  # short
+    "dsa_with_loss/dsa_with_loss": ("selected_attention", "operator"),
     "dsa_per_group/dsa_per_group": ("selected_attention", "operator"),
     "top_tokens_per_head/top_tokens_by_threshold": ("scored_attention", "dense"),
     "top_tokens_per_head/top_tokens_by_gather": ("copies", "operator"),  # short
@@ -199,8 +199,8 @@ VERDICTS = {
     "nsa/nsa_by_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_gather": ("dense + scored_attention + copies", "operator"),  # short
     "nsa/nsa_by_gather_of_rows": ("dense + scored_attention + copies", "operator"),  # short
-    "nsa/nsa_by_comparison": ("compressed_attention + scored_attention + window_attention", "operator"),
-    "nsa/nsa_by_sdpa": ("compressed_attention + dense + window_attention", "operator"),  # short
+    "nsa/nsa_by_comparison": ("compressed_attention + selected_attention + window_attention", "operator"),
+    "nsa/nsa_by_sdpa": ("compressed_attention + selected_attention + window_attention", "operator"),
     "selected_and_window/selected_and_window": ("scored_attention", "operator"),
     "quest/quest_by_mask": ("rows of the selected blocks + copies", "operator"),  # short
     "quest/quest_by_gather": ("scored_attention + copies", "operator"),  # short
@@ -213,7 +213,7 @@ VERDICTS = {
     "csa/best_compressed_window_and_sink": ("batched", "operator"),  # short
     "csa/best_compressed_written": ("batched", "operator"),  # short
     "compressed/complete_blocks_and_self": ("batched", "operator"),  # short
-    "selection_given/selection_given": ("dense", "operator"),  # short
+    "selection_given/selection_given": ("selected_attention", "operator"),
     # softmax.py
     "causal/masked_fill_inf": ("window_attention", "operator"),
     "causal/where_inf": ("window_attention", "operator"),
