@@ -71,7 +71,7 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                 with unset_fake_temporarily(), torch.no_grad():
                     known, outputs = _attention(step, softmax, analysis, by_itself=step.body is gm, in_place=in_place)
             except Unrecognised as found:
-                if step.body in sites and _raise_scores(step, sites[step.body], softmax, analysis, context):
+                if step.body in sites and _raise_scores(step, sites[step.body], softmax, analysis, found.why, context):
                     changed = True
                 else:
                     context.leave(Declined(found.why, found.node))
@@ -110,8 +110,10 @@ def _attention(
     return AttentionRecord(softmax, scores, mask), outputs
 
 
-def _raise_scores(step: Step, site: ScanSite, softmax: fx.Node, analysis: Analysis, context: PassContext) -> bool:
-    """Make attention by scores of a program of a softmax, if that is what it is."""
+def _raise_scores(
+    step: Step, site: ScanSite, softmax: fx.Node, analysis: Analysis, why: str, context: PassContext
+) -> bool:
+    """Make attention by scores of a program of a softmax, if that is what it is; `why` it is nothing simpler."""
     try:
         with unset_fake_temporarily(), torch.no_grad():
             sets = key_sets(step, softmax, len(site.xs), floors_vanish=analysis._floors_vanish(softmax))
@@ -135,7 +137,7 @@ def _raise_scores(step: Step, site: ScanSite, softmax: fx.Node, analysis: Analys
         return False
     replace_by_scores(step, softmax, sets, reads, n)
     several = f" over {len(sets)} sets of keys" if len(sets) > 1 else ""
-    context.match(step.name, f"attention by a program of scores{several} at {location(softmax)}")
+    context.match(step.name, f"attention by a program of scores{several} at {location(softmax)}: {why}")
     return True
 
 
