@@ -17,11 +17,13 @@ if TYPE_CHECKING:
         compile_prefill,
         last_report,
     )
-    from nsa_compile.loop import scan
+    from nsa_compile.loops import loop
+    from nsa_compile.scanning import scan
 
 __version__ = "0.1.0"
 __all__ = [
-    "compile", "compile_block", "compile_blocks", "compile_decode_step", "compile_prefill", "last_report", "scan",
+    "compile", "compile_block", "compile_blocks", "compile_decode_step", "compile_prefill", "last_report", "loop",
+    "scan",
 ]  # fmt: skip
 
 _HOME = {
@@ -31,7 +33,8 @@ _HOME = {
     "compile_decode_step": "backend",
     "compile_prefill": "backend",
     "last_report": "backend",
-    "scan": "loop",
+    "loop": "loops",
+    "scan": "scanning",
 }
 
 

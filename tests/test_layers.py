@@ -28,6 +28,7 @@ LAYERS = [
     {"generation.sampling"},
     {"models"},
     {"__init__"},
+    {"loops"},
     {"backend"},
     {"cache"},
     {"program"},
@@ -38,7 +39,7 @@ LAYERS = [
     {"inductor_files", "inductor_kernels"},
     {"compiler_cache", "cli", "page"},
     {"extras"},
-    {"files", "errors", "loop", "modes", "ranges", "streams", "branches"},
+    {"files", "errors", "scanning", "modes", "ranges", "streams", "branches"},
     {"capture"},
     {"workarounds", "trees"},
 ]

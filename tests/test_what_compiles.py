@@ -1787,7 +1787,7 @@ def test_no_backend_but_ours_gets_a_scan(name, fullgraph):
 
 
 def test_a_loop_that_torch_leaves_uncompiled_is_said_to_be_once_a_place(caplog, monkeypatch):
-    monkeypatch.setattr("nsa_compile.loop._said", set())  # other tests may have been told already
+    monkeypatch.setattr("nsa_compile.scanning._said", set())  # other tests may have been told already
     run(PROGRAMS["carry_that_breaks_the_graph"], compiled_with("eager"))
     assert "runs step by step, as torch.compile left it uncompiled" in caplog.text
 

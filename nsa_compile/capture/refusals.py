@@ -32,7 +32,7 @@ class ScanNotCompiled(exc.ShortenTraceback):
 
 
 # The file that calls steps, and the folder of lines that no author of a step has written.
-SCANS = str(Path(__file__).parents[1] / "loop.py")
+SCANS = str(Path(__file__).parents[1] / "scanning.py")
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 NOT_OURS = (
     "nsa_compile.scan at {place} was compiled by {backend}, which would run it as torch's own scan, whose gradients "

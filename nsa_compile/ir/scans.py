@@ -235,7 +235,7 @@ def location(node: fx.Node) -> str:
     """`file:line` of the user's innermost frame behind a node."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     for file, line in reversed(frames):
-        if not file.endswith("nsa_compile/loop.py"):
+        if not file.endswith("nsa_compile/scanning.py"):
             return f"{file}:{line}"
     return "unknown"
 

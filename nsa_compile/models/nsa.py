@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_compile.branches import BRANCHES
-from nsa_compile.loop import scan
 from nsa_compile.models.config import SparsePattern, ordered_branches
+from nsa_compile.scanning import scan
 
 __all__ = [
     "CompressionMLP", "NSAState", "NSAToken", "decode_step", "init_state", "nsa_attention", "nsa_prefill",

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from nsa_compile.loop import scan
 from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.nsa import CompressionMLP, check_selecting, check_selection
 from nsa_compile.ops.keeping import keep_selection
+from nsa_compile.scanning import scan
 
 __all__ = ["AttentionLayer", "ModelState", "NSATransformer", "ScannedAttention", "apply_rope"]
 

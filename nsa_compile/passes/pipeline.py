@@ -344,7 +344,7 @@ def sources_digest() -> str:
     """A digest of the passes, of the operators they put into graphs, of what captures graphs and keeps the results."""
     package = Path(__file__).parent.parent
     folders = [package / name for name in ("analyses", "capture", "ir", "ops", "passes", "program")]
-    modules = ("backend", "cache", "loop", "modes", "ranges", "workarounds")
+    modules = ("backend", "cache", "scanning", "modes", "ranges", "workarounds")
     inside = [p for folder in folders for p in folder.rglob("*") if p.suffix in (".py", ".json", ".cpp", ".h", ".cu")]
     digest = hashlib.sha256()
     for path in sorted([*inside, *(package / f"{name}.py" for name in modules)]):

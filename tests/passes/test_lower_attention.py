@@ -17,11 +17,11 @@ from nsa_compile.analyses import attention_costs
 from nsa_compile.ir import attention as nodes
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.scans import example, find_scans
-from nsa_compile.loop import scan as nsa_scan
 from nsa_compile.models import SparsePattern, nsa_attention
 from nsa_compile.ops import cpp
 from nsa_compile.passes.pipeline import Options, run_pipeline
 from nsa_compile.passes.report import Report
+from nsa_compile.scanning import scan as nsa_scan
 from nsa_compile.verification.oracle import importance, select
 from tests.attention_programs import (
     AttentionProgram,

@@ -1,0 +1,148 @@
+"""Loops as people write them: `loop` makes one program of a `for` loop over positions."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_compile.backend import parse_options
+from nsa_compile.loops.paths import Explorer
+from nsa_compile.loops.program import Program, compile_loop, run_program
+from nsa_compile.loops.source import NotALoop, Variables, cut_out_loop
+from nsa_compile.loops.state import NotFollowed, Snapshot, cells_of, drop, look
+
+__all__ = ["LoopDeclined", "loop"]
+
+log = logging.getLogger("nsa_compile")
+
+
+class LoopDeclined(ValueError):
+    """A loop that is left as it is written, in one line: what it does, where, and what to write instead."""
+
+
+def loop(function: Any = None, *, over: str | None = None, **options: Any) -> Any:
+    """Compile the `for` loop of a function, as it is written.
+
+    The loop may append to lists, let tensors grow by `torch.cat`, slice them at its position, branch on positions,
+    sizes and other Python integers, and keep its state in tuples, lists, dicts and objects such as a cache. At the
+    first call, and at the first one with other sizes, its step is traced with the position symbolic, and all steps
+    become one graph, which the passes of `nsa_compile.compile` batch. Everything around the loop runs as it is written.
+    Gradients flow through the loop as they do through the one that is written.
+
+    Args:
+        function: a function, or a bound method, with one `for` loop over a `range`, a tensor or `enumerate` of one.
+        over: the variable of the loop that is meant, where there are several.
+        options: those of `nsa_compile.compile`. With `on_decline="error"` a loop that cannot be compiled is an error;
+            otherwise it runs as it is written, and one line of the log says why.
+
+    Raises:
+        LoopDeclined: with `on_decline="error"`, what keeps the loop from being compiled.
+    """
+    if function is None:
+        return functools.partial(loop, over=over, **options)
+    parse_options(options)
+    if isinstance(function, types.MethodType):
+        return types.MethodType(loop(function.__func__, over=over, **options), function.__self__)
+    runner = _Runner(options)
+    try:
+        rewritten, runner.place = cut_out_loop(function, runner, over)
+    except NotALoop as why:
+        raise LoopDeclined(
+            f"nsa_compile.loop: {getattr(function, '__qualname__', function)} cannot be compiled: {why}"
+        ) from why
+    return functools.wraps(function)(_under_dynamo_as_it_is(rewritten))
+
+
+def _under_dynamo_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, hidden from Dynamo: it is traced here."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return torch._disable_dynamo(run)
+
+
+class _Runner:
+    """Runs the loop of one function, as a program where there is one."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options, self.place = options, ""
+        self.programs: dict[Any, Program | NotFollowed] = {}
+
+    def __call__(self, items: Any, step: types.FunctionType, variables: Variables) -> None:
+        if not isinstance(items, range) or len(items) < 2 or _is_traced():
+            for item in items:
+                step(item)
+            return
+        drop(cells_of(step), variables.temporary)
+        now = look(step)
+        key = _key(now, items)
+        program = self.programs.get(key)
+        if program is None:
+            program = self.programs[key] = self._compiled(items, step, variables)
+        if isinstance(program, NotFollowed):
+            for item in items:
+                step(item)
+            return
+        run_program(program, now, step, len(items), items[-1])
+
+    def _compiled(self, items: range, step: types.FunctionType, variables: Variables) -> Program | NotFollowed:
+        def item(index: Any) -> Any:
+            return items.start + index * items.step
+
+        try:
+            exploration = Explorer(step, item, len(items), variables).explore()
+            return compile_loop(exploration, self.options)
+        except NotFollowed as why:
+            line = f"the loop at {self.place} runs as it is written: {why.reason}"
+            if why.place:
+                line += f" ({why.place})"
+            if self.options.get("on_decline") == "error":
+                raise LoopDeclined(line.replace("runs as it is written", "cannot be compiled")) from why
+            log.warning(line)
+            return why
+
+
+def _is_traced() -> bool:
+    """Whether somebody traces the loop already."""
+    return bool(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+
+
+class _Same:
+    """An object as part of a key: the same one. The key keeps it alive, so that no other takes its address."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
+def _key(now: Snapshot, items: range) -> Any:
+    """What a program depends on: everything that the variables hold, but the elements of tensors."""
+    leaves = []
+    memory: dict[int, int] = {}
+    for path, leaf in now.leaves.items():
+        if isinstance(leaf, Tensor):
+            shared = memory.setdefault(leaf.untyped_storage()._cdata, len(memory))
+            layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), shared
+            kind: Any = (type(leaf), *layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf)
+        elif isinstance(leaf, int | float | bool | str | bytes | complex | type(None)):
+            kind = type(leaf).__name__, leaf
+        elif isinstance(leaf, types.FunctionType):
+            kind = _Same(leaf.__code__)
+        else:
+            kind = _Same(leaf)
+        leaves.append((path, kind))
+    autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast
+    return items, tuple(leaves), tuple(now.structure().items()), modes

@@ -1,0 +1,162 @@
+"""Functions of torch in a form that a trace with symbolic integers can follow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_INDICES = {torch.int64, torch.int32, torch.int16, torch.int8}
+
+
+def _has_symbol(x: Any) -> bool:
+    if isinstance(x, list | tuple):
+        return any(map(_has_symbol, x))
+    return isinstance(x, torch.SymInt | torch.SymFloat)
+
+
+def _basic(x: Tensor, index: Any) -> Tensor | None:
+    """`x[index]` as selects and slices, or None where an index is a tensor or a list."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not all(p is None or p is Ellipsis or isinstance(p, int | slice | torch.SymInt) for p in parts):
+        return None
+    if any(isinstance(p, bool) for p in parts):
+        return None
+    taken = sum(p is not None and p is not Ellipsis for p in parts)
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (x.dim() - taken)
+    dim = 0
+    for part in parts:
+        if part is None:
+            x, dim = x.unsqueeze(dim), dim + 1
+        elif isinstance(part, slice):
+            if part != slice(None):
+                x = torch.ops.aten.slice.Tensor(x, dim, part.start, part.stop, 1 if part.step is None else part.step)
+            dim += 1
+        else:
+            x = torch.select(x, dim, part)
+    return x
+
+
+def _needs_care(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(_has_symbol(p) or (isinstance(p, slice) and _has_symbol([p.start, p.stop, p.step])) for p in parts)
+
+
+def _getitem(x: Tensor, index: Any) -> Any:
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    if isinstance(first, Tensor) and first.dim() == 0 and first.dtype in _INDICES:
+        row = x[first[None]].squeeze(0)  # torch would take the number out of the tensor
+        return row[tuple(rest)] if rest else row
+    if not _needs_care(index):
+        return NotImplemented
+    found = _basic(x, index)
+    return found if found is not None else x[_with_tensors(index)]
+
+
+def _with_tensors(index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    return tuple(torch.full((), cast(int, p), dtype=torch.int64) if isinstance(p, torch.SymInt) else p for p in parts)
+
+
+def _setitem(x: Tensor, index: Any, value: Any) -> Any:
+    if not _needs_care(index):
+        return NotImplemented
+    view = _basic(x, index)
+    if view is None:
+        x[_with_tensors(index)] = value
+    elif isinstance(value, Tensor):
+        while value.dim() > view.dim() and value.shape[0] == 1:
+            value = value.squeeze(0)
+        view.copy_(value)
+    else:
+        view.fill_(value)
+    return None
+
+
+def _tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
+    """`torch.tensor` of symbolic numbers."""
+    if not _has_symbol(data) or requires_grad:
+        return NotImplemented
+    if isinstance(data, list | tuple):
+        parts = [_as_tensor(x, dtype, device) for x in data]
+        return torch.stack(parts)
+    if dtype is None:
+        dtype = torch.int64 if isinstance(data, torch.SymInt) else torch.get_default_dtype()
+    return torch.full((), cast(int, data), dtype=dtype, device=device)
+
+
+def _as_tensor(data: Any, dtype: Any, device: Any) -> Tensor:
+    made = _tensor(data, dtype=dtype, device=device)
+    return torch.tensor(data, dtype=dtype, device=device) if made is NotImplemented else made
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`scaled_dot_product_attention` as torch's documentation spells it."""
+    if dropout_p:
+        return NotImplemented
+    if enable_gqa:
+        heads = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(heads, -3) for x in (key, value))
+    scores = (query @ key.transpose(-2, -1)) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        kept = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~kept, -math.inf)
+    if attn_mask is not None:
+        is_mask = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if is_mask else scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+    """Padding with a number, as tensors of it joined."""
+    if mode != "constant" or not _has_symbol([*pad, *input.shape]):
+        return NotImplemented
+    for place in range(len(pad) // 2):
+        dim = input.dim() - 1 - place
+        parts = [input]
+        for at, count in ((0, pad[2 * place]), (len(parts), pad[2 * place + 1])):
+            if isinstance(count, int) and count < 0:
+                return NotImplemented
+            if not isinstance(count, int) or count:
+                shape = [*input.shape[:dim], count, *input.shape[dim + 1 :]]
+                parts.insert(at * len(parts), input.new_full(shape, value or 0))
+        input = torch.cat(parts, dim) if len(parts) > 1 else input
+    return input
+
+
+REPLACED: dict[Any, Any] = {
+    Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: _setitem,
+    torch.tensor: _tensor,
+    torch.as_tensor: _tensor,
+    F.scaled_dot_product_attention: _attention,
+    F.pad: _pad,
+}
+
+_DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
+
+REFUSED: dict[Any, str] = {
+    _DATA.__set__: "it sets .data of a tensor",
+    _GRAD.__get__: "it reads .grad",
+    _GRAD.__set__: "it sets .grad",
+    Tensor.set_: "it sets the memory of a tensor",
+    Tensor.backward: "it calls backward()",
+    Tensor.register_hook: "it registers a hook",
+    Tensor.data_ptr: "it asks for an address",
+    torch.autograd.grad: "it calls torch.autograd.grad",
+}

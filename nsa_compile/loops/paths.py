@@ -1,0 +1,376 @@
+"""The ways that the steps of a loop take: which steps share one, and what each finds.
+
+A step is traced at the first position that no trace covers. The conditions of a trace, evaluated at each position with
+the sizes and integers that the steps before it leave, say which positions take the same way. So every position runs
+what was traced for it, and no tensor is needed to find out.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+from nsa_compile.loops.numbers import Number, text_of
+from nsa_compile.loops.source import Variables
+from nsa_compile.loops.state import (
+    Appended,
+    IsRead,
+    NotFollowed,
+    Path,
+    Snapshot,
+    cells_of,
+    drop,
+    equal,
+    in_words,
+    look,
+)
+from nsa_compile.loops.trace import Given, Ref, TensorType, Trace, trace_step
+
+# Ways that a loop may take; one that takes more has no form that serves all of its steps.
+WAYS = 40
+
+Symbol = tuple[Path, int | None]  # a growing dimension of a tensor, or an integer
+
+
+@dataclass
+class Skeleton:
+    """All of a loop's state but the sizes and integers that change from step to step."""
+
+    snapshot: Snapshot
+    structure: dict[Path, Any]
+    leaves: dict[Path, Any]  # what each leaf is, as a hashable description
+    tensors: dict[Path, TensorType]
+    static: dict[Path, tuple[int | None, ...]]
+    symbols: tuple[Symbol, ...]
+
+
+@dataclass
+class Way:
+    """A trace, with the function that takes the integers of a step to those of the next, or says None."""
+
+    trace: Trace
+    before: int  # number of a skeleton
+    after: int
+    follow: Callable[..., tuple[int, ...] | None]
+
+
+@dataclass
+class Exploration:
+    """Which way each step takes, and the integers it finds."""
+
+    length: int
+    ways: list[Way]
+    skeletons: list[Skeleton]
+    way_of: np.ndarray  # [S]
+    before: dict[Symbol, np.ndarray]  # [S]; 0 where there is no such size
+    after: dict[Symbol, np.ndarray]
+    present: dict[Path, np.ndarray]  # at which steps a tensor is part of the state
+    first: Snapshot
+    lists: set[Path]
+
+    def mutated(self) -> set[Path]:
+        """The tensors of the state that steps write to in place.
+
+        Raises:
+            NotFollowed: another name sees such a write, which the program would not show.
+        """
+        mutated = {path for way in self.ways for path in way.trace.mutated}
+        for way in self.ways:
+            for path in mutated & way.trace.memory.keys():
+                (own,) = way.trace.memory[path]
+                for other, memory in way.trace.memory.items():
+                    if own in memory and other != path:
+                        other = other if isinstance(other, str) else in_words(other)
+                        raise NotFollowed(f"it writes in place to {in_words(path)}, whose elements {other} shares")
+            for path in mutated & way.trace.same:
+                result = way.trace.results[path]
+                if isinstance(result, Ref) and way.trace.shapes[result] != way.trace.shapes[way.trace.state[path]]:
+                    raise NotFollowed(f"it changes the shape of {in_words(path)} in place")
+            for path in mutated & way.trace.state.keys() - way.trace.same:
+                if isinstance(self.first.leaves.get(path), Tensor):
+                    raise NotFollowed(f"{in_words(path)} is written in place at some steps and replaced at others")
+        return mutated
+
+
+class _Again(Exception):
+    """A trace took something for the same at all steps that is not."""
+
+
+class Explorer:
+    """Finds the ways of one loop."""
+
+    def __init__(self, step: types.FunctionType, item: Callable[[Any], Any], length: int, variables: Variables) -> None:
+        self.step, self.item, self.length, self.variables = step, item, length, variables
+        self.tensors: set[Path] = set()
+        self.growing: dict[Path, set[int]] = {}
+        self.integers: set[Path] = set()
+        self.lists: set[Path] = set()
+        self.plain: set[Path] = set()  # lists that are read
+        self.traced = 0
+        self.writes = False
+
+    def explore(self) -> Exploration:
+        """Trace until every step has a way. The variables are left as they were.
+
+        Raises:
+            NotFollowed: there is no end to it, or a step does what no trace can follow.
+        """
+        cells = cells_of(self.step)
+        original = look(self.step)
+        try:
+            drop(cells, self.variables.temporary)
+            first = look(self.step)
+            while True:
+                try:
+                    return self._walk(first)
+                except _Again:
+                    continue
+        finally:
+            original.restore()
+
+    def _walk(self, first: Snapshot) -> Exploration:
+        self.skeletons: list[Skeleton] = []
+        self.known: dict[Any, int] = {}
+        ways: list[Way] = []
+        number, integers = self._intern(first, first.leaves, {}, None)
+        way_of = np.zeros(self.length, np.int64)
+        states: list[tuple[int, tuple[int, ...]]] = [(number, integers)]
+        by_skeleton: dict[int, list[int]] = {}
+        for t in range(self.length):
+            following = None
+            for i in by_skeleton.get(number, ()):
+                following = ways[i].follow(t, *integers)
+                if following is not None:
+                    way_of[t], number = i, ways[i].after
+                    break
+            else:
+                way = self._trace(t, number, integers, first)
+                by_skeleton.setdefault(number, []).append(len(ways))
+                ways.append(way)
+                following = way.follow(t, *integers)
+                if following is None:
+                    raise NotFollowed("a step does not meet the conditions that it was traced under")
+                way_of[t], number = len(ways) - 1, way.after
+            integers = following
+            states.append((number, integers))
+        return self._found(first, ways, way_of, states)
+
+    def _found(self, first: Snapshot, ways: list[Way], way_of: np.ndarray, states: list[Any]) -> Exploration:
+        symbols = {s for skeleton in self.skeletons for s in skeleton.symbols}
+        paths = {p for skeleton in self.skeletons for p in skeleton.tensors}
+        tables = {s: np.zeros(self.length + 1, np.int64) for s in symbols}
+        present = {p: np.zeros(self.length + 1, bool) for p in paths}
+        numbers = np.array([n for n, _ in states])
+        for k, skeleton in enumerate(self.skeletons):
+            at = np.nonzero(numbers == k)[0]
+            if len(at):
+                values = np.array([states[t][1] for t in at], np.int64).reshape(len(at), len(skeleton.symbols))
+                for j, symbol in enumerate(skeleton.symbols):
+                    tables[symbol][at] = values[:, j]
+                for path in skeleton.tensors:
+                    present[path][at] = True
+                    for d, size in enumerate(skeleton.static[path]):
+                        if size is not None:
+                            tables.setdefault((path, d), np.zeros(self.length + 1, np.int64))[at] = size
+        return Exploration(
+            self.length,
+            ways,
+            self.skeletons,
+            way_of,
+            {s: x[:-1] for s, x in tables.items()},
+            {s: x[1:] for s, x in tables.items()},
+            present,
+            first,
+            self.lists,
+        )
+
+    def _intern(
+        self, snapshot: Snapshot, results: dict[Path, Any], shapes: dict[Ref, Any], trace: Trace | None
+    ) -> tuple[int, tuple[int, ...]]:
+        """The number of the skeleton that results make, and at the start, its integers."""
+        structure = snapshot.structure()
+        for path in self.lists & structure.keys():
+            structure[path] = ("appended",)
+        leaves: dict[Path, Any] = {}
+        tensors: dict[Path, TensorType] = {}
+        static: dict[Path, tuple[int | None, ...]] = {}
+        symbols: list[Symbol] = []
+        integers: list[int] = []
+        inside = tuple(self.lists)
+        for path, leaf in results.items():
+            if any(path[: len(p)] == p for p in inside):
+                continue
+            if path[0] in self.variables.temporary:
+                structure.pop(path[:1], None)
+                continue
+            if isinstance(leaf, Ref) or (isinstance(leaf, Tensor) and path in self.tensors):
+                ref_shape = shapes[leaf] if isinstance(leaf, Ref) else tuple(leaf.shape)
+                kind = trace.types[leaf] if isinstance(leaf, Ref) and trace else _type_of(leaf)  # type: ignore[arg-type]
+                grows = self.growing.get(path, set())
+                for d, size in enumerate(ref_shape):
+                    if isinstance(size, Number) and d not in grows:
+                        self.growing.setdefault(path, set()).add(d)
+                        raise _Again
+                tensors[path] = kind
+                static[path] = tuple(None if d in grows else size for d, size in enumerate(ref_shape))
+                leaves[path] = ("tensor", kind, static[path])
+                symbols += [(path, d) for d in sorted(grows)]
+                integers += [size for d, size in enumerate(ref_shape) if d in grows]
+            elif path in self.integers and isinstance(leaf, int | Number) and not isinstance(leaf, bool):
+                leaves[path] = ("integer",)
+                symbols.append((path, None))
+                integers.append(leaf)  # type: ignore[arg-type]
+            elif isinstance(leaf, Number):
+                if not _is_integer(leaf):
+                    raise NotFollowed(f"{in_words(path)} becomes a number that is computed from the position")
+                self.integers.add(path)
+                raise _Again
+            else:
+                leaves[path] = _constant(leaf)
+        for path in [p for p in structure if p[0] in self.variables.temporary]:
+            del structure[path]
+        key = (tuple(structure.items()), tuple(leaves.items()))
+        if key not in self.known:
+            self.known[key] = len(self.skeletons)
+            self.skeletons.append(Skeleton(snapshot, structure, leaves, tensors, static, tuple(symbols)))
+        return self.known[key], tuple(integers)
+
+    def _trace(self, t: int, number: int, integers: tuple[int, ...], first: Snapshot) -> Way:
+        self.traced += 1
+        if self.traced > 3 * WAYS or len(self.skeletons) > WAYS:
+            raise NotFollowed(self._too_many)
+        skeleton = self.skeletons[number]
+        values = dict(zip(skeleton.symbols, integers, strict=True))
+        given: dict[Path, Given] = {}
+        for path, kind in skeleton.tensors.items():
+            sizes = tuple(values[path, d] if size is None else size for d, size in enumerate(skeleton.static[path]))
+            growing = tuple(d for d, size in enumerate(skeleton.static[path]) if size is None)
+            given[path] = Given(sizes, kind, growing)
+        for path, d in skeleton.symbols:
+            if d is None:
+                given[path] = Given(None, None, value=values[path, None])
+        variables = self.variables
+        try:
+            trace = trace_step(
+                self.step,
+                self.item,
+                t,
+                skeleton.snapshot,
+                given,
+                self.lists,
+                variables.temporary,
+                variables.read_after,
+            )
+        except IsRead as error:
+            self.plain.add(error.path)
+            self.lists.discard(error.path)
+            raise _Again from error
+        finally:
+            first.restore()
+        self._compare(t, skeleton, trace)
+        assert trace.after is not None
+        after, following = self._intern(trace.after, trace.results, trace.shapes, trace)
+        names = [next(str(s) for s, what in trace.symbols.items() if what == symbol) for symbol in skeleton.symbols]
+        position = next(str(s) for s, what in trace.symbols.items() if what == "t")
+        if len(self.known) > WAYS:
+            raise NotFollowed(self._too_many)
+        return Way(trace, number, after, _compiled([position, *names], trace.conditions, following))
+
+    _too_many = "its steps take too many different ways, one for each value of a number or length of a list"
+
+    def _compare(self, t: int, skeleton: Skeleton, trace: Trace) -> None:
+        """Find what changes from step to step; where a trace took it for the same, there is another try."""
+        assert trace.after is not None
+        known = (len(self.tensors), sum(map(len, self.growing.values())), len(self.integers), len(self.lists))
+        before = skeleton.snapshot
+        for x in trace.written:
+            self._note_write(x, before)
+        for path, now in trace.results.items():
+            if path[0] in self.variables.temporary and path[0] not in self.variables.read_after:
+                continue
+            was = before.leaves.get(path, _ABSENT)
+            if isinstance(now, Ref):
+                if trace.state.get(path) != now and path[0] not in self.variables.temporary:
+                    self.tensors.add(path)
+                self._note_sizes(path, skeleton, trace.shapes[now])
+            elif isinstance(now, int) and not isinstance(now, bool):
+                if type(was) is int and was != now and path not in self.integers:
+                    self.integers.add(path)
+            elif "global " in str(path[-1]) and not equal(was, now):
+                raise NotFollowed(f"it changes {in_words(path)}, a variable of the module")
+        structure = trace.after.structure()
+        for path, what in structure.items():
+            was = skeleton.structure.get(path)
+            if what[0] == "list" and was is not None and was != what and path not in self.plain | self.lists:
+                old, new = before.containers[path], trace.after.containers.get(path)
+                if new is not None and old.value is new.value and was[0] == "list" and what[2] > was[2]:
+                    self.lists.add(path)
+        if known != (len(self.tensors), sum(map(len, self.growing.values())), len(self.integers), len(self.lists)):
+            raise _Again
+
+    def _note_write(self, x: Tensor, before: Snapshot) -> None:
+        found = [path for path, leaf in before.leaves.items() if leaf is x]
+        if not found:
+            raise NotFollowed("it writes in place to a tensor that is none of its variables")
+        for path, leaf in before.leaves.items():
+            shares = isinstance(leaf, Tensor) and leaf is not x and _memory(leaf) == _memory(x)
+            if shares:
+                raise NotFollowed(f"it writes in place to {in_words(found[0])}, which shares its memory with "
+                                  f"{in_words(path)}")  # fmt: skip
+        if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+            raise NotFollowed(f"it writes in place to {in_words(found[0])}, a leaf that asks for a gradient")
+        self.tensors.add(found[0])
+
+    def _note_sizes(self, path: Path, skeleton: Skeleton, shape: tuple[Any, ...]) -> None:
+        static = skeleton.static.get(path)
+        if static is None or len(static) != len(shape):
+            return
+        for d, (was, now) in enumerate(zip(static, shape, strict=True)):
+            if was is not None and was != now:
+                self.growing.setdefault(path, set()).add(d)
+
+
+_ABSENT = object()
+
+
+def _memory(x: Tensor) -> Any:
+    return x.untyped_storage()._cdata
+
+
+def _type_of(x: Tensor) -> TensorType:
+    return TensorType(x.dim(), x.dtype, x.device)
+
+
+def _is_integer(number: Number) -> bool:
+    return bool(number.expr.is_integer)
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, Appended):
+        return ("appended",)
+    try:
+        if isinstance(value, int | float | bool | str | bytes | complex | type(None)):
+            return type(value).__name__, value
+    except TypeError:
+        pass
+    return "object", id(value)
+
+
+def _compiled(names: list[str], conditions: list[Number], results: tuple[Any, ...]) -> Callable[..., Any]:
+    """The function from the integers that a step finds to those it leaves, or None if it takes another way."""
+    tests = list(dict.fromkeys(text_of(c) for c in conditions)) or ["True"]
+    returned = "".join(f"{text_of(r)}, " for r in results)
+    source = f"def follow({', '.join(names)}):\n"
+    source += "".join(f"    if not ({test}): return None\n" for test in tests)
+    source += f"    return ({returned})\n"
+    scope: dict[str, Any] = dict(SYMPY_INTERP)
+    exec(compile(source, "<conditions of a path>", "exec"), scope)
+    return functools.partial(scope["follow"])

@@ -1,0 +1,280 @@
+"""The `for` loop of a function, cut out as a function of its own.
+
+    for t in range(S):                          def step(t_):
+        k = keys[t]                                 nonlocal K, t, k
+        if t % 2:                       ->          t = t_
+            continue                                k = keys[t]
+        K = torch.cat([K, k[None]])                 if t % 2:
+                                                        return
+                                                    K = torch.cat([K, k[None]])
+                                                run(range(S), step)
+
+What the loop assigns stays a variable of the function, shared through cells, so that `run` may call the step for every
+position, as Python does, or set the variables to what they are after the loop.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+RUN, STEP, POSITION = "__nsa_run", "__nsa_step", "__nsa_position"
+
+
+class NotALoop(Exception):
+    """Why a function has no loop that can be cut out."""
+
+
+@dataclass(frozen=True)
+class Variables:
+    """What of a loop's variables counts before and after a step."""
+
+    temporary: frozenset[str]  # a step assigns each before it reads it
+    read_after: frozenset[str]  # somebody outside the loop reads them
+
+
+def cut_out_loop(
+    function: types.FunctionType, run: Callable[..., None], over: str | None
+) -> tuple[types.FunctionType, str]:
+    """The function with its loop replaced by a call of `run(items, step, variables)`; and `file:line` of the loop.
+
+    Raises:
+        NotALoop: there is no loop, or it cannot stand in a function of its own.
+    """
+    definition, first_line = _definition(function)
+    loop = _find_loop(definition, over)
+    place = f"{function.__code__.co_filename}:{first_line + loop.lineno - 1}"
+    outside = {id(n) for n in ast.walk(definition)} - {id(n) for n in ast.walk(loop)}
+    variables = _variables(definition, loop, outside)
+    replaced = _Replaced(loop, variables[0])
+    definition.body = [s for statement in definition.body for s in _many(replaced.visit(statement))]
+    definition.decorator_list = []
+    ast.increment_lineno(definition, first_line - 1)
+    free = function.__code__.co_freevars
+    inner = _compiled(definition, [*free, RUN], function.__code__.co_filename)
+    cells = dict(zip(free, function.__closure__ or (), strict=True))
+    cells[RUN] = types.CellType(lambda items, step: run(items, step, variables[1]))
+    closure = tuple(cells[name] for name in inner.co_freevars)
+    made = types.FunctionType(inner, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made, place
+
+
+def _definition(function: types.FunctionType) -> tuple[ast.FunctionDef, int]:
+    if hasattr(function, "__wrapped__"):
+        raise NotALoop("it is wrapped by another decorator; put @nsa_compile.loop below that one")
+    try:
+        lines, first_line = inspect.getsourcelines(function)
+    except (OSError, TypeError) as error:
+        raise NotALoop("its source cannot be read") from error
+    for parsed in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
+        if isinstance(parsed, ast.FunctionDef):
+            return parsed, max(first_line, 1)
+    raise NotALoop("it is no function with a def statement")
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _here(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a statement that belong to the function it stands in, not to one inside."""
+    yield node
+    if not isinstance(node, _SCOPES):
+        for child in ast.iter_child_nodes(node):
+            yield from _here(child)
+
+
+def _find_loop(definition: ast.FunctionDef, over: str | None) -> ast.For:
+    loops = [n for statement in definition.body for n in _here(statement) if isinstance(n, ast.For)]
+    if over is not None:
+        loops = [n for n in loops if over in _stored([n.target])]
+        if not loops:
+            raise NotALoop(f"it has no loop over {over!r}")
+    else:
+        inner = {id(n) for loop in loops for statement in loop.body for n in ast.walk(statement)}
+        loops = [n for n in loops if id(n) not in inner]
+    if len(loops) != 1:
+        found = "no `for` loop" if not loops else f"{len(loops)} loops; name the variable of one, as in loop(over='t')"
+        raise NotALoop(f"it has {found}")
+    (loop,) = loops
+    for node in (n for statement in loop.body for n in _here(statement)):
+        if isinstance(node, ast.Return):
+            raise NotALoop(f"line {node.lineno} of the function returns from within the loop")
+        if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await):
+            raise NotALoop(f"line {node.lineno} of the function yields from within the loop")
+    if any(isinstance(node, ast.Break) for node in _of_this_loop(loop.body)):
+        raise NotALoop("the loop has a break; how far it runs would depend on more than its range")
+    return loop
+
+
+def _of_this_loop(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The nodes to which a `break` or `continue` of this loop may belong."""
+    for statement in statements:
+        yield statement
+        if isinstance(statement, ast.For | ast.While | ast.AsyncFor):
+            yield from _of_this_loop(statement.orelse)
+        elif not isinstance(statement, _SCOPES):
+            yield from _of_this_loop(ast.iter_child_nodes(statement))
+
+
+def _stored(nodes: Iterable[ast.AST]) -> set[str]:
+    """The variables that statements assign in the function they stand in."""
+    found: set[str] = set()
+    for statement in nodes:
+        for node in _here(statement):
+            if isinstance(node, _COMPREHENSIONS):
+                continue  # its variables are its own; a walrus in it is found below
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
+                found.add(node.id)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+                found |= {node.name} if node.name else set()
+            elif isinstance(node, ast.MatchMapping) and node.rest:
+                found.add(node.rest)
+            elif isinstance(node, ast.alias):
+                found.add((node.asname or node.name).split(".")[0])
+        for node in _here(statement):
+            if isinstance(node, _COMPREHENSIONS):
+                own = {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)}
+                walrus = {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
+                found -= own - _stored_outside(statement, node)
+                found |= walrus
+    return found
+
+
+def _stored_outside(statement: ast.AST, comprehension: ast.AST) -> set[str]:
+    inside = {id(n) for n in ast.walk(comprehension)}
+    names = (n for n in _here(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return {n.id for n in names if id(n) not in inside}
+
+
+def _variables(
+    definition: ast.FunctionDef, loop: ast.For, outside: set[int]
+) -> tuple[tuple[list[str], list[str]], Variables]:
+    everywhere = [n for statement in definition.body for n in _here(statement)]
+    declared = {name for n in everywhere if isinstance(n, ast.Global) for name in n.names}
+    shared = {name for n in everywhere if isinstance(n, ast.Nonlocal) for name in n.names}
+    assigned = _stored([loop.target, *loop.body])
+    names = sorted(assigned - declared)
+    read: set[str] = set()
+    _follow(loop.body, _stored([loop.target]), read)
+    loaded = {n.id for n in ast.walk(definition) if id(n) in outside and isinstance(n, ast.Name)}
+    temporary = frozenset(names) - read - shared
+    return (names, sorted(assigned & declared)), Variables(temporary, frozenset(names) & (loaded | shared))
+
+
+def _loaded(node: ast.AST | None) -> set[str]:
+    """The variables that an expression may read, those of functions in it included."""
+    nodes = ast.walk(node) if node is not None else ()
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load | ast.Del)}
+
+
+def _follow(statements: list[ast.stmt], assigned: set[str], read: set[str]) -> set[str] | None:
+    """Go through statements; add to `read` what may be read before it is assigned. Returns what is surely assigned
+    behind them, or None where nothing comes behind them."""
+    for s in statements:
+        behind: list[set[str] | None]
+        if isinstance(s, ast.If):
+            read |= _loaded(s.test) - assigned
+            behind = [_follow(s.body, set(assigned), read), _follow(s.orelse, set(assigned), read)]
+            kept = [b for b in behind if b is not None]
+            if not kept:
+                return None
+            assigned = set[str].intersection(*kept)
+        elif isinstance(s, ast.For | ast.While):
+            read |= _loaded(s.iter if isinstance(s, ast.For) else s.test) - assigned
+            inside = set(assigned) | (_stored([s.target]) if isinstance(s, ast.For) else set())
+            _follow(s.body, inside, read)
+            _follow(s.orelse, set(assigned), read)
+        elif isinstance(s, ast.With):
+            for item in s.items:
+                read |= _loaded(item.context_expr) - assigned
+                assigned |= _stored([item.optional_vars]) if item.optional_vars else set()
+            inner = _follow(s.body, assigned, read)
+            if inner is None:
+                return None
+            assigned = inner
+        elif isinstance(s, ast.Continue | ast.Raise):
+            read |= _loaded(s) - assigned
+            return None
+        elif isinstance(s, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Assert | ast.Pass):
+            read |= _loaded(s) - assigned
+            if isinstance(s, ast.AugAssign):
+                read |= _stored([s.target]) - assigned
+            if not isinstance(s, ast.AnnAssign) or s.value is not None:
+                assigned |= _stored([s]) - {n.target.id for n in ast.walk(s) if isinstance(n, ast.NamedExpr)}
+        elif isinstance(s, ast.FunctionDef):
+            read |= _loaded(s) - assigned - {s.name}
+            assigned |= {s.name}
+        else:  # try, match, del, import and what else there may be: it may assign nothing, and read everything
+            read |= (_loaded(s) | _stored([s])) - assigned
+    return assigned
+
+
+class _Replaced(ast.NodeTransformer):
+    """Puts the step and its call in the place of the loop."""
+
+    def __init__(self, loop: ast.For, names: tuple[list[str], list[str]]) -> None:
+        self.loop, self.names = loop, names
+
+    def visit_For(self, node: ast.For) -> Any:
+        if node is not self.loop:
+            return self.generic_visit(node)
+        shared, of_module = self.names
+        body: list[ast.stmt] = []
+        body += [ast.Nonlocal(shared)] if shared else []
+        body += [ast.Global(of_module)] if of_module else []
+        body.append(ast.Assign([node.target], ast.Name(POSITION, ast.Load())))
+        body += [s for statement in node.body for s in _many(_Continues().visit(statement))]
+        arguments = ast.arguments([], [ast.arg(POSITION)], None, [], [], None, [])
+        step = ast.FunctionDef(STEP, arguments, body, [], None)
+        # Never run: it makes them variables of this function, which the step may then share.
+        named = [ast.Name(name, ast.Store()) for name in shared]
+        local = ast.If(ast.Constant(False), [ast.Assign(named, ast.Constant(None))], [])  # type: ignore[arg-type]
+        call = ast.Expr(ast.Call(ast.Name(RUN, ast.Load()), [node.iter, ast.Name(STEP, ast.Load())], []))
+        made = [*([local] if shared else []), step, call]
+        for statement in made:
+            for n in ast.walk(statement):
+                if not hasattr(n, "lineno") and "lineno" in n._attributes:
+                    ast.copy_location(n, node)
+            ast.fix_missing_locations(statement)
+        return [*made, *node.orelse]
+
+
+class _Continues(ast.NodeTransformer):
+    """`continue` of the loop leaves the step."""
+
+    def visit_Continue(self, node: ast.Continue) -> ast.Return:
+        return ast.copy_location(ast.Return(None), node)
+
+    def visit_For(self, node: ast.For) -> ast.For:
+        node.orelse = [s for statement in node.orelse for s in _many(self.visit(statement))]
+        return node
+
+    def visit_While(self, node: ast.While) -> ast.While:
+        node.orelse = [s for statement in node.orelse for s in _many(self.visit(statement))]
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        return node
+
+
+def _many(statements: Any) -> list[ast.stmt]:
+    return statements if isinstance(statements, list) else [statements]
+
+
+def _compiled(definition: ast.FunctionDef, free: list[str], filename: str) -> types.CodeType:
+    """The code of a function whose free variables are those named."""
+    bound = [ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)) for name in free]
+    around = ast.FunctionDef("around", ast.arguments([], [], None, [], [], None, []), [*bound, definition], [], None)
+    module = ast.fix_missing_locations(ast.Module([around], []))
+    code = compile(module, filename, "exec", dont_inherit=True)
+    outer = next(c for c in code.co_consts if isinstance(c, types.CodeType))
+    return next(c for c in outer.co_consts if isinstance(c, types.CodeType) and c.co_name == definition.name)

@@ -1,0 +1,395 @@
+"""Loops as people write them, compiled, against the loops as written: values, gradients and the state left behind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import nsa_compile
+from nsa_compile.loops import LoopDeclined
+
+D = 4
+
+
+def rows(length: int, count: int = 1, width: int = D) -> list[torch.Tensor]:
+    torch.manual_seed(length)
+    return [torch.randn(length, width, dtype=torch.float64, requires_grad=True) for _ in range(count)]
+
+
+def compare(function, *args, batched=True, raised=True, others=(), on_decline="error", **options):
+    """Compile a loop, and compare it with itself as written, twice, so that a kept program is compared, too."""
+    compiled = nsa_compile.loop(function, on_decline=on_decline, nested="eager", **options)
+    leaves = [x for x in (*args, *others) if isinstance(x, torch.Tensor) and x.requires_grad]
+    for _ in range(2):
+        results = [pytree.tree_leaves(f(*args)) for f in (compiled, function)]
+        assert len(results[0]) == len(results[1])
+        for ours, theirs in zip(*results, strict=True):
+            if not isinstance(theirs, torch.Tensor):
+                assert ours == theirs
+                continue
+            torch.testing.assert_close(ours, theirs)
+            assert ours.requires_grad == theirs.requires_grad
+            if theirs.requires_grad:
+                weight = torch.randn_like(theirs)
+                grads = [
+                    torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True, retain_graph=True)
+                    for y in (ours, theirs)
+                ]
+                for a, b in zip(*grads, strict=True):
+                    torch.testing.assert_close(
+                        torch.zeros(()) if a is None else a.sum(),
+                        torch.zeros(()) if b is None else b.sum(),
+                        check_dtype=False,
+                    )
+                    if b is not None:
+                        torch.testing.assert_close(a, b)
+    report = nsa_compile.last_report()
+    if batched:
+        assert [scan.batched for scan in report.scans] == [True]
+        assert not raised or report.declines == []
+    return report
+
+
+def matches(report):
+    return " ".join(text for entry in report.passes for text in entry.matches)
+
+
+def test_a_cache_that_grows():
+    def attention(q, k, v):
+        keys, values = k.new_zeros(0, D), v.new_zeros(0, D)
+        out = []
+        for t in range(q.shape[0]):
+            keys = torch.cat([keys, k[t][None]])
+            values = torch.cat([values, v[t : t + 1]])
+            out.append(torch.softmax(keys @ q[t] / D**0.5, -1) @ values)
+        return torch.stack(out)
+
+    assert "attention to a window of 9" in matches(compare(attention, *rows(9, 3)))
+
+
+def test_a_cache_that_is_there_from_the_start():
+    def attention(q, keys):
+        out = []
+        for t in range(q.shape[0]):
+            keys = torch.cat([keys, q[t][None]])
+            out.append(torch.softmax(keys @ q[t], -1) @ keys)
+        return torch.stack(out), keys
+
+    compare(attention, *rows(9), *rows(3))
+
+
+def test_a_window_and_blocks_at_another_rate():
+    def attention(x):
+        keys, blocks = x.new_zeros(0, D), x.new_zeros(0, D)
+        out = []
+        for t in range(x.shape[0]):
+            keys = torch.cat([keys, x[t][None]])
+            if t + 1 >= 4 and (t + 1 - 4) % 2 == 0:
+                blocks = torch.cat([blocks, keys[t + 1 - 4 : t + 1].mean(0, keepdim=True)])
+            y = torch.softmax(keys[max(0, t + 1 - 5) :] @ x[t], -1) @ keys[max(0, t + 1 - 5) :]
+            if blocks.shape[0] > 0:
+                y = y + torch.softmax(blocks @ x[t], -1) @ blocks
+            out.append(y)
+        return torch.stack(out), keys, blocks
+
+    found = matches(compare(attention, *rows(19)))
+    assert "window of 5" in found
+    assert "blocks of 4 with stride 2" in found
+
+
+def test_keys_that_are_cut_off_at_the_front():
+    def attention(x):
+        keys = x.new_zeros(0, D)
+        out = []
+        for t in range(x.shape[0]):
+            keys = torch.cat([keys, x[t][None]])[-5:]
+            out.append(torch.softmax(keys @ x[t], -1) @ keys)
+        return torch.stack(out), keys
+
+    assert "window of 5" in matches(compare(attention, *rows(17)))
+
+
+def test_outputs_written_in_place_and_steps_left_early():
+    def attention(x):
+        y = torch.zeros_like(x)
+        for t in range(x.shape[0]):
+            if t % 3 == 2:
+                continue
+            y[t] = torch.softmax(x[: t + 1] @ x[t], -1) @ x[: t + 1]
+        return y
+
+    compare(attention, *rows(11))
+
+
+class Cache:
+    def __init__(self):
+        self.keys, self.seen = None, 0
+
+    def update(self, k):
+        self.keys = k[None] if self.keys is None else torch.cat([self.keys, k[None]])
+        self.seen += 1
+        return self.keys
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(D, D, dtype=torch.float64)
+
+    def forward_step(self, x, cache):
+        keys = cache.update(self.project(x))
+        return torch.softmax(keys @ x, -1) @ keys
+
+
+def test_a_module_and_its_cache_object():
+    module = Attention()
+
+    def prefill(x):
+        cache = Cache()
+        out = []
+        for x_t in range(x.shape[0]):
+            out.append(module.forward_step(x[x_t], cache))
+        return torch.stack(out), cache.keys, cache.seen, type(cache).__name__
+
+    compare(prefill, *rows(8), others=module.parameters())
+
+
+def test_state_in_tuples_and_dicts_and_numbers():
+    def attention(x):
+        state = {"kv": None, "count": 0}
+        out = []
+        for t in range(x.shape[0]):
+            if state["kv"] is None:
+                state["kv"] = (x[t][None], 2 * x[t][None])
+            else:
+                k, v = state["kv"]
+                state["kv"] = (torch.cat([k, x[t][None]]), torch.cat([v, 2 * x[t][None]]))
+            state["count"] += 2
+            k, v = state["kv"]
+            out.append(torch.softmax(k @ x[t], -1) @ v * state["count"])
+        return torch.stack(out), state
+
+    compare(attention, *rows(8))
+
+
+def test_the_first_rows_and_a_window():
+    def attention(x):
+        keys = x.new_zeros(0, D)
+        out = []
+        for t in range(x.shape[0]):
+            keys = torch.cat([keys, x[t][None]])
+            kept = torch.cat([keys[:2], keys[max(2, t + 1 - 3) :]])
+            out.append(torch.softmax(kept @ x[t], 0) @ kept)
+        return torch.stack(out)
+
+    compare(attention, *rows(9), raised=False)
+
+
+def test_rows_picked_by_what_is_computed():
+    def attention(x):
+        out = []
+        for t in range(x.shape[0]):
+            scores = x[: t + 1] @ x[t]
+            best, at = torch.topk(scores, min(3, t + 1))
+            out.append(torch.softmax(best, 0) @ x[at] + x[scores.argmax()])
+        return torch.stack(out)
+
+    compare(attention, *rows(9), raised=False)
+
+
+def test_a_state_that_changes_its_dtype():
+    def decayed(x):
+        state = torch.zeros(D, dtype=torch.float32)
+        for t in range(x.shape[0]):
+            state = 0.9 * state + x[t]
+        return state
+
+    compare(decayed, *rows(7), batched=False, on_decline="warn")
+
+
+def test_whole_blocks_of_rows():
+    def attention(x):
+        out = []
+        for t in range(x.shape[0]):
+            blocks = (t + 1) // 4
+            if blocks == 0:
+                out.append(torch.zeros_like(x[t]))
+                continue
+            keys = x[: blocks * 4].view(blocks, 4, D).mean(1)
+            out.append(torch.softmax(keys @ x[t], 0) @ keys)
+        return torch.stack(out)
+
+    compare(attention, *rows(13))
+
+
+def test_a_tensor_that_is_written_in_place_is_the_same_tensor():
+    def fill(x, y):
+        for t in range(x.shape[0]):
+            y[t] = x[t] * 2
+
+    x, y = rows(5)[0].detach(), torch.zeros(5, D, dtype=torch.float64)
+    nsa_compile.loop(fill, on_decline="error", nested="eager")(x, y)
+    torch.testing.assert_close(y, 2 * x)
+
+
+def _appended_and_written(x):
+    buffer, out = torch.zeros_like(x), []
+    for t in range(x.shape[0]):
+        buffer[t] = x[t]
+        out.append(buffer)
+    return torch.stack(out)
+
+
+def _seen_by_a_view(x):
+    y = x.detach().clone()
+    first = None
+    for t in range(x.shape[0]):
+        first = y[:2]
+        y[t] = x[t] + first.sum(0)
+    return y, first
+
+
+def _printed(x):
+    for t in range(x.shape[0]):
+        print(t)
+    return x
+
+
+def _drawn(x):
+    out = []
+    for t in range(x.shape[0]):
+        out.append(x[t] * random.random())
+    return torch.stack(out)
+
+
+def _dropped(x):
+    out = []
+    for t in range(x.shape[0]):
+        out.append(torch.nn.functional.dropout(x[t]))
+    return torch.stack(out)
+
+
+def _picked_by_truth(x):
+    out = []
+    for t in range(x.shape[0]):
+        out.append(x[t][x[t] > 0].sum())
+    return torch.stack(out)
+
+
+def _taken_for_an_error(x):
+    out = []
+    for t in range(x.shape[0]):
+        try:
+            out.append(x[t] * float(x[t].sum()))
+        except Exception:
+            out.append(x[t])
+    return torch.stack(out)
+
+
+def _extreme_of_nothing(x):
+    out = []
+    for t in range(x.shape[0]):
+        out.append(x[:t].amax(0))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        (_appended_and_written, "writes in place to buffer, whose elements the tensors appended to out shares"),
+        (_seen_by_a_view, "writes in place to y, whose elements first shares"),
+        (_printed, "prints"),
+        (_drawn, "draws from Python's random"),
+        (_dropped, "draws random numbers"),
+        (_picked_by_truth, "has a size that depends on data"),
+        (_taken_for_an_error, "depends on data"),
+        (_extreme_of_nothing, "without identity"),
+    ],
+)
+def test_what_a_program_would_do_otherwise_is_declined(written, reason):
+    with pytest.raises(LoopDeclined, match=reason):
+        nsa_compile.loop(written, on_decline="error")(rows(6)[0].detach())
+
+
+def test_variables_are_what_they_are_after_the_loop():
+    def last(x):
+        total = x.new_zeros(D)
+        for t in range(2, x.shape[0], 2):
+            row = x[t] * t
+            total = total + row
+            half = t // 2
+        return total, row, t, half
+
+    compare(last, *rows(9))
+
+
+def test_a_loop_is_left_as_it_is_where_its_way_depends_on_data(caplog):
+    def gated(x):
+        total = x.new_zeros(D)
+        for t in range(x.shape[0]):
+            if x[t].sum() > 0:
+                total = total + x[t]
+        return total
+
+    x = rows(7)[0]
+    torch.testing.assert_close(nsa_compile.loop(gated)(x), gated(x))
+    assert "reads a number out of a tensor" in caplog.text
+    with pytest.raises(LoopDeclined, match=r"depends on data \(.*test_loops.py:\d+\)"):
+        nsa_compile.loop(gated, on_decline="error")(x)
+
+
+def test_a_list_that_is_read_back_is_never_wrong():
+    def history(x):
+        seen, out = [], []
+        for t in range(x.shape[0]):
+            seen.append(x[t])
+            out.append(torch.stack(seen).mean(0))
+        return torch.stack(out)
+
+    x = rows(60)[0]
+    torch.testing.assert_close(nsa_compile.loop(history)(x), history(x))
+
+
+def test_a_row_too_many_raises_as_the_loop_does():
+    def ahead(x):
+        out = []
+        for t in range(x.shape[0]):
+            out.append(x[t + 1])
+        return torch.stack(out)
+
+    for function in (ahead, nsa_compile.loop(ahead)):
+        with pytest.raises(IndexError):
+            function(rows(5)[0])
+
+
+def test_the_variables_are_as_before_where_a_loop_is_declined():
+    def broken(x, cache):
+        for t in range(x.shape[0]):
+            cache.append(x[t])
+            if t == 3 and float(x[t].sum()) > 1e9:
+                cache.clear()
+        return cache
+
+    x = rows(5)[0]
+    assert len(nsa_compile.loop(broken)(x, [])) == 5
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("for t in range(3):\n        if t == 1:\n            break", "has a break"),
+        ("for t in range(3):\n        return t", "returns from within the loop"),
+        ("pass", "no `for` loop"),
+        ("for t in range(3):\n        pass\n    for s in range(3):\n        pass", "2 loops"),
+    ],
+)
+def test_a_function_without_such_a_loop(tmp_path, source, reason):
+    path = tmp_path / "written.py"
+    path.write_text(f"def written():\n    {source}\n")
+    scope = {}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    with pytest.raises(LoopDeclined, match=reason):
+        nsa_compile.loop(scope["written"])
