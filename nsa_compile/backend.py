@@ -18,12 +18,13 @@ from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.compiler_cache import errors_named
 from nsa_compile.inductor_kernels import compile_kernels_together
 from nsa_compile.ir import markers
-from nsa_compile.ir.scans import WRITTEN, Declined
+from nsa_compile.ir.scans import VALUE, WRITTEN, Declined
 from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline, sources_digest
 from nsa_compile.passes.report import Report
 from nsa_compile.program.aliases import hand_on_originals
 from nsa_compile.program.checks import check_after_loops
+from nsa_compile.program.constants import Guarded, mark_constants, marked
 from nsa_compile.program.first_call import FirstCall
 from nsa_compile.program.functional import WriteBack, make_functional, with_stand_ins
 from nsa_compile.program.loops import keep_loops
@@ -169,15 +170,38 @@ def nsa_compile_backend(
         example_inputs = specialize_shapes(gm, example_inputs)
         hand_on_originals(gm)
         check_after_loops(gm)
+        mark_constants(gm, example_inputs)
         captured = verifier.snapshot(gm) if chosen.check == "first" else None
-        _last_report, written = optimize(gm, chosen, example_inputs)
+    run = _compiled(gm, example_inputs, chosen)
+    report = _last_report
+    assert report is not None
     if _explained is not None:
-        _explained.append(_last_report)
-    run = written.around(compile_nested(gm, written.examples(example_inputs), chosen.nested, nvtx=chosen.nvtx))
+        _explained.append(report)
     if captured is None:
         return run
-    report = _last_report
     return FirstCall(captured, run, chosen, _rewritten, lambda line: setattr(report, "first_call", line))
+
+
+def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """The program of a captured graph, which is compiled again where what it holds has changed."""
+    global _last_report
+    with modes.unobserved():
+        has_constants = any(VALUE in n.meta for n in gm.graph.find_nodes(op="placeholder"))
+        as_captured = verifier.snapshot(gm) if has_constants else None
+        _last_report, written = optimize(gm, options, example_inputs)
+    run = written.around(compile_nested(gm, written.examples(example_inputs), options.nested, nvtx=options.nvtx))
+    held = marked(gm, written.inputs)
+    if not held or as_captured is None:
+        return run
+
+    def again(without: set[int], inputs: Sequence[Any]) -> Callable[..., Any]:
+        fresh = verifier.snapshot(as_captured)
+        for place, node in enumerate(fresh.graph.find_nodes(op="placeholder")):
+            if place in without:
+                node.meta.pop(VALUE, None)
+        return _compiled(fresh, inputs, options)
+
+    return Guarded(run, held, again)
 
 
 def _rewritten(gm: fx.GraphModule, options: Options, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -198,6 +222,7 @@ def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tens
     except Declined as declined:
         report, written = leave_alone(gm, options, declined), WriteBack()
     else:
+        marked(gm, written.inputs)
         report = _run_passes(gm, options, example_inputs)
     keep_loops(gm)
     return report, written

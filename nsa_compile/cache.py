@@ -29,7 +29,7 @@ from torch.fx._graph_pickler import Options as PicklerOptions
 from nsa_compile import compiler_cache
 from nsa_compile.errors import UserError
 from nsa_compile.files import read_sealed, write_sealed
-from nsa_compile.ir.scans import find_scans, subgraphs
+from nsa_compile.ir.scans import VALUE, find_scans, subgraphs
 from nsa_compile.passes.pipeline import Options, Uncacheable, pipeline_key
 from nsa_compile.passes.report import Report
 
@@ -59,6 +59,8 @@ def cache_key(gm: fx.GraphModule, options: Options) -> str:
             if " at 0x" in text:  # an object without a name of its own: another process has another one there
                 raise Uncacheable(f"the graph holds an object that has no name: {node.format_node()}")
             digest.update(text.encode())
+            if VALUE in node.meta:
+                _digest_held(digest, node.name, node.meta[VALUE])
             if node.op == "get_attr":
                 _digest_held(digest, node.target, operator.attrgetter(node.target)(graph))
             devices |= {tensor.device for tensor in _tensors(value)}

@@ -320,6 +320,8 @@ class BatchedBody:
             if earlier:
                 parts.append(spread(self.value(self.updates[i], earlier), len(earlier)))
             return torch.cat(parts), True
+        if isinstance(kind, Recurrent):
+            raise Declined("a recurrence needs the state of another one at each step", node)
         if kind.write_once:
             if f"{node.name}.before" in self.record.guards_dropped:
                 return self._full(i), False

@@ -10,6 +10,7 @@ Replace a buffer by its final contents, and at step t the rows written after t h
 - `fill[e] > t`: at step t, e is at a floor, -inf or about the lowest number, and the same in both;
 - `absorbed[e] > t`: at step t, e is at a floor because something stale was added to one. Its value is the same in both,
   and its gradient reaches what is stale;
+- `removed[e] > t`: at step t, e is exactly -inf in both;
 - `can_be_true[e] > t`: at step t, e is false in both; `can_be_false` likewise;
 - `blank[e] > t`: at step t, e is exactly 0 in the loop, as a row of zeros is that is not written yet;
 - `surely_true[e]`, an interval of steps: at those, e is true in both; `surely_false` likewise;
@@ -91,6 +92,7 @@ class Facts:
     ready: Steps | None = None
     zero: Steps | None = None
     fill: Steps | None = None
+    removed: Steps | None = None
     can_be_true: Steps | None = None
     can_be_false: Steps | None = None
     blank: Steps | None = None
@@ -120,7 +122,7 @@ class Facts:
         return any(getattr(self, name) is not None for name in (*FIRST_STEPS, *INTERVALS))
 
 
-FIRST_STEPS = ("ready", "zero", "fill", "can_be_true", "can_be_false", "blank", "absorbed")
+FIRST_STEPS = ("ready", "zero", "fill", "removed", "can_be_true", "can_be_false", "blank", "absorbed")
 INTERVALS = ("surely_true", "surely_false", "surely_kept")
 CLEAN = Facts()
 
@@ -183,6 +185,9 @@ class Analysis:
         if not any(f.stale for f in inputs):
             return CLEAN
         if node.target in FINITE:
+            return self.arithmetic(node)
+        bounded = node.target in FINITE_WITHIN_BOUNDS and self.magnitudes.found[node] is not None
+        if bounded and self.magnitudes.is_smooth(node):
             return self.arithmetic(node)
         if isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
             return self.lost(node, f"{node.target} may overflow on a row that is not written yet, and inf * 0 is NaN")
@@ -351,6 +356,10 @@ class Analysis:
                     self._forced(if_false, from_true, a.fill, self._is_floor_of(node)),
                     self._forced(if_true, from_false, b.fill, self._is_floor_of(node)),
                 ),
+                removed=_union(
+                    self._forced(if_false, from_true, a.removed, lambda v: v == -math.inf),
+                    self._forced(if_true, from_false, b.removed, lambda v: v == -math.inf),
+                ),
             )
             # Until a mask can take the other side, the result is what this one is.
             for side, f, until in ((if_true, a, from_false), (if_false, b, from_true)):
@@ -515,25 +524,33 @@ class Analysis:
             return Facts(ready=ready, sources=f.sources, trail=trail)
         if f.fill is None:
             return CLEAN
-        if not self._floors_vanish(node):
-            if not self._may_be_settled(node):
-                return CLEAN
-            self.settled[node] = f.fill
-        return Facts(zero=f.fill)
+        if self._floors_vanish(node):
+            return Facts(zero=f.fill)
+        if (until := self._settles(node)) is None:
+            return CLEAN
+        self.settled[node] = until
+        return Facts(zero=until)
 
     def _may_be_settled(self, node: fx.Node) -> bool:
-        """Whether floors may be made exact zeros behind a softmax that may be NaN for all this analysis knows.
+        return self._settles(node) is not None
 
-        They are -inf. Beside another score, exp makes zeros of them. Where there is none, the row is NaN in the loop,
-        and it is NaN without those elements, too, if it has others.
+    def _settles(self, node: fx.Node) -> Steps | None:
+        """Until when each score may be made an exact zero behind a softmax that may be NaN for all this analysis knows.
+
+        It is -inf until then. Beside another score, exp makes a zero of it. Where there is none, the row is NaN in the
+        loop, and it is NaN without those elements, too, if it has others.
         """
         f, magnitude = self.raw(node.args[0]), self.magnitudes.of(node.args[0])
-        if f.stale or f.fill is None or magnitude is None or not magnitude.only_infinite_floors:
-            return False
+        if f.stale or magnitude is None:
+            return None
+        until = f.fill if magnitude.only_infinite_floors else f.removed
         shape, dim = example(operand(node)).shape, arguments(node).dim
-        if not shape or not shape.numel():
-            return False
-        return bool((f.fill.expand(shape).amin(dim) == 0).all()) or _nan_becomes_zero(node)
+        if until is None or not shape or not shape.numel():
+            return None
+        if until is f.removed and f.absorbed is not None and bool((f.absorbed > until).any()):
+            return None  # of these the gradient is not that of a zero
+        has_others = bool((until.expand(shape).amin(dim) == 0).all())
+        return until if has_others or (magnitude.only_infinite_floors and _nan_becomes_zero(node)) else None
 
     def _floors_vanish(self, node: fx.Node) -> bool:
         magnitude = self.magnitudes.of(node.args[0])
@@ -796,13 +813,14 @@ def _zero_stays_zero(analysis: Analysis, node: fx.Node) -> Facts:
 def _div(analysis: Analysis, node: fx.Node) -> Facts:
     """By a number that is not zero, it is a product. What is divided by something else may be infinite."""
     value, divisor = node.args[:2]
-    of_value, size = analysis.of(value), analysis.magnitudes.of(divisor, node)
-    if analysis.of(divisor).stale:
-        return analysis.lost(node, "it divides by a row that is not written yet, and inf * 0 is NaN")
+    of_value, of_divisor, size = analysis.of(value), analysis.of(divisor), analysis.magnitudes.of(divisor, node)
+    if of_divisor.stale and not analysis.is_finite(value):
+        return analysis.lost(node, MAY_BE_INFINITE)
     keeps_off_zero = divisor != 0 if isinstance(divisor, int | float) else size is not None and size.least > 0
     if size is None or size.floors is not None or not keeps_off_zero:
-        return analysis.lost(node, "it divides by what may be zero, and inf * 0 is NaN") if of_value.stale else CLEAN
-    return replace(analysis.arithmetic(node), zero=of_value.zero)
+        stale = of_value.stale or of_divisor.stale
+        return analysis.lost(node, "it divides by what may be zero, and inf * 0 is NaN") if stale else CLEAN
+    return replace(analysis.arithmetic(node), zero=None if of_divisor.stale else of_value.zero)
 
 
 def _where(analysis: Analysis, node: fx.Node) -> Facts:
@@ -826,13 +844,16 @@ def _to_copy(analysis: Analysis, node: fx.Node) -> Facts:
         return plain if to != torch.bool else replace(plain, zero=None)
     if not to.is_floating_point:
         return replace(plain, zero=None)
-    return replace(plain, fill=f.fill, absorbed=f.absorbed, surely_kept=analysis.kept(node.args[0]))
+    return replace(plain, fill=f.fill, removed=f.removed, absorbed=f.absorbed, surely_kept=analysis.kept(node.args[0]))
 
 
+_NORMS = {aten.linalg_vector_norm.default, aten.var.correction}
 _EXTREMES = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
 
 
 def _reduction(analysis: Analysis, node: fx.Node) -> Facts:
+    if node.target in _NORMS and analysis.of(node.args[0]).stale and analysis.magnitudes.found[node] is None:
+        return analysis.lost(node, MAY_BE_INFINITE)
     if node.target in _EXTREMES and analysis.of(node.args[0]).stale and not analysis.is_finite(node.args[0]):
         # The gradient is shared among the elements that are the extreme; where that is NaN, there are none.
         return analysis.lost(node, f"{node.target} may find a NaN, and its gradient is then 0 / 0 in every row")
@@ -897,6 +918,11 @@ FINITE = SUB | XOR | COMPARISONS.keys() | {
     aten.hardtanh.default, aten.softplus.default,
 }  # fmt: skip
 
+# The same where the size of what they are given is known to be right: `magnitudes` says so.
+FINITE_WITHIN_BOUNDS = frozenset({
+    aten.pow.Tensor_Scalar, aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default,
+})  # fmt: skip
+
 _BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
     _and: AND,
     _or: OR,
@@ -910,7 +936,7 @@ _BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
     _to_copy: {aten._to_copy.default},
     _reduction: {
         aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.sum.default, aten.mean.default,
-        aten.max.default, aten.min.default,
+        aten.max.default, aten.min.default, aten.linalg_vector_norm.default, aten.var.correction,
     },
     _matmul: MATMUL | {aten.dot.default},
     _addmm: MATMUL_ADD,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -92,6 +93,9 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
 
     if update.target is aten.cat.default:
         return _match_shift(carry, update, record)
+
+    if update.target is aten.stack.default:
+        return _match_stack(carry, update, record)
 
     if update.target is aten.index_copy.default:
         slots = _slots(write.index, shape[write.dim], record, update)
@@ -208,6 +212,31 @@ def _match_shift(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
         raise Declined("cat() brings new rows from several places, or none", update)
     written = slots[0].expand(record.length, -1)
     return Rows(dim, shape[dim], sources[0], (written.shape[1],), written.numpy(), torch.cat(base).numpy())
+
+
+def _match_stack(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
+    """`stack([*buffer.unbind()[1:], new])`: a window of the last rows, taken apart and put together."""
+    shape = example(carry).shape
+    joined = arguments(update)
+    dim = joined.dim % len(shape)
+    kept = [_kept_row(carry, part, dim) for part in joined.tensors]
+    new = [i for i, row in enumerate(kept) if row is None]
+    if len(new) != 1 or _depends_on(joined.tensors[new[0]], carry):
+        raise Declined("stack() puts together something else than rows of the carry and one new row", update)
+    base = np.array([-1 if row is None else row for row in kept])
+    return Rows(dim, shape[dim], joined.tensors[new[0]], (), np.full((record.length, 1), new[0]), base)
+
+
+def _kept_row(carry: fx.Node, node: fx.Node, dim: int) -> int | None:
+    """The row of the carry along `dim` that a node is, without that dimension, or None if it is something else."""
+    size, rank = example(carry).shape[dim], example(carry).dim()
+    if node.target is operator.getitem and operand(node).target is aten.unbind.int:
+        taken, row = arguments(operand(node)), cast(int, node.args[1])
+    elif node.target is aten.select.int:
+        taken, row = arguments(node), arguments(node).index
+    else:
+        return None
+    return row % size if taken.self is carry and taken.dim % rank == dim else None
 
 
 def _kept_rows(carry: fx.Node, node: fx.Node, dim: int) -> Tensor | None:

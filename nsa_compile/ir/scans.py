@@ -27,6 +27,8 @@ log = logging.getLogger("nsa_compile")
 RECORD = "nsa_scan"
 # In the meta of a captured node: the graph writes to it, or to what shares its memory.
 WRITTEN = "nsa_written"
+# In the meta of an input of a captured graph: its value, which each call of the program sees to.
+VALUE = "nsa_value"
 # In the meta of what a scan yields: the caller gets it, or a view of it.
 ESCAPES = "nsa_escapes"
 
@@ -74,6 +76,9 @@ class ScanRecord:
     hidden: dict[tuple[fx.Node, int], Tensor] = field(default_factory=dict)
     # What scores of a program read -> of which table, and which elements of it for each distance: see `distances`
     by_distance: dict[fx.Node, tuple[fx.Node, Tensor]] = field(default_factory=dict)
+
+    # What `eliminate_guards` proves of the step, kept for whoever asks again.
+    proof: Any = None
 
     def fingerprint(self) -> str:
         settled = sorted(node.name for node in self.settled)
@@ -295,10 +300,13 @@ def _empty_like(fake: Tensor) -> Tensor:
 
 def constant_value(node: fx.Node, cache: dict[fx.Node, Tensor | None], limit: int = 2**26) -> Tensor | None:
     """The value of a node of the captured graph that depends on no input's numbers, on the CPU: `torch.arange(S)`,
-    `torch.zeros_like(x)`."""
+    `torch.zeros_like(x)`; nor on any but those whose values are marked."""
     if node in cache:
         return cache[node]
     cache[node] = None
+    if node.op == "placeholder":
+        cache[node] = node.meta.get(VALUE)
+        return cache[node]
     if node.op not in ("call_function", "call_method"):
         return None
     target: Any = node.target

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -55,6 +56,21 @@ class Table:
         first = torch.where(value, index, steps).amin(0)
         end = torch.where(~value & (index >= first), index, steps).amin(0)
         return first.long(), (first.long(), end.long() - 1)
+
+    @cached_property
+    def mask(self) -> StepMask | None:
+        """Of booleans: the same as intervals of steps, if each is true, or false, during one of them."""
+        if self.values.dtype != torch.bool:
+            return None
+        length = self.values.shape[0]
+        true = self.values.sum(0)
+        first, (start, stop) = self.run_of(True)
+        is_inside = (true == stop + 1 - start) | (first == length)
+        hole, (hole_start, hole_stop) = self.run_of(False)
+        if not bool((is_inside | (length - true == hole_stop + 1 - hole_start) | (hole == length)).all()):
+            return None
+        start = torch.where(is_inside, start, hole_start)
+        return StepMask.of(start, torch.where(is_inside, stop, hole_stop) + 1, ~is_inside, length)
 
     def true_entries(self) -> tuple[Tensor, Tensor]:
         """Of booleans: step and flat element number of each true entry, by step."""
@@ -240,22 +256,14 @@ def separable(value: StepValue | Tensor, length: int) -> Separable | None:
 
 
 def step_mask(value: StepValue | Tensor, length: int) -> StepMask | None:
-    """A constant, or one boolean a step, as a mask of intervals."""
+    """A constant, or booleans at each step, as a mask of intervals; None if they are none."""
     if isinstance(value, StepMask):
         return value
     if isinstance(value, Tensor):
         if value.dtype != torch.bool:
             return None
         return StepMask.inside(torch.zeros(value.shape, dtype=torch.int64), value.long() * length, length)
-    if isinstance(value, Table) and value.values.dtype == torch.bool and value.shape.numel() == 1:
-        for wanted in (True, False):
-            run = value.values.flatten() == wanted
-            steps = run.nonzero()
-            first, last = (int(steps[0]), int(steps[-1]) + 1) if len(steps) else (0, 0)
-            if bool(run[first:last].all()):
-                mask = StepMask.inside(torch.full(value.shape, first), torch.full(value.shape, last), length)
-                return mask if wanted else ~mask
-    return None
+    return value.mask if isinstance(value, Table) else None
 
 
 def compare(op: str, a: Separable, b: Separable) -> StepMask | None:

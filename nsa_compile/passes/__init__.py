@@ -4,6 +4,7 @@
 # the names shall not have to import torch.
 ORDER = (
     "resolve_carries",
+    "unroll_buffers",
     "eliminate_guards",
     "raise_attention",
     "fuse_selection_scatter",

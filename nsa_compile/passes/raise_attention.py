@@ -29,6 +29,7 @@ from nsa_compile.analyses.magnitudes import floor_level, given_magnitudes
 from nsa_compile.analyses.masks import Mask, Unrecognised, conjunction, first_steps, mask_tensor
 from nsa_compile.analyses.scores import (
     KeySet,
+    Mass,
     Read,
     build_logits,
     build_scored,
@@ -116,20 +117,7 @@ def _raise_scores(
     """Make attention by scores of a program of a softmax, if that is what it is; `why` it is nothing simpler."""
     try:
         with unset_fake_temporarily(), torch.no_grad():
-            sets = key_sets(step, softmax, len(site.xs), floors_vanish=analysis._floors_vanish(softmax))
-            size = analysis.magnitudes.of(operand(softmax))
-            never_nan = size is not None and size.finite
-            reads = weighted_values(softmax, sets, step.record, never_nan=never_nan)
-            if any(keys.products and all(r.keys != i for r in reads) for i, keys in enumerate(sets)):
-                raise Unrecognised("the weights of a part of its keys are not multiplied with values", softmax)
-            if not all(sets[read.keys].products for read in reads):
-                raise Unrecognised("the scores of a part of its keys come from no product with queries", softmax)
-            products = [read.product for read in reads] + [side.product for keys in sets for side in keys.products]
-            if not all(analysis.is_finite(x) for product in products for x in product.node.args):
-                raise Unrecognised("what it multiplies may hold infinities or NaN", softmax)
-            n = max(read.product.shape[0] for read in reads)
-            n = max(n, *(keys.shape[0] for keys in sets if keys.products))
-            sets = [regrouped(keys, n).by_distance(step.record) if keys.products else keys for keys in sets]
+            sets, reads, n = _by_scores(step, site, softmax, analysis)
     except Unrecognised as found:
         context.leave(Declined(found.why, found.node))
         return False
@@ -141,6 +129,46 @@ def _raise_scores(
     return True
 
 
+def _by_scores(
+    step: Step, site: ScanSite, softmax: fx.Node, analysis: Analysis
+) -> tuple[list[KeySet], list[Read], int]:
+    """A softmax as attention by scores of a program: its sets of keys, who reads them, and of how many sequences.
+
+    Raises:
+        Unrecognised: it is no such attention.
+    """
+    sets = key_sets(step, softmax, len(site.xs), floors_vanish=analysis._floors_vanish(softmax))
+    size = analysis.magnitudes.of(operand(softmax))
+    never_nan = size is not None and size.finite
+    reads = weighted_values(softmax, sets, step.record, never_nan=never_nan)
+    if any(keys.products and all(r.keys != i for r in reads) for i, keys in enumerate(sets)):
+        raise Unrecognised("the weights of a part of its keys are not multiplied with values", softmax)
+    if not all(sets[read.keys].products or len(sets[read.keys].columns) == 1 for read in reads):
+        raise Unrecognised("the scores of a part of its keys come from no product with queries", softmax)
+    products = [read.product for read in reads] + [side.product for keys in sets for side in keys.products]
+    if not all(analysis.is_finite(x) for product in products for x in product.node.args):
+        raise Unrecognised("what it multiplies may hold infinities or NaN", softmax)
+    n = max(read.product.shape[0] for read in reads)
+    n = max(n, *(keys.shape[0] for keys in sets if keys.products))
+    return [regrouped(keys, n).by_distance(step.record) if keys.products else keys for keys in sets], reads, n
+
+
+def is_attention(step: Step, site: ScanSite, softmax: fx.Node) -> bool:
+    """Whether a softmax will become an attention node."""
+    analysis = analyse(step.body, step.record, given_magnitudes(site), {})
+    with unset_fake_temporarily(), torch.no_grad():
+        for recognise in (
+            lambda: _attention(step, softmax, analysis, by_itself=False, in_place=False),
+            lambda: _by_scores(step, site, softmax, analysis),
+        ):
+            try:
+                recognise()
+                return True
+            except Unrecognised:
+                continue
+    return False
+
+
 def replace_by_scores(step: Step, softmax: fx.Node, sets: list[KeySet], reads: list[Read], n: int) -> None:
     """Put attention by scores of a program in the place of the products of the weights of a softmax with values.
 
@@ -148,7 +176,7 @@ def replace_by_scores(step: Step, softmax: fx.Node, sets: list[KeySet], reads: l
     """
     rows = example(softmax).numel() // sum(len(keys.columns) for keys in sets)
     build = NodeBuilder(step.body, reads[-1].product.node)
-    outputs = [build_scored(sets[read.keys], values_of(read, n, build), step.record, build) for read in reads]
+    outputs = [_build_output(sets[read.keys], values_of(read, n, build), rows, step.record, build) for read in reads]
     of_sets = {read.keys: mass for read, (_, mass) in zip(reads, outputs, strict=True)}
     if len(sets) > 1:
         masses = [of_sets[i] if i in of_sets else build_logits(keys, rows, build) for i, keys in enumerate(sets)]
@@ -184,6 +212,17 @@ def replace_by_scores(step: Step, softmax: fx.Node, sets: list[KeySet], reads: l
         if example(out).dtype != example(product.node).dtype:
             out = build(aten._to_copy.default, out, dtype=example(product.node).dtype)
         replace_earlier(product.node, out)
+
+
+def _build_output(
+    keys: KeySet, values: fx.Node, rows: int, record: ScanRecord, build: NodeBuilder
+) -> tuple[fx.Node, Mass]:
+    """What a set of keys yields by itself, and what it weighs. A single key yields its value, whatever its score."""
+    if keys.products:
+        return build_scored(keys, values, record, build)
+    n, _, width = example(values).shape
+    out = build(aten.expand.default, build(aten.unsqueeze.default, values, 2), [n, 1, rows // n, width])
+    return out, build_logits(keys, rows, build)
 
 
 def described(mask: Mask) -> str:

@@ -16,14 +16,16 @@ For `Rows` the record answers, for every step and row, which step wrote it.
 from __future__ import annotations
 
 import logging
+import operator
 from dataclasses import dataclass
 
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from nsa_compile.analyses.joined_values import split_products
 from nsa_compile.analyses.known import evaluate_constants, evaluate_known
 from nsa_compile.analyses.writes import classify_carries
-from nsa_compile.ir.aten import aten, operand
+from nsa_compile.ir.aten import SPLIT, arguments, aten, operand
 from nsa_compile.ir.lowering import lower_body, lower_graph
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_graph
 from nsa_compile.ir.scans import (
@@ -77,6 +79,7 @@ def _lower_single_step(gm: fx.GraphModule, context: PassContext) -> bool:
         context.leave(declined)
         return False
     context.match("step", "a step by itself")
+    _take_apart(lowered)
     replace_graph(gm, lowered, gm.graph.find_nodes(op="placeholder"))
     record = ScanRecord("step", 1)
     evaluate_constants(gm, record)
@@ -93,20 +96,28 @@ def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
     if not site.length:
         raise Declined("the loop has no steps", site.node)
     lowered = lower_body(site)
-    record = ScanRecord(site.node.name, site.length)
     with declined_if_it_fails("its carries cannot be resolved", site.node):
         _write_as_scatters(lowered)
-        view = _LoweredSite(site.owner, site.node, lowered)
-        evaluate_known(view, record)
-        carries, _, _ = view.placeholders()
-        updates, _ = view.outputs()
-        with unset_fake_temporarily():
-            record.carries = classify_carries(carries, updates, record)
-    return lowered, record
+        _take_apart(lowered)
+        split_products(lowered)
+        return lowered, record_of(LoweredSite(site.owner, site.node, lowered))
+
+
+def record_of(site: ScanSite) -> ScanRecord:
+    """What is known of the values of a lowered body, and what its carries are."""
+    record = ScanRecord(site.node.name, site.length)
+    evaluate_known(site, record)
+    carries, _, _ = site.placeholders()
+    updates, _ = site.outputs()
+    with unset_fake_temporarily():
+        record.carries = classify_carries(carries, updates, record)
+    return record
 
 
 @dataclass
-class _LoweredSite(ScanSite):
+class LoweredSite(ScanSite):
+    """A scan with another body than the one it calls."""
+
     lowered: fx.GraphModule
 
     @property
@@ -138,5 +149,34 @@ def _write_as_scatters(body: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
         elif node.target is aten.slice_scatter.default and example(node).shape == example(node.args[1]).shape:
             node.replace_all_uses_with(node.args[1])
+    eliminate_dead_code(body)
+    body.recompile()
+
+
+def _take_apart(body: fx.GraphModule) -> None:
+    """Put what has a simpler form into it: pieces of a tensor are slices and rows of it, a product that is added to
+    something is a product and a sum."""
+    for node in body.graph.nodes:
+        build = NodeBuilder(body, node)
+        if node.target is operator.getitem and operand(node).target in SPLIT:
+            pieces, number = operand(node), node.args[1]
+            split = arguments(pieces)
+            if pieces.target is aten.unbind.int:
+                piece = build(aten.select.int, split.self, split.dim, number)
+            else:
+                sizes = [x.shape[split.dim] for x in pieces.meta["val"]]
+                start = sum(sizes[:number])
+                piece = build(aten.slice.Tensor, split.self, split.dim, start, start + sizes[number])
+            node.replace_all_uses_with(piece)
+        elif node.target is aten.baddbmm.default and example(node).dtype.is_floating_point:
+            given = arguments(node)
+            product, added = build(aten.bmm.default, given.batch1, given.batch2), given.self
+            if given.beta == 0:  # what is added is not even read
+                added = 0.0
+            elif given.beta != 1:
+                added = build(aten.mul.Tensor, added, given.beta)
+            if given.alpha != 1:
+                product = build(aten.mul.Tensor, product, given.alpha)
+            node.replace_all_uses_with(build(aten.add.Tensor, product, added))
     eliminate_dead_code(body)
     body.recompile()

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from nsa_compile.analyses import magnitudes, staleness
 from nsa_compile.analyses.magnitudes import MAGNITUDES, Magnitude, Magnitudes, floor_level
-from nsa_compile.analyses.staleness import CASTS, CLEAN, FINITE, MOVEMENT, RULES, Analysis, Facts
+from nsa_compile.analyses.staleness import CASTS, CLEAN, FINITE, FINITE_WITHIN_BOUNDS, MOVEMENT, RULES, Analysis, Facts
 from nsa_compile.ir.aten import PICKED, PLACED, SOFTMAX, arguments, aten
 from nsa_compile.ir.scans import ScanRecord
 from nsa_compile.ir.step_values import Choice, Separable, StepMask, Table
@@ -160,7 +160,9 @@ class Draw:
         if loop.dtype.is_floating_point and magnitude is not None and magnitude.floors is not None:
             low = (loop <= floor_level(loop.dtype)) & same
             kept = (loop > floor_level(loop.dtype)) & (compiled > floor_level(loop.dtype))
+            removed = (loop == -math.inf) & (compiled == -math.inf)
             claims |= {"fill": self.until(low, at_most=True), "surely_kept": self.run(kept)}
+            claims["removed"] = self.until(removed, at_most=True)
         for name in staleness.FIRST_STEPS[1:] + staleness.INTERVALS:
             if name in claims and self.chance(0.2):
                 claims[name] = None
@@ -290,6 +292,8 @@ def check_values(facts: Facts, magnitude: Magnitude | None, outs: list[Tensor], 
         if (fill := at(facts.fill)) is not None and magnitude is not None:
             low, high = magnitude.floors or (math.inf, -math.inf)
             assert bool((((world >= low) & (world <= high)) | (fill <= t)).all()), "fill"
+        if (removed := at(facts.removed)) is not None:
+            assert bool(((world == -math.inf) | (removed <= t)).all()), "removed"
         for name, wrong in (("can_be_true", world != 0), ("can_be_false", world == 0)):
             if (steps := at(getattr(facts, name))) is not None:
                 assert not bool((wrong & (steps > t)).any()), name
@@ -579,7 +583,7 @@ CASES: dict[Any, list[Case]] = {
     ),
 }  # fmt: skip
 
-TABLES = {*RULES, *MOVEMENT, *FINITE, *CASTS, *PICKED, *SOFTMAX, *MAGNITUDES}
+TABLES = {*RULES, *MOVEMENT, *FINITE, *FINITE_WITHIN_BOUNDS, *CASTS, *PICKED, *SOFTMAX, *MAGNITUDES}
 
 
 def test_every_rule_is_checked():
@@ -674,6 +678,9 @@ FAULTS: dict[str, tuple[Any, str, Any, Any, Any]] = {
     "floors are numbers": (aten.add.Tensor, "item", MAGNITUDES, aten.add.Tensor,
                            lambda sizes, n: magnitudes.join(sizes.of(x, n) for x in n.args[:2])),
     "a quotient is finite": (aten.div.Tensor, "item", MAGNITUDES, aten.div.Tensor, magnitudes._data),
+    "one over a root is finite": (aten.rsqrt.default, "item", MAGNITUDES, aten.rsqrt.default, magnitudes._data),
+    "a variance of few is finite": (aten.var.correction, "item", MAGNITUDES, aten.var.correction,
+                                    magnitudes._not_below_zero),
     "a root is smooth": (aten.sqrt.default, "attribute", Magnitudes, "is_smooth", lambda *_: True),
     "padding keeps the magnitude": (aten.constant_pad_nd.default, "item", MAGNITUDES, aten.constant_pad_nd.default,
                                     magnitudes._item),

@@ -12,20 +12,20 @@ VERDICTS = {
     "window/window_rows_of_finfo_min": ("scored_attention", "operator"),
     "window/window_by_sdpa": ("window_attention", "operator"),
     "window/window_by_finfo_min": ("window_attention", "operator"),
-    "window/window_by_ring": ("dense + copies", "operator"),  # short
-    "window/window_by_ring_index_copy": ("dense + copies", "operator"),  # short
-    "window/window_by_ring_with_positions": ("scored_attention + copies", "operator"),  # short
-    "window/window_by_ring_with_counter": ("dense + copies", "operator"),  # short
-    "window/window_by_shift": ("scored_attention + copies", "operator"),  # short
-    "window/window_by_roll": ("scored_attention + copies", "operator"),  # short
-    "window/window_by_stack": ("loop", "operator"),  # short
-    "window/window_by_select_scatter": ("scored_attention + copies", "operator"),  # short
-    "window/window_by_gather": ("scored_attention + copies", "operator"),  # short
+    "window/window_by_ring": ("window_attention", "operator"),
+    "window/window_by_ring_index_copy": ("window_attention", "operator"),
+    "window/window_by_ring_with_positions": ("window_attention", "operator"),
+    "window/window_by_ring_with_counter": ("window_attention", "operator"),
+    "window/window_by_shift": ("window_attention", "operator"),
+    "window/window_by_roll": ("window_attention", "operator"),
+    "window/window_by_stack": ("window_attention", "operator"),
+    "window/window_by_select_scatter": ("window_attention", "operator"),
+    "window/window_by_gather": ("window_attention", "operator"),
     "window_per_head/window_per_head": ("scored_attention", "operator"),
     "window_or_full/window_in_half_of_the_heads": ("scored_attention", "operator"),
     "window_and_sinks/sinks_by_mask": ("scored_attention", "operator"),
-    "window_and_sinks/sinks_before_a_ring": ("dense + copies", "operator"),  # short
-    "window_and_sinks/sinks_in_their_own_cache": ("batched", "operator"),  # short
+    "window_and_sinks/sinks_before_a_ring": ("scored_attention", "operator"),
+    "window_and_sinks/sinks_in_their_own_cache": ("scored_attention", "operator"),
     "longformer/global_tokens": ("scored_attention", "operator"),
     "longformer/global_tokens_by_rows": ("scored_attention", "operator"),
     "longformer_symmetric/global_queries_too": ("scored_attention", "operator"),
@@ -34,24 +34,24 @@ VERDICTS = {
     "sparse_transformer/strided_and_window": ("scored_attention", "operator"),
     "dilated/dilated_window": ("scored_attention", "operator"),
     "chunked/chunked": ("scored_attention", "operator"),
-    "chunked/chunk_buffer": ("scored_attention + copies", "operator"),  # short
+    "chunked/chunk_buffer": ("scored_attention", "operator"),
     "chunk_and_previous/chunk_and_previous": ("scored_attention", "operator"),
     "block_causal/block_causal": ("scored_attention", "operator"),
     "prefix_lm/prefix_lm": ("scored_attention", "operator"),
-    "prefix_lm/prefix_in_the_cache": ("scored_attention + copies", "operator"),  # short
+    "prefix_lm/prefix_in_the_cache": ("scored_attention", "operator"),
     "documents/documents_closed_over": ("scored_attention", "operator"),
-    "documents/documents_in_a_cache": ("scored_attention + copies", "operator"),  # short
-    "documents/documents_in_a_cache_finite": ("batched", "operator"),  # short
+    "documents/documents_in_a_cache": ("scored_attention", "operator"),
+    "documents/documents_in_a_cache_finite": ("scored_attention", "operator"),
     "documents/documents_by_start": ("scored_attention", "operator"),
-    "documents/documents_by_rows": ("scored_attention + copies", "operator"),  # short
+    "documents/documents_by_rows": ("scored_attention", "operator"),
     "documents/documents_by_bias": ("copies", "operator"),  # short
     "documents/documents_by_sdpa": ("scored_attention", "operator"),
     "documents_in_a_window/documents_and_window": ("scored_attention", "operator"),
     "left_padding/padding_nan_to_num": ("scored_attention", "operator"),
     "left_padding/padding_sees_itself": ("scored_attention", "operator"),
-    "left_padding/padding_finfo_min": ("scored_attention + copies", "operator"),  # short
-    "left_padding/padding_fill_minus_1e9": ("batched", "operator"),  # short
-    "left_padding/padding_in_a_cache": ("scored_attention + copies", "operator"),  # short
+    "left_padding/padding_finfo_min": ("scored_attention", "operator"),
+    "left_padding/padding_fill_minus_1e9": ("scored_attention", "operator"),
+    "left_padding/padding_in_a_cache": ("scored_attention", "operator"),
     "left_padding/padding_by_number": ("scored_attention", "operator"),
     "cross/cross_attention": ("dense", "dense"),
     "cross_padded/cross_attention_padded": ("scored_attention", "dense"),
@@ -135,12 +135,12 @@ VERDICTS = {
     "softcap_in_a_window/softcap_in_a_window": ("scored_attention", "operator"),
     "qk_norm/qk_norm": ("scored_attention", "operator"),
     "qk_norm/qk_norm_in_the_step": ("window_attention", "operator"),
-    "qk_norm/qk_norm_of_the_cache": ("scored_attention + copies", "operator"),  # short
+    "qk_norm/qk_norm_of_the_cache": ("scored_attention", "operator"),
     "temperature/temperature_of_a_head": ("scored_attention", "operator"),
     "temperature_of_a_token/temperature_of_a_token": ("scored_attention", "operator"),
     "rope/rope_before": ("window_attention", "operator"),
     "rope/rope_in_the_step": ("window_attention", "operator"),
-    "rope/rope_of_the_cache": ("dense + copies", "operator"),  # short
+    "rope/rope_of_the_cache": ("window_attention", "operator"),
     "rope/rope_by_rows": ("window_attention", "operator"),
     "two_products/two_products": ("scored_attention", "operator"),
     "two_products/two_products_joined": ("window_attention", "operator"),
@@ -150,15 +150,15 @@ VERDICTS = {
     "sink_logit/sink_by_cat": ("scored_attention", "operator"),
     "sink_logit/sink_in_the_sum": ("copies", "operator"),  # short
     "sink_logit/sink_by_sigmoid": ("dense + copies", "operator"),  # short
-    "sink_logit/sink_as_a_row": ("batched", "operator"),  # short
+    "sink_logit/sink_as_a_row": ("scored_attention", "operator"),
     "sink_logit_in_a_window/sink_in_a_window": ("scored_attention", "operator"),
     "softmax1/softmax1": ("copies", "operator"),  # short
     "softmax1/softmax1_by_pad": ("scored_attention", "operator"),
-    "two_caches/two_caches_by_cat": ("batched", "operator"),  # short
-    "two_caches/two_caches_split": ("batched", "operator"),  # short
+    "two_caches/two_caches_by_cat": ("scored_attention", "operator"),
+    "two_caches/two_caches_split": ("scored_attention", "operator"),
     "two_caches/two_caches_joined": ("scored_attention", "operator"),
     "two_caches/two_caches_merged": ("dense + copies", "operator"),  # short
-    "memory_and_past/memory_and_past": ("batched", "operator"),  # short
+    "memory_and_past/memory_and_past": ("scored_attention", "operator"),
     "sigmoid/sigmoid_attention": ("batched", "dense"),
     "sigmoid/sigmoid_of_minus_infinity": ("copies", "dense"),  # short
     "relu/relu_attention": ("batched", "dense"),
@@ -197,7 +197,7 @@ VERDICTS = {
     "top_tokens_per_head/top_tokens_by_mask": ("selected_attention", "operator"),
     "nsa/nsa_by_finite_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
-    "nsa/nsa_by_gather": ("dense + scored_attention + copies", "operator"),  # short
+    "nsa/nsa_by_gather": ("dense + scored_attention + window_attention + copies", "operator"),  # short
     "nsa/nsa_by_gather_of_rows": ("dense + scored_attention + copies", "operator"),  # short
     "nsa/nsa_by_comparison": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_sdpa": ("compressed_attention + selected_attention + window_attention", "operator"),
@@ -206,24 +206,24 @@ VERDICTS = {
     "quest/quest_by_gather": ("scored_attention + copies", "operator"),  # short
     "quest_running/quest_with_running_bounds": ("loop", "operator"),  # short
     "msa/best_key_of_a_block": ("selected_attention", "operator"),
-    "msa_with_index/best_index_key_of_a_block": ("batched", "operator"),  # short
+    "msa_with_index/best_index_key_of_a_block": ("scored_attention", "operator"),
     "qsa/pooled_index_keys": ("rows of the selected blocks + copies", "operator"),  # short
     "infllm/overlapping_means_max_pooled": ("selected_attention", "operator"),
-    "hca/compressed_window_and_sink": ("batched", "operator"),  # short
-    "csa/best_compressed_window_and_sink": ("batched", "operator"),  # short
-    "csa/best_compressed_written": ("batched", "operator"),  # short
-    "compressed/complete_blocks_and_self": ("batched", "operator"),  # short
+    "hca/compressed_window_and_sink": ("scored_attention", "operator"),
+    "csa/best_compressed_window_and_sink": ("scored_attention", "operator"),
+    "csa/best_compressed_written": ("scored_attention", "operator"),
+    "compressed/complete_blocks_and_self": ("scored_attention", "operator"),
     "selection_given/selection_given": ("selected_attention", "operator"),
     # softmax.py
     "causal/masked_fill_inf": ("window_attention", "operator"),
     "causal/where_inf": ("window_attention", "operator"),
-    "causal/fill_minus_1e9": ("batched", "operator"),  # short
-    "causal/fill_minus_1e4": ("batched", "operator"),  # short
+    "causal/fill_minus_1e9": ("scored_attention", "operator"),
+    "causal/fill_minus_1e4": ("scored_attention", "operator"),
     "causal/fill_finfo_min": ("window_attention", "operator"),
     "causal/add_finfo_min": ("scored_attention", "operator"),
     "causal/add_rows_of_finfo_min": ("scored_attention", "operator"),
-    "causal/tril_rows": ("scored_attention", "operator"),
-    "causal/tril_by_index_select": ("scored_attention", "operator"),
+    "causal/tril_rows": ("window_attention", "operator"),
+    "causal/tril_by_index_select": ("window_attention", "operator"),
     "causal/sdpa_bool": ("window_attention", "operator"),
     "causal/sdpa_float": ("window_attention", "operator"),
     "causal/exp_over_sum": ("copies", "operator"),  # short
@@ -239,12 +239,12 @@ VERDICTS = {
     "causal/matmul": ("window_attention", "operator"),
     "causal/product_and_sum": ("batched", "operator"),  # short
     "causal/bmm_of_flat_heads": ("window_attention", "operator"),
-    "causal/baddbmm": ("copies", "operator"),  # short
+    "causal/baddbmm": ("window_attention", "operator"),
     "causal/cache_of_tokens_then_heads": ("window_attention", "operator"),
     "causal/cache_of_time_first": ("window_attention", "operator"),
     "causal/transposed_keys": ("window_attention", "operator"),
-    "causal/keys_and_values_stacked": ("dense + copies", "operator"),  # short
-    "causal/keys_and_values_joined": ("dense + copies", "operator"),  # short
+    "causal/keys_and_values_stacked": ("window_attention", "operator"),
+    "causal/keys_and_values_joined": ("window_attention", "operator"),
     "causal/caches_in_a_dict": ("window_attention", "operator"),
     "causal/written_by_index_copy": ("window_attention", "operator"),
     "causal/written_by_scatter": ("window_attention", "operator"),
@@ -255,20 +255,20 @@ VERDICTS = {
     "causal/written_by_lerp": ("batched", "operator"),  # short
     "causal/written_by_masked_scatter": ("loop", "operator"),  # short
     "causal/written_by_select_scatter": ("one line", "one line"),
-    "causal/newest_first": ("dense + copies", "operator"),  # short
-    "causal/newest_last_by_roll": ("scored_attention + copies", "operator"),  # short
+    "causal/newest_first": ("window_attention", "operator"),
+    "causal/newest_last_by_roll": ("window_attention", "operator"),
     "causal/position_as_a_counter": ("window_attention", "operator"),
-    "causal/lengths_as_a_carry": ("scored_attention + copies", "operator"),  # short
-    "causal/flags_of_written_rows": ("scored_attention", "operator"),
-    "causal/positions_in_a_cache": ("scored_attention", "operator"),
+    "causal/lengths_as_a_carry": ("dense + copies", "operator"),  # short
+    "causal/flags_of_written_rows": ("window_attention", "operator"),
+    "causal/positions_in_a_cache": ("window_attention", "operator"),
     "causal/bias_in_a_cache": ("scored_attention", "operator"),
-    "causal/positions_closed_over": ("scored_attention + copies", "operator"),  # short
-    "causal/mask_closed_over": ("scored_attention + copies", "operator"),  # short
-    "causal/positions_as_a_buffer": ("scored_attention + copies", "operator"),  # short
-    "causal/triangle_as_a_buffer": ("scored_attention + copies", "operator"),  # short
+    "causal/positions_closed_over": ("window_attention", "operator"),
+    "causal/mask_closed_over": ("window_attention", "operator"),
+    "causal/positions_as_a_buffer": ("window_attention", "operator"),
+    "causal/triangle_as_a_buffer": ("window_attention", "operator"),
     "causal/positions_by_cumsum": ("window_attention", "operator"),
-    "causal/positions_as_floats": ("scored_attention", "operator"),
-    "causal/new_row_apart": ("batched", "operator"),  # short
+    "causal/positions_as_floats": ("window_attention", "operator"),
+    "causal/new_row_apart": ("scored_attention", "operator"),
     "grouped/grouped_einsum": ("window_attention", "operator"),
     "grouped/repeat_kv": ("window_attention", "operator"),
     "grouped/repeat_interleave": ("window_attention", "operator"),

@@ -77,8 +77,13 @@ def of_sums() -> None:
     check(ProofProgram(summed, dropped=None))
 
 
-def no_score_kept(s: Tensor, t: Tensor, P: Tensor) -> Tensor:
-    return s + torch.where((t < P) | (t % 2 == 1), torch.finfo(s.dtype).min, torch.zeros_like(s))
+def no_score_kept(q: Tensor, k: Tensor, v: Tensor, t: Tensor, x: Any, w: Any) -> Tensor:
+    s, P = k @ q, torch.arange(len(k))
+    return (s + torch.where((t < P) | (t % 2 == 1), torch.finfo(s.dtype).min, torch.zeros_like(s))).softmax(-1) @ v
+
+
+def of_floors() -> None:
+    check(ProofProgram(no_score_kept, dropped=None))
 
 
 a_sink = beside_tensors(lambda s, t, P, sink: torch.cat([sink, causal(s, t, P)]), (1,))
@@ -89,10 +94,7 @@ a_bias = beside_tensors(lambda s, t, P, bias: causal(s + bias - 0.25 * (t - P), 
 
 
 def settled_by_the_lowest_number(original: Any) -> Any:
-    def may_be_settled(self: Analysis, node: Any) -> bool:
-        return self.raw(node.args[0]).fill is not None
-
-    return may_be_settled
+    return lambda self, node: self.raw(node.args[0]).fill
 
 
 def one_step_late(original: Any) -> Any:
@@ -171,13 +173,13 @@ def values_of_the_next_key(original: Any) -> Any:
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[], None]]] = {
     # what is broken: the object, its attribute, what makes another one of it, and the program that shows it
     "a floor that is a number is settled": (
-        Analysis, "_may_be_settled", settled_by_the_lowest_number, judged("documents that leave nothing")),
+        Analysis, "_settles", settled_by_the_lowest_number, judged("documents that leave nothing")),
     "a row is settled a step late": (BatchedBody, "_from", one_step_late, of_sums),
     "a settled row weighs something": (BatchedBody, "_settled", not_masked_behind, of_sums),
     "a hidden row is read a step early": (BatchedBody, "_from", one_step_early, judged("scores given")),
     "a hidden row is read a step late": (BatchedBody, "_from", one_step_late, judged("scores given")),
     "rows of others are hidden": (Analysis, "_hide", rows_that_are_no_zeros, judged("scores given", init=0.25)),
-    "a floor forgets what it absorbed": (Facts, "counted", forgotten, one_set(no_score_kept, 9, 6)),
+    "a floor forgets what it absorbed": (Facts, "counted", forgotten, of_floors),
     "a difference is turned around": (scores, "Instruction", turned_around, a_bias),
     "a bias of the next key": (scores, "_reduced", of_the_next_key, a_bias),
     "a bias has no gradient": (Program, "passes_on", never, a_bias),

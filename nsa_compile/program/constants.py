@@ -1,0 +1,128 @@
+"""Tensors that a program holds, not those that it is given: constants, as long as nothing writes to them.
+
+Positions and masks are often made once: as a buffer of a module, or outside the compiled function. For Dynamo they are
+inputs like any others. Here their values are marked on these inputs, so that the passes know them, and each call first
+sees whether the program still holds what it was compiled for. Where it does not, the program is compiled once more,
+with what has changed as data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import GlobalSource, LocalSource
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from nsa_compile.analyses.magnitudes import floor_level
+from nsa_compile.ir.scans import VALUE, WRITTEN, ancestors, find_scans
+
+log = logging.getLogger("nsa_compile")
+
+__all__ = ["Guarded", "mark_constants", "marked"]
+
+# Elements of a tensor that is taken for a constant.
+LIMIT = 2**26
+
+
+@dataclass
+class Held:
+    """A tensor that a program holds: which input it is, its name in the program, and its value when compiled."""
+
+    place: int
+    name: str
+    value: Tensor
+    # Tensors that were seen to have this value, and their version and memory then.
+    seen: WeakIdKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+
+    def is_what(self, x: Tensor) -> bool:
+        """Whether a tensor has this value. Of one seen before, whether it was written to since."""
+        mark = None if x.is_inference() else (x._version, x.data_ptr())
+        if mark is not None and self.seen.get(x) == mark:
+            return True
+        if x.shape != self.value.shape or x.dtype != self.value.dtype or not torch.equal(x.detach().cpu(), self.value):
+            return False
+        self.seen[x] = mark
+        return True
+
+
+def mark_constants(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Mark the values of integers, booleans, and masks of zeros and floors that a program holds and scans read."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    read = ancestors([x for site in find_scans(gm) if site.owner is gm for x in site.node.all_input_nodes])
+    for node, value in zip(inputs, example_inputs, strict=True):
+        if node in read and _is_held(node) and _says_something(value):
+            node.meta[VALUE] = value.detach().cpu().clone()
+
+
+def marked(gm: fx.GraphModule, written: Sequence[int]) -> list[Held]:
+    """The inputs that are marked, but for those that the program writes to, which are marked no longer."""
+    found = []
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if WRITTEN in node.meta or place in written:
+            node.meta.pop(VALUE, None)
+        elif VALUE in node.meta:
+            source = getattr(node, "_dynamo_source", None)
+            found.append(Held(place, node.name if source is None else str(source.name), node.meta[VALUE]))
+    return found
+
+
+def _is_held(node: fx.Node) -> bool:
+    """Whether an input is an attribute of a module, a global, or a variable of an outer function."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return False
+    if source.guard_source.is_unspecialized_nn_module() or source.guard_source.is_specialized_nn_module():
+        return True
+    while hasattr(source, "base"):
+        source = source.base
+    return isinstance(source, GlobalSource) or (isinstance(source, LocalSource) and not source.is_input)
+
+
+def _says_something(value: Any) -> bool:
+    plain = type(value) in (Tensor, torch.nn.Buffer) and not isinstance(value, FakeTensor)
+    if not plain or value.requires_grad or value.layout != torch.strided or not 0 < value.numel() <= LIMIT:
+        return False
+    if value.is_meta or value.is_quantized or value.dtype.is_complex:
+        return False
+    if not value.dtype.is_floating_point:
+        return True
+    is_low = value <= floor_level(value.dtype)
+    return bool(is_low.any()) and bool((is_low | (value == 0)).all())
+
+
+class Guarded:
+    """A compiled program, run as long as it holds what it was compiled for.
+
+    Args:
+        run: the program.
+        held: what it was compiled for.
+        compile_again: compiles it without the values of some inputs, for the inputs of a call.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        held: list[Held],
+        compile_again: Callable[[set[int], Sequence[Any]], Callable[..., Any]],
+    ) -> None:
+        self.run, self.held, self.compile_again = run, held, compile_again
+        self.other: Callable[..., Any] | None = None  # without the values of what has changed
+
+    def __call__(self, *inputs: Any) -> Any:
+        changed = [held for held in self.held if not held.is_what(inputs[held.place])]
+        if not changed:
+            return self.run(*inputs)
+        if self.other is None:
+            log.warning(
+                "%s changed since the function was compiled for its value, so it is compiled once more, with that as "
+                "data; give what changes to the function as an argument",
+                " and ".join(held.name for held in changed),
+            )
+            self.other = self.compile_again({held.place for held in changed}, inputs)
+        return self.other(*inputs)
