@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nsa_compile.data.documents import find_files, json_rows
-from nsa_compile.data.sampling import Tokens, generator, uncounted
+from nsa_compile.data.sampling import FILLING, Tokens, generator, uncounted
 from nsa_compile.data.tokenizers import Tokenizer
 from nsa_compile.errors import UserError
 from nsa_compile.generation.text import CHAT_END, CHAT_ROLES, chat_opening
@@ -115,7 +115,7 @@ class Conversations:
         if self.seed is not None and epoch != self._epoch:
             self._epoch, self._order = epoch, generator(self.seed, epoch).permutation(len(self.conversations))
         tokens, answers = (part[:length] for part in self.conversations[self._order[place]])
-        filled = uncounted(np.zeros(length, dtype=np.int64))
+        filled = np.full(length, FILLING, dtype=np.int64)
         filled[: len(tokens)] = np.where(answers, tokens, uncounted(tokens)) if self.only_answers else tokens
         return filled
 

@@ -16,6 +16,7 @@ from nsa_compile.config import SYNTHETIC, RunConfig
 from nsa_compile.data.conversations import Conversation, Conversations, fitting, read_conversations
 from nsa_compile.data.documents import find_files
 from nsa_compile.data.sampling import (
+    FILLING,
     BatchSampler,
     RandomWindows,
     Source,
@@ -155,12 +156,13 @@ def split_conversations(config: RunConfig) -> tuple[list[Conversation], list[Con
         UserError: there are none to hold out, or they cannot be read.
     """
     shape, tokenizer = config.train, make_tokenizer(config.data.tokenizer)
-    kept, notes = fitting(list(read_conversations(config.data.name, tokenizer)), shape.seq_len + 1)
+    conversations = list(read_conversations(config.data.name, tokenizer))
+    kept, notes = fitting(conversations, shape.seq_len + 1)
     if len(kept) < 2:
         raise UserError(
-            f"data.name = '{config.data.name}' is too short: {len(kept)} of its conversations have an answer within "
-            f"train.seq_len = {shape.seq_len}, and one to train on and one to hold out are needed; give more, or a "
-            "larger train.seq_len"
+            f"data.name = '{config.data.name}' is too short: {len(kept)} of {len(conversations)} conversations hold "
+            f"an answer within train.seq_len = {shape.seq_len}, and one to train on and one to hold out are needed; "
+            "give more, or a larger train.seq_len"
         )
     boundary = len(kept) - max(1, int(len(kept) * VALIDATION_FRACTION))
     return kept[:boundary], kept[boundary:], notes
@@ -178,7 +180,19 @@ def _conversations(config: RunConfig) -> Corpus:
         for each, count in ((train, min(len(trained_on), UNIGRAM_SEQUENCES)), (held_out, len(kept_back)))
     ]
     yardstick = best_unigram_loss(counted[0], counted[1], tokenizer.vocab_size)
-    return Corpus(train, _generated_validation(held_out, config), tokenizer, yardstick, notes=tuple(notes))
+    return Corpus(train, _each_once(held_out, len(kept_back), config), tokenizer, yardstick, notes=tuple(notes))
+
+
+def _each_once(held_out: Source, count: int, config: RunConfig) -> npt.NDArray[np.int64]:
+    """The first `count` sequences, each once, at most as many as `train.eval_batches` hold; what is missing in the last
+    batch is filled up with sequences that no loss is about.
+    """
+    shape = config.train
+    batches = min(shape.eval_batches, -(-count // shape.batch_size))
+    rows = np.full((batches * shape.batch_size, shape.seq_len + 1), FILLING, dtype=np.int64)
+    for i in range(min(count, len(rows))):
+        rows[i] = held_out.sequence(i, shape.seq_len + 1)
+    return rows.reshape(batches, shape.batch_size, shape.seq_len + 1)
 
 
 def _generated_validation(held_out: Source, config: RunConfig) -> npt.NDArray[np.int64]:

@@ -40,7 +40,7 @@ def smoke(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
     """
     from nsa_compile.config import load_config
     from nsa_compile.data import BatchSampler, load_corpus
-    from nsa_compile.data.sampling import readable
+    from nsa_compile.data.sampling import readable, without_filling
 
     config = load_config(config_path, overrides)
     start = time.perf_counter()
@@ -55,6 +55,7 @@ def smoke(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
     sequence = readable(first[0])
     counted = first[0] >= 0 if config.data.chat else corpus.answers
     answer = None if counted is None else corpus.tokenizer.decode(sequence[counted].tolist())
+    shown = sequence[: len(without_filling(first[0]))]
     facts = {
         "name": config.data.name,
         "tokenizer": config.data.tokenizer,
@@ -63,8 +64,8 @@ def smoke(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
         "load_seconds": loaded - start,
         "tokens_per_s": SMOKE_BATCHES * first.size / seconds,
         "best_unigram_loss": corpus.best_unigram_loss,
-        "begins": corpus.tokenizer.decode(sequence[:EXCERPT].tolist()),
-        "ends": corpus.tokenizer.decode(sequence[-EXCERPT:].tolist()),
+        "begins": corpus.tokenizer.decode(shown[:EXCERPT].tolist()),
+        "ends": corpus.tokenizer.decode(shown[-EXCERPT:].tolist()),
         "answer": answer,
     }
     rows = {

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int64]
+# What a sequence that is too short is filled up with: token 0, uncounted.
+FILLING = ~0
 
 
 class Source(Protocol):
@@ -57,6 +59,11 @@ class RandomWindows:
 def uncounted(tokens: Tokens) -> Tokens:
     """Tokens as they are handed out where the model is to read them and not to learn to write them."""
     return ~tokens
+
+
+def without_filling(tokens: Tokens) -> Tokens:
+    """A sequence without what fills it up at its end: token 0, uncounted."""
+    return tokens[: len(tokens) - int(np.argmax(np.append(tokens[::-1] != FILLING, True)))]
 
 
 def readable(tokens: Tokens) -> Tokens:

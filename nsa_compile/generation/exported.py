@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from nsa_compile.errors import UserError
 from nsa_compile.files import open_regular, write_json
@@ -101,11 +103,39 @@ def read_exported(folder: Path) -> Exported:
     if weights:
         model.to(next(iter(weights.values())).dtype)
     try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"'{folder / WEIGHTS}' is not of the model of {CONFIG}: {reason}; export it anew") from None
+        take_weights(model, weights, _PREFIX.__add__)
+    except ValueError as error:
+        raise UserError(f"'{folder / WEIGHTS}' does not hold the model: {error}; export it anew") from None
     return Exported(model, tokenizer, seq_len, bool(chat))
+
+
+def take_weights(model: NSATransformer, weights: Mapping[str, Tensor], known_as: Callable[[str], str]) -> None:
+    """Give a model all of its weights, and nothing else.
+
+    Args:
+        known_as: the name of a weight of ours to whoever wrote them.
+
+    Raises:
+        ValueError: a weight is missing, not the model's, or of another shape; the first of several is named.
+    """
+    wanted = model.state_dict()
+    problems = [
+        f"{known_as(name)} of the shape {list(value.shape)} is missing"
+        for name, value in wanted.items()
+        if name not in weights
+    ]
+    for name, value in weights.items():
+        if name not in wanted:
+            problems.append(f"{known_as(name)} of the shape {list(value.shape)} has no place in it")
+        elif value.shape != wanted[name].shape:
+            shapes = f"must have the shape {list(wanted[name].shape)} and has {list(value.shape)}"
+            problems.append(f"{known_as(name)} {shapes}")
+        elif not value.is_floating_point():
+            problems.append(f"{known_as(name)} must hold floating-point numbers and holds {value.dtype}")
+    if problems:
+        others = f", and {len(problems) - 1} more do not fit" if len(problems) > 1 else ""
+        raise ValueError(f"by {CONFIG}, {problems[0]}{others}")
+    model.load_state_dict(weights)
 
 
 def read_config(path: Path, model_types: Sequence[str], whose: str, way_out: str) -> dict[str, Any]:

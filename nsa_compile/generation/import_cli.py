@@ -29,7 +29,7 @@ def import_model(source: Path, out: Path) -> None:
     importlib.import_module("safetensors")  # who lacks the extra need not wait for torch
     from nsa_compile.generation.exported import write_exported
     from nsa_compile.generation.folders import OTHERS, read_folder
-    from nsa_compile.generation.imported import copy_tokenizer
+    from nsa_compile.generation.imported import TOKENIZER_OF_TEXT, copy_tokenizer
 
     model = read_folder(source, OTHERS)
 
@@ -37,4 +37,7 @@ def import_model(source: Path, out: Path) -> None:
         write_exported(folder, model)
         copy_tokenizer(source, folder)
 
-    click.echo(f"{out}: {', '.join(write_folder(write, out))} of '{source}'")
+    names = write_folder(write, out)
+    click.echo(f"{out}: {', '.join(names)} of '{source}'")
+    if not set(TOKENIZER_OF_TEXT) & set(names):
+        click.echo(f"note: '{source}' has no tokenizer, so '{out}' takes tokens and not text", err=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ from torch import Tensor
 
 from nsa_compile.errors import UserError
 from nsa_compile.files import open_regular
-from nsa_compile.generation.exported import CONFIG, Exported, read_config
+from nsa_compile.generation.exported import CONFIG, Exported, read_config, take_weights
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 
 MODEL_TYPE = "nsa"  # fla's, in config.json
 INDEX = "model.safetensors.index.json"  # of a model whose weights are in several files
 # What a tokenizer of transformers consists of, and where texts end.
+TOKENIZER_OF_TEXT = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of these is the tokenizer itself
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
-    "generation_config.json",
+    *TOKENIZER_OF_TEXT, "tokenizer_config.json", "special_tokens_map.json", "merges.txt", "generation_config.json",
+    "chat_template.jinja",
 )  # fmt: skip
 _NAMES = {
     "model.embeddings.weight": "embedding.weight",
@@ -63,13 +65,40 @@ def read_fla(folder: Path) -> Exported:
     try:
         config = _config(values, hidden=weights["model.layers.0.mlp.gate_proj.weight"].shape[0])
         model = NSATransformer(config).to(weights["model.embeddings.weight"].dtype)
-        model.load_state_dict(_renamed(weights, model))
+        found = {ours(name, _NAMES, _NAMES_OF_LAYER): value for name, value in weights.items()}
+        # fla's gates have no bias: ours are zero.
+        found |= {
+            name: torch.zeros_like(value) for name, value in model.state_dict().items() if name.endswith("gate.bias")
+        }
+        if config.tie_embeddings:
+            found["head.weight"] = found["embedding.weight"]
+        take_weights(model, found, lambda name: theirs(name, _NAMES, _NAMES_OF_LAYER))
     except KeyError as error:
         raise UserError(f"'{folder}' lacks {error}; it must be a folder of fla's NSAForCausalLM") from None
-    except (ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"'{folder}' holds no model that can be read: {reason}; take another one") from None
-    return Exported(model, None, values["max_position_embeddings"])
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise unlike(folder, error) from None
+    return Exported(model, None, values.get("max_position_embeddings"))
+
+
+def unlike(folder: Path, error: Exception) -> UserError:
+    """What is said where the weights of a folder are not of its configuration, or this is of no model of ours."""
+    reason = " ".join(str(error).split())
+    return UserError(f"'{folder}' holds no model that can be read: {reason}; take another one")
+
+
+def ours(name: str, names: Mapping[str, str], names_of_layer: Mapping[str, str]) -> str:
+    """Our name of a weight of others."""
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if layer and layer[2] in names_of_layer:
+        return f"blocks.{layer[1]}.{names_of_layer[layer[2]]}"
+    return names.get(name, name)
+
+
+def theirs(name: str, names: Mapping[str, str], names_of_layer: Mapping[str, str]) -> str:
+    """The name of others for a weight of ours."""
+    layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+    back = {our: their for their, our in (names_of_layer if layer else names).items()}
+    return f"model.layers.{layer[1]}.{back.get(layer[2], layer[2])}" if layer else back.get(name, name)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -91,7 +120,7 @@ def _config(values: dict[str, Any], hidden: int) -> NSAConfig:
         dim=values["hidden_size"],
         n_layers=values["num_hidden_layers"],
         n_heads=values["num_heads"],
-        n_kv_heads=values["num_kv_heads"],
+        n_kv_heads=values["num_kv_heads"] or values["num_heads"],
         head_dim=values["head_dim"],
         pattern=SparsePattern(size, size, size, values["block_counts"], values["window_size"]),
         phi="mean",
@@ -102,22 +131,6 @@ def _config(values: dict[str, Any], hidden: int) -> NSAConfig:
         norm_eps=values["norm_eps"],
         tie_embeddings=values["tie_word_embeddings"],
     )
-
-
-def _renamed(weights: dict[str, Tensor], model: NSATransformer) -> dict[str, Tensor]:
-    """fla's weights by our names; its gates have no bias, so that ours are zero."""
-    found = {}
-    for name, value in weights.items():
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        if layer:
-            found[f"blocks.{layer[1]}.{_NAMES_OF_LAYER.get(layer[2], layer[2])}"] = value
-        else:
-            found[_NAMES.get(name, name)] = value
-    biases = {name: value for name, value in model.state_dict().items() if name.endswith("attention.gate.bias")}
-    found |= {name: torch.zeros_like(value) for name, value in biases.items()}
-    if model.config.tie_embeddings:
-        found["head.weight"] = found["embedding.weight"]
-    return found
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

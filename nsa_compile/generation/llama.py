@@ -5,15 +5,12 @@ Both turn channel i of a head with channel i + D/2 (RoPE with halves paired), so
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from nsa_compile.errors import UserError
-from nsa_compile.generation.exported import CONFIG, Exported, read_config
-from nsa_compile.generation.imported import read_weights
+from nsa_compile.generation.exported import CONFIG, Exported, read_config, take_weights
+from nsa_compile.generation.imported import ours, read_weights, theirs, unlike
 from nsa_compile.models import NSAConfig, NSATransformer
 
 MODEL_TYPES = ("llama", "mistral")
@@ -56,15 +53,20 @@ def read_llama(folder: Path) -> Exported:
         folder / CONFIG, MODEL_TYPES, "that of dense models of the Llama family", "give a folder of LlamaForCausalLM"
     )
     try:
-        config = _config(values)
-        weights = _renamed(read_weights(folder), config)
-        model = NSATransformer(config).to(weights["embedding.weight"].dtype)
-        model.load_state_dict(weights)
+        config, weights = _config(values), read_weights(folder)
+        model = NSATransformer(config).to(weights["model.embed_tokens.weight"].dtype)
+        found = {
+            ours(name, _NAMES, _NAMES_OF_LAYER): value
+            for name, value in weights.items()
+            if not name.endswith(_FREQUENCIES)
+        }
+        if config.tie_embeddings:
+            found["head.weight"] = found["embedding.weight"]
+        take_weights(model, found, lambda name: theirs(name, _NAMES, _NAMES_OF_LAYER))
     except KeyError as error:
         raise UserError(f"'{folder}' lacks {error}; it must be a folder of LlamaForCausalLM") from None
     except (ValueError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"'{folder}' holds no model that can be read: {reason}; take another one") from None
+        raise unlike(folder, error) from None
     return Exported(model, None, values.get("max_position_embeddings"))
 
 
@@ -95,16 +97,3 @@ def _config(values: dict[str, Any]) -> NSAConfig:
         norm_eps=values["rms_norm_eps"],
         tie_embeddings=values.get("tie_word_embeddings", False),
     )
-
-
-def _renamed(weights: dict[str, Tensor], config: NSAConfig) -> dict[str, Tensor]:
-    found = {}
-    for name, value in weights.items():
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        if layer and layer[2] in _NAMES_OF_LAYER:
-            found[f"blocks.{layer[1]}.{_NAMES_OF_LAYER[layer[2]]}"] = value
-        elif not name.endswith(_FREQUENCIES):
-            found[_NAMES.get(name, name)] = value
-    if config.tie_embeddings:
-        found["head.weight"] = found["embedding.weight"]
-    return found

@@ -58,7 +58,7 @@ def evaluate_answers(
         dtype, counted: as for :func:`logits_and_loss`.
 
     Returns:
-        The loss in nats per token, and the accuracy or, without ``answers``, ``None``.
+        The loss in nats per token, 0 where no token is a target, and the accuracy or, without ``answers``, ``None``.
     """
     # With gradients enabled, though none are taken: without them the blocks would be compiled a second time.
     losses, counts, predictions = [], [], []
@@ -72,6 +72,8 @@ def evaluate_answers(
     accuracy = None
     if answers is not None:
         accuracy = answer_accuracy(torch.stack(predictions).cpu().numpy(), batches, answers)
-    if len(set(counts)) == 1:
+    if len(set(counts)) == 1 and counts[0]:
         return torch.stack(losses).mean().item(), accuracy
-    return float(np.average(torch.stack(losses).tolist(), weights=counts)), accuracy
+    # The loss of a batch without targets, which is NaN, is left out.
+    parts = [(loss, count) for loss, count in zip(torch.stack(losses).tolist(), counts, strict=True) if count]
+    return sum(loss * count for loss, count in parts) / max(1, sum(counts)), accuracy

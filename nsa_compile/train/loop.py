@@ -21,7 +21,7 @@ from nsa_compile import ranges
 from nsa_compile.branches import BRANCHES
 from nsa_compile.config import RunConfig, flatten
 from nsa_compile.data import BatchSampler, Corpus
-from nsa_compile.data.sampling import local_rows, readable
+from nsa_compile.data.sampling import local_rows, readable, without_filling
 from nsa_compile.errors import CheckpointError, Halted, TrainingDiverged
 from nsa_compile.files import write_json, write_text
 from nsa_compile.generation.generate import generate
@@ -255,7 +255,8 @@ class Trainer:
 
     def write_sample(self, path: Path, count: int) -> None:
         """Write what the model makes of the beginning of the held-out text."""
-        prompt = torch.from_numpy(readable(self.corpus.validation[0, 0, :PROMPT_TOKENS])).to(self.device)
+        begins = without_filling(self.corpus.validation[0, 0])[:PROMPT_TOKENS]
+        prompt = torch.from_numpy(readable(begins)).to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.config.run.seed)
         tokens = generate(self.model, prompt, count, Sampling(SAMPLE_TEMPERATURE), generator)
         write_text(path, self.corpus.tokenizer.decode(torch.cat((prompt, tokens)).tolist()) + "\n")

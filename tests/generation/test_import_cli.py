@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import nsa_compile
 from nsa_compile.cli import cli, main
 from nsa_compile.generation.exported import read_exported
+from nsa_compile.generation.imported import _config
 
 # As fla's NSAConfig.save_pretrained writes it, without what no model depends on.
 CONFIG = {
@@ -142,6 +143,24 @@ def test_an_imported_model_has_the_logits_of_the_design(tmp_path, tied):
     torch.testing.assert_close(compiled, wanted, rtol=1e-9, atol=1e-10)
 
 
+def test_the_config_may_leave_out_what_has_a_default_in_fla(tmp_path):
+    """A length of the training, and fewer heads for keys than for queries."""
+    source = fla_folder(tmp_path / "fla", fla_weights())
+    values = {name: value for name, value in CONFIG.items() if name != "max_position_embeddings"}
+    (source / "config.json").write_text(json.dumps(values))
+    assert invoke("import", source, "--out", tmp_path / "ours").exit_code == 0
+    assert read_exported(tmp_path / "ours").seq_len is None
+    values = {**CONFIG, "tie_word_embeddings": False, "num_kv_heads": None}
+    assert _config(values, HIDDEN).n_kv_heads == CONFIG["num_heads"]
+
+
+def test_a_folder_without_a_tokenizer_is_imported_with_a_note(tmp_path):
+    source = fla_folder(tmp_path / "fla", fla_weights())
+    said = invoke("import", source, "--out", tmp_path / "ours")
+    assert (said.exit_code, said.stdout) == (0, f"{tmp_path / 'ours'}: config.json, model.safetensors of '{source}'\n")
+    assert said.stderr == f"note: '{source}' has no tokenizer, so '{tmp_path / 'ours'}' takes tokens and not text\n"
+
+
 def test_transformers_reads_what_was_imported(tmp_path):
     pytest.importorskip("transformers")
     from nsa_compile.hf import NSAForCausalLM
@@ -164,9 +183,17 @@ def test_transformers_reads_what_was_imported(tmp_path):
         ({"window_size": 0}, "window = 0 must be at least 1"),
         ({"block_counts": 2}, "num_selected = 2 must be at least num_initial + num_local"),
         ({"block_counts": None}, "num_selected = None must be an integer"),
-        ({"num_hidden_layers": 3}, 'Missing key(s) in state_dict: "blocks.2'),
-        ({"num_hidden_layers": 1}, 'Unexpected key(s) in state_dict: "blocks.1'),
-        ({"hidden_size": 8}, "size mismatch"),
+        (
+            {"num_hidden_layers": 3},
+            "by config.json, model.layers.2.attn_norm.weight of the shape [16] is missing, and 9 more do not fit; take",
+        ),
+        (
+            {"num_hidden_layers": 1},
+            "by config.json, model.layers.1.attn.g_proj.weight of the shape [12, 16] has no place in it, and 9 more",
+        ),
+        ({"vocab_size": 24}, "lm_head.weight must have the shape [24, 16] and has [23, 16], and 1 more do not fit"),
+        ({"hidden_size": 8}, "lm_head.weight must have the shape [23, 8] and has [23, 16], and 22 more do not fit"),
+        ({"num_heads": "four"}, "n_heads = 'four' must be an integer"),
         ("no key", "lacks 'block_size'"),
         ("no weights", "has no file of safetensors"),
         ("pickle", "is no file of safetensors"),
