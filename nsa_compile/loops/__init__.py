@@ -84,7 +84,7 @@ class _Runner:
         now = look(step)
         key = _key(now, items)
         program = self.programs.get(key)
-        if program is None:
+        if program is None or (isinstance(program, Program) and program.watched.has_changed()):
             program = self.programs[key] = self._compiled(items, step, variables)
         if isinstance(program, NotFollowed):
             for item in items:
@@ -97,8 +97,8 @@ class _Runner:
             return items.start + index * items.step
 
         try:
-            exploration = Explorer(step, item, len(items), variables).explore()
-            return compile_loop(exploration, self.options)
+            explorer = Explorer(step, item, len(items), variables)
+            return compile_loop(explorer.explore(), explorer.watched, self.options)
         except NotFollowed as why:
             line = f"the loop at {self.place} runs as it is written: {why.reason}"
             if why.place:

@@ -13,6 +13,8 @@ import torch
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils._sympy.printers import PythonPrinter
 
+from nsa_compile.loops.state import NotFollowed
+
 
 @dataclass(frozen=True)
 class Number:
@@ -91,6 +93,8 @@ def at_all_steps(number: Any, given: dict[str, np.ndarray], steps: int) -> np.nd
             return np.broadcast_to(np.asarray(value), (steps,))
         except Exception:  # what numpy has no form for is evaluated step by step
             names = [str(s) for s in number.expr.free_symbols]
+            if not given.keys() >= set(names):
+                raise NotFollowed("it reads a number out of a tensor, so that its way depends on data") from None
             code = compile(number.text, "<number>", "eval")
             scope = {**SYMPY_INTERP, "math": math}
             rows = zip(*(given[name].tolist() for name in names), strict=True)

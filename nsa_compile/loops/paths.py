@@ -31,8 +31,10 @@ from nsa_compile.loops.state import (
     equal,
     in_words,
     look,
+    module_variables,
 )
 from nsa_compile.loops.trace import Given, Ref, TensorType, Trace, trace_step
+from nsa_compile.loops.watched import Watched
 
 # Ways that a loop may take; one that takes more has no form that serves all of its steps.
 WAYS = 40
@@ -114,6 +116,7 @@ class Explorer:
         self.integers: set[Path] = set()
         self.lists: set[Path] = set()
         self.plain: set[Path] = set()  # lists that are read
+        self.watched = Watched(module_variables(step), step.__globals__)
         self.traced = 0
         self.writes = False
 
@@ -259,16 +262,19 @@ class Explorer:
                 given[path] = Given(None, None, value=values[path, None])
         variables = self.variables
         try:
-            trace = trace_step(
-                self.step,
-                self.item,
-                t,
-                skeleton.snapshot,
-                given,
-                self.lists,
-                variables.temporary,
-                variables.read_after,
-            )
+            objects = [c.value for c in first.containers.values() if c.kind == "object"]
+            objects += [x for x in first.leaves.values() if isinstance(x, types.ModuleType | type)]
+            with self.watched.noting(objects):
+                trace = trace_step(
+                    self.step,
+                    self.item,
+                    t,
+                    skeleton.snapshot,
+                    given,
+                    self.lists,
+                    variables.temporary,
+                    variables.read_after,
+                )
         except IsRead as error:
             self.plain.add(error.path)
             self.lists.discard(error.path)

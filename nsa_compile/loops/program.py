@@ -23,6 +23,7 @@ from nsa_compile.loops.operators import convert
 from nsa_compile.loops.paths import Exploration
 from nsa_compile.loops.state import Container, NotFollowed, Path, Snapshot, cells_of, in_words
 from nsa_compile.loops.trace import Ref
+from nsa_compile.loops.watched import Watched
 
 aten = torch.ops.aten
 
@@ -53,9 +54,10 @@ class Program:
     lists: dict[Path, Rows]
     mutated: set[Path]  # tensors written in place, which others may hold, too
     plan: list[Any]  # what the variables hold afterwards
+    watched: Watched
 
 
-def compile_loop(exploration: Exploration, options: dict[str, Any]) -> Program:
+def compile_loop(exploration: Exploration, watched: Watched, options: dict[str, Any]) -> Program:
     """The program of an explored loop.
 
     Raises:
@@ -73,7 +75,7 @@ def compile_loop(exploration: Exploration, options: dict[str, Any]) -> Program:
         starts = found
     else:
         raise NotFollowed("where its caches begin cannot be settled")
-    return _Assembly(body).program(mutated, options)
+    return _Assembly(body).program(mutated, watched, options)
 
 
 def _starts(body: Body) -> dict[Any, Table]:
@@ -113,7 +115,7 @@ class _Assembly:
         self.nodes: dict[Path, fx.Node] = {}
         self.path_of = {id(x): path for path, x in self.exploration.first.leaves.items() if isinstance(x, Tensor)}
 
-    def program(self, mutated: set[Path], options: dict[str, Any]) -> Program:
+    def program(self, mutated: set[Path], watched: Watched, options: dict[str, Any]) -> Program:
         body = self.body
         carries = list(body.carries.values())
         updates = [self._update(carry) for carry in carries]
@@ -148,7 +150,7 @@ class _Assembly:
             for path, columns in lists.items()
         }
         plan = plan_after(self.exploration)
-        return Program(run, self.inputs, finals, shifted, mutated, plan)
+        return Program(run, self.inputs, finals, shifted, mutated, plan, watched)
 
     # -- what the step yields
 
@@ -230,7 +232,7 @@ class _Assembly:
         copies: dict[fx.Node, fx.Node] = {}
 
         def placeholder(node: fx.Node | None, example: Tensor | None = None) -> None:
-            new = graph.placeholder(f"input_{len(copies)}" if node is not None else "nothing")
+            new = graph.placeholder(f"input_{len(copies)}" if node is not None else f"nothing_{len(graph.nodes)}")
             new.meta["example_value"] = node.meta["example_value"] if node is not None else example
             if node is not None:
                 copies[node] = new
@@ -451,7 +453,7 @@ def plan_after(exploration: Exploration) -> list[Any]:
         if path in exploration.lists:
             built[path] = Grown(path)
         elif (container := after.containers.get(path)) is not None:
-            built[path] = _planned(container, path, plan, before)
+            built[path] = _planned(container, path, plan, before, built)
         elif isinstance(result := trace.results[path], Ref):
             built[path] = Final(path)
         elif isinstance(result, Number):
@@ -469,11 +471,14 @@ def plan_after(exploration: Exploration) -> list[Any]:
     ]
 
 
-def _planned(container: Container, path: Path, plan: Callable[[Path], Any], before: dict[int, Path]) -> Any:
+def _planned(
+    container: Container, path: Path, plan: Callable[[Path], Any], before: dict[int, Path], built: dict[Path, Any]
+) -> Any:
     was = before.get(id(container.value)) if container.kind != "tuple" else None
     made = Made(was, container.kind, type(container.value), container.keys, ())
     if container.kind in ("function", "method", "partial") and was is None:
         raise NotFollowed(f"{in_words(path)} becomes a function that the loop has made")
+    built[path] = made  # it may hold itself
     made.children = tuple(plan((*path, key)) for key in container.keys)
     if was is None and container.kind == "dict" and made.type is not dict:
         made.template = copy.copy(container.value)

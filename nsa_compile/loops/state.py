@@ -7,6 +7,7 @@ lists, tuples, dicts, objects with attributes, closures) are entered; everything
 from __future__ import annotations
 
 import collections
+import dis
 import enum
 import functools
 import types
@@ -211,7 +212,8 @@ def module_variables(function: types.FunctionType) -> dict[str, Any]:
 def _names(code: types.CodeType) -> list[str]:
     """The global names that a function and those within it may read."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return sorted(set(code.co_names).union(*map(_names, inner)))
+    own = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_NAME"))}
+    return sorted(own.union(*map(_names, inner)))
 
 
 def _fill(value: Any, kind: str, keys: tuple[Any, ...], children: tuple[Any, ...]) -> None:

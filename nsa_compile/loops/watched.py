@@ -1,0 +1,133 @@
+"""What the functions that a step calls read of their modules and classes: a program is for these values alone."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import types
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from nsa_compile.loops.state import PLAIN, NotFollowed
+
+__all__ = ["Watched"]
+
+# Modules whose variables no author of a loop changes.
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "nsa_compile", "sympy"}
+_MISSING = object()
+
+
+class Watched:
+    """The variables that were read while a step was traced, and what they were.
+
+    Args:
+        seen: those of the loop's own module, by `global name`, that are looked at otherwise.
+        module: all of that module's.
+    """
+
+    def __init__(self, seen: Collection[str], module: dict[str, Any]) -> None:
+        self.seen = {name.removeprefix("global ") for name in seen}
+        self.module = module
+        self.values: list[tuple[Any, str, Any]] = []  # a module's variables or a class, a name, and a value
+
+    @contextmanager
+    def noting(self, objects: Collection[Any]) -> Iterator[None]:
+        """Note what is called in here. What functions assign to variables of their modules is taken back.
+
+        Args:
+            objects: those that the step may ask for something, modules and classes among them.
+
+        Raises:
+            NotFollowed: a function that is called assigns to variables of its module.
+        """
+        before = sys.getprofile()
+        called: dict[types.CodeType, dict[str, Any]] = {}
+        holders: set[Any] = {y for x in objects for y in (x.__mro__ if isinstance(x, type) else type(x).__mro__)}
+        holders |= {x for x in objects if isinstance(x, types.ModuleType)}
+        assigned: list[tuple[dict[str, Any], str, Any, str]] = []
+
+        def note(frame: types.FrameType, event: str, argument: Any) -> None:
+            code, variables = frame.f_code, frame.f_globals
+            if event != "call" or str(variables.get("__name__", "")).partition(".")[0] in _LIBRARIES:
+                return
+            if code.co_argcount:
+                holders.update(type(frame.f_locals.get(code.co_varnames[0])).__mro__)
+            if code not in called:
+                called[code] = variables
+                assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in _variables(code)[1])
+
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+            for variables, name, value, _ in reversed(assigned):
+                variables[name] = value
+                if value is _MISSING:
+                    del variables[name]
+        for _, name, _, function in assigned:
+            raise NotFollowed(f"{function} assigns to {name}, a variable of its module")
+        asked = {name for code in called for name in code.co_names}
+        for code, variables in called.items():
+            for name in _variables(code)[0]:
+                value = variables.get(name, _MISSING)
+                holders |= {value} if isinstance(value, types.ModuleType | type) else set()
+                if variables is not self.module or name not in self.seen:
+                    self.values.append((variables, name, _kept(value)))
+        self._watch_attributes(holders, asked)
+
+    def _watch_attributes(self, holders: set[Any], names: Collection[str]) -> None:
+        waiting, seen = list(holders), set(holders)
+        while waiting:
+            holder = waiting.pop()
+            if _root(holder) in _LIBRARIES:
+                continue
+            found = {name: vars(holder)[name] for name in names if name in vars(holder)}
+            self.values += [(holder, name, _kept(value)) for name, value in found.items()]
+            inner = {x for x in found.values() if isinstance(x, types.ModuleType | type)} - seen
+            waiting += inner
+            seen |= inner
+
+    def has_changed(self) -> bool:
+        """Whether one of them is something else now."""
+        return any(not _same(_now(holder, name), value) for holder, name, value in self.values)
+
+
+def _root(value: types.ModuleType | type) -> str:
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return name.partition(".")[0]
+
+
+@cache
+def _variables(code: types.CodeType) -> tuple[list[str], list[str]]:
+    """The names of variables of its module that a function reads, and of those that it assigns to."""
+    read, assigned = [], []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read.append(str(instruction.argval))
+        elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            assigned.append(str(instruction.argval))
+    return sorted(set(read)), assigned
+
+
+def _now(holder: Any, name: str) -> Any:
+    return (holder if isinstance(holder, dict) else vars(holder)).get(name, _MISSING)
+
+
+def _kept(value: Any) -> Any:
+    """A value that later ones can be compared with: a copy of what is written to in place."""
+    return type(value)(value) if type(value) in (list, dict, set) else value
+
+
+def _same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if type(now) is not type(before) or not isinstance(now, (*PLAIN, list, dict, set, tuple)):
+        return False
+    if isinstance(now, list | tuple):
+        return len(now) == len(before) and all(map(_same, now, before))
+    if isinstance(now, dict):
+        return list(now) == list(before) and all(map(_same, now.values(), before.values()))
+    return bool(now == before)
