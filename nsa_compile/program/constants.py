@@ -41,8 +41,9 @@ class Held:
     seen: WeakIdKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def is_what(self, x: Tensor) -> bool:
-        """Whether a tensor has this value. Of one seen before, whether it was written to since."""
-        mark = None if x.is_inference() else (x._version, x.data_ptr())
+        """Whether a tensor has this value. Of one on a device, which would have to be waited for, and which was seen
+        before: whether it was written to since; a write through `.data` is not seen then."""
+        mark = None if x.is_inference() or x.device.type == "cpu" else (x._version, x.data_ptr())
         if mark is not None and self.seen.get(x) == mark:
             return True
         if x.shape != self.value.shape or x.dtype != self.value.dtype or not torch.equal(x.detach().cpu(), self.value):

@@ -71,8 +71,9 @@ def test_a_replayed_selection_compiled_equals_the_oracle(problem, count, nested)
     """By the operator on blocks, and with nothing ranked."""
     problem = dataclasses.replace(problem, S=problem.S + 2 * problem.l_sel + problem.l, D=4, Dv=3)
     tensors, selection = problem.tensors(), drawn_selection(problem, count)
-    arguments = {"pattern": problem.pattern, "phi": problem.block_phi, "selection": selection}
-    actual = value_and_grads(compiled(lambda *x: nsa_attention(*x, **arguments), nested), tensors)
+    settings = {"pattern": problem.pattern, "phi": problem.block_phi}
+    replay = compiled(lambda selection, *x: nsa_attention(*x, **settings, selection=selection), nested)
+    actual = value_and_grads(lambda *x: replay(selection, *x), tensors)
     assert "selected_attention" in operators()
     assert not any("selection" in operator or "scores" in operator for operator in operators())
     expected = value_and_grads(oracle_replaying(problem, selection), tensors)

@@ -194,3 +194,19 @@ def test_in_inference_mode():
             torch.testing.assert_close(compiled(*rows()), module(*rows()))
         module.positions = torch.arange(S).flip(0)
         torch.testing.assert_close(compiled(*rows()), module(*rows()))
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: x.data.copy_(x.flip(0)), lambda x: x.numpy()[:].__setitem__(slice(None), x.flip(0).numpy())]
+)
+def test_writes_that_autograd_does_not_see(write):
+    """They leave the version of a tensor as it is."""
+    positions = torch.arange(S)
+
+    def run(q, k, v):
+        return attention(positions, positions > torch.arange(S)[:, None], q, k, v)
+
+    compiled = compiled_of(run)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*rows()), run(*rows()))
+        write(positions)

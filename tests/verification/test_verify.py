@@ -239,7 +239,10 @@ def test_a_replay_that_is_off_by_a_block_is_found(config, monkeypatch):
     from nsa_compile.passes import fuse_selection_scatter
 
     indices = fuse_selection_scatter._indices
-    off = lambda build, selection: indices(build, replace(selection, first=selection.first - 1))  # noqa: E731
+
+    def off(build, selection, record):
+        return indices(build, replace(selection, first=selection.first - 1), record)
+
     monkeypatch.setattr(fuse_selection_scatter, "_indices", off)
     found = broken(config, "replay", "gradients")
     assert found["replay"].startswith("a replay in the compiled model, logits: error"), found
