@@ -196,17 +196,15 @@ def test_in_inference_mode():
         torch.testing.assert_close(compiled(*rows()), module(*rows()))
 
 
-@pytest.mark.parametrize(
-    "write", [lambda x: x.data.copy_(x.flip(0)), lambda x: x.numpy()[:].__setitem__(slice(None), x.flip(0).numpy())]
-)
-def test_writes_that_autograd_does_not_see(write):
+@pytest.mark.parametrize("written", [lambda x: x.data, lambda x: x.numpy()])
+def test_writes_that_autograd_does_not_see(written):
     """They leave the version of a tensor as it is."""
-    positions = torch.arange(S)
+    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
 
     def run(q, k, v):
-        return attention(positions, positions > torch.arange(S)[:, None], q, k, v)
+        return attention(torch.arange(S), hidden, q, k, v)
 
     compiled = compiled_of(run)
     for _ in range(2):
         torch.testing.assert_close(compiled(*rows()), run(*rows()))
-        write(positions)
+        written(hidden)[2:, 0] = True
