@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -301,6 +301,9 @@ class Body:
         count = self.constant_count(axis)
         if count is None:
             raise NotFollowed("its size is another one at other steps")
+        if len(axis.segments) > 1:
+            value = self.moved(value, dim, Axis.of(count, 0, np.full(self.length, count)))
+            return Val(value.node, (*value.dims[:dim], count, *value.dims[dim + 1 :]))
         return self.taken(value, dim, axis.only.start, count)
 
     def moved(self, value: Val, dim: int, like: Axis) -> Val:
@@ -309,6 +312,10 @@ class Body:
         assert isinstance(axis, Axis)
         if self.same_axis(axis, like):
             return Val(value.node, (*value.dims[:dim], like, *value.dims[dim + 1 :]), value.zero)
+        if len(axis.segments) > 1 or len(like.segments) > 1:
+            rows = self._rows_of(axis, like, value.example.device)
+            node = self.emit(aten.index_select.default, value.node, dim, rows)
+            return Val(node, (*value.dims[:dim], like, *value.dims[dim + 1 :]))
         mine, other = axis.only, like.only
         shift = mine.start - other.start
         if mine.size == other.size and not shift[self.at].any():
@@ -327,6 +334,24 @@ class Body:
         rows = self.emit(aten.clamp.default, rows, 0, mine.size - 1)
         node = self.emit(aten.index_select.default, value.node, dim, rows)
         return Val(node, (*value.dims[:dim], like, *value.dims[dim + 1 :]))
+
+    def _rows_of(self, axis: Axis, like: Axis, device: torch.device) -> fx.Node:
+        """For each row of one buffer, the row of another one that stands at the same place among those that exist."""
+        parts, before = [], np.zeros(self.length, np.int64)
+        for s in like.segments:
+            place = self.emit(aten.add.Tensor, self.positions(s.size, device), self.known(before - s.start))
+            parts.append(place)
+            before = before + s.stop - s.start
+        places = self.emit(aten.cat.default, parts) if len(parts) > 1 else parts[0]
+        places = self.emit(aten.clamp.default, places, 0)
+        places = self.emit(aten.minimum.default, places, self._tensor(np.maximum(axis.count - 1, 0)))
+        rows, first, behind = places, np.zeros(self.length, np.int64), 0
+        for i, s in enumerate(axis.segments):
+            own = self.emit(aten.add.Tensor, places, self.known(behind + s.start - first))
+            is_here = self.emit(aten.ge.Tensor, places, self._tensor(first))
+            rows = self.emit(aten.where.self, is_here, own, rows) if i else own
+            first, behind = first + s.stop - s.start, behind + s.size
+        return rows
 
     def padded(self, value: Val, dim: int, like: Axis) -> Val:
         """A longer buffer, with zeros behind."""
@@ -391,14 +416,20 @@ class Body:
     def choose(self, parts: list[tuple[Val, Table]]) -> Val:
         """One of several values, by the steps at which each counts."""
         parts.sort(key=lambda part: (-int(part[1].sum()), int(part[1].argmax())))
-        result, covered = parts[0]
-        for value, steps in parts[1:]:
+        same: dict[fx.Node, tuple[Val, Table]] = {}
+        for value, steps in parts:
+            so_far = same.get(value.node)
+            both = (value, steps) if so_far is None else (self._either(value, steps, *so_far), steps | so_far[1])
+            same[value.node] = both
+        (result, covered), *others = same.values()
+        for value, steps in others:
             result = self._either(value, steps, result, covered)
             covered = covered | steps
         return result
 
     def _either(self, a: Val, steps: Table, b: Val, others: Table) -> Val:
         """`a` at some steps, `b` at the others."""
+        a, b = self._of_nothing(a, steps, b), self._of_nothing(b, others, a)
         dims: list[Dim] = []
         for d in range(len(a.dims)):
             x, y = a.dims[d], b.dims[d]
@@ -411,6 +442,18 @@ class Body:
         if a.node is b.node or steps.all() or not steps.any():
             return Val(a.node if steps.any() else b.node, tuple(dims), zero)
         return Val(self._one_of(steps, a.node, b.node), tuple(dims), zero)
+
+    def _of_nothing(self, value: Val, steps: Table, other: Val) -> Val:
+        """Beside rows of a cache, or of several, what has no rows at some steps is no rows of these."""
+        dims = list(other.dims)
+        for d, own in enumerate(other.dims):
+            if not isinstance(own, Axis) or self.count_of(value.dims[d])[steps].any():
+                continue
+            if len(own.segments) > 1 or own.root not in (None, getattr(value.dims[d], "root", None)):
+                segments = tuple(replace(s, stop=np.where(steps, s.start, s.stop)) for s in own.segments)
+                dims[d] = Axis(segments, own.root)
+                return Val(other.node, tuple(dims), other.zero)
+        return value
 
     def _one_of(self, steps: Table, a: fx.Node, b: fx.Node) -> fx.Node:
         one, other = self.writes.get(a), self.writes.get(b)
@@ -441,6 +484,7 @@ class Body:
         """Two values in one layout along a dimension, and the axis that serves the steps of each."""
         a, b = self._begun(a, b, d), self._begun(b, a, d)
         a, b = (self._as_axis(x, d) for x in (a, b))
+        a, b = self._among(a, b, d), self._among(b, a, d)
         x, y = a.dims[d], b.dims[d]
         assert isinstance(x, Axis)
         assert isinstance(y, Axis)
@@ -451,14 +495,26 @@ class Body:
                 pairs = zip(x.segments, y.segments, strict=True)
                 return a, b, Axis(tuple(_merged_segment(p, q, steps, p.size) for p, q in pairs))
             raise NotFollowed("what it puts together differs from way to way")
-        if x.root != y.root or x.root is None:
-            a, b = self._from_zero(a, d, steps), self._from_zero(b, d, others)
-            x, y = a.dims[d], b.dims[d]
-            assert isinstance(x, Axis)
-            assert isinstance(y, Axis)
         size = max(x.size, y.size)
         joined = Axis((_merged_segment(x.only, y.only, steps, size),), x.root if x.root == y.root else None)
         return self.padded(a, d, joined), self.padded(b, d, joined), joined
+
+    def _among(self, value: Val, other: Val, d: int) -> Val:
+        """Rows of one cache as those of several, of which the others have none."""
+        own, all_ = value.dims[d], other.dims[d]
+        assert isinstance(own, Axis)
+        assert isinstance(all_, Axis)
+        places = [i for i, s in enumerate(all_.segments) if s.size == own.segments[0].size]
+        if len(own.segments) != 1 or len(all_.segments) == 1 or not places:
+            return value
+        nothing = np.zeros(self.length, np.int64)
+        segments = [Segment(s.size, nothing, nothing) for s in all_.segments]
+        kind = {"dtype": value.example.dtype, "device": value.example.device}
+        shape = list(value.example.shape)
+        parts = [self.emit(torch.zeros, [*shape[:d], s.size, *shape[d + 1 :]], **kind) for s in segments]
+        segments[places[-1]], parts[places[-1]] = own.segments[0], value.node
+        dims = (*value.dims[:d], Axis(tuple(segments)), *value.dims[d + 1 :])
+        return Val(self.emit(aten.cat.default, parts, d), dims, value.zero)
 
     def _begun(self, value: Val, other: Val, d: int) -> Val:
         """Rows that a cache begins with, beside the cache as it goes on: written to its buffer."""
@@ -486,17 +542,6 @@ class Body:
         if isinstance(size, Axis):
             return value
         return Val(value.node, (*value.dims[:d], Axis.of(size, 0, np.full(self.length, size)), *value.dims[d + 1 :]))
-
-    def _from_zero(self, value: Val, d: int, steps: Table) -> Val:
-        """Rows moved to the front of their buffer."""
-        axis = value.dims[d]
-        assert isinstance(axis, Axis)
-        if not axis.only.start[steps].any():
-            return value
-        at, self.at = self.at, steps
-        moved = self.moved(value, d, Axis.of(int(axis.count[steps].max(initial=1)), 0, axis.count))
-        self.at = at
-        return moved
 
     # -- the whole
 

@@ -98,4 +98,11 @@ def at_all_steps(number: Any, given: dict[str, np.ndarray], steps: int) -> np.nd
             code = compile(number.text, "<number>", "eval")
             scope = {**SYMPY_INTERP, "math": math}
             rows = zip(*(given[name].tolist() for name in names), strict=True)
-            return np.array([eval(code, scope, dict(zip(names, row, strict=True))) for row in rows])
+            return np.array([_at_a_step(code, scope, dict(zip(names, row, strict=True))) for row in rows])
+
+
+def _at_a_step(code: Any, scope: dict[str, Any], given: dict[str, Any]) -> Any:
+    try:
+        return eval(code, scope, given)
+    except (ArithmeticError, ValueError):  # at a step that takes another way, as no trace asks for it here
+        return math.nan

@@ -31,8 +31,13 @@ def convert(body: Body, node: Node) -> list[Val | None]:
     positional = [_argument(body, node, [o.args[i] for o in node.ops.values()]) for i in range(len(op.args))]
     named = {k: _argument(body, node, [o.kwargs[k] for o in node.ops.values()]) for k in op.kwargs}
     named.pop("pin_memory", None)
+    if not body.at.all() and not _is_finite(node.func, positional):
+        positional = [_harmless(body, x) for x in positional]
     if not _varies(positional) and not _varies(named):
         return _as_it_is(body, node.func, positional, named)
+    shapes = [_shape(body, node, place) for place in range(len(op.outs))]
+    if all(any(not size[body.at].any() for size in shape) for shape in shapes):
+        return [_of_no_elements(body, node, place, shape) for place, shape in enumerate(shapes)]
     rule = RULES.get(node.func)
     if rule is None and torch.Tag.pointwise in node.func.tags:
         rule = _pointwise
@@ -41,7 +46,6 @@ def convert(body: Body, node: Node) -> list[Val | None]:
     schema = [(a.name, a.default_value) for a in node.func._schema.arguments]
     arguments = {name: named.get(name, default) for name, default in schema}
     arguments.update(zip((name for name, _ in schema), positional, strict=False))
-    shapes = [_shape(body, node, place) for place in range(len(op.outs))]
     result = rule(body, SimpleNamespace(func=node.func, shapes=shapes, **arguments))
     return list(result) if isinstance(result, list | tuple) else [result]
 
@@ -51,6 +55,18 @@ def _shape(body: Body, node: Node, place: int) -> list[Table]:
     versions = {way: body.merged.trace(way).shapes[op.outs[place]] for way, op in node.ops.items()}
     rank = len(next(iter(versions.values())))
     return [body.number({way: shape[d] for way, shape in versions.items()}) for d in range(rank)]
+
+
+def _of_no_elements(body: Body, node: Node, place: int, shape: list[Table]) -> Val:
+    dims = tuple(_dim(body, size) for size in shape)
+    kind = body.merged.trace(next(iter(node.ops))).types[node.any.outs[place]]
+    return Val(body.emit(torch.zeros, _sizes(dims), dtype=kind.dtype, device=kind.device), dims)
+
+
+def _dim(body: Body, size: Table) -> Dim:
+    """A dimension of rows from the first on, so many at each step."""
+    here = size[body.at]
+    return int(here[0]) if (here == here[0]).all() else Axis.of(int(here.max()), 0, size)
 
 
 def _argument(body: Body, node: Node, values: list[Any]) -> Any:
@@ -193,13 +209,7 @@ def _expand(body: Body, a: Any) -> Val:
     dims: list[Dim] = []
     for d, size in enumerate(shape):
         own = value.dims[d - missing] if d >= missing else 1
-        here = size[body.at]
-        if isinstance(own, Axis) or own != 1:
-            dims.append(own)
-        elif (here == here[0]).all():
-            dims.append(int(here[0]))
-        else:
-            dims.append(Axis.of(int(here.max()), 0, size))
+        dims.append(own if own != 1 else _dim(body, size))
     zero = frozenset(z + missing for z in value.zero)
     return Val(body.emit(aten.expand.default, value.node, _sizes(dims)), tuple(dims), zero)
 
@@ -259,6 +269,8 @@ def _regrouped(body: Body, dims: list[Dim], shape: list[Table]) -> list[Dim]:
 
 
 def _group(body: Body, old: list[Dim], new: list[Table]) -> list[Dim]:
+    if len(old) == len(new) == 1:
+        return old
     at = body.at
     fixed = [(int(n[at][0]) if len(n[at]) and (n[at] == n[at][0]).all() else None) for n in new]
     axes = [d for d in old if isinstance(d, Axis)]
@@ -285,7 +297,7 @@ def _group(body: Body, old: list[Dim], new: list[Table]) -> list[Dim]:
             behind_new = behind_new * f if f is not None else 0
         if size == 1:
             result.append(1)
-        elif size is not None and rest is not None and len(rest.segments) % size == 0 and len(rest.segments) > 1:
+        elif size and rest is not None and len(rest.segments) % size == 0 and len(rest.segments) > 1:
             rest = Axis(rest.segments[: len(rest.segments) // size], rest.root)
             result.append(size)
         elif rest is not None and (size is None or behind_new == 1) and behind_new:
@@ -421,6 +433,8 @@ def _cat(body: Body, a: Any) -> Val:
     if all(isinstance(p.dims[dim], int) for p in parts):
         size = sum(d for p in parts if isinstance(d := p.dims[dim], int))
         return Val(body.emit(aten.cat.default, [p.node for p in parts], dim), _with(parts[0].dims, dim, size))
+    while len(parts) > 1 and _is_filler(body, parts, dim):
+        parts[:2] = [_extended(body, parts[0], parts[1], dim)]
     if len(parts) == 1:
         return parts[0]
     first = parts[0].dims[dim]
@@ -437,6 +451,24 @@ def _cat(body: Body, a: Any) -> Val:
     zero = frozenset() if any(fixed) else frozenset({dim})
     node = body.emit(aten.cat.default, [p.node for p in parts], dim)
     return Val(node, _with(parts[0].dims, dim, Axis(segments)), zero)
+
+
+def _is_filler(body: Body, parts: list[Val], dim: int) -> bool:
+    """Whether the second part is rows of one number, of which there are more or fewer at other steps."""
+    first, second = parts[0].dims[dim], parts[1].dims[dim]
+    is_one_number = parts[1].node.target is torch.full and isinstance(parts[1].node.args[1], int | float)
+    return isinstance(second, Axis) and isinstance(first, Axis) and len(first.segments) == 1 and is_one_number
+
+
+def _extended(body: Body, value: Val, filler: Val, dim: int) -> Val:
+    """Rows with others of one number behind them: that number in rows that do not exist, of which some then do."""
+    axis = value.dims[dim]
+    assert isinstance(axis, Axis)
+    stop = axis.only.stop + body.count_of(filler.dims[dim])
+    longer = Axis.of(max(axis.size, int(stop[body.at].max())), axis.only.start, axis.only.stop)
+    number: Any = filler.node.args[1]
+    filled = body.filled(body.padded(value, dim, longer), dim, number)
+    return Val(filled.node, _with(value.dims, dim, Axis.of(longer.size, axis.only.start, stop)), filled.zero)
 
 
 def _appended(body: Body, whole: Val, part: Val, dim: int) -> Val:
@@ -527,10 +559,11 @@ def _broadcast(body: Body, values: list[Val]) -> tuple[list[Val], tuple[Dim, ...
                 values[i] = body.fixed(values[i], k)
             dims.append(values[wide[0][0]].dims[wide[0][1]])
             continue
-        like = values[axes[0][0]].dims[axes[0][1]]
-        assert isinstance(like, Axis)
-        for i, k in axes[1:]:
-            values[i] = body.moved(values[i], k, like)
+        layouts = [own for i, k in axes if isinstance(own := values[i].dims[k], Axis)]
+        like = max(layouts, key=lambda layout: len(layout.segments))
+        for i, k in axes:
+            if values[i].dims[k] is not like:
+                values[i] = body.moved(values[i], k, like)
         dims.append(like if like.root is None else Axis(like.segments))
     return values, tuple(dims)
 
@@ -565,14 +598,42 @@ _FINITE = {
 }  # fmt: skip
 
 
-def _is_finite(a: Any) -> bool:
+# Beside those, of what is not elementwise: it makes no infinite numbers, or derivatives, of finite ones.
+_INFINITE = {
+    aten._softmax, aten._log_softmax, aten._safe_softmax, aten.logsumexp, aten.native_layer_norm, aten.std, aten.var,
+    aten.linalg_inv_ex, aten.linalg_solve_ex, aten.linalg_cholesky_ex,
+}  # fmt: skip
+
+
+def _is_finite(func: Any, positional: Sequence[Any]) -> bool:
     """Whether an operator takes finite numbers to finite ones, in its derivatives too."""
-    packet = a.func.overloadpacket
+    packet = func.overloadpacket
+    other = positional[1] if len(positional) > 1 else None
+    if torch.Tag.pointwise not in func.tags:
+        return packet not in _INFINITE or positional[0].is_score
+    if packet is aten.acosh:
+        raise NotFollowed("has no value for a number that every other such function has one for")
     if packet is aten.div:
-        return isinstance(a.other, int | float) and a.other != 0
+        return isinstance(other, int | float) and other != 0
     if packet is aten.pow:
-        return isinstance(exponent := getattr(a, "exponent", None), int) and exponent >= 1
+        return isinstance(other, int) and other >= 1
     return packet in _FINITE
+
+
+def _harmless(body: Body, value: Any) -> Any:
+    """A number that no operator makes an infinite one of at the steps that take another way: the gradient that does not
+    flow there is zero, and zero times infinity is none."""
+    if isinstance(value, np.ndarray):
+        return np.where(body.at, value, value[body.at][0])
+    if not isinstance(value, Val) or value.example.dtype == torch.bool:
+        return value
+    absent = body.emit(aten.bitwise_not.default, body._truth(body.at))
+    number = HARMLESS if value.example.dtype.is_floating_point else 1
+    return Val(body.emit(aten.masked_fill.Scalar, value.node, absent, number), value.dims)
+
+
+# 1 is a pole of atanh, and acos and asin have no derivative there.
+HARMLESS = 0.5
 
 
 def _pointwise(body: Body, a: Any) -> Val:
@@ -580,11 +641,12 @@ def _pointwise(body: Body, a: Any) -> Val:
     values = _operands(body, a, names)
     dims = values.pop("dims")
     tensors = [n for n in names if isinstance(values[n], Val)]
-    if not _is_finite(a):
+    if not _is_finite(a.func, [getattr(a, n) for n in names]):
         for n in tensors:
+            dtype = values[n].example.dtype
             for d in range(len(values[n].dims)):
-                if isinstance(values[n].dims[d], Axis) and values[n].example.dtype != torch.bool:
-                    values[n] = body.filled(values[n], d, 1)
+                if isinstance(values[n].dims[d], Axis) and dtype != torch.bool:
+                    values[n] = body.filled(values[n], d, HARMLESS if dtype.is_floating_point else 1)
     example = values[tensors[0]].example
     func = a.func
     for n in names:
@@ -782,11 +844,25 @@ def _reduction(body: Body, a: Any) -> Val:
         number = _number(body, count, total.meta["example_value"].dtype, value.example.device)
         return Val(body.emit(aten.div.Tensor, total, number), tuple(kept), zero)
     if not asked:
-        return Val(body.emit(a.func, value.node, **extra), ())
+        node = body.emit(a.func, value.node, **extra)
+        if packet in _EXTREMES:
+            node = _finite_elsewhere(body, node, [own for d in growing if isinstance(own := value.dims[d], Axis)])
+        return Val(node, ())
     arguments: list[Any] = [dims if not isinstance(a.dim, int) else dims[0], keepdim]
     if packet is aten.linalg_vector_norm:
         arguments = [a.ord, *arguments]
-    return Val(body.emit(a.func, value.node, *arguments, **extra), tuple(kept), zero)
+    node = body.emit(a.func, value.node, *arguments, **extra)
+    if packet in (*_EXTREMES, aten.logsumexp):
+        node = _finite_elsewhere(body, node, [own for d in growing if isinstance(own := value.dims[d], Axis)])
+    return Val(node, tuple(kept), zero)
+
+
+def _finite_elsewhere(body: Body, node: torch.fx.Node, axes: Sequence[Axis]) -> torch.fx.Node:
+    """An extreme, and some number at the steps that take another way and find no rows."""
+    none = np.any([axis.count <= 0 for axis in axes], axis=0) & ~body.at
+    if not np.any(none):
+        return node
+    return body.emit(aten.masked_fill.Scalar, node, body._truth(none), 0)
 
 
 def _refuse_none(body: Body, value: Val, dims: Sequence[int]) -> None:
@@ -818,7 +894,8 @@ def _extreme(body: Body, a: Any) -> Any:
     dims = tuple(1 if d == dim else x for d, x in enumerate(a.self.dims) if a.keepdim or d != dim)
     node = body.emit(a.func, value.node, dim, a.keepdim)
     if a.func in (aten.max.dim, aten.min.dim):
-        return [Val(body.item(node, 0), dims), _counted_from(body, Val(body.item(node, 1), dims), axis)]
+        extreme = _finite_elsewhere(body, body.item(node, 0), [axis] if isinstance(axis, Axis) else [])
+        return [Val(extreme, dims), _counted_from(body, Val(body.item(node, 1), dims), axis)]
     return _counted_from(body, Val(node, dims), axis)
 
 
@@ -859,7 +936,9 @@ def _sorted(body: Body, a: Any) -> list[Val]:
         part = body.item(node, i)
         if width < axis.size:
             part = body.emit(aten.slice.Tensor, part, dim, 0, width)
-        results.append(Val(part, _with(value.dims, dim, new)))
+        # What is left of the filling would be infinite.
+        there = Val(part, _with(value.dims, dim, Axis.of(width, 0, np.minimum(k, count))))
+        results.append(Val(body.filled(there, dim, 0).node, _with(value.dims, dim, new)))
     return results
 
 
@@ -883,10 +962,7 @@ def _cumsum(body: Body, a: Any) -> Val:
     aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 )  # fmt: skip
 def _made(body: Body, a: Any) -> Val:
-    dims: list[Dim] = []
-    for size in a.shapes[0]:
-        here = size[body.at]
-        dims.append(int(here[0]) if (here == here[0]).all() else Axis.of(int(here.max()), 0, size))
+    dims = [_dim(body, size) for size in a.shapes[0]]
     like = getattr(a, "self", None)
     packet = a.func.overloadpacket
     number: Any = 1 if packet in (aten.ones, aten.new_ones) else getattr(a, "fill_value", 0)
@@ -931,9 +1007,7 @@ def _filled(body: Body, a: Any) -> Val:
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def _arange(body: Body, a: Any) -> Val:
     start, step = getattr(a, "start", 0), getattr(a, "step", 1)
-    count = a.shapes[0][0]
-    here = count[body.at]
-    dim: Dim = int(here[0]) if (here == here[0]).all() else Axis.of(int(here.max()), 0, count)
+    dim = _dim(body, a.shapes[0][0])
     device = a.device or torch.device("cpu")
     dtype = a.dtype or torch.int64
     if all(_is_whole(x) for x in (start, step)):

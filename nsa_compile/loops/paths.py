@@ -208,6 +208,7 @@ class Explorer:
         symbols: list[Symbol] = []
         integers: list[int] = []
         inside = tuple(self.lists)
+        again = False
         for path, leaf in results.items():
             if any(path[: len(p)] == p for p in inside):
                 continue
@@ -218,10 +219,10 @@ class Explorer:
                 ref_shape = shapes[leaf] if isinstance(leaf, Ref) else tuple(leaf.shape)
                 kind = trace.types[leaf] if isinstance(leaf, Ref) and trace else _type_of(leaf)  # type: ignore[arg-type]
                 grows = self.growing.get(path, set())
-                for d, size in enumerate(ref_shape):
-                    if isinstance(size, Number) and d not in grows:
-                        self.growing.setdefault(path, set()).add(d)
-                        raise _Again
+                found = {d for d, size in enumerate(ref_shape) if isinstance(size, Number)} - grows
+                if found:
+                    again = True
+                    self.growing.setdefault(path, set()).update(found)
                 tensors[path] = kind
                 static[path] = tuple(None if d in grows else size for d, size in enumerate(ref_shape))
                 leaves[path] = ("tensor", kind, static[path])
@@ -235,9 +236,11 @@ class Explorer:
                 if not _is_integer(leaf):
                     raise NotFollowed(f"{in_words(path)} becomes a number that is computed from the position")
                 self.integers.add(path)
-                raise _Again
+                again = True
             else:
                 leaves[path] = _constant(leaf)
+        if again:
+            raise _Again
         for path in [p for p in structure if p[0] in self.variables.temporary]:
             del structure[path]
         key = (tuple(structure.items()), tuple(leaves.items()))

@@ -188,6 +188,9 @@ class _Assembly:
             steps = body.steps_of(ways)
             covered |= steps
             body.at = steps
+            if any(isinstance(dim, Axis) and not dim.count[steps].any() for dim in after):
+                parts.append((Val(carry.node, after), steps))  # no rows: whatever stands in the buffer
+                continue
             value = body.value_of(source)
             for d, dim in enumerate(after):
                 if isinstance(dim, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -198,6 +199,108 @@ def test_rows_picked_by_what_is_computed():
         return torch.stack(out)
 
     compare(attention, *rows(9), raised=False)
+
+
+def test_rows_that_are_there_at_some_steps_only_before_others():
+    """Memory keys stand before the blocks once there are blocks, and what is picked stands before a window."""
+
+    def attention(x, memory):
+        keys, blocks, run = x[:0], x[:0], x[:0]
+        out = []
+        for t in range(x.shape[0]):
+            keys = torch.cat([keys, x[t][None]])
+            run = torch.cat([run, x[t][None]])
+            seen = torch.cat([memory, blocks]) if blocks.shape[0] > 0 else blocks
+            scores = seen @ x[t]
+            y = torch.softmax(scores, 0) @ seen
+            if run.shape[0] % 4 == 0:
+                blocks = torch.cat([blocks, run.mean(0, keepdim=True)])
+                run = run[-2:]
+            near = keys[-(t % 4 + 1) :]
+            picked = min(2, scores.shape[0] // 2)
+            if picked > 0:
+                best, at = scores[memory.shape[0] :].topk(min(picked, scores.shape[0] - memory.shape[0]))
+                near = torch.cat([blocks[at] * best[:, None], near])
+            out.append(y + torch.softmax(near @ x[t], 0) @ near)
+        return torch.stack(out), keys, blocks, run
+
+    compare(attention, *rows(19), *rows(2), raised=False)
+
+
+def test_rows_filled_up_to_whole_blocks():
+    def blocks(x):
+        out = []
+        for t in range(x.shape[0]):
+            keys = x[: t + 1]
+            padded = torch.nn.functional.pad(keys, (0, 0, 0, -(t + 1) % 4))
+            means = padded.view(-1, 4, D).mean(1)
+            out.append(torch.softmax(means @ x[t], 0) @ means)
+        return torch.stack(out)
+
+    compare(blocks, *rows(10), raised=False)
+
+
+def test_an_object_that_holds_itself():
+    class Node:
+        def __init__(self):
+            self.me, self.total = self, 0
+
+    def total(x):
+        node = Node()
+        for t in range(x.shape[0]):
+            node.me.total = node.total + x[t]
+        return node.total
+
+    compare(total, *rows(6))
+
+
+def _divided_by_the_position(x, t):
+    return x[t] / t
+
+
+def _divided_by_a_sum_of_rows(x, t):
+    return x[t] / x[:t].abs().sum()
+
+
+def _softmax_of_masked_rows(x, t):
+    kept = torch.arange(x.shape[0]) < t
+    return torch.softmax((x @ x[t]).masked_fill(~kept, -math.inf), 0) @ x
+
+
+def _sum_of_exponentials(x, t):
+    return x[t] * torch.logsumexp(x[:t], 0) + (x[:t] - x[:t].amax(0)).exp().sum(0)
+
+
+def _best_of_few(x, t):
+    best, at = (x[:t] @ x[t]).topk(min(3, t))
+    return (best[:, None] * x[at]).sum(0)
+
+
+def _logarithm_of_the_position(x, t):
+    return x[t] * math.log(t) + x[t] * torch.tensor([1.0 / t], dtype=x.dtype)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        _divided_by_the_position,
+        _divided_by_a_sum_of_rows,
+        _softmax_of_masked_rows,
+        _sum_of_exponentials,
+        _best_of_few,
+        _logarithm_of_the_position,
+    ],
+)
+def test_what_would_be_infinite_at_a_step_that_takes_another_way(later):
+    """The program computes it there, too: a gradient of zero times infinity is NaN."""
+
+    def loop(x):
+        out = []
+        for t in range(x.shape[0]):
+            out.append(later(x, t) if t > 0 else x[t])
+        return torch.stack(out)
+
+    compare(loop, *rows(7), raised=False)
 
 
 def test_a_state_that_changes_its_dtype():
