@@ -240,8 +240,10 @@ def main() -> None:
     """Write the pictures."""
     page = DOCS / "tutorial.md"
     defined: dict[str, Any] = {"__name__": "__docs__"}
-    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        exec(compile(block, str(page), "exec"), defined)
+    text = page.read_text(encoding="utf-8")
+    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        source = "\n" * text.count("\n", 0, block.start(1)) + block[1]  # at its lines, where `loop` reads it
+        exec(compile(source, str(page), "exec"), defined)
     for name, text in draw(defined).items():
         (IMAGES / name).write_text(text, encoding="utf-8")
         print(IMAGES / name)

@@ -226,6 +226,8 @@ class _Rewritten(TorchFunctionMode):
             raise NotFollowed(intercepted.REFUSED[func])
         args, kwargs = pytree.tree_map_only(Tensor, self.outside.lift, (args, kwargs or {}))
         replacement = intercepted.REPLACED.get(func)
+        noting = sys.getprofile()
+        sys.setprofile(None)  # what is called in here is torch's; noting it takes most of the time
         try:
             if replacement is not None:
                 with self:
@@ -236,6 +238,8 @@ class _Rewritten(TorchFunctionMode):
         except Exception as error:
             # An `except` of the loop's own must not see it: it may be one that numbers instead of symbols do not raise.
             raise NotFollowed(_in_a_line(error)) from error
+        finally:
+            sys.setprofile(noting)
 
 
 def trace_step(

@@ -15,7 +15,9 @@ from nsa_compile.loops.state import PLAIN, NotFollowed
 __all__ = ["Watched"]
 
 # Modules whose variables no author of a loop changes.
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "nsa_compile", "sympy"}
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {
+    "torch", "numpy", "nsa_compile", "sympy", "mpmath", "networkx",
+}  # fmt: skip
 _MISSING = object()
 
 
@@ -48,9 +50,17 @@ class Watched:
         holders |= {x for x in objects if isinstance(x, types.ModuleType)}
         assigned: list[tuple[dict[str, Any], str, Any, str]] = []
 
+        libraries: dict[int, types.CodeType] = {}  # by address: to hash a code takes longer than to call it
+
         def note(frame: types.FrameType, event: str, argument: Any) -> None:
-            code, variables = frame.f_code, frame.f_globals
-            if event != "call" or str(variables.get("__name__", "")).partition(".")[0] in _LIBRARIES:
+            if event != "call":
+                return
+            code = frame.f_code
+            if id(code) in libraries:
+                return
+            variables = frame.f_globals
+            if str(variables.get("__name__", "")).partition(".")[0] in _LIBRARIES:
+                libraries[id(code)] = code
                 return
             if code.co_argcount:
                 holders.update(type(frame.f_locals.get(code.co_varnames[0])).__mro__)
@@ -63,11 +73,13 @@ class Watched:
             yield
         finally:
             sys.setprofile(before)
+            changed = [(name, function) for variables, name, value, function in assigned
+                       if variables.get(name, _MISSING) is not value]  # fmt: skip
             for variables, name, value, _ in reversed(assigned):
                 variables[name] = value
                 if value is _MISSING:
                     del variables[name]
-        for _, name, _, function in assigned:
+        for name, function in changed:
             raise NotFollowed(f"{function} assigns to {name}, a variable of its module")
         asked = {name for code in called for name in code.co_names}
         for code, variables in called.items():

@@ -29,6 +29,14 @@ def scaled(x):
 def by_table(x):
     return x * TABLE[0]
 
+MADE = None
+
+def once(x):
+    global MADE
+    if MADE is None:
+        MADE = [3.0]
+    return x * MADE[0]
+
 def counting(x):
     global CALLS
     CALLS += 1
@@ -143,3 +151,17 @@ def test_steps_that_ended_in_errors(step):
 
     x = torch.arange(8.0).view(4, 2)
     torch.testing.assert_close(loop(run, nested="eager", cache=False)(x), run(x), rtol=0, atol=0)
+
+
+def test_what_assigns_to_its_module_once(other):
+    """A table that is made when it is first asked for is there at the second step, and stays as it is."""
+
+    def run(x):
+        rows = []
+        for t in range(len(x)):
+            rows.append(other.once(x[t]))
+        return torch.stack(rows)
+
+    x = torch.ones(4, 2)
+    expected = run(x)
+    torch.testing.assert_close(loop(run, nested="eager", cache=False, on_decline="error")(x), expected)
