@@ -4,8 +4,8 @@
 
 CHECKOUTS is a folder with nsa-vibe, native-sparse-attention-pytorch, flash-linear-attention and gpt-fast. They import
 `transformers`, `einops`, `einx`, `rotary-embedding-torch`, `local-attention` and `hyper-connections`. Each loop runs as
-it is written, compiled, and in its project's own batched form, if there is one. Times are those of the processor, on one
-thread, forward and backward, gpt-fast's forward alone.
+it is written, compiled, and in its project's own batched form, if there is one. Times are those of the processor, on
+one thread, forward and backward, gpt-fast's forward alone.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class Loop:
     weights: tuple[Tensor, ...] = ()
     batched: Callable[..., Tensor] | None = None  # the project's own form without a loop
     before: Callable[[], Any] = lambda: None  # puts back what a run has left
-    around: Callable[[Callable[..., Any]], Callable[..., Tensor]] = lambda function: (
-        function
-    )  # gives it what else it asks
+    # Gives the function what else it asks for.
+    around: Callable[[Callable[..., Any]], Callable[..., Tensor]] = lambda function: function
 
 
 def llama(checkouts: Path, seq_len: int) -> Loop:
