@@ -43,8 +43,9 @@ def _(init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor]
     return [*(x.new_empty(x.shape) for x in init), *rows]
 
 
-def place_inner_loops(owner: fx.GraphModule, scan: fx.Node) -> None:
+def place_inner_loops(owner: fx.GraphModule, scan: fx.Node) -> list[fx.Node]:
     """Make the stand-ins of a graph scans, in place, under the autocast of the one that they are a part of."""
+    placed = []
     for node in owner.graph.find_nodes(op="call_function", target=torch.ops.nsa_compile.inner_loop.default):
         *tensors, key = node.args
         body = _bodies.pop(key)
@@ -56,4 +57,6 @@ def place_inner_loops(owner: fx.GraphModule, scan: fx.Node) -> None:
         node.target, node.args = scan_op, (step, *tensors)
         node.meta["example_value"] = node.meta.pop("val")
         modes.share_autocast(scan, node)
+        placed.append(node)
     owner.recompile()
+    return placed

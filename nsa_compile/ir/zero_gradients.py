@@ -21,7 +21,7 @@ from nsa_compile.ir.aten import aten, operand
 from nsa_compile.ir.rewriting import NodeBuilder
 from nsa_compile.ir.scans import ScanSite, example, place_of, results, scan_results
 
-__all__ = ["has_gradient", "match_outputs", "match_results"]
+__all__ = ["has_gradient", "mark_results", "match_outputs", "match_results"]
 
 
 def match_results(site: ScanSite, batched: fx.GraphModule) -> None:
@@ -39,6 +39,16 @@ def match_results(site: ScanSite, batched: fx.GraphModule) -> None:
         if captured[i]
     }
     _match(batched, {i: captured[i] for i in sorted(site.read)}, flags, lost)
+
+
+def mark_results(site: ScanSite) -> None:
+    """Say of the results of a scan that no program was captured with whether they have gradients, in place."""
+    known: dict[fx.Node, bool] = {}
+    flags = [_has_gradient(n, known) for n in (*site.init, *site.xs, *site.additional)]
+    site.node.meta["example_value"] = tuple(
+        torch.empty_like(x, requires_grad=(x.is_floating_point() or x.is_complex()) and any(flags[j] for j in heard))
+        for x, heard in zip(scan_results(site.node), _inputs_that_hear_of(site), strict=True)
+    )
 
 
 def _inputs_that_hear_of(site: ScanSite) -> list[set[int]]:

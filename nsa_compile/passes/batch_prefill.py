@@ -41,7 +41,7 @@ from nsa_compile.ir.scans import (
     place_of,
     results,
 )
-from nsa_compile.ir.zero_gradients import match_results
+from nsa_compile.ir.zero_gradients import mark_results, match_results
 from nsa_compile.passes.eliminate_guards import guarded_views
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.report import RecurrenceReport
@@ -73,7 +73,10 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
         report.guards_kept, report.guards_dropped = guards(site, site.record)
         match_results(site, batched)
         inline_graph(site.owner, site.node, batched, inputs)
-        place_inner_loops(site.owner, site.node)
+        placed = place_inner_loops(site.owner, site.node)
+        for made in find_scans(site.owner):
+            if made.node in placed:
+                mark_results(made)
         context.match(site.node.name, f"{site.record.length} steps became {report.nodes_after} operators")
         changed = True
     return changed

@@ -1228,3 +1228,21 @@ def test_the_derivative_of_rrelu_is_the_noise_that_it_draws(nested):
         y = function(x)
         results.append((y, *torch.autograd.grad(y.square().sum(), x)))
     torch.testing.assert_close(*results)
+
+
+def test_what_a_part_that_stays_a_loop_yields_has_a_gradient():
+    """It had none for the scan that takes it next, of whose results nothing but a first value is left."""
+
+    def run(first, x):
+        def overwrite(c, row):
+            c = c.index_fill(0, (row > 9).sum().view(1), 2.0)
+            return c, c.sum() * row
+
+        def leave(c, token):
+            row, t = token
+            return torch.where(t % 2 == 1, row, c), ()
+
+        rows_of_one = scan(overwrite, first, x)[1]
+        return (scan(leave, torch.zeros_like(x[0]), (rows_of_one, torch.arange(len(x))))[0],)
+
+    equal_gradients(run, rows(1, 2).requires_grad_(), rows(1, 2))
