@@ -3,9 +3,9 @@
     python benchmarks/loops.py CHECKOUTS
 
 CHECKOUTS is a folder with nsa-vibe, native-sparse-attention-pytorch, flash-linear-attention and gpt-fast. They import
-`transformers`, `einops`, `einx`, `rotary-embedding-torch`, `local-attention` and `hyper-connections`. Each loop runs as
-it is written, compiled, and in its project's own batched form, if there is one. Times are those of the processor, on
-one thread, forward and backward, gpt-fast's forward alone.
+`transformers`, `einops`, `einx`, `rotary-embedding-torch`, `local-attention` and `hyper-connections`. Each loop runs
+as it is written, compiled, and in its project's own batched form, if there is one. Times are those of the processor,
+on one thread, forward and backward, gpt-fast's forward alone.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Loop:
     weights: tuple[Tensor, ...] = ()
     batched: Callable[..., Tensor] | None = None  # the project's own form without a loop
     before: Callable[[], Any] = lambda: None  # puts back what a run has left
-    # Gives the function what else it asks for.
-    around: Callable[[Callable[..., Any]], Callable[..., Tensor]] = lambda function: function
+    around: Callable[[Callable[..., Any]], Callable[..., Tensor]] = lambda function: (
+        function
+    )  # gives it what else it asks
 
 
 def llama(checkouts: Path, seq_len: int) -> Loop:
@@ -234,6 +235,8 @@ def main(checkouts: Path, programs: str, seq_lens: str, repeats: int, out: str) 
         for seq_len in map(int, seq_lens.split(",")):
             torch.manual_seed(0)
             row = measure(PROGRAMS[name](checkouts, seq_len), repeats)
+            if "reason" in row:
+                row["reason"] = row["reason"].replace(f"{checkouts}/", "")
             rows.append({"program": name, "seq_len": seq_len} | row)
             write_record(Path(out), make_record("loops", {"dtype": "float32", "repeats": repeats}, rows))
             print(rows[-1], flush=True)
