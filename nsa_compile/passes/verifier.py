@@ -104,9 +104,12 @@ def _check_meta(gm: fx.GraphModule, pass_name: str) -> None:
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph, and each of its scans under the autocast that belongs to it."""
+    """Runs a graph, and each of its scans under the autocast that belongs to it; without gradients, even where the
+    graph asks for them: torch's own scan, in a checkpointed region, cannot compute them."""
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.target is torch._C._set_grad_enabled:
+            return None
         if n.target is not scan_op:
             return super().run_node(n)
         with modes.under(modes.autocast_at(n)):

@@ -1246,3 +1246,20 @@ def test_what_a_part_that_stays_a_loop_yields_has_a_gradient():
         return (scan(leave, torch.zeros_like(x[0]), (rows_of_one, torch.arange(len(x))))[0],)
 
     equal_gradients(run, rows(1, 2).requires_grad_(), rows(1, 2))
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_gradients_asked_for_within_no_grad_around_a_checkpoint(outside):
+    """The verifier let torch's own scan compute gradients, which failed."""
+
+    def run(x, c):
+        with torch.enable_grad():
+            part = lambda: scan(lambda c, row: (c, row * c.sum()), c, x)[1]  # noqa: E731
+            return torch.utils.checkpoint.checkpoint(part, use_reentrant=False)
+
+    x, c = rows(3, 2), rows(2).requires_grad_()
+    with torch.set_grad_enabled(outside):
+        expected, actual = run(x, c), compiled(run, "eager", fullgraph=True)(x, c)
+    assert actual.requires_grad
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), c) for y in (actual, expected)))
