@@ -1778,6 +1778,14 @@ def test_a_refusal_names_the_line_of_the_step(fault):
     assert f"ed at {__file__}:{fault.__code__.co_firstlineno}: " in str(caught.value).splitlines()[0]
 
 
+def test_a_call_that_torch_does_not_have_is_refused():
+    """Torch explains it by an empty line."""
+    with pytest.raises(RuntimeError, match=r"it raises TypeError sort: sort\(\) takes"):
+        nsa_compile.compile(lambda x: scan(lambda c, r: (c, r.sort(-1, descending=True, stable=True)[0]), x[0], x))(
+            rows()
+        )
+
+
 def test_an_assert_that_always_fails_is_refused():
     found = {}  # by exec, since pytest rewrites what stands in this file
     exec('def step(c, row):\n    assert row.shape[0] == 99, "bad width"\n    return c, row', found)

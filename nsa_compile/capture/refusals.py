@@ -225,7 +225,9 @@ def why_not_traced(error: Exception) -> str:
         return f"it raises {found[1] or found[2]}"
     if isinstance(error, exc.TorchRuntimeError) and (found := re.search(r"got (\w+\(.*\))$", text, re.MULTILINE)):
         return f"it raises {found[1]}"
-    if found := re.search(r"Explanation: (.*)", text):
+    if found := re.search(r"when making fake tensor call(?s:.*)debug context: (\w+Error .*)", text):
+        return f"it raises {found[1]}"
+    if found := re.search(r"Explanation: (.+)", text):
         return found[1].rstrip(".")
     lines = [line for line in str(error).strip().splitlines() if line]
     return lines[0] if lines else type(error).__name__
