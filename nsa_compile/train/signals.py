@@ -105,7 +105,8 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 def handled(handler: Callable[[int, FrameType | None], object], names: Iterable[str]) -> Iterator[dict[str, _Handler]]:
     """Handle signals within the block; it is given the handlers before, which are put back at its end.
 
-    A SIGHUP that is ignored stays so: whoever started the process with ``nohup`` wants it to outlive the terminal.
+    A SIGHUP that is ignored stays so: whoever started the process with ``nohup`` wants it to outlive the terminal. What
+    the block leaves ignored stays ignored, too: the process is leaving (`StopRequest`).
     """
     previous: dict[str, _Handler] = {}
     for name in names:
@@ -115,4 +116,5 @@ def handled(handler: Callable[[int, FrameType | None], object], names: Iterable[
         yield previous
     finally:
         for name, before in previous.items():
-            signal.signal(getattr(signal, name), before)
+            if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+                signal.signal(getattr(signal, name), before)

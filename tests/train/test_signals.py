@@ -112,3 +112,21 @@ def test_a_signal_may_come_while_a_line_is_written():
     result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stderr.splitlines()[:2] == ["stopping after this step; Ctrl-C (again) to stop at once", "a line"]
+
+
+LEAVING = """
+import os, signal
+from nsa_compile.train.signals import leave_on_signals, stop_on_signals
+
+with leave_on_signals():
+    with stop_on_signals() as stop:
+        stop.leaving = True
+    os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGTERM)  # while the interpreter is taken down
+raise SystemExit(75)
+"""
+
+
+def test_a_process_that_leaves_is_not_killed_by_who_ends_the_others():
+    result = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (75, "")
