@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,7 +23,7 @@ from nsa_compile.ops.scored import TILE
 
 Times = tuple[int, ...]
 
-_ATTENTION = (ATTENTION, SELECT, SCORED, NAN_ROWS)
+ATTENTIONS = (ATTENTION, SELECT, SCORED, NAN_ROWS)
 
 
 @runtime_checkable
@@ -166,7 +166,7 @@ class BatchedBody:
         """What a node needs at the same steps; carries, and attention, see to what they need themselves."""
         if node.op != "call_function" or node in self.update_of or node in self.yielded_by:
             return []
-        if node.target in _ATTENTION or self._is_filled(node):
+        if node.target in ATTENTIONS or self._is_filled(node):
             return []
         return node.all_input_nodes
 
@@ -189,42 +189,13 @@ class BatchedBody:
             return self.record.constant[node].to(self.xs[0].device), False
         if node.op == "get_attr":
             return operator.attrgetter(str(node.target))(self.site.body), False
-        if node.target in _ATTENTION:
+        if node.target in ATTENTIONS:
             with fx.traceback.set_current_meta(node):
                 compute = {SCORED: self._scored, NAN_ROWS: self._nan_rows}.get(node.target, self._attention)
                 return compute(node, times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
         with fx.traceback.set_current_meta(node):
-            if node in self.record.settled:
-                return self._settled(node, operands, times)
-            operands = self._hidden(node, operands, times)
-            return apply_at_steps(node, operands)
-
-    def _hidden(self, node: fx.Node, operands: dict[fx.Node, Value], times: Times) -> dict[fx.Node, Value]:
-        """Operands with zeros where they meet rows of zeros that are not written yet: final rows are there instead."""
-        hidden = dict(operands)
-        for place in range(len(node.args)):
-            if (first := self.record.hidden.get((node, place))) is not None:
-                keep = self._from(first, node.args[place], times)
-                value = spread(operands[operand(node, place)], len(times))
-                hidden[operand(node, place)] = torch.where(keep, value, 0.0), True
-        return hidden
-
-    def _from(self, first: Tensor, node: Any, times: Times) -> Tensor:
-        """Which elements of a node count at each of `times`, given the step from which on they do."""
-        steps = self._constant(np.array(times)).reshape(-1, *[1] * example(node).dim())
-        return steps >= self._constant(first)
-
-    def _settled(self, node: fx.Node, operands: dict[fx.Node, Value], times: Times) -> Value:
-        """A softmax that has exact zeros, and passes no gradient on, where its scores are -inf at a step.
-
-        Only where nothing else is left in a row are these not what it has anyway.
-        """
-        scores = operand(node)
-        keep = self._from(self.record.settled[node], scores, times)
-        value = spread(operands[scores], len(times))
-        weights, _ = apply_at_steps(node, {**operands, scores: (torch.where(keep, value, -torch.inf), True)})
-        return torch.where(keep, weights, 0.0), True
+            return compute_at(node, operands, lambda: self._constant(np.array(times)), len(times), self.record)
 
     def _attention(self, node: fx.Node, times: Times) -> Tensor:
         """An attention node, or the selection of its blocks: the steps become its queries.
@@ -427,6 +398,33 @@ class BatchedBody:
             down, across = (torch.arange(n, device=device) * step for n, step in zip(value.shape, slopes, strict=True))
             return down[:, None] + across + int(value.flat[0])
         return torch.from_numpy(np.ascontiguousarray(value)).to(device)
+
+
+def compute_at(
+    node: fx.Node, operands: dict[fx.Node, Value], steps: Callable[[], Tensor], count: int, record: ScanRecord
+) -> Value:
+    """One operator at `count` steps, whose numbers are `steps`; with what the proof of dropped guards asks of it.
+
+    Operands get zeros where they meet rows of zeros that are not written yet: final rows are there instead. A softmax
+    has exact zeros, and passes no gradient on, where its scores are -inf at a step: only where nothing else is left in
+    a row are these not what it has anyway.
+    """
+
+    def counts(first: Tensor, x: Any) -> Tensor:
+        return steps().reshape(-1, *[1] * example(x).dim()) >= first.to(operands[x][0].device)
+
+    values = dict(operands)
+    if node in record.settled:
+        x = operand(node)
+        keep = counts(record.settled[node], x)
+        values[x] = torch.where(keep, spread(operands[x], count), -torch.inf), True
+        weights, _ = apply_at_steps(node, values)
+        return torch.where(keep, weights, 0.0), True
+    for place in range(len(node.args)):
+        if (first := record.hidden.get((node, place))) is not None:
+            x = operand(node, place)
+            values[x] = torch.where(counts(first, x), spread(operands[x], count), 0.0), True
+    return apply_at_steps(node, values)
 
 
 def _together(x: Tensor) -> Tensor:

@@ -113,9 +113,9 @@ class _Border:
     def _with_what_reduces(self, inside: set[fx.Node]) -> set[fx.Node]:
         """Take in what makes the rows that leave the loop smaller by far."""
         while True:
-            now = sum(map(_bytes, self._crossing(inside)))
+            now = sum(map(bytes_of, self._crossing(inside)))
             further = [inside | self._needed_inside([n]) for n in self.dependent - inside if self._may_enter(n)]
-            costs = [sum(map(_bytes, self._crossing(other))) for other in further]
+            costs = [sum(map(bytes_of, self._crossing(other))) for other in further]
             if not costs or min(costs) * WORTH_IT > now:
                 return inside
             inside = further[costs.index(min(costs))]
@@ -123,7 +123,7 @@ class _Border:
     def _may_enter(self, node: fx.Node) -> bool:
         """Whether a node reduces what it reads, and reads no carry that this loop has to be computed for."""
         sources = [n for n in node.all_input_nodes if n in self.dependent]
-        reduces = _bytes(node) < max(map(_bytes, sources), default=0)
+        reduces = bytes_of(node) < max(map(bytes_of, sources), default=0)
         return reduces and node not in self.buffers and node not in self.copies and self._is_before(node)
 
     def _is_before(self, node: fx.Node) -> bool:
@@ -133,12 +133,12 @@ class _Border:
         """What the loop reads, and what it computes; small operands are read, rather than what they are spread to."""
         inside = set(inside)
         inputs = {x for n in inside if n.op == "call_function" for x in n.all_input_nodes} - inside
-        varying = self._varying()
+        varying = varying_nodes(self.site, self.record)
         while True:
             for node in inputs:
                 operands = set(node.all_input_nodes) if self._is_cheap(node) else set()
-                brought = sum(_bytes(n) for n in operands - inputs if n in varying)
-                if node in varying and operands and brought * WORTH_IT <= _bytes(node):
+                brought = sum(bytes_of(n) for n in operands - inputs if n in varying)
+                if node in varying and operands and brought * WORTH_IT <= bytes_of(node):
                     inputs = (inputs - {node}) | operands
                     inside.add(node)
                     break
@@ -152,24 +152,27 @@ class _Border:
         outer = node.target in MATMUL and example(operand(node)).shape[-1] == 1
         return outer or torch.Tag.pointwise in node.target.tags or node.target in REARRANGED | COPIED
 
-    def _varying(self) -> set[fx.Node]:
-        """The nodes that differ from step to step."""
-        _, rows, _ = self.site.placeholders()
-        found, dropped = set(rows), self.record.guards_dropped
-        for carry, update, kind in zip(self.carries, self.updates, self.record.carries, strict=True):
-            if isinstance(kind, Rows):
-                found |= {
-                    n for n, view in ((carry, f"{carry.name}.before"), (update, carry.name)) if view not in dropped
-                }
-            elif not isinstance(kind, Invariant):
-                found.add(carry)
-        for node in self.site.body.graph.nodes:
-            if node.op == "call_function" and node not in self.buffers and not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return found
+
+def varying_nodes(site: ScanSite, record: ScanRecord) -> set[fx.Node]:
+    """The nodes of a step that differ from step to step."""
+    carries, rows, _ = site.placeholders()
+    updates, _ = site.outputs()
+    found, buffers = set(rows), set[fx.Node]()
+    for carry, update, kind in zip(carries, updates, record.carries, strict=True):
+        if isinstance(kind, Rows):
+            buffers.add(update)
+            views = (carry, f"{carry.name}.before"), (update, carry.name)
+            found |= {n for n, view in views if view not in record.guards_dropped}
+        elif not isinstance(kind, Invariant):
+            found.add(carry)
+    for node in site.body.graph.nodes:
+        if node.op == "call_function" and node not in buffers and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
-def _bytes(node: fx.Node) -> int:
+def bytes_of(node: fx.Node) -> int:
+    """What a node's tensors take at one step."""
     values = node.meta.get("val", node.meta.get("example_value"))
     tensors = values if isinstance(values, tuple | list) else [values]
     return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))

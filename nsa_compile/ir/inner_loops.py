@@ -12,18 +12,26 @@ from torch._higher_order_ops.scan import scan_op
 from nsa_compile import modes
 from nsa_compile.ir.scans import example, results
 
-__all__ = ["place_inner_loops", "run_inner_loop"]
+__all__ = ["RECOMPUTED", "place_inner_loops", "run_inner_loop"]
 
-_bodies: dict[str, fx.GraphModule] = {}
+# In the meta of a scan: its backward pass computes again what its forward pass has computed, and keeps nothing.
+RECOMPUTED = "nsa_recomputed"
+
+_bodies: dict[str, tuple[fx.GraphModule, bool]] = {}
 _numbers = itertools.count()
 
 
 def run_inner_loop(
-    body: fx.GraphModule, init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor]
+    body: fx.GraphModule,
+    init: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    additional: Sequence[Tensor],
+    *,
+    recomputed: bool = False,
 ) -> list[Tensor]:
     """Put a loop into the graph that is traced: the final carries, and the yields of all steps, `[S, ...]`."""
     key = str(next(_numbers))
-    _bodies[key] = body
+    _bodies[key] = body, recomputed
     return _stand_in(list(init), list(xs), list(additional), key)
 
 
@@ -38,7 +46,7 @@ def _stand_in(init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence
 
 @_stand_in.register_fake
 def _(init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor], key: str) -> list[Tensor]:
-    yields = [example(node) for node in results(_bodies[key])[len(init) :]]
+    yields = [example(node) for node in results(_bodies[key][0])[len(init) :]]
     rows = [xs[0].new_empty((xs[0].shape[0], *x.shape), dtype=x.dtype) for x in yields]
     return [*(x.new_empty(x.shape) for x in init), *rows]
 
@@ -48,7 +56,7 @@ def place_inner_loops(owner: fx.GraphModule, scan: fx.Node) -> list[fx.Node]:
     placed = []
     for node in owner.graph.find_nodes(op="call_function", target=torch.ops.nsa_compile.inner_loop.default):
         *tensors, key = node.args
-        body = _bodies.pop(key)
+        body, recomputed = _bodies.pop(key)
         name = next(n for i in itertools.count() if not hasattr(owner, n := f"inner_loop_{i}"))
         owner.add_submodule(name, body)
         with owner.graph.inserting_before(node):
@@ -57,6 +65,7 @@ def place_inner_loops(owner: fx.GraphModule, scan: fx.Node) -> list[fx.Node]:
         node.target, node.args = scan_op, (step, *tensors)
         node.meta["example_value"] = node.meta.pop("val")
         modes.share_autocast(scan, node)
+        node.meta[RECOMPUTED] = recomputed
         placed.append(node)
     owner.recompile()
     return placed

@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from nsa_compile.analyses.batched_body import AsLoop, BatchedBody, Recurrence
 from nsa_compile.analyses.inner_loops import find_inner_loop, leaves_something_outside, recurrent_groups
+from nsa_compile.analyses.step_tiles import plan_tiles
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.inner_loops import place_inner_loops
 from nsa_compile.ir.lowering import trace_to_aten
@@ -56,6 +57,9 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
             continue
         try:
             recurrences = plan_recurrences(site, site.record)
+            with declined_if_it_fails("the step cannot be computed in tiles", site.node):
+                tiles = plan_tiles(site, site.record, recurrences, context.options.tile_bytes)
+            recurrences += tiles
             batched = trace_batched(site, site.record, context.options.max_guard_bytes, recurrences)
         except Declined as declined:
             context.decline(site.node.name, declined)
@@ -68,7 +72,7 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
         report = context.scan(site.node.name)
         report.nodes_after = sum(n.op == "call_function" for n in batched.graph.nodes)
         report.batched = not looped
-        report.recurrences = [RecurrenceReport(r.group, r.form) for r in recurrences]
+        report.recurrences = [RecurrenceReport(r.group, r.form) for r in recurrences if r.group]
         report.carries = [type(c).__name__ for c in site.record.carries]
         report.guards_kept, report.guards_dropped = guards(site, site.record)
         match_results(site, batched)

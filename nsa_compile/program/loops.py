@@ -10,6 +10,7 @@ from torch import fx
 
 from nsa_compile import modes
 from nsa_compile.capture.refusals import ScanNotCompiled, cannot_be
+from nsa_compile.ir.inner_loops import RECOMPUTED
 from nsa_compile.ir.rewriting import delete_unused_graphs
 from nsa_compile.ir.scans import WRITTEN, ScanSite, example, find_scans, location, scan_results, subgraphs
 from nsa_compile.ops.loop import LoopNotTraced, Program, register, run_loop
@@ -46,7 +47,8 @@ def _keep(site: ScanSite, taken: set[str]) -> None:
     read = sorted(site.read)
     with_gradient = [i for i in read if scan_results(site.node)[i].requires_grad]
     layouts = _layouts_of_step(site)
-    program = Program(site.body, layouts, n_init, n_xs, site.length, autocast, read, with_gradient)
+    recomputed = site.node.meta.get(RECOMPUTED, False)
+    program = Program(site.body, layouts, n_init, n_xs, site.length, autocast, read, with_gradient, recomputed)
     try:  # so that what cannot be traced is said now, and here
         program.graphs(_differentiable(inputs))
     except LoopNotTraced as error:

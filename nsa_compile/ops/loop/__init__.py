@@ -32,6 +32,7 @@ class Program:
     """A loop: its step, the layouts of what the step reads, its length, and which of its results are read.
 
     Results that had a gradient as captured (`with_gradient`) have one, though it may be zero in what is left of a step.
+    A step that is `recomputed` in the backward pass keeps nothing for it.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class Program:
         autocast: modes.Autocast,
         read: Sequence[int],
         with_gradient: Sequence[int] = (),
+        recomputed: bool = False,
     ) -> None:
-        self.with_gradient = tuple(with_gradient)
+        self.with_gradient, self.recomputed = tuple(with_gradient), recomputed
         self.body, self.inputs, self.autocast, self.read = body, tuple(inputs), autocast, tuple(read)
         self.n_init, self.n_xs, self.length = n_init, n_xs, length
         self._graphs: dict[tuple[bool, ...], StepGraphs] = {}
@@ -59,13 +61,15 @@ class Program:
         key = tuple(differentiable)
         if key not in self._graphs:
             self._graphs[key] = trace_step(
-                self.body, self.inputs, self.n_init, self.n_xs, self.length, key, self.autocast, self.read
-            )
+                self.body, self.inputs, self.n_init, self.n_xs, self.length, key, self.autocast, self.read,
+                self.recomputed,
+            )  # fmt: skip
         return self._graphs[key]
 
     def digest(self) -> str:
         shape = (
-            f"{self.inputs}|{self.n_init}|{self.n_xs}|{self.length}|{self.autocast}|{self.read}|{self.with_gradient}"
+            f"{self.inputs}|{self.n_init}|{self.n_xs}|{self.length}|{self.autocast}|{self.read}|{self.with_gradient}|"
+            f"{self.recomputed}"
         )
         text = f"{shape}|{torch.__version__}\n{_text(self.body)}"
         if " at 0x" in text:  # an object without a name: nothing but this process knows what it does

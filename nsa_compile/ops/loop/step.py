@@ -129,6 +129,7 @@ def trace_step(
     differentiable: Sequence[bool],
     autocast: modes.Autocast,
     read: Collection[int],
+    recomputed: bool = False,
 ) -> StepGraphs:
     """The graphs of a step `body(*carries, *rows, *additional) -> [*carries, *ys]`.
 
@@ -139,6 +140,7 @@ def trace_step(
         differentiable: which inputs have gradients; empty if none.
         autocast: the state that the step runs under.
         read: which results of the loop, carries and ys, somebody reads; no gradient comes from the others.
+        recomputed: the backward step computes again what it needs, instead of being handed what the forward step kept.
 
     Raises:
         LoopNotTraced: the step writes to its inputs, or torch cannot trace it.
@@ -172,7 +174,7 @@ def trace_step(
             line = line_in_step(re.findall(r'File "(.*?)", line (\d+)', str(error)))
             raise LoopNotTraced(why_not_traced(error), line) from error
         with_gradient = tuple(i for i in with_gradient if i in live)
-        return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, with_gradient, wanted)
+        return _split(joint, len(inputs), n_init, n_xs, len(results), tangents, with_gradient, wanted, recomputed)
 
 
 def _results_of(body: fx.GraphModule, inputs: Sequence[Layout]) -> ResultsOf:
@@ -283,6 +285,7 @@ def _split(
     tangents: tuple[int, ...],
     with_gradient: tuple[int, ...],
     wanted: Sequence[bool],
+    recomputed: bool,
 ) -> StepGraphs:
     placeholders = joint.graph.find_nodes(op="placeholder")
     carries, rows = placeholders[:n_init], placeholders[n_init : n_init + n_xs]
@@ -304,7 +307,7 @@ def _split(
         if node in seen or node in backward_nodes or node in fixed or node in rows or node in gradients_in:
             continue
         seen.add(node)
-        if _is_view(node):
+        if _is_view(node) or (recomputed and node.op == "call_function" and not _is_random(node)):
             todo += node.all_input_nodes
         else:
             kept.append(node)
