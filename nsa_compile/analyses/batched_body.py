@@ -403,28 +403,33 @@ class BatchedBody:
 def compute_at(
     node: fx.Node, operands: dict[fx.Node, Value], steps: Callable[[], Tensor], count: int, record: ScanRecord
 ) -> Value:
-    """One operator at `count` steps, whose numbers are `steps`; with what the proof of dropped guards asks of it.
-
-    Operands get zeros where they meet rows of zeros that are not written yet: final rows are there instead. A softmax
-    has exact zeros, and passes no gradient on, where its scores are -inf at a step: only where nothing else is left in
-    a row are these not what it has anyway.
-    """
-
-    def counts(first: Tensor, x: Any) -> Tensor:
-        return steps().reshape(-1, *[1] * example(x).dim()) >= first.to(operands[x][0].device)
-
-    values = dict(operands)
+    """One operator at `count` steps, whose numbers are `steps`; with what the proof of dropped guards asks of it."""
     if node in record.settled:
-        x = operand(node)
-        keep = counts(record.settled[node], x)
-        values[x] = torch.where(keep, spread(operands[x], count), -torch.inf), True
-        weights, _ = apply_at_steps(node, values)
-        return torch.where(keep, weights, 0.0), True
+        return _settled(node, operands, steps(), count, record)
+    hidden = dict(operands)
     for place in range(len(node.args)):
         if (first := record.hidden.get((node, place))) is not None:
+            # Zeros where it meets rows of zeros that are not written yet: final rows are there instead.
             x = operand(node, place)
-            values[x] = torch.where(counts(first, x), spread(operands[x], count), 0.0), True
-    return apply_at_steps(node, values)
+            hidden[x] = torch.where(_from(first, x, steps()), spread(operands[x], count), 0.0), True
+    return apply_at_steps(node, hidden)
+
+
+def _settled(node: fx.Node, operands: dict[fx.Node, Value], steps: Tensor, count: int, record: ScanRecord) -> Value:
+    """A softmax that has exact zeros, and passes no gradient on, where its scores are -inf at a step.
+
+    Only where nothing else is left in a row are these not what it has anyway.
+    """
+    scores = operand(node)
+    keep = _from(record.settled[node], scores, steps)
+    value = torch.where(keep, spread(operands[scores], count), -torch.inf)
+    weights, _ = apply_at_steps(node, {**operands, scores: (value, True)})
+    return torch.where(keep, weights, 0.0), True
+
+
+def _from(first: Tensor, node: fx.Node, steps: Tensor) -> Tensor:
+    """Which elements of a node count at each of `steps`, given the step from which on they do."""
+    return steps.reshape(-1, *[1] * example(node).dim()) >= first.to(steps.device)
 
 
 def _together(x: Tensor) -> Tensor:

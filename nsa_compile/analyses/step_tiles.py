@@ -1,8 +1,8 @@
 """What of a batched step is computed in tiles of steps, so that no value of all steps is held that is large.
 
-An attention without an operator of its own has scores for each step and each key; so has an indexer that ranks keys, and
-the loss that teaches it. Over all steps these are `[S, ..., S]`. What is made of them is small: indices, outputs, a
-number for each step. Between what they read and what is made of them they are computed for a tile of steps after the
+An attention without an operator of its own has scores for each step and each key; so has an indexer that ranks keys,
+and the loss that teaches it. Over all steps these are `[S, ..., S]`. What is made of them is small: indices, outputs, a
+number for each step. All between what they read and what is made of them is computed for one tile of steps after the
 other, and once more in the backward pass.
 """
 
@@ -25,6 +25,8 @@ from nsa_compile.ir.carries import Rows
 from nsa_compile.ir.inner_loops import run_inner_loop
 from nsa_compile.ir.lowering import copy_outputs, trace_to_aten
 from nsa_compile.ir.scans import ScanRecord, ScanSite, example, fake_inputs
+
+_FEWEST = 8  # steps of a tile: each runs some hundred operators
 
 # The largest value of a tile takes about as much: what the caches of a core hold, or what keeps a GPU busy.
 _TILE_BYTES = {"cpu": 2**21, "cuda": 2**26}
@@ -67,85 +69,122 @@ class InTiles:
         return {}, dict(zip(self.yields, found, strict=True))
 
 
-def plan_tiles(
-    site: ScanSite, record: ScanRecord, recurrences: Sequence[Recurrence], most_bytes: int
-) -> list[InTiles]:
-    """What of a step is computed in tiles: between small values, what takes more than `most_bytes` at all steps."""
+def plan_tiles(site: ScanSite, record: ScanRecord, recurrences: Sequence[Recurrence], most_bytes: int) -> list[InTiles]:
+    """What of a step is computed in tiles: between small values, what takes `most_bytes` or more at all steps."""
     plan = _Plan(site, record, recurrences, most_bytes)
-    found = []
-    for level in sorted(set(plan.ends.values())):
-        yields = [n for n, other in plan.ends.items() if other == level]
-        inside = plan.behind(yields)
-        inputs = {n for x in inside for n in x.all_input_nodes} - inside
-        found.append(_in_tiles(plan, record, inside, inputs, yields))
-    return found
+    return [_in_tiles(plan, record, *part) for part in plan.parts()]
 
 
 class _Plan:
     """Which values of a step are large over all steps, and which small ones are made of them.
 
-    A large value is computed within the tiles of what is made of it, for each anew: first the indices that a ranking
-    yields, say, and in later tiles what is made of these and of the same scores.
+    Integers that are made of large values, such as the indices of a ranking, end a part of the step: they are kept, and
+    need no gradient. What is made of them and of the same large values is a later part, which computes these anew.
     """
 
-    def __init__(
-        self, site: ScanSite, record: ScanRecord, recurrences: Sequence[Recurrence], most_bytes: int
-    ) -> None:
+    def __init__(self, site: ScanSite, record: ScanRecord, recurrences: Sequence[Recurrence], most_bytes: int) -> None:
         self.order = {n: i for i, n in enumerate(site.body.graph.nodes)}
         self.varying = varying_nodes(site, record)
-        updates, ys = site.outputs()
-        elsewhere = {n for r in recurrences for n in r.yields}
-        elsewhere |= {u for u, kind in zip(updates, record.carries, strict=True) if isinstance(kind, Rows)}
-        self.elsewhere = elsewhere
-        most = most_bytes // record.length
-        self.large = {n for n in self.order if self._is_computed(n) and bytes_of(n) > most}
+        updates, self.ys = site.outputs()
+        self.elsewhere = {n for r in recurrences for n in r.yields}
+        self.elsewhere |= {u for u, kind in zip(updates, record.carries, strict=True) if isinstance(kind, Rows)}
+        self.computed = {n for n in self.order if self._is_computed(n)}
+        self.large = {n for n in self.computed if _elements(n) * 4 * record.length >= most_bytes}
         # What is needed as a whole is there anyway.
-        self.large -= {n for n in self.large if n in ys or any(not self._is_computed(u) for u in n.users)}
-        self.ends = self._ends()
+        self.whole = {n for n in self.large if n in self.ys or any(self._takes_whole(u) for u in n.users)}
+        self.large -= self.whole
+        self.level, self.after = self._levels()
+        self.before = self._before()
+
+    def parts(self) -> list[tuple[set[fx.Node], list[fx.Node]]]:
+        """What is computed together, and what of it others read; earlier parts first."""
+        found: list[tuple[set[fx.Node], list[fx.Node]]] = []
+        wanted = {n for n in self.after if self._is_small_end(n)}
+        for level in sorted({self.level[n] for n in wanted}, reverse=True):
+            ends = {n for n in wanted if self.level[n] == level}
+            inside = self._behind(ends, level)
+            wanted |= {x for n in inside for x in n.all_input_nodes if x in self.after and x not in inside}
+            found.append((inside, sorted(ends, key=self.order.__getitem__)))
+        return found[::-1]
 
     def _is_computed(self, node: fx.Node) -> bool:
         """Whether a node is computed by its operator, and differs from step to step."""
         if node.target is operator.getitem:
             return self._is_computed(operand(node))
-        plain = isinstance(node.target, OpOverload)
-        return plain and node in self.varying and node not in self.elsewhere and node.target not in ATTENTIONS
+        plain = isinstance(node.target, OpOverload) and node.target not in ATTENTIONS
+        return plain and node in self.varying and node not in self.elsewhere
 
-    def _ends(self) -> dict[fx.Node, int]:
-        """The small values that are made of large ones, and after how many others each of them can be computed."""
-        ends: dict[fx.Node, int] = {}
+    def _takes_whole(self, user: fx.Node) -> bool:
+        return user.op != "output" and user not in self.computed
+
+    def _levels(self) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+        """How many parts come before each node; and what is made of large values in the same part."""
         level: dict[fx.Node, int] = {}
+        after: set[fx.Node] = set()
         for node in self.order:
-            level[node] = max((level[n] for n in node.all_input_nodes), default=0)
-            tuple_of_large = not isinstance(node.meta.get("val"), Tensor) and self._is_computed(node)
-            if node in self.large or self.large.isdisjoint(node.all_input_nodes):
-                continue
-            if tuple_of_large:
-                self.large.add(node)
-                continue
-            ends[node] = level[node]
-            level[node] += 1
-        return ends
+            inputs = node.all_input_nodes
+            level[node] = max((level[n] + (n in after and self._ends_part(n)) for n in inputs), default=0)
+            here = [n for n in inputs if n in after and level[n] == level[node] and not self._ends_part(n)]
+            made_of_large = bool(here) or any(n in self.large for n in inputs)
+            if node in self.large or (made_of_large and node in self.computed - self.whole):
+                after.add(node)
+            elif made_of_large:
+                level[node] += 1
+        return level, after
 
-    def behind(self, nodes: Collection[fx.Node]) -> set[fx.Node]:
-        """Nodes, and the large values that they are made of."""
-        found, todo = set(nodes), list(nodes)
+    def _ends_part(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, Tensor) and node not in self.large and not value.dtype.is_floating_point
+
+    def _before(self) -> set[fx.Node]:
+        """What a large value of the same part is made of."""
+        found = set[fx.Node]()
+        for node in reversed(self.order):
+            if node in self.computed and any(
+                u in self.large or u in found
+                for u in node.users
+                if u in self.level and self.level[u] == self.level[node]
+            ):
+                found.add(node)
+        return found
+
+    def _is_small_end(self, node: fx.Node) -> bool:
+        """Whether a small value is made of a part, and no large one of the part is made of it."""
+        if node in self.large or not isinstance(node.meta.get("val"), Tensor):
+            return False
+        if self._ends_part(node) or node not in self.before:
+            return any(n in self.large or (n in self.after and n in self.before) for n in node.all_input_nodes)
+        return any(u not in self.computed or self.level[u] != self.level[node] for u in node.users)
+
+    def _behind(self, ends: Collection[fx.Node], level: int) -> set[fx.Node]:
+        """Nodes, and what of the same part, and which large values, they are made of."""
+        found, todo = set(ends), list(ends)
         while todo:
-            new = {n for n in todo.pop().all_input_nodes if n in self.large} - found
+            inputs = todo.pop().all_input_nodes
+            new = {n for n in inputs if n in self.large or self._is_inside(n, level)} - found
             found |= new
             todo += new
         return found
 
+    def _is_inside(self, node: fx.Node, level: int) -> bool:
+        is_tuple = node in self.computed and not isinstance(node.meta.get("val"), Tensor)
+        return self.level[node] == level and node in self.after and (node in self.before or is_tuple)
 
-def _in_tiles(
-    plan: _Plan, record: ScanRecord, inside: set[fx.Node], inputs: set[fx.Node], yields: Sequence[fx.Node]
-) -> InTiles:
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return sum(x.numel() for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, Tensor))
+
+
+def _in_tiles(plan: _Plan, record: ScanRecord, inside: set[fx.Node], yields: Sequence[fx.Node]) -> InTiles:
+    inputs = {n for x in inside for n in x.all_input_nodes} - inside
     nodes, ordered = (tuple(sorted(x, key=plan.order.__getitem__)) for x in (inside, inputs))
     rows = tuple(n for n in ordered if n in plan.varying)
     same = tuple(n for n in ordered if n not in plan.varying)
     device = example(yields[0]).device
     budget = _TILE_BYTES.get(device.type, _TILE_BYTES["cpu"])
     most = max(bytes_of(n) for n in nodes)
-    size = max(8, min(record.length, 2 ** ((budget // most).bit_length() - 1) if budget > most else 8))
+    size = min(record.length, max(_FEWEST, 2 ** ((budget // most).bit_length() - 1) if budget > most else 0))
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [torch.empty(size, *example(n).shape, dtype=example(n).dtype, device=example(n).device) for n in rows]
         fakes.append(torch.empty(size, dtype=torch.int64, device=device))

@@ -13,7 +13,8 @@ After, with every carry resolved to a function of the inputs:
 The body is evaluated backwards from its outputs, on demand. A value that is the same at all steps is computed once; a
 row that is written every d steps is computed at those steps only. A carry that needs itself to be computed is a
 recurrence: `parallelize_recurrences` has found a parallel form for it, or a loop remains over the part of the step that
-it needs. Where that is all of the step, the scan is declined before anything has changed.
+it needs. Where that is all of the step, the scan is declined before anything has changed. What would be large over all
+steps, and is made into something small, is computed in tiles of steps (`step_tiles.py`).
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
             recurrences = plan_recurrences(site, site.record)
             with declined_if_it_fails("the step cannot be computed in tiles", site.node):
                 tiles = plan_tiles(site, site.record, recurrences, context.options.tile_bytes)
-            recurrences += tiles
-            batched = trace_batched(site, site.record, context.options.max_guard_bytes, recurrences)
+            batched = trace_batched(site, site.record, context.options.max_guard_bytes, [*recurrences, *tiles])
         except Declined as declined:
             context.decline(site.node.name, declined)
             continue
@@ -72,7 +72,7 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
         report = context.scan(site.node.name)
         report.nodes_after = sum(n.op == "call_function" for n in batched.graph.nodes)
         report.batched = not looped
-        report.recurrences = [RecurrenceReport(r.group, r.form) for r in recurrences if r.group]
+        report.recurrences = [RecurrenceReport(r.group, r.form) for r in recurrences]
         report.carries = [type(c).__name__ for c in site.record.carries]
         report.guards_kept, report.guards_dropped = guards(site, site.record)
         match_results(site, batched)
@@ -81,7 +81,8 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
         for made in find_scans(site.owner):
             if made.node in placed:
                 mark_results(made)
-        context.match(site.node.name, f"{site.record.length} steps became {report.nodes_after} operators")
+        in_tiles = f", some of them in tiles of {tiles[0].size} steps" if tiles else ""
+        context.match(site.node.name, f"{site.record.length} steps became {report.nodes_after} operators{in_tiles}")
         changed = True
     return changed
 

@@ -105,8 +105,8 @@ class Options:
             follows its mask wherever there is one, `"dense"` over all keys.
         max_guard_bytes: a buffer whose guard cannot be dropped costs a copy for each step; above this many bytes for
             one buffer the scan is left a loop.
-        tile_bytes: what takes more bytes over all steps, and is made into something small, is computed in tiles of steps
-            and once more in the backward pass.
+        tile_bytes: what takes as many bytes over all steps, and is made into something small, is computed in tiles of
+            steps, and once more in the backward pass.
         on_decline: `"warn"` leaves a scan that cannot be batched a loop and says so; `"error"` raises.
         check: `"passes"` (or True) runs every pass's result against its input on the first real inputs and compares
             values; `"first"` compares the first call of each compiled program, values and gradients, with the loop
@@ -122,7 +122,7 @@ class Options:
     stop_after: int | None = None
     attention: str = "auto"
     max_guard_bytes: int = 2**30
-    tile_bytes: int = 2**24
+    tile_bytes: int = 2**27
     on_decline: str = "warn"
     check: bool | Literal["passes", "first"] = False
     estimate: bool = False

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_compile import scan
 from nsa_compile.analyses import batched_body, scores
-from nsa_compile.analyses.batched_body import BatchedBody, apply_at_steps
+from nsa_compile.analyses.batched_body import apply_at_steps
 from nsa_compile.analyses.scores import Mass
 from nsa_compile.analyses.staleness import Analysis, Facts
 from nsa_compile.ir.aten import aten
@@ -98,18 +98,15 @@ def settled_by_the_lowest_number(original: Any) -> Any:
 
 
 def one_step_late(original: Any) -> Any:
-    return lambda self, first, node, times: original(self, torch.where(first > 0, first + 1, first), node, times)
+    return lambda first, node, steps: original(torch.where(first > 0, first + 1, first), node, steps)
 
 
 def one_step_early(original: Any) -> Any:
-    return lambda self, first, node, times: original(self, first - 1, node, times)
+    return lambda first, node, steps: original(first - 1, node, steps)
 
 
 def not_masked_behind(original: Any) -> Any:
-    def settled(self: BatchedBody, node: Any, operands: Any, times: Any) -> Any:
-        return apply_at_steps(node, operands)
-
-    return settled
+    return lambda node, operands, *others: apply_at_steps(node, operands)
 
 
 def forgotten(original: Any) -> Any:
@@ -174,10 +171,10 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[], None]]] = {
     # what is broken: the object, its attribute, what makes another one of it, and the program that shows it
     "a floor that is a number is settled": (
         Analysis, "_settles", settled_by_the_lowest_number, judged("documents that leave nothing")),
-    "a row is settled a step late": (BatchedBody, "_from", one_step_late, of_sums),
-    "a settled row weighs something": (BatchedBody, "_settled", not_masked_behind, of_sums),
-    "a hidden row is read a step early": (BatchedBody, "_from", one_step_early, judged("scores given")),
-    "a hidden row is read a step late": (BatchedBody, "_from", one_step_late, judged("scores given")),
+    "a row is settled a step late": (batched_body, "_from", one_step_late, of_sums),
+    "a settled row weighs something": (batched_body, "_settled", not_masked_behind, of_sums),
+    "a hidden row is read a step early": (batched_body, "_from", one_step_early, judged("scores given")),
+    "a hidden row is read a step late": (batched_body, "_from", one_step_late, judged("scores given")),
     "rows of others are hidden": (Analysis, "_hide", rows_that_are_no_zeros, judged("scores given", init=0.25)),
     "a floor forgets what it absorbed": (Facts, "counted", forgotten, of_floors),
     "a difference is turned around": (scores, "Instruction", turned_around, a_bias),
