@@ -48,6 +48,8 @@ JUMPS = frozenset(
     {"eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "relu", "abs", "sign",
      "floor", "ceil", "remainder", "floor_divide", "to", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow"}
 )  # fmt: skip
+# Operators that put a number in the place of an element, or beside it.
+STORED = frozenset({"masked_fill", "where", "clamp", "clamp_min", "clamp_max"})
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,8 @@ class _Follower:
         if node.kwargs.get("alpha", 1) != 1 or set(node.kwargs) - {"alpha", "dtype", "device", "layout"}:
             raise Unrecognised(f"its scores are made with {node.target} and {sorted(node.kwargs)}", node)
         given = [self.follow(x, _read(x, node, elements)) for x in node.args]
+        if name.partition(".")[0] in STORED:
+            given = [rounded(x, dtype) for x in given]
         if name == "to":
             if is_float_cast(node):
                 return given[0]
@@ -241,6 +245,12 @@ class Divided(Exception):
     def __init__(self, columns: list[int]) -> None:
         super().__init__(columns)
         self.columns = columns
+
+
+def rounded(x: Any, dtype: torch.dtype) -> Any:
+    """A number as a tensor holds it: -1e9 is -999292928 in bfloat16, and no floor beside those that a mask adds."""
+    is_number = isinstance(x, int | float) and not isinstance(x, bool)
+    return float(torch.tensor(x, dtype=dtype)) if is_number and dtype.is_floating_point else x
 
 
 def _origin(node: fx.Node) -> fx.Node:
@@ -282,7 +292,8 @@ def _parts(node: fx.Node) -> tuple[list[Any], Tensor, Tensor]:
     if node.target is aten.constant_pad_nd.default:
         given = arguments(node)
         owner = aten.constant_pad_nd.default(torch.zeros_like(numbers(given.self)), given.pad, 1)
-        return [given.self, float(given.value)], owner, aten.constant_pad_nd.default(numbers(given.self), given.pad, 0)
+        value = rounded(float(given.value), example(node).dtype)
+        return [given.self, value], owner, aten.constant_pad_nd.default(numbers(given.self), given.pad, 0)
     tensors: Any = operand(node)
     dim = arguments(node).dim
     owner = torch.cat([torch.full_like(numbers(x), i) for i, x in enumerate(tensors)], dim)

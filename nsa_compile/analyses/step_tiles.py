@@ -21,10 +21,10 @@ from nsa_compile.analyses.batched_body import ATTENTIONS, BatchedBody, Recurrenc
 from nsa_compile.analyses.batched_operators import Value, spread
 from nsa_compile.analyses.inner_loops import bytes_of, varying_nodes
 from nsa_compile.ir.aten import aten, operand
-from nsa_compile.ir.carries import Rows
+from nsa_compile.ir.carries import Invariant, Known, Recurrent, Rows
 from nsa_compile.ir.inner_loops import run_inner_loop
 from nsa_compile.ir.lowering import copy_outputs, trace_to_aten
-from nsa_compile.ir.scans import ScanRecord, ScanSite, example, fake_inputs
+from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example, fake_inputs
 
 _FEWEST = 8  # steps of a tile: each runs some hundred operators
 
@@ -86,7 +86,19 @@ class _Plan:
         self.order = {n: i for i, n in enumerate(site.body.graph.nodes)}
         self.varying = varying_nodes(site, record)
         updates, self.ys = site.outputs()
+        carries = site.placeholders()[0]
+        self.carries = {
+            c: u
+            for c, u, kind in zip(carries, updates, record.carries, strict=True)
+            if not isinstance(kind, Invariant | Known)
+        }
         self.elsewhere = {n for r in recurrences for n in r.yields}
+        # What reads a recurrent state is a part of its recurrence, up to what that yields.
+        state = {c for c, kind in zip(carries, record.carries, strict=True) if isinstance(kind, Recurrent)}
+        for node in self.order:
+            if node not in self.elsewhere and not state.isdisjoint(node.all_input_nodes):
+                state.add(node)
+        self.elsewhere |= state
         self.elsewhere |= {u for u, kind in zip(updates, record.carries, strict=True) if isinstance(kind, Rows)}
         self.computed = {n for n in self.order if self._is_computed(n)}
         self.large = {n for n in self.computed if _elements(n) * 4 * record.length >= most_bytes}
@@ -118,19 +130,37 @@ class _Plan:
         return user.op != "output" and user not in self.computed
 
     def _levels(self) -> tuple[dict[fx.Node, int], set[fx.Node]]:
-        """How many parts come before each node; and what is made of large values in the same part."""
+        """How many parts come before each node; and what is made of large values in the same part.
+
+        A carry comes after the parts that its update is made of, at the steps before.
+        """
+        first: dict[fx.Node, int] = {}
+        for _ in range(len(self.carries) + 1):
+            level, after, of_large = self._levels_from(first)
+            found = {c: level[u] + (u in of_large) for c, u in self.carries.items()}
+            if found == first or not of_large:
+                return level, after
+            first = found
+        raise Declined("its large values are computed from one another, step after step", next(iter(self.carries)))
+
+    def _levels_from(self, first: dict[fx.Node, int]) -> tuple[dict[fx.Node, int], set[fx.Node], set[fx.Node]]:
+        """The same, given how many parts come before each carry; and what any large value goes into."""
         level: dict[fx.Node, int] = {}
-        after: set[fx.Node] = set()
+        after, of_large = set[fx.Node](), {c for c, n in first.items() if n > 0}
         for node in self.order:
             inputs = node.all_input_nodes
-            level[node] = max((level[n] + (n in after and self._ends_part(n)) for n in inputs), default=0)
+            level[node] = max(
+                (level[n] + (n in after and self._ends_part(n)) for n in inputs), default=first.get(node, 0)
+            )
             here = [n for n in inputs if n in after and level[n] == level[node] and not self._ends_part(n)]
             made_of_large = bool(here) or any(n in self.large for n in inputs)
             if node in self.large or (made_of_large and node in self.computed - self.whole):
                 after.add(node)
             elif made_of_large:
                 level[node] += 1
-        return level, after
+            if node in self.large or not of_large.isdisjoint(inputs):
+                of_large.add(node)
+        return level, after, of_large
 
     def _ends_part(self, node: fx.Node) -> bool:
         value = node.meta.get("val")

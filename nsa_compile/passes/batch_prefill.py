@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from nsa_compile.analyses.batched_body import AsLoop, BatchedBody, Recurrence
 from nsa_compile.analyses.inner_loops import find_inner_loop, leaves_something_outside, recurrent_groups
-from nsa_compile.analyses.step_tiles import plan_tiles
+from nsa_compile.analyses.step_tiles import InTiles, plan_tiles
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.inner_loops import place_inner_loops
 from nsa_compile.ir.lowering import trace_to_aten
@@ -58,8 +58,7 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
             continue
         try:
             recurrences = plan_recurrences(site, site.record)
-            with declined_if_it_fails("the step cannot be computed in tiles", site.node):
-                tiles = plan_tiles(site, site.record, recurrences, context.options.tile_bytes)
+            tiles = _tiles(site, site.record, recurrences, context)
             batched = trace_batched(site, site.record, context.options.max_guard_bytes, [*recurrences, *tiles])
         except Declined as declined:
             context.decline(site.node.name, declined)
@@ -85,6 +84,18 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
         context.match(site.node.name, f"{site.record.length} steps became {report.nodes_after} operators{in_tiles}")
         changed = True
     return changed
+
+
+def _tiles(
+    site: ScanSite, record: ScanRecord, recurrences: Sequence[Recurrence], context: PassContext
+) -> list[InTiles]:
+    """What is computed in tiles; a note in the report where that cannot be."""
+    try:
+        with declined_if_it_fails("what is large over all its steps is held", site.node):
+            return plan_tiles(site, record, recurrences, context.options.tile_bytes)
+    except Declined as why:
+        context.leave(why)
+        return []
 
 
 def plan_recurrences(site: ScanSite, record: ScanRecord) -> list[Recurrence]:

@@ -19,7 +19,7 @@ import logging
 import operator
 from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.joined_values import split_products
@@ -140,17 +140,22 @@ def _write_as_scatters(body: fx.GraphModule) -> None:
         elif node.target in (aten.copy.default, aten.fill.Tensor):
             old, new = node.args[:2]
             build = NodeBuilder(body, node)
-            if (example(new).dtype, example(new).device) != (example(old).dtype, example(old).device):
-                new = build(aten._to_copy.default, new, dtype=example(old).dtype, device=example(old).device)
+            new = _cast_as(example(old), new, build)
             if example(new).shape != example(old).shape:
                 new = build(aten.expand.default, new, list(example(old).shape))
             node.replace_all_uses_with(new)
         elif node.target is aten.slice.Tensor and example(node).shape == example(node.args[0]).shape:
             node.replace_all_uses_with(node.args[0])
         elif node.target is aten.slice_scatter.default and example(node).shape == example(node.args[1]).shape:
-            node.replace_all_uses_with(node.args[1])
+            node.replace_all_uses_with(_cast_as(example(node), node.args[1], NodeBuilder(body, node)))
     eliminate_dead_code(body)
     body.recompile()
+
+
+def _cast_as(old: Tensor, new: fx.Node, build: NodeBuilder) -> fx.Node:
+    if (example(new).dtype, example(new).device) == (old.dtype, old.device):
+        return new
+    return build(aten._to_copy.default, new, dtype=old.dtype, device=old.device)
 
 
 def _take_apart(body: fx.GraphModule) -> None:

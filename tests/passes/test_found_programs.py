@@ -1263,3 +1263,34 @@ def test_gradients_asked_for_within_no_grad_around_a_checkpoint(outside):
     assert actual.requires_grad
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), c) for y in (actual, expected)))
+
+
+def test_a_floor_in_low_precision_meets_the_floor_of_another_mask():
+    """A mask was filled with -1e9, where the scores hold what bfloat16 makes of it: what a padding bias had put to a
+    floor stood out, in rows that keep nothing else."""
+    keep = torch.ones(4, 4, dtype=torch.bool).tril()
+
+    def run(k, q):
+        def step(c, row):
+            keys = c.clone()
+            scores = keys @ row["q"] + torch.zeros(4, dtype=c.dtype).masked_fill(torch.arange(4) < 1, -1e9)
+            return c, scores.masked_fill(~row["keep"], -1e9).softmax(-1) @ c
+
+        return scan(step, k, {"q": q, "keep": keep})[1]
+
+    k, q = rows(4, 2).bfloat16(), rows(4, 2).bfloat16()
+    torch.testing.assert_close(compiled(run, "eager", fullgraph=True)(k, q), run(k, q), rtol=0.02, atol=0.02)
+
+
+def test_a_cache_of_one_row_is_written_in_another_precision():
+    """The row took the place of the cache, in its own dtype."""
+
+    def run(c, x):
+        def step(c, row):
+            c = torch.slice_scatter(c, row.float().unsqueeze(1), 1, 0, 1)
+            return c, c.sum(1)
+
+        return scan(step, c, x)[1]
+
+    c, x = rows(2, 1, 3).bfloat16(), rows(1, 2, 3).bfloat16()
+    torch.testing.assert_close(compiled(run, "eager", fullgraph=True)(c, x), run(c, x), rtol=0, atol=0)
