@@ -1294,3 +1294,16 @@ def test_a_cache_of_one_row_is_written_in_another_precision():
 
     c, x = rows(2, 1, 3).bfloat16(), rows(1, 2, 3).bfloat16()
     torch.testing.assert_close(compiled(run, "eager", fullgraph=True)(c, x), run(c, x), rtol=0, atol=0)
+
+
+def test_rows_of_a_view_whose_base_was_written_to_without_gradients():
+    """To take a row of it, for its layout alone, was an error of autograd."""
+
+    def run(x):
+        with torch.no_grad():
+            part = x.narrow(0, 0, len(x))
+            x[..., :1].expand(x.shape)[..., 0].add_(1)
+            return scan(lambda c, row: (c, row * 2), torch.zeros(()), part)[1]
+
+    x = rows(2, 2, 2).requires_grad_()
+    torch.testing.assert_close(compiled(run, "eager", fullgraph=True)(x * 1), run(x * 1))

@@ -68,7 +68,7 @@ class Layout:
     def row(cls, x: Tensor) -> Layout:
         """As a loop makes each row of `x [S, ...]`: dense, its dimensions in their order in memory, in which random
         numbers are drawn."""
-        return cls.of(torch.empty_like(x[0]))
+        return cls.of(torch.empty_like(x.detach()[0]))
 
     def rows_of(self, x: Tensor) -> tuple[Tensor, ...]:
         """The rows of `x [S, ...]` in this layout."""
