@@ -193,6 +193,16 @@ class _Outside(TorchDispatchMode):
         self.known: dict[int, tuple[Tensor, Tensor, Any]] = {}
         self.literals: set[int] = set()
 
+    def lifted(self, x: Any) -> Any:
+        """Arguments of an operator with their tensors lifted."""
+        if isinstance(x, Tensor):
+            return self.lift(x)
+        if type(x) is tuple or type(x) is list:
+            return type(x)([self.lifted(y) for y in x])
+        if type(x) is dict:
+            return {k: self.lifted(y) for k, y in x.items()}
+        return x if type(x) in _PLAIN else pytree.tree_map_only(Tensor, self.lift, x)
+
     def lift(self, x: Tensor) -> Any:
         if isinstance(x, FunctionalTensor | FakeTensor) or torch._is_functional_tensor(x):
             return x
@@ -209,8 +219,11 @@ class _Outside(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.lift_fresh.default:
             self.literals.add(id(args[0]))
-        args, kwargs = pytree.tree_map_only(Tensor, self.lift, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*self.lifted(args), **self.lifted(kwargs or {}))
+
+
+# What holds no tensors; most arguments are such.
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.SymInt})
 
 
 class _Rewritten(TorchFunctionMode):
@@ -224,7 +237,7 @@ class _Rewritten(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in intercepted.REFUSED:
             raise NotFollowed(intercepted.REFUSED[func])
-        args, kwargs = pytree.tree_map_only(Tensor, self.outside.lift, (args, kwargs or {}))
+        args, kwargs = self.outside.lifted(args), self.outside.lifted(kwargs or {})
         replacement = intercepted.REPLACED.get(func)
         noting = sys.getprofile()
         sys.setprofile(None)  # what is called in here is torch's; noting it takes most of the time
@@ -260,6 +273,7 @@ def trace_step(
     trace = Trace()
     env = _Sizes(duck_shape=False, specialize_zero_one=False)
     fake = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
+    fake.cache_enabled = False  # what is kept of results with symbolic sizes is used by this trace alone
     recorder, outside = _Recorder(trace, step, fake), _Outside(fake)
     recorder.trace_no_grad = torch.is_grad_enabled()
     leaves: dict[Path, Any] = {}

@@ -72,7 +72,10 @@ class Watched:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            if before is None or callable(before):
+                sys.setprofile(before)
+            else:
+                before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
             changed = [(name, function) for variables, name, value, function in assigned
                        if variables.get(name, _MISSING) is not value]  # fmt: skip
             for variables, name, value, _ in reversed(assigned):
