@@ -88,7 +88,7 @@ class _Plan:
         updates, self.ys = site.outputs()
         carries = site.placeholders()[0]
         self.carries = {
-            c: u
+            c: kind.written if isinstance(kind, Rows) else u
             for c, u, kind in zip(carries, updates, record.carries, strict=True)
             if not isinstance(kind, Invariant | Known)
         }
@@ -110,14 +110,11 @@ class _Plan:
 
     def parts(self) -> list[tuple[set[fx.Node], list[fx.Node]]]:
         """What is computed together, and what of it others read; earlier parts first."""
-        found: list[tuple[set[fx.Node], list[fx.Node]]] = []
-        wanted = {n for n in self.after if self._is_small_end(n)}
-        for level in sorted({self.level[n] for n in wanted}, reverse=True):
-            ends = {n for n in wanted if self.level[n] == level}
-            inside = self._behind(ends, level)
-            wanted |= {x for n in inside for x in n.all_input_nodes if x in self.after and x not in inside}
-            found.append((inside, sorted(ends, key=self.order.__getitem__)))
-        return found[::-1]
+        by_level: dict[int, list[fx.Node]] = {}
+        for node in self.order:
+            if node in self.after and self._is_small_end(node):
+                by_level.setdefault(self.level[node], []).append(node)
+        return [(self._behind(ends, level), ends) for level, ends in sorted(by_level.items())]
 
     def _is_computed(self, node: fx.Node) -> bool:
         """Whether a node is computed by its operator, and differs from step to step."""
@@ -132,7 +129,7 @@ class _Plan:
     def _levels(self) -> tuple[dict[fx.Node, int], set[fx.Node]]:
         """How many parts come before each node; and what is made of large values in the same part.
 
-        A carry comes after the parts that its update is made of, at the steps before.
+        A carry comes after the parts that its update, or the row that is written, is made of at the steps before.
         """
         first: dict[fx.Node, int] = {}
         for _ in range(len(self.carries) + 1):
@@ -167,19 +164,17 @@ class _Plan:
         return isinstance(value, Tensor) and node not in self.large and not value.dtype.is_floating_point
 
     def _before(self) -> set[fx.Node]:
-        """What a large value of the same part is made of."""
+        """What is needed, in the same part, for a large value or for what is made of one."""
         found = set[fx.Node]()
+        reads_large = {n for n in self.after if not self.large.isdisjoint(n.all_input_nodes)}
         for node in reversed(self.order):
-            if node in self.computed and any(
-                u in self.large or u in found
-                for u in node.users
-                if u in self.level and self.level[u] == self.level[node]
-            ):
+            same_part = [u for u in node.users if self.level[u] == self.level[node]]
+            if node in self.computed and any(u in self.large or u in reads_large or u in found for u in same_part):
                 found.add(node)
         return found
 
     def _is_small_end(self, node: fx.Node) -> bool:
-        """Whether a small value is made of a part, and no large one of the part is made of it."""
+        """Whether a small value is made of a part, and is read elsewhere."""
         if node in self.large or not isinstance(node.meta.get("val"), Tensor):
             return False
         if self._ends_part(node) or node not in self.before:
