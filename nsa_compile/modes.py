@@ -74,10 +74,21 @@ def autocast_at(scan: fx.Node) -> Autocast:
     return scan.meta.get(_AUTOCAST) or autocast_now()
 
 
-def share_autocast(scan: fx.Node, part: fx.Node) -> None:
-    """Note at a scan that is a part of another one what is noted there."""
-    if _AUTOCAST in scan.meta:
-        part.meta[_AUTOCAST] = scan.meta[_AUTOCAST]
+def note_no_autocast(scan: fx.Node) -> None:
+    """Note at a scan whose step is lowered that it runs without autocast: the casts that it made are in the step."""
+    scan.meta[_AUTOCAST] = tuple((device, dtype, False) for device, dtype, _ in autocast_now())
+
+
+def end_autocast(first: fx.Node, last: fx.Node, state: Autocast) -> None:
+    """Run the nodes from `first` to `last` without autocast: the casts that it made are in the graph, and products that
+    are in float32 for a reason, such as those of an attention in low precision, stay so."""
+    graph = first.graph
+    for device, dtype, on in state:
+        if on:
+            with graph.inserting_before(first):
+                entered = graph.call_function(torch.amp.autocast_mode._enter_autocast, (device, dtype, False, False))
+            with graph.inserting_after(last):
+                graph.call_function(torch.amp.autocast_mode._exit_autocast, (entered,))
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ def find_parallel_form(site: ScanSite, record: ScanRecord, group: tuple[int, ...
     steps = record.length * example(carry).numel() * example(carry).element_size()
     try:
         if any(on for _, _, on in modes.autocast_at(site.node)):
-            raise NotAffine("autocast would compute the products that hand its state on in low precision", carry)
+            raise NotAffine("autocast computes its products with the state in low precision", carry)
         form: Recurrence = _in_chunks(site, record, place, state)
     except NotAffine as why:
         if state.mixed:

@@ -51,8 +51,8 @@ def _(init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor]
     return [*(x.new_empty(x.shape) for x in init), *rows]
 
 
-def place_inner_loops(owner: fx.GraphModule, scan: fx.Node) -> list[fx.Node]:
-    """Make the stand-ins of a graph scans, in place, under the autocast of the one that they are a part of."""
+def place_inner_loops(owner: fx.GraphModule) -> list[fx.Node]:
+    """Make the stand-ins of a graph scans, in place."""
     placed = []
     for node in owner.graph.find_nodes(op="call_function", target=torch.ops.nsa_compile.inner_loop.default):
         *tensors, key = node.args
@@ -64,7 +64,7 @@ def place_inner_loops(owner: fx.GraphModule, scan: fx.Node) -> list[fx.Node]:
         step.meta = {"example_value": body}
         node.target, node.args = scan_op, (step, *tensors)
         node.meta["example_value"] = node.meta.pop("val")
-        modes.share_autocast(scan, node)
+        modes.note_no_autocast(node)
         node.meta[RECOMPUTED] = recomputed
         placed.append(node)
     owner.recompile()

@@ -25,6 +25,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, fx
 
+from nsa_compile import modes
 from nsa_compile.analyses.batched_body import AsLoop, BatchedBody, Recurrence
 from nsa_compile.analyses.inner_loops import find_inner_loop, leaves_something_outside, recurrent_groups
 from nsa_compile.analyses.step_tiles import InTiles, plan_tiles
@@ -75,8 +76,9 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
         report.carries = [type(c).__name__ for c in site.record.carries]
         report.guards_kept, report.guards_dropped = guards(site, site.record)
         match_results(site, batched)
+        modes.end_autocast(site.node, site.node, modes.autocast_at(site.node))
         inline_graph(site.owner, site.node, batched, inputs)
-        placed = place_inner_loops(site.owner, site.node)
+        placed = place_inner_loops(site.owner)
         for made in find_scans(site.owner):
             if made.node in placed:
                 mark_results(made)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from nsa_compile import modes
 from nsa_compile.analyses.joined_values import split_products
 from nsa_compile.analyses.known import evaluate_constants, evaluate_known
 from nsa_compile.analyses.writes import classify_carries
@@ -81,6 +82,9 @@ def _lower_single_step(gm: fx.GraphModule, context: PassContext) -> bool:
     context.match("step", "a step by itself")
     _take_apart(lowered)
     replace_graph(gm, lowered, gm.graph.find_nodes(op="placeholder"))
+    body = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    if body:
+        modes.end_autocast(body[0], body[-1], modes.autocast_now())
     record = ScanRecord("step", 1)
     evaluate_constants(gm, record)
     gm.graph.output_node().meta[RECORD] = record

@@ -1307,3 +1307,23 @@ def test_rows_of_a_view_whose_base_was_written_to_without_gradients():
 
     x = rows(2, 2, 2).requires_grad_()
     torch.testing.assert_close(compiled(run, "eager", fullgraph=True)(x * 1), run(x * 1))
+
+
+@pytest.mark.parametrize("disabled", [(), ("raise_attention",)])
+def test_attention_in_low_precision_under_autocast(disabled):
+    """Its products are in float32, in the dtype of its weights, and autocast took them down once more."""
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+
+            def step(c, row):
+                seen = (torch.arange(4) <= row["t"]) & (torch.arange(4) > row["t"] - 2)
+                y = F.scaled_dot_product_attention(row["x"].unsqueeze(-2), c, c, attn_mask=seen)
+                here = (torch.arange(4) == row["t"])[:, None] & (row["t"] == 0)
+                return torch.where(here, row["x"].unsqueeze(1), c), y
+
+            return scan(step, torch.zeros(2, 4, 2), {"x": x, "t": torch.arange(4)})[1]
+
+    x = rows(4, 2, 2).float()
+    actual = nsa_compile.compile(run, nested="eager", cache=False, disable=disabled)(x)
+    torch.testing.assert_close(actual, run(x), rtol=1e-2, atol=1e-2, equal_nan=True)
