@@ -26,7 +26,7 @@ from nsa_compile.program.aliases import hand_on_originals
 from nsa_compile.program.checks import check_after_loops
 from nsa_compile.program.constants import Guarded, mark_constants, marked
 from nsa_compile.program.first_call import FirstCall
-from nsa_compile.program.functional import WriteBack, make_functional, with_stand_ins
+from nsa_compile.program.functional import WriteBack, make_functional, turns_gradients_on, with_stand_ins
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
 from nsa_compile.workarounds import let_inductor_read_what_was_written, let_views_of_outputs_keep_their_bases
@@ -221,10 +221,13 @@ def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tens
         written = make_functional(gm, example_inputs)
     except Declined as declined:
         report, written = leave_alone(gm, options, declined), WriteBack()
-    else:
-        marked(gm, written.inputs)
+        keep_loops(gm)
+        return report, written
+    marked(gm, written.inputs)
+    # What is right without gradients alone is not, where the program turns them on.
+    with torch.set_grad_enabled(torch.is_grad_enabled() or turns_gradients_on(gm) is not None):
         report = _run_passes(gm, options, example_inputs)
-    keep_loops(gm)
+        keep_loops(gm)
     return report, written
 
 

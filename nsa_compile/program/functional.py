@@ -151,7 +151,7 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
         return WriteBack()
     if seen.hazard is not None:
         raise seen.hazard
-    if not torch.is_grad_enabled() and (enters := _turns_gradients_on(gm)) is not None:
+    if not torch.is_grad_enabled() and (enters := turns_gradients_on(gm)) is not None:
         raise Declined("it writes to a tensor, and turns gradients on where they are off around it", enters)
     with_gradient = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     if is_single_step(gm) and not with_gradient and not seen.views:
@@ -159,7 +159,8 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
     return _functionalize(gm, seen)
 
 
-def _turns_gradients_on(gm: fx.GraphModule) -> fx.Node | None:
+def turns_gradients_on(gm: fx.GraphModule) -> fx.Node | None:
+    """The node of a captured graph that turns gradients on, if there is one."""
     nodes = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     return next((n for n in nodes if n.args[0]), None)
 

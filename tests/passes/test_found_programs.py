@@ -1327,3 +1327,23 @@ def test_attention_in_low_precision_under_autocast(disabled):
     x = rows(4, 2, 2).float()
     actual = nsa_compile.compile(run, nested="eager", cache=False, disable=disabled)(x)
     torch.testing.assert_close(actual, run(x), rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+def test_gradients_that_are_turned_on_within():
+    """Compiled where they are off, one query was left to an operator without a derivative, whose gradient was zero."""
+
+    def run(x):
+        with torch.enable_grad():
+            x = x * 1
+
+            def step(c, row):
+                c = torch.where((torch.arange(1) == row["t"])[:, None], row["x"].unsqueeze(1), c)
+                return c, F.scaled_dot_product_attention(row["x"].unsqueeze(1), c, c).squeeze(1)
+
+            return scan(step, torch.zeros(2, 1, 3, dtype=x.dtype), {"x": x, "t": torch.arange(1)})[1]
+
+    x = rows(1, 2, 3).bfloat16().requires_grad_()
+    with torch.no_grad():
+        actual, expected = nsa_compile.compile(run, nested="eager", cache=False)(x), run(x)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (actual, expected)))
