@@ -714,28 +714,55 @@ def test_a_planted_fault_of_the_portable_kernel_is_seen(fault, monkeypatch):
 
 def test_functions_of_float32_are_accurate():
     x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-30, 1, 400), torch.tensor([0.0, 80, -80, 200, -200])])
-    for name in ("tanh", "sigmoid", "silu"):
-        # One key: the log-sum-exp is its score.
-        q = x.view(-1, 1, 1, 1)
-        _, lse, _ = scored_attention([q], [torch.ones(len(x), 1, 1)], torch.ones(len(x), 1, 1), [],
-                                  f"v0 = {name}.default(s0)\nreturn v0", None)  # fmt: skip
+    names = ("tanh", "sigmoid", "silu")
+    # One key: the log-sum-exp is its score. Each head takes one of the functions.
+    text = """v0 = tanh.default(s0)
+v1 = sigmoid.default(s0)
+v2 = silu.default(s0)
+v3 = eq.Scalar(x0, 1)
+v4 = where.self(v3, v1, v0)
+v5 = eq.Scalar(x0, 2)
+v6 = where.self(v5, v2, v4)
+return v6"""
+    q, ones = x.view(-1, 1, 1, 1).repeat(1, 1, 3, 1), torch.ones(len(x), 1, 1)
+    with ops.force_implementation("cpu"):
+        _, lse, _ = scored_attention([q], [ones], ones, [torch.arange(3).view(1, 1, 3, 1)], text, None)
+    for name, found in zip(names, lse.double().unbind(2), strict=True):
         exact = getattr(torch.nn.functional, name)(x.double())
-        error = (lse.flatten().double() - exact).abs() / exact.abs().clamp_min(1e-37)
+        error = (found.flatten() - exact).abs() / exact.abs().clamp_min(1e-37)
         assert error.max() < 5 * torch.finfo(torch.float32).eps, name
 
 
-@pytest.mark.parametrize(
-    ("a", "b"), [(2**30 - 1, 3), (-(2**30) + 1, 7), (-7, 3), (7, -3), (-9, 3), (9, -3), (2**29, 1), (5, 2**30 - 1)]
-)
-def test_integer_quotients_are_exact(a, b):
-    x = torch.full((1, 1, 1, 3), a)
-    q, k, v = torch.ones(1, 1, 1, 1), torch.ones(1, 3, 1), torch.ones(1, 3, 1)
-    for name, exact in (("floor_divide.default", a // b), ("remainder.Scalar", a % b)):
-        # Of the score the difference from what is due is left, which float32 holds.
-        text = f"v0 = {name}(x0, {b})\nv1 = sub.Tensor(v0, {exact})\nv2 = mul.Tensor(s0, v1)\nreturn v2"
-        with ops.force_implementation("cpu"):
-            _, lse, _ = scored_attention([q], [k], v, [x], text, None)
-        assert lse.item() == pytest.approx(math.log(3))
+# A dividend for each query, and divisors.
+DIVIDENDS = (2**30 - 1, -(2**30) + 1, -7, 7, -9, 9, 2**29, 5)
+DIVISORS = (3, 7, -3, 1, 2**30 - 1)
+
+
+def test_integer_quotients_are_exact():
+    """One head for each divisor and operator: a score is 1 where the number is not what is due."""
+    calls = [(name, b) for b in DIVISORS for name in ("floor_divide.default", "remainder.Scalar")]
+    due = torch.tensor([[a // b if "divide" in name else a % b for name, b in calls] for a in DIVIDENDS])
+    lines, total = [], None
+    for i, (name, b) in enumerate(calls):
+        n = len(lines)
+        lines += [f"v{n} = {name}(x0, {b})", f"v{n + 1} = eq.Scalar(x1, {i})"]
+        if total is None:
+            total = f"v{n}"
+        else:
+            lines.append(f"v{n + 2} = where.self(v{n + 1}, v{n}, {total})")
+            total = f"v{n + 2}"
+    n = len(lines)
+    lines += [f"v{n} = ne.Tensor({total}, x2)", f"v{n + 1} = mul.Tensor(s0, v{n})", f"return v{n + 1}"]
+    S, m = due.shape
+    dividends = torch.tensor(DIVIDENDS).view(1, S, 1, 1).repeat(1, 1, 1, 3)  # with an element for each key: vectors
+    leaves = [dividends, torch.arange(m).view(1, 1, m, 1), due.view(1, S, m, 1)]
+    q, k, v = torch.ones(1, S, m, 1), torch.ones(1, 3, 1), torch.ones(1, 3, 1)
+    with ops.force_implementation("cpu"), observe() as uses:
+        _, lse, _ = scored_attention([q], [k], v, leaves, "\n".join(lines), None)
+    assert [use.implementation.partition(",")[0] for use in uses] == ["C++"]
+    exact = torch.full_like(lse, math.log(3))
+    wrong = (lse - exact).abs() > 1e-6
+    assert not wrong.any(), [(DIVIDENDS[s], *calls[i]) for _, s, i in wrong.nonzero().tolist()]
 
 
 @pytest.mark.parametrize(
