@@ -734,8 +734,8 @@ return v6"""
 
 
 # A dividend for each query, and divisors.
-DIVIDENDS = (2**30 - 1, -(2**30) + 1, -7, 7, -9, 9, 2**29, 5)
-DIVISORS = (3, 7, -3, 1, 2**30 - 1)
+DIVIDENDS = (2**30 - 1, -(2**30) + 1, 2**30 - 5, -(2**30) + 3, -7, 7, -9, 9, 2**29, 5)
+DIVISORS = (3, 7, -3, -7, 1, 2**30 - 1)
 
 
 def test_integer_quotients_are_exact():
