@@ -233,3 +233,15 @@ def test_no_state_is_held_for_each_step():
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
         chunks.linear(*(None if x is None else x.requires_grad_() for x in inputs))
     assert sum(saved.values()) < 4096 * 64 * 64 * 4 / 2
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1)])
+@pytest.mark.parametrize("factor", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_yields_is_no_part_of_a_longer_tensor(kind, factor, shape):
+    """Inductor asserts that it begins at a multiple of 16 bytes: a counter was an AssertionError."""
+    a = numbers(5, *shape).requires_grad_() if factor else None
+    b, first = (numbers(*n, *shape).requires_grad_() for n in ((5,), ()))
+    values = recurrence(a, b, first, kind)
+    gradients = torch.autograd.grad(values.sum(), [x for x in (a, b, first) if x is not None])
+    assert [x.storage_offset() for x in (values, *gradients)] == [0] * (2 + 1 + factor)

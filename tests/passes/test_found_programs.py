@@ -1347,3 +1347,22 @@ def test_gradients_that_are_turned_on_within():
         actual, expected = nsa_compile.compile(run, nested="eager", cache=False)(x), run(x)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (actual, expected)))
+
+
+def test_counters_of_data_under_inductor():
+    """The operator yielded a part of a longer tensor, which Inductor asserts that it does not."""
+
+    def run(x):
+        def step(c, row):
+            count, mean = c
+            count = count + (row.sum() > 0).to(count.dtype)
+            mean = torch.maximum(mean, row)
+            return (count, mean), torch.where(count > 1, row, mean)
+
+        return scan(step, (torch.zeros((), dtype=torch.int32), x[0]), x)[1]
+
+    x = rows(5, 3).requires_grad_()
+    torch._dynamo.reset()
+    actual, expected = compiled(run, "inductor", fullgraph=True)(x), run(x)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (actual, expected)))

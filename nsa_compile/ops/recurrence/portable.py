@@ -70,11 +70,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _values(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> Tensor:
     steps = b.shape[0]
-    if a is None and kind == "sum":
-        return torch.cumsum(torch.cat([first.unsqueeze(0), b]), 0, dtype=b.dtype)[1:]
     if a is None:
-        extremes = torch.cat([first.unsqueeze(0), b]).cummax(0) if kind == "max" else None
-        return (extremes or torch.cat([first.unsqueeze(0), b]).cummin(0)).values[1:]
+        # Not a part of a longer tensor: Inductor asserts that what an operator yields begins at 16 bytes.
+        if kind == "sum":
+            return torch.cumsum(torch.cat([(first + b[0]).unsqueeze(0), b[1:]]), 0, dtype=b.dtype)
+        extreme = torch.maximum if kind == "max" else torch.minimum
+        joined = torch.cat([extreme(first, b[0]).unsqueeze(0), b[1:]])
+        return (joined.cummax(0) if kind == "max" else joined.cummin(0)).values
     a = a.expand(steps, *a.shape[1:])
     advance = _advance(kind)
     values = torch.empty_like(b, memory_format=torch.contiguous_format)
