@@ -39,12 +39,14 @@ from nsa_compile.ir.scans import (
     ScanRecord,
     ScanSite,
     declined_if_it_fails,
+    example,
     fake_inputs,
     find_scans,
     place_of,
     results,
 )
 from nsa_compile.ir.zero_gradients import mark_results, match_results
+from nsa_compile.ops.copied import COPIED
 from nsa_compile.passes.eliminate_guards import guarded_views
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.report import RecurrenceReport
@@ -167,8 +169,10 @@ def _keep_outputs_apart(graph: fx.GraphModule, escaping: Collection[int]) -> Non
         while source.op == "call_function" and _may_alias(source):
             source = source.all_input_nodes[0]
         if source in taken or i in escaping:
+            # To copy a lazy conjugate is for torch's own operators.
+            target = COPIED if i in escaping and not example(value).is_complex() else aten.clone.default
             with graph.graph.inserting_before(output):
-                copied = graph.graph.call_function(aten.clone.default, (value,))
+                copied = graph.graph.call_function(target, (value,))
             copied.meta = dict(value.meta)
             value = copied
         taken.add(source)

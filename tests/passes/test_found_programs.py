@@ -1366,3 +1366,26 @@ def test_counters_of_data_under_inductor():
     actual, expected = compiled(run, "inductor", fullgraph=True)(x), run(x)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (actual, expected)))
+
+
+def test_results_are_written_to_before_gradients_under_inductor():
+    """Inductor took away the copy of what attention keeps for its backward pass, where a view was between."""
+
+    def run(x):
+        def step(c, row):
+            k = c.clone()
+            k.narrow(1, 0, 1).copy_((row["x"] * 2).unsqueeze(1))
+            scores = torch.einsum("...d,...rd->...r", row["x"], k)
+            weights = torch.where(row["keep"], scores, torch.full_like(scores, -1e9)).softmax(-1).nan_to_num(0.0)
+            return c, torch.einsum("...r,...rd->...d", weights, c)
+
+        keep = torch.ones(5, 5, dtype=torch.bool).tril()
+        return scan(step, torch.zeros(2, 5, 2, dtype=x.dtype), {"x": x, "keep": keep})[1]
+
+    x = rows(5, 2, 2).requires_grad_()
+    torch._dynamo.reset()
+    results = compiled(run, "inductor", fullgraph=True)(x), run(x)
+    for y in results:
+        with torch.no_grad():
+            y.add_(3)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, torch.ones_like(y).cumsum(0))[0] for y in results))
