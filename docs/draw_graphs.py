@@ -24,7 +24,7 @@ import nsa_compile
 DOCS = Path(__file__).parent
 IMAGES = DOCS / "images"
 REARRANGING = {
-    "unsqueeze", "transpose", "view", "squeeze", "permute", "expand", "slice", "clone", "getitem", "reshape",
+    "unsqueeze", "transpose", "view", "squeeze", "permute", "expand", "slice", "clone", "copied", "getitem", "reshape",
     "detach", "alias", "to", "flatten", "unflatten", "select",
 }  # fmt: skip
 SYMBOLS = {"==": "eq", ">": "gt", "<=": "le", "@": "matmul", "/": "div", "*": "mul", "+": "add", "&": "and", "|": "or"}
