@@ -39,7 +39,6 @@ from nsa_compile.ir.scans import (
     ScanRecord,
     ScanSite,
     declined_if_it_fails,
-    example,
     fake_inputs,
     find_scans,
     place_of,
@@ -169,8 +168,9 @@ def _keep_outputs_apart(graph: fx.GraphModule, escaping: Collection[int]) -> Non
         while source.op == "call_function" and _may_alias(source):
             source = source.all_input_nodes[0]
         if source in taken or i in escaping:
-            # To copy a lazy conjugate is for torch's own operators.
-            target = COPIED if i in escaping and not example(value).is_complex() else aten.clone.default
+            # What our own operators keep for their backward pass: Inductor would take a clone of a view of it away.
+            kept = i in escaping and str(source.target).startswith("nsa_compile.")
+            target = COPIED if kept else aten.clone.default
             with graph.graph.inserting_before(output):
                 copied = graph.graph.call_function(target, (value,))
             copied.meta = dict(value.meta)
