@@ -10,6 +10,7 @@ from nsa_compile.errors import UserError
 TRAIN = {"click": "", "packaging": "", "psutil": "", "pydantic": "", "tabulate": "", "tqdm": "", "yaml": "pyyaml"}
 LAB = {"hypothesis": "", "matplotlib": "", "nvtx": ""}
 HF = {"huggingface_hub": "", "safetensors": "", "transformers": ""}
+ONNX = {"onnx": "", "onnxscript": ""}
 TRAIN_COMMANDS = (
     "chat",
     "ckpt",
@@ -43,9 +44,10 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> UserError | None:
         command: the first word of the command line; empty for the command line itself.
     """
     module = (error.name or "").partition(".")[0]
-    if module not in TRAIN | LAB | HF:
+    if module not in TRAIN | LAB | HF | ONNX:
         return None
-    extra = "hf" if module in HF else "train" if module in TRAIN and command in ("", *TRAIN_COMMANDS) else "lab"
+    extra = "train" if module in TRAIN and command in ("", *TRAIN_COMMANDS) else "lab"
+    extra = "hf" if module in HF else "onnx" if module in ONNX else extra
     name = f"nsa-compile {command}".rstrip()
-    package = (TRAIN | LAB | HF)[module] or module
+    package = (TRAIN | LAB | HF | ONNX)[module] or module
     return UserError(f"{name} needs {package}; install it with: pip install 'nsa-compile[{extra}]'")

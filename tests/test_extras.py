@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nsa_compile.cli import LAZY_COMMANDS
-from nsa_compile.extras import HF, LAB, TRAIN, TRAIN_COMMANDS, missing_extra
+from nsa_compile.extras import HF, LAB, ONNX, TRAIN, TRAIN_COMMANDS, missing_extra
 
 ROOT = Path(__file__).parent.parent
 # Finds none of the packages that its first argument names.
@@ -85,6 +85,7 @@ def test_the_extras_bring_what_the_code_imports():
     )
     assert "nsa-compile[train,plots]" in extras["lab"]
     assert set(HF) | {"accelerate"} == names(extras["hf"])
+    assert set(ONNX) == names(extras["onnx"])
     installs = re.findall(r"EXTRAS := (.+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert installs == ["train,plots", "dev"], "make train needs no linter, and make test all"
 
@@ -119,10 +120,13 @@ def test_the_command_line_itself_is_an_extra(arguments):
     assert result.stderr == f"error: {name} needs click; install it with: pip install 'nsa-compile[{extra}]'\n"
 
 
-def test_export_names_the_extra_of_the_formats(tmp_path):
-    words = ["export", "runs/x", "--to", "hf", "--out", str(tmp_path / "out")]
-    result = without(HF, "from nsa_compile.__main__ import main\nmain()", *words)
-    said = "nsa-compile export needs safetensors; install it with: pip install 'nsa-compile[hf]'"
+@pytest.mark.parametrize(
+    ("kind", "missing", "first", "extra"), [("hf", HF, "safetensors", "hf"), ("onnx-decode-step", ONNX, "onnx", "onnx")]
+)
+def test_export_names_the_extra_of_the_formats(tmp_path, kind, missing, first, extra):
+    words = ["export", "runs/x", "--to", kind, "--out", str(tmp_path / "out")]
+    result = without(missing, "from nsa_compile.__main__ import main\nmain()", *words)
+    said = f"nsa-compile export needs {first}; install it with: pip install 'nsa-compile[{extra}]'"
     assert (result.returncode, result.stderr) == (2, f"error: {said}\n")
 
 

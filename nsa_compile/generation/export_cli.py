@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from nsa_compile.generation.trained import TrainedModel
 
 # What the extra brings for each kind, imported first: who lacks it need not wait for the model.
-_NEEDED = {"safetensors": ("safetensors",), "hf": ("safetensors", "transformers"), "decode-step": ()}
+_NEEDED = {
+    "safetensors": ("safetensors",),
+    "hf": ("safetensors", "transformers"),
+    "decode-step": (),
+    "onnx-decode-step": ("onnx", "onnxscript"),
+}
 
 
 @click.command()
@@ -26,27 +31,27 @@ _NEEDED = {"safetensors": ("safetensors",), "hf": ("safetensors", "transformers"
 @click.option(
     "--to", "kind", type=click.Choice(list(_NEEDED)), required=True,
     help="safetensors: weights and config.json. hf: also the tokenizer's files, for pipelines of transformers. "
-    "decode-step: a program of torch.export that makes the logits of the next token.",
+    "decode-step: a program of torch.export that makes the logits of the next token. onnx-decode-step: one of ONNX.",
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="A folder that is new.")
 @click.option(
     "--max-len", type=click.IntRange(min=1), metavar="N",
-    help="Tokens that the caches of a decode-step have room for; by default as many as the model was trained on.",
+    help="Tokens that the caches of a decode step have room for; by default as many as the model was trained on.",
 )  # fmt: skip
 def export(run: Path, kind: str, out: Path, max_len: int | None) -> None:
     """Write the model of a run, or of one of its checkpoints, into a folder of its own.
 
     `import nsa_compile.hf` and AutoModelForCausalLM.from_pretrained(DIR) load the first two kinds; so do nsa-compile
-    generate and chat. transformers serve DIR --trust-remote-code serves the second. The third runs without nsa-compile.
-    The folder is there as a whole, or not at all.
+    generate and chat. transformers serve DIR --trust-remote-code serves the second. A decode step runs without
+    nsa-compile. The folder is there as a whole, or not at all.
 
     \b
     nsa-compile export runs/shakespeare-cpu-20260101-120000 --to hf --out shakespeare
     nsa-compile generate shakespeare --prompt "ROMEO:"
     """
     check_new_directory(out)
-    if max_len is not None and kind != "decode-step":
-        raise UserError(f"--max-len {max_len} is for --to decode-step, and this is --to {kind}; leave it out")
+    if max_len is not None and not kind.endswith("decode-step"):
+        raise UserError(f"--max-len {max_len} is for the room of a decode step, and this is --to {kind}; leave it out")
     for module in _NEEDED[kind]:
         importlib.import_module(module)
     from nsa_compile.generation.trained import load_trained
@@ -54,13 +59,14 @@ def export(run: Path, kind: str, out: Path, max_len: int | None) -> None:
     trained = load_trained(run)
     for warning in trained.warnings:
         click.echo(warning, err=True)
-    if kind == "decode-step":
-        from nsa_compile.generation.exported_step import write_step
+    if kind.endswith("decode-step"):
+        from nsa_compile.generation.exported_step import write_onnx_step, write_step
 
         room = max_len or trained.seq_len
         if room is None:
             raise UserError(f"'{run}' does not say how long the texts of its training were; give --max-len N")
-        names = write_folder(lambda folder: write_step(folder, trained.model, room), out)
+        write = write_step if kind == "decode-step" else write_onnx_step
+        names = write_folder(lambda folder: write(folder, trained.model, room), out)
     else:
         names = write_folder(lambda folder: _write_model(trained, kind, folder), out)
     click.echo(f"{out}: {', '.join(names)} of '{trained.source}'")

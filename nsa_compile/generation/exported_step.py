@@ -1,57 +1,128 @@
-"""The decode step as a program of `torch.export`, which runs without this package."""
+"""The decode step as a program of `torch.export` or of ONNX, which runs without this package."""
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 from nsa_compile.models.transformer import ModelState, NSATransformer
 
-PROGRAM = "decode_step.pt2"
+PROGRAM, ONNX = "decode_step.pt2", "decode_step.onnx"
 
 
 class FlatStep(nn.Module):
-    """`NSATransformer.decode_step` with a state of plain tensors, which it updates in place."""
+    """`NSATransformer.decode_step` with a state of plain tensors: `t` `[B]` and the caches of all layers in one list.
+
+    Its methods are programs; each refuses a position that the caches have no row for.
+    """
 
     def __init__(self, model: NSATransformer, max_len: int) -> None:
         super().__init__()
         self.model = model
         self.layers, self.max_len = model.init_state(1, max_len).layers, max_len
 
+    def after(self, tokens: Tensor, t: Tensor, caches: list[Tensor]) -> tuple[ModelState, Tensor]:
+        """The state after the next token `[B]` of each sequence, at its position, and the logits `[B, V]`."""
+        rest = iter(caches)
+        layers = [type(layer)(*(None if x is None else next(rest) for x in layer)) for layer in self.layers]
+        return self.model.decode_step(ModelState(t, layers), tokens)
+
+
+class InPlaceStep(FlatStep):
+    """The step that updates `t` and the caches in place."""
+
     def forward(self, tokens: Tensor, t: Tensor, caches: list[Tensor]) -> Tensor:
-        """Logits `[B, V]` after the next token `[B]` of each sequence, at its position `t` `[B]`."""
         there = ((t >= 0) & (t < self.max_len)).all()
         torch.ops.aten._assert_async.msg(
             there, f"t must be from 0 to {self.max_len - 1}: the caches have no other rows"
         )
-        rest = iter(caches)
-        layers = [type(layer)(*(None if x is None else next(rest) for x in layer)) for layer in self.layers]
-        after, logits = self.model.decode_step(ModelState(t, layers), tokens)
+        after, logits = self.after(tokens, t, caches)
         t.copy_(after.t)
         for cache, new in zip(caches, after.caches(), strict=True):
             cache.copy_(new)
         return logits
 
 
-def export_step(model: NSATransformer, max_len: int) -> torch.export.ExportedProgram:
-    """The step for any batch, with room for `max_len` tokens.
+class FunctionalStep(FlatStep):
+    """The step that returns `t` and the caches anew: ONNX knows no writes."""
 
-    Its example inputs are an empty state of two sequences.
-    """
-    state = model.init_state(2, max_len)
+    def forward(self, tokens: Tensor, t: Tensor, caches: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        # ONNX has no assertion either, but a runtime refuses to read beyond the end of a table.
+        following = torch.arange(1, self.max_len + 1, device=t.device)
+        t_next = following[torch.where(t < 0, self.max_len, t)]
+        after, logits = self.after(tokens, t, caches)
+        return logits, t_next, list(after.caches())
+
+
+def export_step(step: FlatStep) -> ExportedProgram:
+    """The step for any batch. Its example inputs are an empty state of two sequences."""
+    state = step.model.init_state(2, step.max_len)
     caches = state.caches()
     batch = {0: Dim("batch", min=1)}
     with torch.no_grad():
         return torch.export.export(
-            FlatStep(model, max_len),
+            step,
             (torch.zeros_like(state.t), state.t, caches),
             dynamic_shapes=(batch, batch, [batch] * len(caches)),
         )
 
 
 def write_step(folder: Path, model: NSATransformer, max_len: int) -> None:
-    """Write the program into a folder that exists."""
-    torch.export.save(export_step(model, max_len), folder / PROGRAM)
+    """Write the program of `torch.export` into a folder that exists."""
+    torch.export.save(export_step(InPlaceStep(model, max_len)), folder / PROGRAM)
+
+
+def write_onnx_step(folder: Path, model: NSATransformer, max_len: int) -> None:
+    """Write the program of ONNX into a folder that exists, with its weights beside it where they exceed 2 GB.
+
+    Inputs are `tokens`, `t` and `cache_0`, `cache_1`, ...; outputs `logits`, `t_next` and `cache_0_next`, ... An empty
+    state is zeros.
+    """
+    program = export_step(FunctionalStep(model, max_len))
+    numbers = range(len(program.example_inputs[0][2]))
+    with _only_errors():
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            input_names=["tokens", "t", *(f"cache_{i}" for i in numbers)],
+            output_names=["logits", "t_next", *(f"cache_{i}_next" for i in numbers)],
+            custom_translation_table={torch.ops.aten.sort.stable: _stable_sort()},
+        )
+    assert exported is not None
+    exported.save(folder / ONNX)
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Without what the exporter tells its developers: that torchvision is not installed, what it did not fold."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx._internal.exporter._registration", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own use of pytrees
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _stable_sort() -> Callable[..., Any]:
+    """`aten.sort.stable` for ONNX, which torch 2.13 does not translate: a TopK of all, whose ties keep their order."""
+    from onnxscript import opset18 as op
+
+    def sort(self: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
+        size = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+        return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
+
+    return sort

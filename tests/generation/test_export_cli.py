@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -172,21 +173,74 @@ assert "nsa_compile" not in sys.modules
 """
 
 
-def test_the_decode_step_runs_without_this_package_also_compiled_by_aotinductor(trained, tmp_path):
-    invoke("export", trained, "--to", "decode-step", "--out", tmp_path / "out", "--max-len", 24)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["decode_step.pt2"]
-    model, batch = load_trained(trained).model, 3
-    tokens = torch.randint(256, (24, batch), generator=torch.Generator().manual_seed(0))
-    state, wanted = model.init_state(batch, 24), []
+def draw_decoding(trained, folder, length):
+    """Tokens `[length, 3]` and the logits after each, as the model of the run makes them, for another process."""
+    model = load_trained(trained).model
+    tokens = torch.randint(256, (length, 3), generator=torch.Generator().manual_seed(0))
+    state, wanted = model.init_state(3, length), []
     for token in tokens:
         state, logits = model.decode_step(state, token)
         wanted.append(logits)
-    torch.save((tokens, torch.stack(wanted)), tmp_path / "wanted.pt")
+    torch.save((tokens, torch.stack(wanted)), folder / "wanted.pt")
+
+
+def run_alone(code, folder):
     # Without the directory of the package on the path.
-    command = [sys.executable, "-P", "-c", RUNS_ALONE, str(tmp_path)]
+    command = [sys.executable, "-P", "-c", code, str(folder)]
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_decode_step_runs_without_this_package_also_compiled_by_aotinductor(trained, tmp_path):
+    invoke("export", trained, "--to", "decode-step", "--out", tmp_path / "out", "--max-len", 24)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["decode_step.pt2"]
+    draw_decoding(trained, tmp_path, 24)
+    run_alone(RUNS_ALONE, tmp_path)
+
+
+RUNS_IN_ONNX = """
+import sys
+import numpy, onnxruntime, torch
+
+folder = sys.argv[1]
+tokens, wanted = torch.load(folder + "/wanted.pt")
+session = onnxruntime.InferenceSession(folder + "/out/decode_step.onnx")
+names = [given.name for given in session.get_inputs()]
+assert names[:3] == ["tokens", "t", "cache_0"], names
+assert [made.name for made in session.get_outputs()] == ["logits", "t_next", *(f"{name}_next" for name in names[2:])]
+
+def empty(batch):
+    shapes = {given.name: given.shape[1:] for given in session.get_inputs()[2:]}
+    caches = {name: numpy.zeros((batch, *shape), numpy.float32) for name, shape in shapes.items()}
+    return {"t": numpy.zeros(batch, numpy.int64), **caches}
+
+for batch in (1, tokens.shape[1]):
+    state = empty(batch)
+    for token, logits in zip(tokens[:, :batch].numpy(), wanted[:, :batch]):
+        made, *after = session.run(None, {"tokens": token, **state})
+        torch.testing.assert_close(torch.from_numpy(made), logits)
+        state = dict(zip(names[1:], after, strict=True))
+    assert state["t"].tolist() == [len(tokens)] * batch
+    for outside in (len(tokens), -1):
+        state["t"][0] = outside
+        try:
+            session.run(None, {"tokens": token, **state})
+        except Exception as error:
+            assert "invalid index found, index = 24" in str(error), error
+        else:
+            raise AssertionError(f"there is no row {outside}")
+assert "nsa_compile" not in sys.modules
+"""
+
+
+def test_the_decode_step_runs_in_onnx(trained, tmp_path, capsys, caplog):
+    invoke("export", trained, "--to", "onnx-decode-step", "--out", tmp_path / "out", "--max-len", 24)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["decode_step.onnx"]
+    assert not capsys.readouterr().err
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    draw_decoding(trained, tmp_path, 24)
+    run_alone(RUNS_IN_ONNX, tmp_path)
 
 
 def refused(capsys, *words):
@@ -218,13 +272,13 @@ def test_a_folder_with_something_in_it_is_left_alone(trained, tmp_path, capsys):
 
 def test_room_is_for_the_decode_step(trained, tmp_path, capsys):
     said = refused(capsys, "export", trained, "--to", "hf", "--out", tmp_path / "out", "--max-len", 8)
-    assert "--max-len 8 is for --to decode-step, and this is --to hf; leave it out" in said
+    assert "--max-len 8 is for the room of a decode step, and this is --to hf; leave it out" in said
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     said = refused(capsys, "export", tmp_path / "nowhere", "--to", "hf", "--out", tmp_path / "out")
     assert "must be the directory of a run" in said
-    assert "one of 'safetensors', 'hf', 'decode-step'" in refused(
+    assert "one of 'safetensors', 'hf', 'decode-step', 'onnx-decode-step'" in refused(
         capsys, "export", "x", "--to", "gguf", "--out", tmp_path / "out"
     )
 

@@ -128,7 +128,7 @@ class _EntryAttention(ScannedAttention):
         window = (position <= t[..., None]) & (position > t[..., None] - p.window)
         near = torch.einsum("bhd,bsd->bhs", q, kv).masked_fill(~window[..., None, :], -torch.inf)
         far = torch.einsum("bhd,bnd->bhn", q, entries).masked_fill(~seen[..., None, :], -torch.inf)
-        sinks = self.sinks.to(q.dtype)[:, None].expand(len(q), -1, -1)
+        sinks = self.sinks.to(q.dtype)[:, None].expand(q.shape[0], -1, -1)
         weights = torch.cat([torch.cat([near, far], dim=-1) * q.shape[-1] ** -0.5, sinks], dim=-1).softmax(-1)
         near, far, _ = weights.split([kv.shape[1], entries.shape[1], 1], dim=-1)
         o = torch.einsum("bhs,bsd->bhd", near.to(kv.dtype), kv) + torch.einsum(

@@ -31,7 +31,7 @@ class SinkLogitAttention(GroupedAttention):
         seen = (position <= t) & (position > t - self.config.pattern.window)
         scores = torch.einsum("bghd,bsgd->bghs", q, k) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~seen[..., None, None, :], -torch.inf)
-        sinks = self.sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1).expand(len(x), -1, -1, -1)
+        sinks = self.sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1).expand(x.shape[0], -1, -1, -1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
         o = torch.einsum("bghs,bsge->bghe", weights.to(v.dtype), v)
         return KVCache(k, v), self.out(o.flatten(1))

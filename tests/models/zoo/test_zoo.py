@@ -13,6 +13,7 @@ import torch
 import nsa_compile
 from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
+from nsa_compile.generation.exported_step import InPlaceStep, export_step
 from nsa_compile.models import NSATransformer, transformer
 from nsa_compile.models.flops import forward_flops_per_token
 from nsa_compile.models.variant import REGISTERED, find
@@ -110,6 +111,17 @@ def test_a_compiled_decode_step_is_the_step(name):
         after, logits = step(after, given)
         torch.testing.assert_close(logits[0], expected[0, t])
         torch.testing.assert_close(logits[1], expected[1, t - 2])
+
+
+def test_a_decode_step_is_exported_for_any_batch(config):
+    step = InPlaceStep(NSATransformer(config), LENGTH)
+    batch = 3
+    state = step.model.init_state(batch, LENGTH)
+    tokens = torch.arange(batch)
+    with torch.no_grad():
+        _, expected = step.model.decode_step(state, tokens)
+        logits = export_step(step).module()(tokens, state.t, state.caches())
+    torch.testing.assert_close(logits, expected)
 
 
 def test_a_later_token_changes_nothing_before_it(config):
