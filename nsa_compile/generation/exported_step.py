@@ -119,10 +119,12 @@ def _only_errors() -> Iterator[None]:
 
 def _stable_sort() -> Callable[..., Any]:
     """`aten.sort.stable` for ONNX, which torch 2.13 does not translate: a TopK of all, whose ties keep their order."""
-    from onnxscript import opset18 as op
+    import onnxscript
+
+    op: Any = onnxscript.opset18
 
     def sort(self: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
-        size = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+        size = op.Gather(op.Shape(self), [dim])
         return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
 
     return sort
