@@ -159,23 +159,26 @@ def _keep_outputs_apart(graph: fx.GraphModule, escaping: Collection[int]) -> Non
 
     Copied is also what the caller gets to see, who may write to the results of a loop before he asks for gradients: an
     operator such as tanh keeps its result for the backward pass.
+
+    Two clones that Inductor takes away one by one (torch 2.13) leave their readers with what neither may share: what
+    another output is made of, or what our own operators keep for their backward pass. These are `COPIED`.
     """
     output = graph.graph.output_node()
-    taken = set(graph.graph.find_nodes(op="placeholder") + graph.graph.find_nodes(op="get_attr"))
-    outputs = []
+    given = set(graph.graph.find_nodes(op="placeholder") + graph.graph.find_nodes(op="get_attr"))
+    outputs, returned = [], set[fx.Node]()
     for i, value in enumerate(results(graph)):
-        source = value
-        while source.op == "call_function" and _may_alias(source):
+        source, cloned = value, False
+        while source.op == "call_function" and (_may_alias(source) or source.target is aten.clone.default):
+            cloned |= source.target is aten.clone.default
             source = source.all_input_nodes[0]
-        if source in taken or i in escaping:
-            # What our own operators keep for their backward pass: Inductor would take a clone of a view of it away.
+        if (source in given and not cloned) or source in returned or i in escaping:
             kept = i in escaping and str(source.target).startswith("nsa_compile.")
-            target = COPIED if kept else aten.clone.default
+            target = COPIED if kept or source in returned else aten.clone.default
             with graph.graph.inserting_before(output):
                 copied = graph.graph.call_function(target, (value,))
             copied.meta = dict(value.meta)
             value = copied
-        taken.add(source)
+        returned.add(source)
         outputs.append(value)
     output.args = (outputs,)
     graph.recompile()
@@ -185,4 +188,4 @@ def _may_alias(node: fx.Node) -> bool:
     """Whether a node may be a view of its first operand."""
     schema = getattr(node.target, "_schema", None)
     is_view = schema is not None and any(a.alias_info is not None for a in schema.arguments)
-    return node.target is aten.reshape.default or node.target is operator.getitem or is_view
+    return is_view or node.target in (aten.reshape.default, aten._unsafe_view.default, operator.getitem)

@@ -1389,3 +1389,23 @@ def test_results_are_written_to_before_gradients_under_inductor():
         with torch.no_grad():
             y.add_(3)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, torch.ones_like(y).cumsum(0))[0] for y in results))
+
+
+def test_two_results_of_one_step_under_inductor():
+    """Two clones of one tensor came out as one: Inductor takes each away by itself."""
+
+    def run(x, w):
+        def step(c, row):
+            new = (torch.tanh(row) @ w).unsqueeze(1)
+            c = c.scatter(1, torch.tensor(0).expand(new.shape), new)
+            return c, c.select(1, 0)
+
+        return scan(step, torch.full((1, 1, 2), 0.5, dtype=x.dtype), x)
+
+    x, w = rows(1, 1, 2).requires_grad_(), rows(2, 2).requires_grad_()
+    torch._dynamo.reset()
+    last, outputs = compiled(run, "inductor", fullgraph=True)(x, w)
+    expected = run(x, w)[1].detach().clone()
+    with torch.no_grad():
+        last.zero_()
+    torch.testing.assert_close(outputs, expected)
