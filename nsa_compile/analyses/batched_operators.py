@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from nsa_compile.analyses.known import promotes_by_rank
-from nsa_compile.ir.aten import arguments, aten, operand
+from nsa_compile.ir.aten import MATMUL_ADD, arguments, aten, operand
 from nsa_compile.ir.scans import Declined, example, first_line, place_of
 
 Value = tuple[Any, bool]
@@ -44,8 +44,8 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
         raise Declined("embedding with a padding_idx in weights that differ from step to step", node)
     if not with_steps:
         return _call(node, {n: tensor for n, (tensor, _) in operands.items()}), False
-    if node.target in (aten.bmm.default, aten.baddbmm.default):
-        return _batched_bmm(node, operands), True
+    if node.target in _MATMULS:
+        return _batched_matmul(node, operands), True
     if (reduction := _OF_ALL.get(node.target)) is not None:
         (x, _) = operands[operand(node)]
         return reduction(x.flatten(1), 1), True
@@ -73,6 +73,7 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
 # torch.vmap takes the extreme of all elements by its index, and gives one of several equal ones all of the gradient,
 # which eager mode shares among them (torch 2.13).
 _OF_ALL: dict[Any, Callable[..., Tensor]] = {aten.max.default: torch.amax, aten.min.default: torch.amin}
+_MATMULS = {aten.mm.default, aten.bmm.default} | MATMUL_ADD
 _MEDIANS = (aten.median.default, aten.nanmedian.default)
 
 
@@ -132,31 +133,64 @@ def _no_vmap_fallback() -> Iterator[None]:
         functorch._set_vmap_fallback_enabled(enabled)
 
 
-def _batched_bmm(node: fx.Node, operands: dict[fx.Node, Value]) -> Tensor:
-    """`[b, m, k] @ [b, k, n]` at S steps. An operand that is the same at all steps is not copied S times: the steps
-    join the rows (or columns) of the other one."""
-    added = operand(node) if node.target is aten.baddbmm.default else None
-    first = 0 if added is None else 1
-    (a, a_steps), (b, b_steps) = operands[operand(node, first)], operands[operand(node, first + 1)]
-    if a_steps and b_steps:
-        product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
-    elif a_steps:
-        steps, batch, m, _ = a.shape
-        product = torch.bmm(a.transpose(0, 1).reshape(batch, steps * m, a.shape[-1]), b)
-        product = product.view(batch, steps, m, b.shape[-1]).transpose(0, 1)
-    elif b_steps:
-        steps, batch, k, n = b.shape
-        product = torch.bmm(a, b.permute(1, 2, 0, 3).reshape(batch, k, steps * n))
-        product = product.view(batch, a.shape[1], steps, n).permute(2, 0, 1, 3)
-    else:
-        product = torch.bmm(a, b).unsqueeze(0)
-    if added is None:
-        return product
-    extra, extra_steps = operands[added]
+def _batched_matmul(node: fx.Node, operands: dict[fx.Node, Value]) -> Tensor:
+    """A product of matrices at S steps, with or without something added.
+
+    An operand that is the same at all steps is not copied S times, and its gradient is never one for each step: the
+    steps join the rows (or columns) of the other one.
+    """
+    adds = node.target in MATMUL_ADD
+    a, b = (operands[operand(node, i + adds)] for i in range(2))
+    extra, extra_steps = operands[operand(node)] if adds else (None, False)
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+    if node.target is aten.addmm.default and a[1] and not b[1] and not extra_steps and _is_one_row(extra):
+        return _by_rows(a[0], lambda rows: torch.addmm(extra, rows, b[0], beta=beta, alpha=alpha))
+    one_matrix = example(node).dim() == 2
+    if a[1] or b[1]:
+        product = (_batched_mm if one_matrix else _batched_bmm)(a, b)
+    else:  # only what is added has steps
+        product = (torch.mm if one_matrix else torch.bmm)(a[0], b[0]).unsqueeze(0)
+    if extra is None:
+        return product
     if beta == 0:  # then what is added is not read: it may be NaN
         return alpha * product
     # It may have fewer dimensions than the product, before which the steps come.
     extra = extra if extra_steps else extra.unsqueeze(0)
     extra = extra.reshape(extra.shape[0], *([1] * (product.dim() - extra.dim())), *extra.shape[1:])
     return beta * extra + alpha * product
+
+
+def _is_one_row(x: Tensor) -> bool:
+    return x.dim() < 2 or x.shape[0] == 1
+
+
+def _by_rows(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """`[S, m, k]`, multiplied as one matrix of rows to `[S, m, n]`."""
+    steps, m, k = x.shape
+    if m > 1 and x.stride(0) < x.stride(1):  # its rows lie in memory as [m, S, k]: those of a batch-first input
+        return multiply(x.transpose(0, 1).reshape(m * steps, k)).unflatten(0, (m, steps)).transpose(0, 1)
+    return multiply(x.reshape(steps * m, k)).unflatten(0, (steps, m))
+
+
+def _batched_mm(a: Value, b: Value) -> Tensor:
+    """`[m, k] @ [k, n]`, either of them or both at S steps."""
+    (x, x_steps), (y, y_steps) = a, b
+    if x_steps and y_steps:
+        return torch.bmm(x, y)
+    if x_steps:
+        return _by_rows(x, lambda rows: torch.mm(rows, y))
+    return _by_rows(y.transpose(1, 2), lambda rows: torch.mm(rows, x.t())).transpose(1, 2)
+
+
+def _batched_bmm(a: Value, b: Value) -> Tensor:
+    """`[b, m, k] @ [b, k, n]`, either of them or both at S steps."""
+    (x, x_steps), (y, y_steps) = a, b
+    if x_steps and y_steps:
+        return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])
+    if x_steps:
+        steps, batch, m, k = x.shape
+        product = torch.bmm(x.transpose(0, 1).reshape(batch, steps * m, k), y)
+        return product.view(batch, steps, m, y.shape[-1]).transpose(0, 1)
+    steps, batch, k, n = y.shape
+    product = torch.bmm(x, y.permute(1, 2, 0, 3).reshape(batch, k, steps * n))
+    return product.view(batch, x.shape[1], steps, n).permute(2, 0, 1, 3)

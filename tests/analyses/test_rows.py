@@ -369,6 +369,56 @@ def test_what_is_added_with_factor_0_is_not_read():
     assert record.batched, record.declines
 
 
+def products(carry, row, w, square):
+    """Each operand, and what is added, the same at all steps or not; row is [m, n], carry [n]."""
+    yield torch.mm(row, w)
+    yield torch.mm(square, row)
+    yield torch.mm(row, row.t())
+    for added in (carry, row[:1], carry[:1], w[:1], row):
+        yield torch.addmm(added, row, w, beta=0.5, alpha=2)
+    yield torch.addmm(w, row.t(), row)
+    yield torch.addmm(row, square, square[:, :1] @ w[:1])
+    yield torch.addmm(torch.full_like(carry, torch.nan), row, w, beta=0)
+    yield torch.addmm((row * torch.nan).detach(), row, w, beta=0)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_products_of_matrices(batch_first):
+    def run(scan, init, w, square, rows):
+        def step(carry, row):
+            return row[0], tuple(products(carry, row, w, square))
+
+        return scan(step, init, rows.transpose(0, 1) if batch_first else rows)
+
+    rows = numbers(2, S, 3) if batch_first else numbers(S, 2, 3)
+    record = compared(run, numbers(3), numbers(3, 3), numbers(2, 2), rows)
+    assert record.batched, record.declines
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_layer_has_one_gradient_for_all_steps(batch, bias):
+    """The gradient of its weight had a matrix for each step, before these were added up."""
+    torch._dynamo.reset()
+    layer = torch.nn.Linear(5, 7, bias=bias).double()
+    init, shapes = numbers(1), []
+
+    def run(x):
+        return nsa_compile.scan(lambda carry, row: (carry, layer(row)), init, x.transpose(0, 1))[1].transpose(0, 1)
+
+    class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            made = f(*args, **(kwargs or {}))
+            shapes.extend(x.numel() for x in torch.utils._pytree.tree_leaves(made) if isinstance(x, torch.Tensor))
+            return made
+
+    x = numbers(batch, 50, 5).requires_grad_()
+    y = nsa_compile.compile(run, nested="eager", cache=False)(x)
+    with Shapes():
+        torch.autograd.grad(y.square().sum(), [x, layer.weight])
+    assert max(shapes) == y.numel()
+
+
 @pytest.mark.parametrize("nested", ["eager", "aot_eager"])
 def test_outputs_share_no_memory(nested):
     """As in the loop, where each is stacked anew: changing one changes neither the inputs nor another. Only the carry
