@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -619,7 +620,10 @@ class Analysis:
 
 
 def _gives_gradients(node: fx.Node) -> bool:
-    value = node.meta.get("val")
+    """Whether gradients may reach what an operator reads: not through integers, such as the indices of a top-k."""
+    value: Any = node.meta.get("val")
+    if isinstance(value, tuple | list) and all(user.target is operator.getitem for user in node.users):
+        return any(_gives_gradients(user) for user in node.users)
     return node.target is not aten.detach.default and not (
         isinstance(value, Tensor) and not (value.dtype.is_floating_point or value.dtype.is_complex)
     )

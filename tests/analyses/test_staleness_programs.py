@@ -87,7 +87,32 @@ def pad_with_zero_vectors(xs: dict[str, Tensor]) -> None:
     xs["k"][-2:] = 0.0
 
 
+def gates(q: Tensor, k: Tensor, t: Tensor, late: int = 0) -> Tensor:
+    """Of the three blocks of two rows the products with their mean keys; blocks that are not whole are masked."""
+    number = torch.arange(3)
+    gate = (k.unflatten(0, (3, 2)).mean(1) @ q).masked_fill(number > t // 2 + late, -INF)
+    return gate if late else gate.masked_fill(number == t // 2, INF)
+
+
+def by_blocks(gate: Tensor, q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    chosen = torch.zeros(3, dtype=torch.bool).scatter(0, gate.topk(2).indices, True).repeat_interleave(2)
+    return attend((k @ q).masked_fill(~(chosen & (torch.arange(S) <= t)), -INF), v)
+
+
 PROGRAMS: dict[str, Program] = {
+    # Blocks are ranked by what is read of all their rows.
+    "the best blocks": Program(
+        lambda q, k, v, t, x, w: by_blocks(gates(q, k, t), q, k, v, t), dropped=True
+    ),
+    "the best blocks, the last of them not whole": Program(
+        lambda q, k, v, t, x, w: by_blocks(gates(q, k, t).nan_to_num(posinf=0.0) + gates(q, k, t, 1), q, k, v, t)
+    ),
+    "the best blocks, masked one too late": Program(
+        lambda q, k, v, t, x, w: by_blocks(gates(q, k, t, 1), q, k, v, t)
+    ),
+    "the gates of the best blocks": Program(
+        lambda q, k, v, t, x, w: attend(lowest(k @ q, t), v) * gates(q, k, t).topk(2).values.clamp(-1, 1)[1]
+    ),
     # What a mask keeps may be at the floor before.
     "a padding bias of -inf, given": Program(lambda q, k, v, t, x, w: attend(lowest(k @ q + w, t), v), LEFT),
     "a padding bias of the lowest, given": Program(lambda q, k, v, t, x, w: attend(lowest(k @ q + w, t), v), LEFT_LOW),

@@ -170,18 +170,18 @@ VERDICTS = {
     "forgetting/forgetting_by_a_bias_that_grows": ("scored_attention", "operator"),
     "gated_output/gated_output": ("window_attention", "operator"),
     # selection.py
-    "moba/moba_by_mask": ("rows of the selected blocks + copies", "operator"),  # short
+    "moba/moba_by_mask": ("selected_attention", "operator"),
     "moba/moba_by_finite_mask": ("rows of the selected blocks + copies", "operator"),  # short
-    "moba/moba_by_bias": ("rows of the selected blocks + copies", "operator"),  # short
+    "moba/moba_by_bias": ("selected_attention", "operator"),
     "moba/moba_by_gather": ("scored_attention + copies", "operator"),  # short
     "moba/moba_by_gather_of_blocks": ("scored_attention + copies", "operator"),  # short
     "moba/moba_by_threshold": ("copies", "dense"),  # short
-    "moba/moba_by_one_hot": ("rows of the selected blocks + copies", "operator"),  # short
-    "moba/moba_by_comparison": ("rows of the selected blocks + copies", "operator"),  # short
-    "moba/moba_by_sdpa": ("rows of the selected blocks + copies", "operator"),  # short
+    "moba/moba_by_one_hot": ("selected_attention", "operator"),
+    "moba/moba_by_comparison": ("selected_attention", "operator"),
+    "moba/moba_by_sdpa": ("selected_attention", "operator"),
     "moba/moba_with_running_means": ("selected_attention", "operator"),
-    "moba_of_a_group/moba_of_a_group": ("rows of the selected blocks + copies", "operator"),  # short
-    "moba_of_heads_in_a_group/moba_of_heads_in_a_group": ("rows of the selected blocks + copies", "operator"),  # short
+    "moba_of_a_group/moba_of_a_group": ("selected_attention", "operator"),
+    "moba_of_heads_in_a_group/moba_of_heads_in_a_group": ("selected_attention", "operator"),
     "dsa/dsa_by_mask": ("selected_attention", "operator"),
     "dsa/dsa_by_bias": ("selected_attention", "operator"),
     "dsa/dsa_by_finite_mask": ("selected_attention", "operator"),
@@ -202,12 +202,12 @@ VERDICTS = {
     "nsa/nsa_by_comparison": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_sdpa": ("compressed_attention + selected_attention + window_attention", "operator"),
     "selected_and_window/selected_and_window": ("scored_attention", "operator"),
-    "quest/quest_by_mask": ("rows of the selected blocks + copies", "operator"),  # short
+    "quest/quest_by_mask": ("selected_attention", "operator"),
     "quest/quest_by_gather": ("scored_attention + copies", "operator"),  # short
     "quest_running/quest_with_running_bounds": ("loop", "operator"),  # short
     "msa/best_key_of_a_block": ("selected_attention", "operator"),
     "msa_with_index/best_index_key_of_a_block": ("scored_attention", "operator"),
-    "qsa/pooled_index_keys": ("rows of the selected blocks + copies", "operator"),  # short
+    "qsa/pooled_index_keys": ("selected_attention", "operator"),
     "infllm/overlapping_means_max_pooled": ("selected_attention", "operator"),
     "hca/compressed_window_and_sink": ("scored_attention", "operator"),
     "csa/best_compressed_window_and_sink": ("scored_attention", "operator"),
