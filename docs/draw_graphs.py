@@ -24,7 +24,7 @@ import nsa_compile
 DOCS = Path(__file__).parent
 IMAGES = DOCS / "images"
 REARRANGING = {
-    "unsqueeze", "transpose", "view", "squeeze", "permute", "expand", "slice", "clone", "copied", "getitem", "reshape",
+    "unsqueeze", "transpose", "view", "squeeze", "permute", "expand", "slice", "clone", "getitem", "reshape",
     "detach", "alias", "to", "flatten", "unflatten", "select",
 }  # fmt: skip
 SYMBOLS = {"==": "eq", ">": "gt", "<=": "le", "@": "matmul", "/": "div", "*": "mul", "+": "add", "&": "and", "|": "or"}
@@ -90,7 +90,8 @@ def _add(boxes: dict[str, Box], same: dict[str, str], name: str, call: str) -> N
     operator = _operator(call)
     if operator == "new_zeros":
         read = []  # only the dtype of what it names
-    if operator in REARRANGING and read:
+    copies = operator == "mul" and call.endswith(", 1)")
+    if (operator in REARRANGING or copies) and read:
         same[name] = read[0]
         return
     same[name] = name

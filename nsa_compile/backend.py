@@ -29,7 +29,11 @@ from nsa_compile.program.first_call import FirstCall
 from nsa_compile.program.functional import WriteBack, make_functional, turns_gradients_on, with_stand_ins
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
-from nsa_compile.workarounds import let_inductor_read_what_was_written, let_views_of_outputs_keep_their_bases
+from nsa_compile.workarounds import (
+    let_inductor_read_what_was_written,
+    let_inductor_write_apart,
+    let_views_of_outputs_keep_their_bases,
+)
 
 mend_dynamo()
 
@@ -271,6 +275,7 @@ def compile_nested(
     _part_kept_programs()
     compile_kernels_together()
     let_inductor_read_what_was_written()
+    let_inductor_write_apart()
     negated = [i for i, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()]
     if any(WRITTEN in gm.graph.find_nodes(op="placeholder")[i].meta for i in negated):
         raise ScanNotCompiled(

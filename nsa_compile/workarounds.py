@@ -58,6 +58,26 @@ def let_inductor_read_what_was_written() -> None:
 
 
 @cache
+def let_inductor_write_apart() -> None:
+    """Give what a masked write yields a box of its own, where Inductor does such a write in place.
+
+    It puts the new tensor into the box of the old one. An operator that it does not compile, and that was given a view
+    of the old one before, reads through that box: it found what was written after it (torch 2.13, `mutate_to`).
+    """
+    from torch._inductor import ir, lowering
+
+    original = lowering.index_put_as_masked_fill
+
+    def write(x: Any, *args: Any) -> Any:
+        box = x.data if isinstance(x, ir.TensorBox) else None
+        if isinstance(box, ir.StorageBox) and not (box.is_input_buffer() or box.is_module_buffer()):
+            x = ir.TensorBox(ir.StorageBox(box.data))
+        return original(x, *args)
+
+    lowering.index_put_as_masked_fill = write
+
+
+@cache
 def let_views_of_outputs_keep_their_bases() -> None:
     """Keep what an output is a view of, where it is another output and inputs that share memory are written to.
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from nsa_compile.analyses.batched_operators import Value, apply_at_steps, spread
 from nsa_compile.analyses.inner_loops import InnerLoop, body_of
 from nsa_compile.analyses.scores import MASK, used_tiles
-from nsa_compile.ir.aten import SHAPED, operand
+from nsa_compile.ir.aten import SHAPED, aten, operand
 from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, SCORED, SELECT, AttentionCall, Opaque, SelectCall
 from nsa_compile.ir.carries import Invariant, Known, Latest, Recurrent, Rows
 from nsa_compile.ir.inner_loops import run_inner_loop
@@ -22,6 +22,11 @@ from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
 from nsa_compile.ops.scored import TILE
 
 Times = tuple[int, ...]
+
+_BOUNDED = (
+    aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.maximum.default, aten.minimum.default,
+)  # fmt: skip
+_FEW = 2**16  # integers of a constant of the graph
 
 ATTENTIONS = (ATTENTION, SELECT, SCORED, NAN_ROWS)
 
@@ -174,6 +179,13 @@ class BatchedBody:
         """Whether a node reads nothing but a shape."""
         return node.target in SHAPED and node in self.record.constant
 
+    def _is_small_index(self, node: fx.Node) -> bool:
+        """Whether a node is known to hold few integers, cut off at a bound: an index that Inductor, where it follows
+        it to the step number, fails to bound ("vr must not be None"; torch 2.13)."""
+        if node.target not in _BOUNDED or node not in self.record.known or example(node).is_floating_point():
+            return False
+        return example(node).numel() * self.record.length <= _FEW
+
     def _compute(self, node: fx.Node, times: Times) -> Value:
         if node in self.x_of:
             return self._at(self.x_of[node], times), True
@@ -193,6 +205,8 @@ class BatchedBody:
             with fx.traceback.set_current_meta(node):
                 compute = {SCORED: self._scored, NAN_ROWS: self._nan_rows}.get(node.target, self._attention)
                 return compute(node, times), True
+        if self._is_small_index(node):
+            return self._at(self._constant(self.record.known[node].table()), times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
         with fx.traceback.set_current_meta(node):
             return compute_at(node, operands, lambda: self._constant(np.array(times)), len(times), self.record)

@@ -39,13 +39,13 @@ from nsa_compile.ir.scans import (
     ScanRecord,
     ScanSite,
     declined_if_it_fails,
+    example,
     fake_inputs,
     find_scans,
     place_of,
     results,
 )
 from nsa_compile.ir.zero_gradients import mark_results, match_results
-from nsa_compile.ops.copied import COPIED
 from nsa_compile.passes.eliminate_guards import guarded_views
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.report import RecurrenceReport
@@ -150,7 +150,7 @@ def trace_batched(
         # vmap's own decompositions hold in-place operators (squeeze_); the graph shall hold none.
         graph = trace_to_aten(torch.func.functionalize(batched, remove="mutations"), fakes)
         escaping = {place_of(user) for user in site.node.users if ESCAPES in user.meta}
-        _keep_outputs_apart(graph, escaping if torch.is_grad_enabled() else ())
+        _keep_outputs_apart(graph, escaping)
     return graph
 
 
@@ -159,33 +159,52 @@ def _keep_outputs_apart(graph: fx.GraphModule, escaping: Collection[int]) -> Non
 
     Copied is also what the caller gets to see, who may write to the results of a loop before he asks for gradients: an
     operator such as tanh keeps its result for the backward pass.
-
-    Two clones that Inductor takes away one by one (torch 2.13) leave their readers with what neither may share: what
-    another output is made of, or what our own operators keep for their backward pass. These are `COPIED`.
     """
     output = graph.graph.output_node()
     given = set(graph.graph.find_nodes(op="placeholder") + graph.graph.find_nodes(op="get_attr"))
-    outputs, returned = [], set[fx.Node]()
+    outputs, returned = [], list[fx.Node]()
     for i, value in enumerate(results(graph)):
-        source, cloned = value, False
-        while source.op == "call_function" and (_may_alias(source) or source.target is aten.clone.default):
-            cloned |= source.target is aten.clone.default
+        source = value
+        while source.op == "call_function" and _may_alias(source):
             source = source.all_input_nodes[0]
-        if (source in given and not cloned) or source in returned or i in escaping:
-            kept = i in escaping and str(source.target).startswith("nsa_compile.")
-            target = COPIED if kept or source in returned else aten.clone.default
+        if source in given or source in returned or i in escaping:
             with graph.graph.inserting_before(output):
-                copied = graph.graph.call_function(target, (value,))
-            copied.meta = dict(value.meta)
-            value = copied
-        returned.add(source)
+                for _ in range(1 + returned.count(source)):
+                    value = _copied(graph, value)
+        returned.append(source)
         outputs.append(value)
     output.args = (outputs,)
     graph.recompile()
 
 
+def _copied(graph: fx.GraphModule, value: fx.Node) -> fx.Node:
+    """A copy that stays one: Inductor takes clones away, each by itself, until results share memory with what they
+    were copied from (torch 2.13). It computes products. Of two equal ones it makes one; the second of two copies is
+    therefore a product of a product.
+    """
+    dtype = example(value).dtype
+    parts = aten.view_as_real.default if dtype.is_complex else None
+    number = graph.graph.call_function(parts, (value,)) if parts else value
+    if dtype == torch.bool:
+        copied = graph.graph.call_function(aten.ne.Scalar, (number, 0))
+    else:
+        copied = graph.graph.call_function(aten.mul.Tensor, (number, 1))
+    if parts:
+        number.meta = copied.meta = value.meta | {"val": torch.view_as_real(example(value))}
+        copied = graph.graph.call_function(aten.view_as_complex.default, (copied,))
+    copied.meta = dict(value.meta)
+    return copied
+
+
+# What yields its operand, or may: a cat of one tensor and of empty ones is one that Inductor takes away.
+_NO_COMPUTATION = {
+    aten.reshape.default, aten._unsafe_view.default, operator.getitem, aten.clone.default, aten.cat.default,
+    aten.slice_scatter.default, aten.constant_pad_nd.default,
+}  # fmt: skip
+
+
 def _may_alias(node: fx.Node) -> bool:
-    """Whether a node may be a view of its first operand."""
+    """Whether a node may be a view of its first operand, or becomes one."""
     schema = getattr(node.target, "_schema", None)
     is_view = schema is not None and any(a.alias_info is not None for a in schema.arguments)
-    return is_view or node.target in (aten.reshape.default, aten._unsafe_view.default, operator.getitem)
+    return is_view or node.target in _NO_COMPUTATION

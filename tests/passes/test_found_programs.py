@@ -1409,3 +1409,60 @@ def test_two_results_of_one_step_under_inductor():
     with torch.no_grad():
         last.zero_()
     torch.testing.assert_close(outputs, expected)
+
+
+def test_rows_that_a_view_was_taken_of_by_the_caller_under_inductor():
+    """Of one step, what a step found: Inductor took away the clones, and the results were the caller's tensor."""
+
+    def run(x, init):
+        return scan(lambda c, row: (c * 0.9 + row * 0.1, c), init, x)[1]
+
+    for grad in (True, False):
+        torch._dynamo.reset()
+        init = rows(4, 2)[1:-1]
+        with torch.set_grad_enabled(grad):
+            compiled(run, "inductor", fullgraph=True)(rows(1, 2, 2), init).zero_()
+        assert bool(init.ne(0).all())
+
+
+def test_a_result_is_written_to_after_a_loop_read_it_under_inductor():
+    """The loop, which reads a view of the other result, found what is written to that afterwards."""
+
+    def run(x, slots, k, w):
+        keep = torch.ones(5, 5, dtype=torch.bool).tril()
+
+        def step(c, row):
+            here = torch.where((torch.arange(5) == row["t"]).view(-1, 1), (row["x"] @ w).unsqueeze(1), k)
+            scores = (here * row["x"].unsqueeze(-2)).sum(-1)
+            scores = torch.where(torch.arange(5) <= row["t"] + 1, scores, float("-inf"))
+            weights = torch.softmax(torch.cat([torch.zeros_like(scores[..., :1]), scores], -1), -1)[..., 1:]
+            y = (weights.unsqueeze(-1) * here).sum(-2)
+            new = torch.where(row["t"] >= 1, c.index_copy(1, row["t"].view(1), row["x"].unsqueeze(1)), c)
+            scores = torch.einsum("...d,...rd->...r", y, new).masked_fill(~row["keep"], torch.finfo(x.dtype).min)
+            return new, (y, torch.einsum("...r,...rd->...d", torch.softmax(scores, -1), c))
+
+        y, z = scan(step, torch.zeros(3, 5, 1, dtype=x.dtype), {"x": x, "t": slots, "keep": keep})[1]
+        y[y > 0.1] = 0.1
+        return y, z
+
+    torch._dynamo.reset()
+    given = rows(5, 3, 1), torch.tensor([0, 2, 1, 1, 0]), rows(3, 5, 1), rows(1, 1).requires_grad_()
+    torch.testing.assert_close(compiled(run, "inductor", fullgraph=True)(*given), run(*given))
+
+
+def test_rows_picked_by_a_bounded_step_number_under_inductor():
+    """Inductor followed the index to the step number and failed to bound it."""
+
+    def run(x, init):
+        def step(c, row):
+            c = c.clone()
+            c.select(1, 0).copy_(row["x"])
+            return c, c.index_select(1, (row["t"] - 1).clamp(min=0).view(1)).squeeze(1)
+
+        t = torch.arange(4)
+        new = scan(lambda c, row: (c, row["x"] / (row["t"] + 1)), x[0], {"x": x, "t": t})[1]
+        return scan(step, init, {"x": new, "t": t})[1]
+
+    torch._dynamo.reset()
+    given = rows(4, 3, 2), rows(2, 3, 3).permute(2, 1, 0)
+    torch.testing.assert_close(compiled(run, "inductor", fullgraph=True)(*given), run(*given))
