@@ -98,12 +98,16 @@ def measured(x: Tensor) -> Magnitude | None:
         return Magnitude(0.0, 0.0)
     if x.dtype.is_complex:
         return None
-    return _measured(x.double(), floor_level(x.dtype) if x.dtype.is_floating_point else -math.inf)
+    return _measured(x, floor_level(x.dtype) if x.dtype.is_floating_point else -math.inf)
 
 
 def _measured(x: Tensor, level: float) -> Magnitude | None:
-    if bool(x.isnan().any()) or bool((x == math.inf).any()):
+    least, most = float(x.amin()), float(x.amax())  # NaN where there is one
+    if math.isnan(most) or most == math.inf:
         return None
+    if least > level:
+        return Magnitude(max(abs(least), abs(most)), least)
+    x = x.double()
     low = x <= level
     rest, floors = x[~low], x[low]
     return Magnitude(

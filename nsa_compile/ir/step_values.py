@@ -49,7 +49,18 @@ class Table:
 
     def run_of(self, wanted: bool) -> tuple[Tensor, Interval]:
         """Of booleans: the first step at which each is `wanted` (S if none), and the first run of such steps."""
-        value = self.values if wanted else ~self.values
+        return self._run_of_true if wanted else self._run_of_false
+
+    @cached_property
+    def _run_of_true(self) -> tuple[Tensor, Interval]:
+        return self._run(self.values)
+
+    @cached_property
+    def _run_of_false(self) -> tuple[Tensor, Interval]:
+        return self._run(~self.values)
+
+    @staticmethod
+    def _run(value: Tensor) -> tuple[Tensor, Interval]:
         steps = value.shape[0]
         index = torch.arange(steps, dtype=torch.int32).reshape(-1, *([1] * (value.dim() - 1)))
         # A minimum over step numbers runs vectorised; argmax down a column does not.
