@@ -16,7 +16,7 @@ from nsa_compile import cache, inductor_files, modes
 from nsa_compile.capture import mend_dynamo
 from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.compiler_cache import errors_named
-from nsa_compile.inductor_kernels import compile_kernels_together
+from nsa_compile.inductor_kernels import compile_kernels_together, simplify_plain_indices_by_expanding
 from nsa_compile.ir import markers
 from nsa_compile.ir.scans import VALUE, WRITTEN, Declined
 from nsa_compile.passes import verifier
@@ -274,6 +274,7 @@ def compile_nested(
     inductor_files.prepare()
     _part_kept_programs()
     compile_kernels_together()
+    simplify_plain_indices_by_expanding()
     let_inductor_read_what_was_written()
     let_inductor_write_apart()
     negated = [i for i, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 
 import pytest
+import sympy
 import torch
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
@@ -126,3 +128,34 @@ def test_a_program_of_several_kernels_is_one_unit(units):
     with config.patch(force_disable_caches=True):
         torch.testing.assert_close(torch.compile(program, fullgraph=True)(x, w), program(x, w))
     assert [source.count("METH_VARARGS") for source in units] == [3]
+
+
+def test_strides_of_indices_are_those_that_sympy_simplifies():
+    from torch._inductor import sizevars
+    from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+    x, y, z = (sympy.Symbol(name, integer=True, nonnegative=True) for name in "xyz")
+    rng = random.Random(0)
+
+    def number():
+        return rng.choice([1, 2, 4, 8, 12, 16, 64, 127])
+
+    def index():
+        terms = [number() * v * rng.choice([1, 1, y]) for v in (x, y, z)]
+        if rng.random() < 0.6:
+            inner = number() * x + rng.choice([0, number() * y])
+            terms.append(number() * rng.choice([FloorDiv(inner, number()), ModularIndexing(inner, number(), number())]))
+        return sum(rng.sample(terms, rng.randint(1, len(terms)))) * (rng.choice([1, 2]) * z + 3)
+
+    drawn = [(index(), rng.choice([x, y, z]), rng.choice([None, 4, 16])) for _ in range(150)]
+    found = []
+    for module in (sympy, None):
+        if module is None:
+            inductor_kernels.simplify_plain_indices_by_expanding()
+        else:
+            sizevars.sympy = module
+            inductor_kernels.simplify_plain_indices_by_expanding.cache_clear()
+        for f in (sizevars.stride_at, sizevars.stride_at_vec_range, sizevars.simplify_index_in_vec_range):
+            f.cache_clear()
+        found.append([sizevars.stride_at_vec_range(*of) for of in drawn])
+    assert all(sympy.expand(a - b) == 0 for a, b in zip(*found, strict=True))
