@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from nsa_compile import modes
 from nsa_compile.analyses.batched_body import AsLoop, BatchedBody, Recurrence
@@ -182,18 +184,24 @@ def _copied(graph: fx.GraphModule, value: fx.Node) -> fx.Node:
     were copied from (torch 2.13). It computes products. Of two equal ones it makes one; the second of two copies is
     therefore a product of a product.
     """
-    dtype = example(value).dtype
-    parts = aten.view_as_real.default if dtype.is_complex else None
-    number = graph.graph.call_function(parts, (value,)) if parts else value
-    if dtype == torch.bool:
-        copied = graph.graph.call_function(aten.ne.Scalar, (number, 0))
-    else:
-        copied = graph.graph.call_function(aten.mul.Tensor, (number, 1))
-    if parts:
-        number.meta = copied.meta = value.meta | {"val": torch.view_as_real(example(value))}
-        copied = graph.graph.call_function(aten.view_as_complex.default, (copied,))
-    copied.meta = dict(value.meta)
-    return copied
+    x = example(value)
+
+    def call(target: OpOverload, *args: Any, val: Tensor = x) -> fx.Node:
+        node = graph.graph.call_function(target, args)
+        node.meta = value.meta | {"val": val}
+        return node
+
+    if x.dtype == torch.bool:
+        return call(aten.ne.Scalar, value, 0)
+    if x.dtype.is_complex:
+        numbers = torch.view_as_real(x)
+        product = call(aten.mul.Tensor, call(aten.view_as_real.default, value, val=numbers), 1, val=numbers)
+        return call(aten.view_as_complex.default, product)
+    if x.dtype.is_floating_point and x.dtype.itemsize == 1:  # numbers that are not multiplied
+        numbers = x.view(torch.uint8)
+        product = call(aten.mul.Tensor, call(aten.view.dtype, value, torch.uint8, val=numbers), 1, val=numbers)
+        return call(aten.view.dtype, product, x.dtype)
+    return call(aten.mul.Tensor, value, 1)
 
 
 # What yields its operand, or may: a cat of one tensor and of empty ones is one that Inductor takes away.

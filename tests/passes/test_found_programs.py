@@ -1466,3 +1466,20 @@ def test_rows_picked_by_a_bounded_step_number_under_inductor():
     torch._dynamo.reset()
     given = rows(4, 3, 2), rows(2, 3, 3).permute(2, 1, 0)
     torch.testing.assert_close(compiled(run, "inductor", fullgraph=True)(*given), run(*given))
+
+
+@pytest.mark.parametrize("nested", ["eager", "inductor"])
+def test_copies_of_every_dtype(nested):
+    """What a scan returns twice, as it got it, is two tensors of their own, bit for bit."""
+    dtypes = (torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int16, torch.bfloat16, torch.float64)
+    given = [rows(4, 3).to(dtype) for dtype in dtypes]
+
+    def run(*given):
+        return scan(lambda c, row: (c, (*row, *row)), torch.zeros(2), given)[1]
+
+    torch._dynamo.reset()
+    results = compiled(run, nested, fullgraph=True)(*given)
+    assert len({x.data_ptr() for x in (*results, *given)}) == 3 * len(dtypes)
+    for x, y in zip(results, given * 2, strict=True):
+        assert x.dtype == y.dtype
+        assert x.contiguous().view(torch.uint8).equal(y.view(torch.uint8))
