@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_compile.ops.recurrence import KINDS, chunks, matrix_recurrence, portable, recurrence, reference
+from nsa_compile.ops.recurrence import (
+    KINDS,
+    chunks,
+    matrix_recurrence,
+    portable,
+    recurrence,
+    reference,
+    unit_lower_inverse,
+)  # fmt: skip
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -62,6 +70,18 @@ def test_a_maximum_begins_at_minus_infinity():
 def test_a_matrix_recurrence_is_its_loop(steps, batch):
     inputs = [numbers(steps, *batch, 3, 3), numbers(steps, *batch, 3, 4), numbers(*batch, 3, 4)]
     assert_same(matrix_recurrence, reference.matrix, inputs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_the_inverse_of_steps_on_those_before_them(size, dtype):
+    below = numbers(2, 3, size, size).to(dtype) * (1 + (1j if dtype.is_complex else 0)) * size**-0.5
+
+    def inverse(x: Tensor) -> Tensor:
+        return torch.linalg.inv(torch.eye(size, dtype=dtype) + x.tril(-1))
+
+    assert_same(lambda x: unit_lower_inverse(x.tril(-1)).abs(), lambda x: inverse(x).abs(), [below])
+    torch.library.opcheck(torch.ops.nsa_compile.unit_lower_inverse.default, (below.tril(-1).requires_grad_(),))
 
 
 def test_integers_wrap_around_as_in_the_loop():
@@ -166,8 +186,8 @@ FAULTS = {
     ),
     "no first state": ("linear", lambda q, k, v, a, u, first: _linear(q, k, v, a, u, first * 0)),
     "a key that takes its own value back": (
-        "_solved",
-        lambda scores, v, u: (v, u),
+        "unit_lower_inverse",
+        lambda below: torch.eye(below.shape[-1], dtype=below.dtype).expand_as(below),
     ),
 }
 

@@ -1,7 +1,7 @@
-"""Recurrences over the steps of a sequence, in parallel forms: `nsa_compile::recurrence` and
-`nsa_compile::matrix_recurrence`.
+"""Recurrences over the steps of a sequence, in parallel forms: `nsa_compile::recurrence`,
+`nsa_compile::matrix_recurrence`, and `nsa_compile::unit_lower_inverse`, the recurrence of a step on all before it.
 
-Both keep the value of each step and are differentiable once. A recurrence whose states are matrices that nobody needs
+They keep the value of each step and are differentiable once. A recurrence whose states are matrices that nobody needs
 at each step is computed in chunks of steps (`chunks.py`), which hand their states on by these operators.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_compile.ops.recurrence import portable
 
-__all__ = ["KINDS", "matrix_recurrence", "recurrence"]
+__all__ = ["KINDS", "matrix_recurrence", "recurrence", "unit_lower_inverse"]
 
 KINDS = ("sum", "max", "min")
 
@@ -40,6 +40,14 @@ def recurrence(a: Tensor | None, b: Tensor, first: Tensor, kind: str = "sum") ->
 def matrix_recurrence(m: Tensor, b: Tensor, first: Tensor) -> Tensor:
     """`h[t] = m[t] @ h[t - 1] + b[t]` with `m [S, ..., K, K]`, `b [S, ..., K, V]` and `first [..., K, V]`."""
     return torch.ops.nsa_compile.matrix_recurrence(m, b, first)
+
+
+def unit_lower_inverse(below: Tensor) -> Tensor:
+    """`(1 + below)^-1` of matrices `[..., C, C]`, C a power of two, whose elements on and above the diagonal are 0.
+
+    `x[i] = b[i] - Σ_{j < i} below[i, j] x[j]` is this matrix times b.
+    """
+    return torch.ops.nsa_compile.unit_lower_inverse(below)
 
 
 def _check(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> None:
@@ -141,6 +149,29 @@ def _differentiate_matrix(ctx: Any, gradient: Tensor) -> tuple:
 
 
 _matrix_recurrence.register_autograd(_differentiate_matrix, setup_context=_save_matrix)
+
+
+@torch.library.custom_op("nsa_compile::unit_lower_inverse", mutates_args=(), schema="(Tensor below) -> Tensor")
+def _unit_lower_inverse(below: Tensor) -> Tensor:
+    return portable.unit_lower_inverse(below)
+
+
+@_unit_lower_inverse.register_fake
+def _(below: Tensor) -> Tensor:
+    return below.new_empty(below.shape)
+
+
+def _save_inverse(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+@torch._disable_dynamo
+def _differentiate_inverse(ctx: Any, gradient: Tensor) -> Tensor:
+    (inverse,) = ctx.saved_tensors
+    return -(inverse.mH @ gradient @ inverse.mH).tril(-1)
+
+
+_unit_lower_inverse.register_autograd(_differentiate_inverse, setup_context=_save_inverse)
 
 
 def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:

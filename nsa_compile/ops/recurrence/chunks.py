@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_compile.ops.recurrence import matrix_recurrence, recurrence
+from nsa_compile.ops.recurrence import matrix_recurrence, recurrence, unit_lower_inverse
 
 __all__ = ["linear"]
 
@@ -52,7 +52,9 @@ def linear(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, u: Tensor | None, 
         states = recurrence(total, _by_chunk(brought, first), first)
     else:
         u = _chunks(u, steps, chunk, 0)
-        own, of_state = _solved(_scores(u, k, decay, strict=True), v, u if decay is None else u * decay.before)
+        # Each step of a chunk takes off what the steps of the chunk before it have written.
+        solution = unit_lower_inverse(_scores(u, k, decay, strict=True))
+        own, of_state = solution @ v, solution @ (u if decay is None else u * decay.before)
         kept = torch.eye(k.shape[-1], dtype=v.dtype, device=v.device)
         kept = (kept if decay is None else kept * decay.total) - late.mT @ of_state
         states = matrix_recurrence(_by_chunk(kept, first), _by_chunk(late.mT @ own, first), first)
@@ -79,16 +81,6 @@ def _chunks(x: Tensor, steps: int, chunk: int, filling: float) -> Tensor:
 def _by_chunk(x: Tensor, state: Tensor) -> Tensor:
     """`[..., chunks, M, N]` as `[chunks, ..., M, N]`, with the sizes between of a state."""
     return x.movedim(-3, 0).expand(x.shape[-3], *state.shape[:-2], *x.shape[-2:])
-
-
-def _solved(scores: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """`(1 + scores)^-1` times v and times u; the scores lie below the diagonal."""
-    batch = torch.broadcast_shapes(v.shape[:-1], u.shape[:-1], scores.shape[:-1])
-    both = torch.cat([v.expand(*batch, v.shape[-1]), u.expand(*batch, u.shape[-1])], -1)
-    system = scores.expand(*batch, scores.shape[-1])
-    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-    own, of_state = solved.split([v.shape[-1], u.shape[-1]], -1)
-    return own, of_state
 
 
 class _Decay:
