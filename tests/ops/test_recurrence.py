@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_compile.ops import decayed
+from nsa_compile.ops.dispatch import KERNELS
 from nsa_compile.ops.recurrence import (
     KINDS,
     chunks,
@@ -97,6 +100,9 @@ def test_the_operators_are_sound():
     for kind in KINDS:
         torch.library.opcheck(torch.ops.nsa_compile.recurrence.default, (*inputs, kind))
     matrices = (numbers(4, 2, 3, 3), numbers(4, 2, 3, 2), numbers(2, 3, 2))
+    operands = tuple(numbers(3, 4, 2, seed=i).requires_grad_() for i in range(3))
+    torch.library.opcheck(torch.ops.nsa_compile.decayed_scores.default, (*operands, True))
+    torch.library.opcheck(torch.ops.nsa_compile.decay_products.default, operands[:1])
     torch.library.opcheck(torch.ops.nsa_compile.matrix_recurrence.default, tuple(x.requires_grad_() for x in matrices))
 
 
@@ -118,6 +124,11 @@ def test_second_derivatives_are_refused():
     (gradient,) = torch.autograd.grad(recurrence(b, b, b[0]).sum(), b, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         gradient.sum().backward()
+    a = numbers(2, 4, 3).requires_grad_()
+    for out in (decayed.decayed_scores(a, a, a, strict=False), decayed.decay_products(a)[0]):
+        (gradient,) = torch.autograd.grad(out.sum(), a, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            gradient.sum().backward()
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
@@ -145,6 +156,66 @@ def test_chunks_are_the_loop(steps, decay, solved):
     for batch, shared in (((), False), ((2,), False), ((2, 3), True)):
         inputs = operands(steps, batch, decay, solved=solved, shared=shared)
         assert_same(chunks.linear, reference.linear, inputs)
+
+
+@pytest.mark.parametrize("solved", [False, True])
+@pytest.mark.parametrize("steps", [1, 7, 150])
+def test_where_decays_have_no_kernel_they_are_plain_torch(steps, solved, monkeypatch):
+    monkeypatch.setattr(chunks.decayed, "takes", lambda _: False)
+    for batch, shared in (((), False), ((2, 3), True)):
+        inputs = operands(steps, batch, "vector", solved=solved, shared=shared)
+        assert_same(chunks.linear, reference.linear, inputs)
+
+
+def test_without_a_compiler_the_reason_is_told(monkeypatch, caplog):
+    def fail() -> None:
+        raise RuntimeError("no compiler\nat all")
+
+    kernel = KERNELS["decayed"]["cpu"]
+    monkeypatch.setitem(kernel.__dict__, "code", SimpleNamespace(prepare=fail))
+    decayed._is_compiled.cache_clear()
+    assert not decayed.takes(torch.ones(2, 3))
+    decayed._is_compiled.cache_clear()
+    assert "cannot be used (no compiler)" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 5, 2), (2, 64, 19)])
+@pytest.mark.parametrize("strict", [False, True])
+def test_decayed_scores_are_their_definition(strict, shape, dtype):
+    """With operands of other strides, as they come from transposed ones."""
+    n, steps, columns = shape
+
+    def expected(a: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        rows = []
+        for i in range(steps):
+            found = []
+            for j in range(steps):
+                if j > i - strict:
+                    found.append(0 * (q[:, i] * k[:, j] * a[:, i]).sum(-1))
+                else:
+                    found.append((q[:, i] * k[:, j] * a[:, j + 1 : i + (not strict)].prod(1)).sum(-1))
+            rows.append(torch.stack(found, -1))
+        return torch.stack(rows, -2)
+
+    a, q, k = (numbers(n, columns, steps, seed=i).mT for i in range(3))
+    a = torch.where(a.abs() < 0.3, 0, a).clamp(-1, 1)
+    if dtype == torch.float64:
+        assert_same(lambda *x: decayed.decayed_scores(*x, strict=strict), expected, (a, q, k))
+    low = decayed.decayed_scores(*(x.to(dtype) for x in (a, q, k)), strict=strict)
+    exact = expected(*(x.to(dtype).double() for x in (a, q, k)))
+    assert float((low - exact).abs().max()) <= 64 * columns**0.5 * torch.finfo(dtype).eps * 8
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 5, 2), (2, 64, 19)])
+def test_products_of_decays_are_their_definition(shape):
+    def expected(a: Tensor) -> tuple[Tensor, Tensor]:
+        steps = range(a.shape[1])
+        after = [a[:, i + 1 :].prod(1) for i in steps]
+        return torch.stack([a[:, : i + 1].prod(1) for i in steps], 1), torch.stack(after, 1)
+
+    a = numbers(*shape)
+    assert_same(decayed.decay_products, expected, [torch.where(a.abs() < 0.3, 0, a)])
 
 
 @pytest.mark.parametrize(("decay", "solved"), list(itertools.product([None, "scalar", "vector"], [False, True])))

@@ -1,7 +1,8 @@
 """Recurrences of matrices that are read by products alone, in chunks of steps: no step's state is ever held.
 
 Within a chunk each output is a sum over the chunk's own steps, an attention with decay; states are handed on from chunk
-to chunk. All of it is plain torch, to be traced: autograd and the compiler behind it see products of matrices.
+to chunk. All of it is to be traced: autograd and the compiler behind it see products of matrices. On the CPU what
+decays make of keys is an operator (`ops/decayed`); for other devices it is plain torch.
 
 A decay is a product of factors over a run of steps. Runs are joined from halves, so that each product is one of factors
 of its own steps: nothing is divided, no logarithm is taken, and a factor may be zero or of any sign. A product of long
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_compile.ops import decayed
 from nsa_compile.ops.recurrence import matrix_recurrence, recurrence, unit_lower_inverse
 
 __all__ = ["linear"]
@@ -90,19 +92,31 @@ class _Decay:
         up_to, before: over the steps up to each, with it and without it, `[..., C, D]`.
         after: over the steps after each.
         total: over all of them, `[..., 1, D]`.
+        runs: where D is 1, over the steps after each, up to each later one, `[..., C, C]`.
     """
 
     def __init__(self, a: Tensor) -> None:
         self.a = a
-        up_to, after = a.unsqueeze(-2), torch.ones_like(a).unsqueeze(-2)  # [..., runs, steps of a run, D]
-        while up_to.shape[-2] < a.shape[-2]:
-            first, second = _halves(up_to)
-            after_first, after_second = _halves(after)
-            up_to = torch.cat([first, second * first[..., -1:, :]], -2)
-            after = torch.cat([after_first * second[..., -1:, :], after_second], -2)
-        self.up_to, self.after = up_to.squeeze(-3), after.squeeze(-3)
+        self.runs = _runs(a.squeeze(-1)) if a.shape[-1] == 1 else None
+        if self.runs is not None:
+            self.up_to, self.after = a[..., :1, :] * self.runs[..., :1], self.runs[..., -1, :, None]
+        elif decayed.takes(a):
+            self.up_to, self.after = (x.reshape(a.shape) for x in decayed.decay_products(_flat(a)))
+        else:
+            self.up_to, self.after = _products(a)
         self.before = torch.cat([torch.ones_like(a[..., :1, :]), self.up_to[..., :-1, :]], -2)
         self.total = self.up_to[..., -1:, :]
+
+
+def _products(a: Tensor) -> tuple[Tensor, Tensor]:
+    """The products up to each step and after it."""
+    up_to, after = a.unsqueeze(-2), torch.ones_like(a).unsqueeze(-2)  # [..., runs, steps of a run, D]
+    while up_to.shape[-2] < a.shape[-2]:
+        first, second = _halves(up_to)
+        after_first, after_second = _halves(after)
+        up_to = torch.cat([first, second * first[..., -1:, :]], -2)
+        after = torch.cat([after_first * second[..., -1:, :], after_second], -2)
+    return up_to.squeeze(-3), after.squeeze(-3)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,14 +132,23 @@ def _scores(q: Tensor, k: Tensor, decay: _Decay | None, *, strict: bool) -> Tens
     """
     if decay is None:
         return (q @ k.mT).tril(-1 if strict else 0)
-    if decay.a.shape[-1] == 1:
-        runs = _runs(decay.a.squeeze(-1), strict=strict)
-        return (q @ k.mT) * runs
+    if decay.runs is not None:
+        return (q @ k.mT) * (_a_step_later(decay.runs) if strict else decay.runs)
     return _scores_by_column(q, k, decay.a, strict=strict)
 
 
-def _runs(a: Tensor, *, strict: bool) -> Tensor:
-    """The products of `a [..., C]` after step j up to step i, `[..., C, C]`; where `strict`, before step i."""
+def _flat(x: Tensor) -> Tensor:
+    """`[..., C, D]` as `[N, C, D]`."""
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def _a_step_later(runs: Tensor) -> Tensor:
+    """Products up to the step before each."""
+    return torch.cat([torch.zeros_like(runs[..., :1, :]), runs[..., :-1, :]], -2)
+
+
+def _runs(a: Tensor) -> Tensor:
+    """The products of `a [..., C]` after step j up to step i, `[..., C, C]`."""
     runs = torch.ones_like(a)[..., None, None]  # [..., runs, steps, steps]
     up_to, after = a.unsqueeze(-1), torch.ones_like(a).unsqueeze(-1)
     while runs.shape[-1] < a.shape[-1]:
@@ -135,8 +158,7 @@ def _runs(a: Tensor, *, strict: bool) -> Tensor:
         runs = _joined(top, across, bottom)
         up_to = torch.cat([first, second * first[..., -1:]], -1)
         after = torch.cat([after_first * second[..., -1:], after_second], -1)
-    runs = runs.squeeze(-3)
-    return torch.cat([torch.zeros_like(runs[..., :1, :]), runs[..., :-1, :]], -2) if strict else runs
+    return runs.squeeze(-3)
 
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,6 +174,10 @@ def _joined(top: Tensor, across: Tensor, bottom: Tensor) -> Tensor:
 def _scores_by_column(q: Tensor, k: Tensor, a: Tensor, *, strict: bool) -> Tensor:
     """`_scores` with a factor for each column: of two halves, the later one's queries carry the factors since it began,
     and the earlier one's keys those until it ends."""
+    if decayed.takes(a):
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], a.shape[:-2])
+        operands = (_flat(x.expand(*batch, *x.shape[-2:])) for x in (a, q, k))
+        return decayed.decayed_scores(*operands, strict=strict).reshape(*batch, a.shape[-2], a.shape[-2])
     own = (q * k).sum(-1)
     scores = (torch.zeros_like(own) if strict else own)[..., None, None]
     q, k, up_to = q.unsqueeze(-2), k.unsqueeze(-2), a.unsqueeze(-2)  # [..., runs, steps, K]
