@@ -135,6 +135,28 @@ def test_what_packed_documents_cost_is_what_was_recorded():
     assert f"whose rows have {places:.2f} × as many places" in page
 
 
+def test_what_the_zoo_and_loops_of_other_people_take_is_what_was_recorded():
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "benchmarks" / "results" / "zoo.json").read_text(encoding="utf-8"))["results"]
+    ratios = {row["name"]: row["ratios"] for row in rows}
+    names = {"linear attention": "linear attention", "gla": "GLA", "mamba2": "Mamba-2", "gated delta rule": None}
+    of = {shown or name: ratios[f"recurrences/{name}/4096"] for name, shown in names.items()}
+    assert ", ".join(f"{name} {found['eager']:.0f} ×" for name, found in of.items()) in page
+    assert ", ".join(f"{name} {found['fla']:.1f} ×" for name, found in of.items() if "fla" in found) in page
+    keys = {name: 1 / ratios[f"selection/{name}/8192"]["as many keys"] for name in ("moba", "infllm-v2", "msa")}
+    assert f"MoBA {keys['moba']:.1f} times as long" in page
+    assert f"InfLLM-V2 {keys['infllm-v2']:.1f} times; MSA" in page
+    assert f"{keys['msa']:.0f} times |" in page
+    assert f"{1 / ratios['selection/dsa/8192']['SDPA, causal']:.1f} times as long |" in page
+    loops = json.loads((ROOT / "benchmarks" / "results" / "loops.json").read_text(encoding="utf-8"))["results"]
+    of_loops = {r["program"]: r["loop_processor"]["median_s"] / r["compiled_processor"]["median_s"]
+                for r in loops if r["seq_len"] == 1024 and "compiled_processor" in r}  # fmt: skip
+    assert (
+        f"`DynamicCache` {of_loops['llama']:.0f} ×, fla's gated delta rule {of_loops['gated_delta_rule']:.0f} ×" in page
+    )
+    assert f"gpt-fast (forward) {of_loops['gpt_fast']:.0f} ×, lucidrains' NSA {of_loops['lucidrains']:.1f} ×" in page
+
+
 def test_what_converting_costs_is_what_was_recorded():
     record = json.loads((ROOT / "benchmarks" / "results" / "convert.json").read_text(encoding="utf-8"))
     page = (DOCS / "fine-tuning.md").read_text(encoding="utf-8")
