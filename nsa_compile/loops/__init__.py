@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from nsa_compile.backend import parse_options
+from nsa_compile.loops.items import Anything, Items
 from nsa_compile.loops.paths import Explorer
 from nsa_compile.loops.program import Program, compile_loop, run_program
-from nsa_compile.loops.source import NotALoop, Variables, cut_out_loop
+from nsa_compile.loops.source import ITEMS, NotALoop, Variables, cut_out_loop
 from nsa_compile.loops.state import NotFollowed, Snapshot, cells_of, drop, look
 
 __all__ = ["LoopDeclined", "loop"]
 
 log = logging.getLogger("nsa_compile")
+SEQUENCES = "go over a range, a tensor, x.unbind(…), a list of tensors of one shape, or zip or enumerate of these"
 
 
 class LoopDeclined(ValueError):
@@ -36,13 +38,15 @@ def loop(function: Any = None, *, over: str | None = None, **options: Any) -> An
     Gradients flow through the loop as they do through the one that is written.
 
     Args:
-        function: a function, or a bound method, with one `for` loop over a `range`, a tensor or `enumerate` of one.
+        function: a function, or a bound method, with one `for` loop over a `range`, a tensor, `x.unbind(…)`,
+            `x.split(…)`, `x.chunk(…)`, a list of tensors of one shape, or `zip`, `enumerate` or `reversed` of these.
         over: the variable of the loop that is meant, where there are several.
         options: those of `nsa_compile.compile`. With `on_decline="error"` a loop that cannot be compiled is an error;
             otherwise it runs as it is written, and one line of the log says why.
 
     Raises:
-        LoopDeclined: with `on_decline="error"`, what keeps the loop from being compiled.
+        LoopDeclined: there is no such loop, or a `break`, `return` or `yield` leaves it; with `on_decline="error"`,
+            what else keeps the loop from being compiled.
     """
     if function is None:
         return functools.partial(loop, over=over, **options)
@@ -75,38 +79,56 @@ class _Runner:
         self.options, self.place = options, ""
         self.programs: dict[Any, Program | NotFollowed] = {}
 
-    def __call__(self, items: Any, step: types.FunctionType, variables: Variables) -> None:
-        if not isinstance(items, range) or len(items) < 2 or _is_traced():
-            for item in items:
-                step(item)
+    def __call__(self, items: Items, step: types.FunctionType, variables: Variables) -> None:
+        if isinstance(items, Anything) and not _is_traced():
+            kind = type(items.as_written())
+            if kind not in self.programs:
+                self.programs[kind] = self._declined(NotFollowed(f"it goes over a {kind.__name__}; {SEQUENCES}"))
+        if isinstance(items, Anything) or len(items) < 2 or _is_traced():
+            _as_written(items, step)
             return
         drop(cells_of(step), variables.temporary)
+        by_position = items.stacked()
+        cells_of(step)[ITEMS].cell_contents = by_position
         now = look(step)
-        key = _key(now, items)
+        key = _key(now, len(items))
         program = self.programs.get(key)
         if program is None or (isinstance(program, Program) and program.watched.has_changed()):
-            program = self.programs[key] = self._compiled(items, step, variables)
+            program = self.programs[key] = self._compiled(items, now, step, variables)
         if isinstance(program, NotFollowed):
-            for item in items:
-                step(item)
+            _as_written(items, step)
             return
-        run_program(program, now, step, len(items), items[-1])
+        run_program(program, now, step, len(items))
 
-    def _compiled(self, items: range, step: types.FunctionType, variables: Variables) -> Program | NotFollowed:
-        def item(index: Any) -> Any:
-            return items.start + index * items.step
-
+    def _compiled(
+        self, items: Items, now: Snapshot, step: types.FunctionType, variables: Variables
+    ) -> Program | NotFollowed:
+        lists = items.lists()
         try:
-            explorer = Explorer(step, item, len(items), variables)
-            return compile_loop(explorer.explore(), explorer.watched, self.options)
+            if any(c.value is x for c in now.containers.values() if c.kind == "list" for x in lists):
+                raise NotFollowed("it goes over a list that the step can change; go over tuple(…) of it")
+            explorer = Explorer(step, len(items), variables)
+            exploration = explorer.explore()
+            if lists and exploration.mutated():
+                raise NotFollowed("it goes over a list of tensors, and writes in place, perhaps to one of them")
+            return compile_loop(exploration, explorer.watched, self.options)
         except NotFollowed as why:
-            line = f"the loop at {self.place} runs as it is written: {why.reason}"
-            if why.place:
-                line += f" ({why.place})"
-            if self.options.get("on_decline") == "error":
-                raise LoopDeclined(line.replace("runs as it is written", "cannot be compiled")) from why
-            log.warning(line)
-            return why
+            return self._declined(why)
+
+    def _declined(self, why: NotFollowed) -> NotFollowed:
+        line = f"the loop at {self.place} runs as it is written: {why.reason}"
+        if why.place:
+            line += f" ({why.place})"
+        if self.options.get("on_decline") == "error":
+            raise LoopDeclined(line.replace("runs as it is written", "cannot be compiled")) from why
+        log.warning(line)
+        return why
+
+
+def _as_written(items: Items, step: types.FunctionType) -> None:
+    cells_of(step)[ITEMS].cell_contents = Anything(())
+    for item in items.as_written():
+        step(item)
 
 
 def _is_traced() -> bool:
@@ -127,7 +149,7 @@ class _Same:
         return isinstance(other, _Same) and self.value is other.value
 
 
-def _key(now: Snapshot, items: range) -> Any:
+def _key(now: Snapshot, length: int) -> Any:
     """What a program depends on: everything that the variables hold, but the elements of tensors."""
     leaves = []
     memory: dict[int, int] = {}
@@ -145,4 +167,4 @@ def _key(now: Snapshot, items: range) -> Any:
         leaves.append((path, kind))
     autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast
-    return items, tuple(leaves), tuple(now.structure().items()), modes
+    return length, tuple(leaves), tuple(now.structure().items()), modes

@@ -109,8 +109,8 @@ class _Again(Exception):
 class Explorer:
     """Finds the ways of one loop."""
 
-    def __init__(self, step: types.FunctionType, item: Callable[[Any], Any], length: int, variables: Variables) -> None:
-        self.step, self.item, self.length, self.variables = step, item, length, variables
+    def __init__(self, step: types.FunctionType, length: int, variables: Variables) -> None:
+        self.step, self.length, self.variables = step, length, variables
         self.tensors: set[Path] = set()
         self.growing: dict[Path, set[int]] = {}
         self.integers: set[Path] = set()
@@ -270,7 +270,6 @@ class Explorer:
             with self.watched.noting(objects):
                 trace = trace_step(
                     self.step,
-                    self.item,
                     t,
                     skeleton.snapshot,
                     given,

@@ -360,7 +360,7 @@ def without_autocast() -> Any:
     return stack
 
 
-def run_program(program: Program, now: Snapshot, step: types.FunctionType, length: int, last: Any) -> None:
+def run_program(program: Program, now: Snapshot, step: types.FunctionType, length: int) -> None:
     """Run a compiled loop, and let its variables hold what they do after it."""
     with without_autocast():
         inputs = {path: now.leaves[path] for path in program.inputs}

@@ -1,13 +1,14 @@
 """The `for` loop of a function, cut out as a function of its own.
 
-    for t in range(S):                          def step(t_):
-        k = keys[t]                                 nonlocal K, t, k
-        if t % 2:                       ->          t = t_
-            continue                                k = keys[t]
-        K = torch.cat([K, k[None]])                 if t % 2:
+    for t in range(S):                          items = over(call(range, S))
+        k = keys[t]                             def step(position):
+        if t % 2:                       ->          nonlocal K, t, k
+            continue                                t = items.at(position)
+        K = torch.cat([K, k[None]])                 k = keys[t]
+                                                    if t % 2:
                                                         return
                                                     K = torch.cat([K, k[None]])
-                                                run(range(S), step)
+                                                run(items, step)
 
 What the loop assigns stays a variable of the function, shared through cells, so that `run` may call the step for every
 position, as Python does, or set the variables to what they are after the loop.
@@ -23,7 +24,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-RUN, STEP, POSITION = "__nsa_run", "__nsa_step", "__nsa_position"
+from nsa_compile.loops.items import goes_over, items_of_call
+
+RUN, STEP, POSITION, ITEMS = "__nsa_run", "__nsa_step", "__nsa_position", "__nsa_items"
+OVER, CALL = "__nsa_over", "__nsa_call"
 
 
 class NotALoop(Exception):
@@ -56,9 +60,10 @@ def cut_out_loop(
     definition.decorator_list = []
     ast.increment_lineno(definition, first_line - 1)
     free = function.__code__.co_freevars
-    inner = _compiled(definition, [*free, RUN], function.__code__.co_filename)
+    inner = _compiled(definition, [*free, RUN, OVER, CALL], function.__code__.co_filename)
     cells = dict(zip(free, function.__closure__ or (), strict=True))
     cells[RUN] = types.CellType(lambda items, step: run(items, step, variables[1]))
+    cells |= {OVER: types.CellType(goes_over), CALL: types.CellType(items_of_call)}
     closure = tuple(cells[name] for name in inner.co_freevars)
     made = types.FunctionType(inner, function.__globals__, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -231,21 +236,41 @@ class _Replaced(ast.NodeTransformer):
         body: list[ast.stmt] = []
         body += [ast.Nonlocal(shared)] if shared else []
         body += [ast.Global(of_module)] if of_module else []
-        body.append(ast.Assign([node.target], ast.Name(POSITION, ast.Load())))
+        at = ast.Attribute(_name(ITEMS), "at", ast.Load())
+        body.append(ast.Assign([node.target], _call(at, _name(POSITION))))
         body += [s for statement in node.body for s in _many(_Continues().visit(statement))]
         arguments = ast.arguments([], [ast.arg(POSITION)], None, [], [], None, [])
         step = ast.FunctionDef(STEP, arguments, body, [], None)
         # Never run: it makes them variables of this function, which the step may then share.
         named = [ast.Name(name, ast.Store()) for name in shared]
         local = ast.If(ast.Constant(False), [ast.Assign(named, ast.Constant(None))], [])  # type: ignore[arg-type]
-        call = ast.Expr(ast.Call(ast.Name(RUN, ast.Load()), [node.iter, ast.Name(STEP, ast.Load())], []))
-        made = [*([local] if shared else []), step, call]
+        items = ast.Assign([ast.Name(ITEMS, ast.Store())], _call(_name(OVER), _by_position(node.iter)))
+        call = ast.Expr(_call(_name(RUN), _name(ITEMS), _name(STEP)))
+        made = [*([local] if shared else []), items, step, call]
         for statement in made:
             for n in ast.walk(statement):
                 if not hasattr(n, "lineno") and "lineno" in n._attributes:
                     ast.copy_location(n, node)
             ast.fix_missing_locations(statement)
         return [*made, *node.orelse]
+
+
+def _name(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+def _call(function: ast.expr, *args: ast.expr) -> ast.Call:
+    return ast.Call(function, list(args), [])
+
+
+def _by_position(items: ast.expr) -> ast.expr:
+    """The expression with its call, and those that a `zip` is of, left to `items_of_call`."""
+    if not isinstance(items, ast.Call) or any(isinstance(x, ast.Starred) for x in items.args):
+        return items
+    args = items.args
+    if isinstance(items.func, ast.Name) and items.func.id in ("enumerate", "zip", "reversed"):
+        args = [_by_position(x) for x in args]
+    return ast.Call(_name(CALL), [items.func, *args], items.keywords)
 
 
 class _Continues(ast.NodeTransformer):

@@ -8,7 +8,7 @@ import logging
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -257,7 +257,6 @@ class _Rewritten(TorchFunctionMode):
 
 def trace_step(
     step: types.FunctionType,
-    item: Callable[[Any], Any],
     index: int,
     before: Snapshot,
     given: dict[Path, Given],
@@ -293,7 +292,7 @@ def trace_step(
             before.install({**wrapped, **grown})
             drop(cells, temporary)
             with outside, _Rewritten(outside), _seen_effects():
-                step(item(position))
+                step(position)
             drop(cells, temporary - read_after)
             trace.after = look(step)
             _note_results(trace, recorder, outside, leaves, wrapped, grown)

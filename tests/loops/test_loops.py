@@ -496,3 +496,134 @@ def test_a_function_without_such_a_loop(tmp_path, source, reason):
     exec(compile(path.read_text(), str(path), "exec"), scope)
     with pytest.raises(LoopDeclined, match=reason):
         nsa_compile.loop(scope["written"])
+
+
+def over_rows(x):
+    h, out = torch.zeros(D, dtype=x.dtype), []
+    for row in x:
+        h = h * 0.5 + row
+        out.append(h)
+    return torch.stack(out), h
+
+
+def over_unbound(x):
+    total, out = 0.0, []
+    for t, row in enumerate(x.T.unbind(1), 2):
+        total = total * 0.5 + row * t
+        out.append(total)
+    return torch.stack(out), t, row
+
+
+def over_pairs(q, k):
+    seen, out = [], []
+    for a, b in zip(torch.unbind(q), k.split(1, dim=0), strict=True):
+        seen.append(b)
+        keys = torch.cat(seen)
+        out.append((a @ keys.T).softmax(-1) @ keys)
+    return torch.stack(out)
+
+
+def over_chunks(x):
+    h, out = torch.zeros(D, dtype=x.dtype), []
+    for n, chunk in enumerate(x.split(3)):
+        out.append(chunk + h * n)
+        h = h + chunk.sum(0)
+    return torch.cat(out)
+
+
+def over_a_list(x):
+    rows, h, out = tuple(x.sin().unbind()), torch.zeros(D, dtype=x.dtype), []
+    for i, (row, other) in enumerate(zip(rows, x.chunk(len(rows)), strict=False)):
+        h = h + row * other[0]
+        out.append(h / (i + 1))
+    return torch.stack(out)
+
+
+def backwards(x):
+    h, out = torch.zeros(D, dtype=x.dtype), []
+    for t in reversed(range(1, x.shape[0])):
+        h = h * 0.5 + x[t] * t
+        out.append(h)
+    return torch.stack(out[::-1]), t
+
+
+def backwards_over_rows(x):
+    h, out = torch.zeros(D, dtype=x.dtype), []
+    for row in reversed(x.unbind()):
+        h = h * 0.5 + row
+        out.append(h)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [over_rows, over_unbound, over_chunks, over_a_list, backwards, backwards_over_rows],
+    ids=lambda f: f.__name__,
+)
+def test_a_loop_may_go_over_rows(written):
+    for length in (6, 9):
+        compare(written, *rows(length))
+
+
+def test_a_loop_may_go_over_several_at_once():
+    print(matches(compare(over_pairs, *rows(9, 2))))
+
+
+def over_a_generator(x):
+    h = torch.zeros(D, dtype=x.dtype)
+    for row in (r for r in x):
+        h = h * 0.5 + row
+    return h
+
+
+def over_uneven_chunks(x):
+    h = torch.zeros(D, dtype=x.dtype)
+    for chunk in x.split(4):
+        h = h + chunk.sum(0)
+    return h
+
+
+def over_a_list_that_grows(x):
+    waiting = [x[0], x[1]]
+    for row in waiting:
+        if len(waiting) < 5:
+            waiting.append(row * 2)
+    return torch.stack(waiting)
+
+
+def over_a_list_that_is_written(x):
+    buffers = tuple(torch.zeros(D, dtype=x.dtype) for _ in range(5))
+    for i, buffer in enumerate(buffers):
+        buffer.add_(x[i].detach())
+        buffers[0].add_(1)
+    return torch.stack(buffers)
+
+
+def over_a_zip_of_its_own(x):
+    def zip(a):
+        return [(row, 2) for row in a]
+
+    h = torch.zeros(D, dtype=x.dtype)
+    for row, n in zip(x.unbind()):
+        h = h + row * n
+    return h
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        (over_a_generator, "it goes over a generator; go over a range"),
+        (over_uneven_chunks, "it goes over a tuple"),
+        (over_a_list_that_grows, "it goes over a list that the step can change"),
+        (over_a_list_that_is_written, "it goes over a list of tensors, and writes in place"),
+        (over_a_zip_of_its_own, "it goes over a list"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_loop_over_something_else_runs_as_written_and_says_so(written, reason, caplog):
+    (x,) = rows(7)
+    ours, theirs = nsa_compile.loop(written)(x), written(x)
+    assert torch.equal(ours, theirs)
+    assert reason in caplog.text
+    with pytest.raises(LoopDeclined, match=reason):
+        nsa_compile.loop(written, on_decline="error")(x)
