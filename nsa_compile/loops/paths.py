@@ -85,13 +85,12 @@ class Exploration:
             NotFollowed: another name sees such a write, which the program would not show.
         """
         mutated = {path for way in self.ways for path in way.trace.mutated}
+        shared = self._shared() if mutated else {}
+        for path in sorted(mutated & shared.keys(), key=str):
+            other = min(shared[path], key=str)
+            words = other if isinstance(other, str) else in_words(other)
+            raise NotFollowed(f"it writes in place to {in_words(path)}, whose elements {words} shares")
         for way in self.ways:
-            for path in mutated & way.trace.memory.keys():
-                (own,) = way.trace.memory[path]
-                for other, memory in way.trace.memory.items():
-                    if own in memory and other != path:
-                        other = other if isinstance(other, str) else in_words(other)
-                        raise NotFollowed(f"it writes in place to {in_words(path)}, whose elements {other} shares")
             for path in mutated & way.trace.same:
                 result = way.trace.results[path]
                 if isinstance(result, Ref) and way.trace.shapes[result] != way.trace.shapes[way.trace.state[path]]:
@@ -100,6 +99,34 @@ class Exploration:
                 if isinstance(self.first.leaves.get(path), Tensor):
                     raise NotFollowed(f"{in_words(path)} is written in place at some steps and replaced at others")
         return mutated
+
+    def _shared(self) -> dict[Path, set[Path | str]]:
+        """Of each tensor of the state, who else may hold its memory at some step: it may have come there steps ago, and
+        under another name."""
+        shared: dict[Path, set[Path | str]] = {}
+        tensors = [(path, _memory(x)) for path, x in self.first.leaves.items() if isinstance(x, Tensor)]
+        for path, memory in tensors:
+            with_it: set[Path | str] = {other for other, m in tensors if m == memory and other != path}
+            if with_it:
+                shared[path] = with_it
+        before: Any = None
+        while before != (before := {path: len(found) for path, found in shared.items()}):
+            for way in self.ways:
+                for path in (p for p in way.trace.memory if isinstance(p, tuple)):
+                    if found := _holders(path, way.trace, shared):
+                        shared.setdefault(path, set()).update(found)
+        return shared
+
+
+def _holders(path: Path, trace: Trace, shared: dict[Path, set[Path | str]]) -> set[Path | str]:
+    """Who else holds the memory of a tensor after a step, given who may have before it."""
+    (own,) = trace.memory[path]
+    with_it = shared.get(trace.came.get(own, ()), set())
+    found: set[Path | str] = {other for other in with_it if isinstance(other, str)}
+    for other, memory in trace.memory.items():
+        if other != path and any(m == own or trace.came.get(m) in with_it for m in memory):
+            found.add(other)
+    return found
 
 
 class _Again(Exception):

@@ -79,6 +79,7 @@ class Trace:
     mutated: set[Path] = field(default_factory=set)  # tensors of the state that the step has written to in place
     same: set[Path] = field(default_factory=set)  # where it has left the tensor that it was given
     memory: dict[Path | str, list[int]] = field(default_factory=dict)  # whose elements results and appended tensors are
+    came: dict[int, Path] = field(default_factory=dict)  # the tensor of the state whose memory that was
 
 
 @dataclass
@@ -289,6 +290,7 @@ def trace_step(
         with fake, recorder, _Functional(), _no_custom_gradients():
             wrapped = {p: FunctionalTensor.to_functional(x) if isinstance(x, Tensor) else x for p, x in leaves.items()}
             grown = {path: Appended(path) for path in lists}
+            trace.came = {_memory(x): path for path, x in wrapped.items() if isinstance(x, FunctionalTensor)}
             before.install({**wrapped, **grown})
             drop(cells, temporary)
             with outside, _Rewritten(outside), _seen_effects():
@@ -362,7 +364,7 @@ def _note_results(
     results += [("a tensor from outside the loop", x) for _, _, x in outside.known.values()]
     for owner, x in results:
         if isinstance(x, FunctionalTensor):
-            trace.memory.setdefault(owner, []).append(x.elem.untyped_storage()._cdata)
+            trace.memory.setdefault(owner, []).append(_memory(x))
         if isinstance(owner, tuple) and x is wrapped.get(owner):
             trace.same.add(owner)
     lifted = {id(fake): x for x, fake, _ in outside.known.values()}
@@ -380,6 +382,10 @@ def _note_results(
             trace.outside[ref] = lifted[id(fake)]
             if id(lifted[id(fake)]) in outside.literals:
                 trace.literals.add(ref)
+
+
+def _memory(x: FunctionalTensor) -> int:
+    return x.elem.untyped_storage()._cdata
 
 
 @contextlib.contextmanager

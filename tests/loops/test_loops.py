@@ -498,6 +498,39 @@ def test_a_function_without_such_a_loop(tmp_path, source, reason):
         nsa_compile.loop(scope["written"])
 
 
+def writes_to_what_was_appended_two_steps_ago(x):
+    a = b = c = None
+    out = []
+    for t in range(x.shape[0]):
+        if c is not None:
+            c.add_(1)
+        c, b, a = b, a, x[t] * 2
+        out.append(a)
+    return torch.stack(out)
+
+
+def writes_to_a_part_that_came_by_another_name(x):
+    whole, part, later = torch.zeros(2 * D, dtype=x.dtype), None, None
+    out = []
+    for t in range(x.shape[0]):
+        if later is not None:
+            later.add_(1)
+        out.append(whole + 0)
+        later = part
+        part = whole[:D] if t % 3 == 0 else None
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    "written", [writes_to_what_was_appended_two_steps_ago, writes_to_a_part_that_came_by_another_name]
+)
+def test_a_write_to_what_another_holds_since_steps_ago(written):
+    x = rows(9)[0].detach()
+    with pytest.raises(LoopDeclined, match="it writes in place to (c|later), whose elements"):
+        nsa_compile.loop(written, on_decline="error", nested="eager")(x)
+    assert torch.equal(nsa_compile.loop(written)(x), written(x))
+
+
 def over_rows(x):
     h, out = torch.zeros(D, dtype=x.dtype), []
     for row in x:
@@ -566,7 +599,7 @@ def test_a_loop_may_go_over_rows(written):
 
 
 def test_a_loop_may_go_over_several_at_once():
-    print(matches(compare(over_pairs, *rows(9, 2))))
+    assert "attention to a window of 9" in matches(compare(over_pairs, *rows(9, 2)))
 
 
 def over_a_generator(x):
