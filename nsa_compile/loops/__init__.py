@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from nsa_compile.backend import parse_options
 from nsa_compile.loops.items import Anything, Items
+from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
 from nsa_compile.loops.paths import Explorer
 from nsa_compile.loops.program import Program, compile_loop, run_program
 from nsa_compile.loops.source import ITEMS, NotALoop, Variables, cut_out_loop
-from nsa_compile.loops.state import NotFollowed, Snapshot, cells_of, drop, look
+from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, look
 
 __all__ = ["LoopDeclined", "loop"]
 
@@ -78,6 +80,7 @@ class _Runner:
     def __init__(self, options: dict[str, Any]) -> None:
         self.options, self.place = options, ""
         self.programs: dict[Any, Program | NotFollowed] = {}
+        self.rows: dict[Any, set[Path]] = {}  # the lists that a program takes as rows
 
     def __call__(self, items: Items, step: types.FunctionType, variables: Variables) -> None:
         if isinstance(items, Anything) and not _is_traced():
@@ -94,26 +97,42 @@ class _Runner:
         key = _key(now, len(items))
         program = self.programs.get(key)
         if program is None or (isinstance(program, Program) and program.watched.has_changed()):
-            program = self.programs[key] = self._compiled(items, now, step, variables)
+            program = self.programs[key] = self._compiled(key, items, now, step, variables)
         if isinstance(program, NotFollowed):
             _as_written(items, step)
             return
-        run_program(program, now, step, len(items))
+        with _as_rows(now, self.rows[key], step) as given:
+            run_program(program, given, step, len(items))
 
     def _compiled(
-        self, items: Items, now: Snapshot, step: types.FunctionType, variables: Variables
+        self, key: Any, items: Items, now: Snapshot, step: types.FunctionType, variables: Variables
     ) -> Program | NotFollowed:
         lists = items.lists()
-        try:
-            if any(c.value is x for c in now.containers.values() if c.kind == "list" for x in lists):
-                raise NotFollowed("it goes over a list that the step can change; go over tuple(…) of it")
-            explorer = Explorer(step, len(items), variables)
-            exploration = explorer.explore()
-            if lists and exploration.mutated():
-                raise NotFollowed("it goes over a list of tensors, and writes in place, perhaps to one of them")
-            return compile_loop(exploration, explorer.watched, self.options)
-        except NotFollowed as why:
-            return self._declined(why)
+        if any(c.value is x for c in now.containers.values() if c.kind == "list" for x in lists):
+            return self._declined(NotFollowed("it goes over a list that the step can change; go over tuple(…) of it"))
+        rows: set[Path] = set()
+        never: set[Path] = set()
+        first: NotFollowed | None = None
+        while True:
+            try:
+                with _as_rows(now, rows, step):
+                    explorer = Explorer(step, len(items), variables, never)
+                    exploration = explorer.explore()
+                    if lists and exploration.mutated():
+                        raise NotFollowed("it goes over a list of tensors, and writes in place, perhaps to one of them")
+                    program = compile_loop(exploration, explorer.watched, self.options)
+                self.rows[key] = rows
+                return program
+            except NotRows as error:
+                rows.discard(error.path)
+                never.add(error.path)
+            except IsRead as error:
+                rows.add(error.path)
+            except NotFollowed as why:
+                first = first or why
+                if not rows:
+                    return self._declined(first)
+                never, rows = never | rows, set()  # a list of few elements may do as it is
 
     def _declined(self, why: NotFollowed) -> NotFollowed:
         line = f"the loop at {self.place} runs as it is written: {why.reason}"
@@ -123,6 +142,29 @@ class _Runner:
             raise LoopDeclined(line.replace("runs as it is written", "cannot be compiled")) from why
         log.warning(line)
         return why
+
+
+@contextmanager
+def _as_rows(now: Snapshot, paths: set[Path], step: types.FunctionType) -> Iterator[Snapshot]:
+    """Inside this context the lists of some paths are rows of tensors; after it they are lists again, of what the rows
+    have become."""
+    if not paths:
+        yield now
+        return
+    before = {path: now.containers[path].value for path in paths}
+    given = {path: GrowingList(path, elements) for path, elements in before.items()}
+    now.install(given)
+    try:
+        yield look(step)
+    finally:
+        after = look(step)
+        lists: dict[Path, list[Any]] = {}
+        of = {id(x): before[path] for path, x in given.items()}
+        for path, container in after.containers.items():
+            if isinstance(value := container.value, GrowingList):
+                lists[path] = of.get(id(value), [])
+                lists[path][:] = elements_of(value, lists[path])
+        after.install(lists)
 
 
 def _as_written(items: Items, step: types.FunctionType) -> None:

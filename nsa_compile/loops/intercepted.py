@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_compile.loops.lists import GrowingList
+
 _INDICES = {torch.int64, torch.int32, torch.int16, torch.int8}
 
 
@@ -138,6 +140,28 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
     return input
 
 
+def _stack(tensors: Any, dim: int = 0) -> Any:
+    """The elements of a list that grows, along a dimension of their own."""
+    if not isinstance(tensors, GrowingList):
+        return NotImplemented
+    if tensors.length() < 1:
+        raise RuntimeError("stack expects a non-empty TensorList")
+    rows = tensors.all_rows()
+    return rows if dim == 0 else rows.movedim(0, dim).contiguous()
+
+
+def _cat(tensors: Any, dim: int = 0) -> Any:
+    """The elements of a list that grows, end to end."""
+    if not isinstance(tensors, GrowingList):
+        return NotImplemented
+    if tensors.length() < 1:
+        raise RuntimeError("torch.cat(): expected a non-empty list of Tensors")
+    rows = tensors.all_rows()
+    dim = dim % (rows.dim() - 1)
+    apart = rows.movedim(0, dim)
+    return apart.squeeze(dim + 1).contiguous() if apart.shape[dim + 1] == 1 else apart.flatten(dim, dim + 1)
+
+
 REPLACED: dict[Any, Any] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
@@ -145,6 +169,10 @@ REPLACED: dict[Any, Any] = {
     torch.as_tensor: _tensor,
     F.scaled_dot_product_attention: _attention,
     F.pad: _pad,
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.concat: _cat,
+    torch.concatenate: _cat,
 }
 
 _DATA: Any = Tensor.data

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,21 +18,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
+from nsa_compile.loops.lists import Appended, IsRead, NotRows, may_be_rows
 from nsa_compile.loops.numbers import Number, text_of
 from nsa_compile.loops.source import Variables
-from nsa_compile.loops.state import (
-    Appended,
-    IsRead,
-    NotFollowed,
-    Path,
-    Snapshot,
-    cells_of,
-    drop,
-    equal,
-    in_words,
-    look,
-    module_variables,
-)
+from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, equal, in_words, look, module_variables
 from nsa_compile.loops.trace import Given, Ref, TensorType, Trace, trace_step
 from nsa_compile.loops.watched import Watched
 
@@ -136,8 +125,10 @@ class _Again(Exception):
 class Explorer:
     """Finds the ways of one loop."""
 
-    def __init__(self, step: types.FunctionType, length: int, variables: Variables) -> None:
-        self.step, self.length, self.variables = step, length, variables
+    def __init__(
+        self, step: types.FunctionType, length: int, variables: Variables, never_rows: Collection[Path]
+    ) -> None:
+        self.step, self.length, self.variables, self.never_rows = step, length, variables, never_rows
         self.tensors: set[Path] = set()
         self.growing: dict[Path, set[int]] = {}
         self.integers: set[Path] = set()
@@ -152,6 +143,8 @@ class Explorer:
 
         Raises:
             NotFollowed: there is no end to it, or a step does what no trace can follow.
+            IsRead: the list of a path is read; it may be a `GrowingList`, unless `never_rows` has it.
+            NotRows: such a list cannot be one.
         """
         cells = cells_of(self.step)
         original = look(self.step)
@@ -305,6 +298,8 @@ class Explorer:
                     variables.read_after,
                 )
         except IsRead as error:
+            if isinstance(error, NotRows) or self._may_be_rows(error.path, first):
+                raise
             self.plain.add(error.path)
             self.lists.discard(error.path)
             raise _Again from error
@@ -318,6 +313,10 @@ class Explorer:
         if len(self.known) > WAYS:
             raise NotFollowed(self._too_many)
         return Way(trace, number, after, _compiled([position, *names], trace.conditions, following))
+
+    def _may_be_rows(self, path: Path, first: Snapshot) -> bool:
+        container = first.containers.get(path)
+        return path not in self.never_rows and container is not None and may_be_rows(container.value)
 
     _too_many = "its steps take too many different ways, one for each value of a number or length of a list"
 

@@ -531,5 +531,5 @@ def _new(what: Made) -> Any:
     if what.template is not None:
         return copy.copy(what.template)
     if what.kind == "object":
-        return object.__new__(what.type)
+        return list.__new__(what.type) if issubclass(what.type, list) else object.__new__(what.type)
     return what.type()

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_compile.loops.lists import Appended, GrowingList
+
 Path = tuple[Any, ...]
 # What an object may hold; a loop whose state is larger than this is not one.
 LIMIT = 200_000
@@ -151,6 +153,8 @@ def _parts(value: Any, module: dict[str, Any]) -> tuple[str, tuple[Any, ...], tu
             return "cell", (), ()
     if isinstance(value, (Tensor, Appended, *_OPAQUE)):
         return None
+    if isinstance(value, GrowingList):
+        return "object", (".rows", ".cut"), (value.rows, value.cut)
     if isinstance(value, tuple):
         return "tuple", tuple(range(len(value))), value
     if isinstance(value, list | collections.deque):
@@ -295,57 +299,3 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 def equal(a: Any, b: Any) -> bool:
     """Whether two leaves that are no tensors are the same constant."""
     return a is b or (type(a) is type(b) and isinstance(a, (*PLAIN, enum.Enum)) and a == b)
-
-
-class Appended(list):
-    """A list that a step may only append to; it holds what this step has appended, behind something that is none.
-
-    `torch.stack` and its like read a list past its methods: they find `_Unread` first.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__([_Unread(path)])
-
-    @property
-    def items(self) -> list[Any]:
-        return list.__getitem__(self, slice(1, None))
-
-    def append(self, value: Any) -> None:
-        list.append(self, value)
-
-    def extend(self, values: Any) -> None:
-        for value in values:
-            list.append(self, value)
-
-    def __iadd__(self, values: Any) -> Any:  # type: ignore[misc]
-        self.extend(values)
-        return self
-
-
-class IsRead(BaseException):
-    """A step reads a list that it was taken only to append to."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.path = path
-
-
-class _Unread:
-    """What no function on tensors takes."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __torch_function__(self, *_: Any, **__: Any) -> Any:
-        raise IsRead(self.path)
-
-
-def _raise(read: Any, *_: Any, **__: Any) -> Any:
-    raise IsRead(next(list.__iter__(read)).path)
-
-
-_OTHERS = """getitem setitem delitem len iter reversed contains add mul eq ne lt gt le ge"""
-for _name in [f"__{name}__" for name in _OTHERS.split()]:
-    setattr(Appended, _name, _raise)
-for _name in "index count insert pop remove reverse sort copy clear".split():  # noqa: SIM905
-    setattr(Appended, _name, _raise)

@@ -26,8 +26,9 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from nsa_compile.loops import intercepted
+from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import Number, as_number
-from nsa_compile.loops.state import Appended, IsRead, NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
+from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
 
 
 @dataclass(frozen=True)
@@ -294,8 +295,10 @@ def trace_step(
             before.install({**wrapped, **grown})
             drop(cells, temporary)
             with outside, _Rewritten(outside), _seen_effects():
+                handed = _begin_lists(before)
                 step(position)
-            drop(cells, temporary - read_after)
+                drop(cells, temporary - read_after)
+                _settle_lists(step, handed, trace)
             trace.after = look(step)
             _note_results(trace, recorder, outside, leaves, wrapped, grown)
     except NotFollowed as why:
@@ -345,19 +348,15 @@ def _note_results(
     """What the step has left: tensors, integers and constants, by path."""
     assert trace.after is not None
 
-    def value_of(x: Any) -> Any:
-        torch._sync(x)
-        return torch._from_functional_tensor(x.elem)
-
     for path, leaf in trace.after.leaves.items():
         if isinstance(leaf, FunctionalTensor):
-            trace.results[path] = recorder.ref(value_of(leaf))
+            trace.results[path] = recorder.ref(_value_of(leaf))
         elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             trace.results[path] = as_number(leaf)
         else:
             trace.results[path] = leaf
     for path, x in wrapped.items():
-        if isinstance(x, Tensor) and value_of(x) is not leaves[path]:
+        if isinstance(x, Tensor) and _value_of(x) is not leaves[path]:
             trace.mutated.add(path)
     results: list[tuple[Path | str, Any]] = list(trace.after.leaves.items())
     results += [(f"the tensors appended to {in_words(path)}", x) for path, list_ in grown.items() for x in list_.items]
@@ -369,19 +368,57 @@ def _note_results(
             trace.same.add(owner)
     lifted = {id(fake): x for x, fake, _ in outside.known.values()}
     for x, fake, functional in list(outside.known.values()):
-        value = value_of(functional)
+        value = _value_of(functional)
         if value is not fake:
             trace.written.append(x)
     for path, items in grown.items():
         for x in items.items:
             if not isinstance(x, FunctionalTensor):
                 raise IsRead(path)
-        trace.appended[path] = [recorder.ref(value_of(x)) for x in items.items]
+        trace.appended[path] = [recorder.ref(_value_of(x)) for x in items.items]
     for fake, ref in list(recorder.refs.values()):
         if id(fake) in lifted:
             trace.outside[ref] = lifted[id(fake)]
             if id(lifted[id(fake)]) in outside.literals:
                 trace.literals.add(ref)
+
+
+def _begin_lists(before: Snapshot) -> list[Any]:
+    """Tensors that are, or that hold, elements of a list that is read, with what they are now; more come as they are
+    handed out."""
+    GrowingList.handed = handed = _Handed()
+    for container in before.containers.values():
+        if isinstance(container.value, GrowingList):
+            container.value.begin()
+    return handed
+
+
+class _Handed(list):
+    def append(self, x: Any) -> None:
+        super().append((x, _value_of(x)))
+
+
+def _settle_lists(step: types.FunctionType, handed: list[Any], trace: Trace) -> None:
+    """Take what a step has appended to lists that it reads into their rows.
+
+    Raises:
+        NotFollowed: it has written in place to an element, which the rows would not show.
+    """
+    for container in look(step).containers.values():
+        if isinstance(container.value, GrowingList):
+            container.value.settle()
+    for x, value in handed:
+        if _value_of(x) is not value:
+            raise NotFollowed("it writes in place to an element of a list that it reads")
+        if isinstance(x, FunctionalTensor):
+            trace.memory.setdefault("a list that is read", []).append(_memory(x))
+
+
+def _value_of(x: Any) -> Any:
+    if not isinstance(x, FunctionalTensor):
+        return x
+    torch._sync(x)
+    return torch._from_functional_tensor(x.elem)
 
 
 def _memory(x: FunctionalTensor) -> int:
@@ -405,22 +442,30 @@ def _no_custom_gradients() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seen_effects() -> Iterator[None]:
-    """What a step does once a step, and a program would not do, is refused: it prints, it draws random numbers."""
+    """What a step does once a step, and a program would not do, is refused: it prints, it draws random numbers. `len`
+    and `sum` of a list that grows are its own."""
 
     def refuse(*values: Any, file: Any = None, **how: Any) -> None:
         if file is None:
             raise NotFollowed("it prints, which a program of all steps would not do")
         own(*values, file=file, **how)
 
-    own, drawn = builtins.print, random.getstate()
-    builtins.print = refuse
+    own, own_len, own_sum, drawn = builtins.print, builtins.len, builtins.sum, random.getstate()
+
+    def length(x: Any, /) -> Any:
+        return x.length() if isinstance(x, GrowingList) else own_len(x)
+
+    def added(x: Any, /, start: Any = 0) -> Any:
+        return x.added(start) if isinstance(x, GrowingList) else own_sum(x, start)
+
+    builtins.print, builtins.len, builtins.sum = refuse, length, added
     # Of an error that a step raises, it would log a traceback; the loop as written raises it again.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level, log.level = log.level, logging.CRITICAL
     try:
         yield
     finally:
-        builtins.print = own
+        builtins.print, builtins.len, builtins.sum = own, own_len, own_sum
         log.level = level
         changed = random.getstate() != drawn
         if changed:

@@ -19,21 +19,33 @@ NUMBERS = itertools.count()
 HEAD = """
 def drawn(x, z):
     keys, other, total, count, out = x[:0], z[:1], x.new_zeros(3), 0, []
-    cache = {"k": None}
+    cache, seen, last = {"k": None}, [z[0] * 2], None
     def attend(q, k):
         return torch.softmax(k @ q, 0) @ k
-    for t in range(x.shape[0]):
-        q, y = x[t], x[t] * 0.5
 """
+LOOPS = [
+    "    for t in range(x.shape[0]):\n        q, y = x[t], x[t] * 0.5\n",
+    "    for t, q in enumerate(x):\n        y = q * 0.5\n",
+    "    for t, (q, y) in enumerate(zip(x.unbind(), (x * 0.5).split(1))):\n        y = y[0]\n",
+]
 TAIL = """
         out.append(y)
-    return torch.stack(out), keys, other, total, count, cache["k"]
+    return torch.stack(out), keys, other, total, count, cache["k"], t, len(seen), *seen
 """
-CONDITIONS = ["t > 0", "t % 2 == 0", "(t + 1) % 3 == 0", "t >= 4", "keys.shape[0] > 2", "count > 3", "t == 2"]
+CONDITIONS = [
+    "len(seen) > 2",
+    "t > 0",
+    "t % 2 == 0",
+    "(t + 1) % 3 == 0",
+    "t >= 4",
+    "keys.shape[0] > 2",
+    "count > 3",
+    "t == 2",
+]
 ROWS = [
     "x[: t + 1]", "keys", "other", "x[max(0, t - 2) : t + 1]", "keys[-3:]", "other[:2]", "x[1 : t + 1]", "x[:t]",
     "x[t:]", "keys[1:]", "torch.cat([other[:1], keys])", "torch.cat([keys[:1], keys[-2:]])", "x[: t + 2]",
-    "z[: t // 2]",
+    "z[: t // 2]", "torch.stack(seen)", "torch.stack(seen[-2:])", "torch.stack([*seen, q])", "torch.stack(seen + [q])",
     "x[: (t + 1) // 2 * 2].view(-1, 2, 3).mean(1)",
 ]  # fmt: skip
 READS = [
@@ -48,7 +60,9 @@ STATEMENTS = [
     "cache['k'] = q[None] if cache['k'] is None else torch.cat([cache['k'], q[None]])", "other = other.clone()",
     "y = y / (t + 1)", "continue", "total[0] = q[0]", "out.append(q)", "keys = keys[:2]", "y = y + z[t // 2]",
 ]  # fmt: skip
-MISSES = ["if q.sum() > 0: y = -y", "y = y * q.sum().item()", "y = y + x[t + 1]", "y = y + out[-1] if out else y"]
+MISSES = ["if q.sum() > 0: y = -y", "y = y * q.sum().item()", "y = y + x[t + 1]", "y = y + out[-1] if out else y",
+          "seen[-1].mul_(2)", "total.add_(q.detach())", "y = y + sum(seen)", "seen.append(q[:2])",
+          "if last is not None: last.mul_(2)"]  # fmt: skip
 
 
 @st.composite
@@ -57,7 +71,7 @@ def loops(draw):
         rows = draw(st.sampled_from(ROWS))
         return "y = y + " + draw(st.sampled_from(READS)).replace("{}", f"({rows})")
 
-    lines = ["keys = torch.cat([keys, q[None]])"] if draw(st.booleans()) else []
+    lines = draw(st.sampled_from([[], ["keys = torch.cat([keys, q[None]])"], ["seen.append(q * 2)"]]))[:]
     for _ in range(draw(st.integers(1, 4))):
         kind = draw(st.integers(0, 9))
         lines.append(
@@ -65,7 +79,7 @@ def loops(draw):
         )
         if kind < 9 and draw(st.integers(0, 2)) == 0:
             lines[-1] = f"if {draw(st.sampled_from(CONDITIONS))}: {lines[-1]}"
-    return HEAD + "".join(f"        {line}\n" for line in lines) + TAIL
+    return HEAD + draw(st.sampled_from(LOOPS)) + "".join(f"        {line}\n" for line in lines) + TAIL
 
 
 def made(source):

@@ -526,7 +526,7 @@ def writes_to_a_part_that_came_by_another_name(x):
 )
 def test_a_write_to_what_another_holds_since_steps_ago(written):
     x = rows(9)[0].detach()
-    with pytest.raises(LoopDeclined, match="it writes in place to (c|later), whose elements"):
+    with pytest.raises(LoopDeclined, match=r"it writes in place to (c|later), whose elements"):
         nsa_compile.loop(written, on_decline="error", nested="eager")(x)
     assert torch.equal(nsa_compile.loop(written)(x), written(x))
 

@@ -1,0 +1,231 @@
+"""Lists of a loop: one that a step only appends to, and one that it reads, as the rows of one tensor that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Appended", "GrowingList", "IsRead", "NotRows", "elements_of", "may_be_rows"]
+
+Path = tuple[Any, ...]
+
+
+class IsRead(BaseException):
+    """A step reads a list that it was taken only to append to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+class NotRows(IsRead):
+    """A step does with a list what cannot be done with the rows of a tensor."""
+
+
+class _Unread:
+    """What no function on tensors takes: those that read a list past its methods find it first."""
+
+    def __init__(self, why: IsRead) -> None:
+        self.why = why
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A list that torch reads is an argument of its own.
+        lists = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Appended | GrowingList)]
+        raise list.__getitem__(lists[0], 0).why
+
+
+class Appended(list):
+    """A list that a step may only append to; it holds what this step has appended, behind something that is none."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__([_Unread(IsRead(path))])
+
+    @property
+    def items(self) -> list[Any]:
+        return list.__getitem__(self, slice(1, None))
+
+    def append(self, value: Any) -> None:
+        list.append(self, value)
+
+    def extend(self, values: Any) -> None:
+        for value in values:
+            list.append(self, value)
+
+    def __iadd__(self, values: Any) -> Any:  # type: ignore[misc]
+        self.extend(values)
+        return self
+
+
+class GrowingList(list):
+    """A list of tensors of one shape, as the rows of one tensor.
+
+    It holds what a step has appended, behind something that is no tensor; between two steps, that is none.
+
+    Attributes:
+        rows: `[n, …]`, or None as long as there was no element.
+        cut: whether elements have been taken away.
+    """
+
+    handed: ClassVar[
+        list[Any]
+    ] = []  # tensors that are elements, or have views that are; a write to one is not followed
+
+    def __init__(self, path: Path, elements: Iterable[Tensor] = ()) -> None:
+        super().__init__([_Unread(NotRows(path))])
+        elements = list(elements)
+        self.rows: Any = torch.stack(elements) if elements else None
+        self.cut = False
+
+    @property
+    def _why(self) -> IsRead:
+        return list.__getitem__(self, 0).why
+
+    @property
+    def waiting(self) -> list[Any]:
+        """The tensors appended in this step."""
+        return list.__getitem__(self, slice(1, None))
+
+    def begin(self) -> None:
+        """Forget what a step that was given up has appended."""
+        list.__delitem__(self, slice(1, None))
+        if self.rows is not None:
+            self.handed.append(self.rows)
+
+    def all_rows(self) -> Any:
+        """The elements, stacked; None where there are none."""
+        if not self.waiting:
+            return self.rows
+        new = torch.stack(self.waiting)
+        if self.rows is not None:
+            new = torch.cat([self.rows, new])
+        self.handed.append(new)
+        return new
+
+    def settle(self) -> None:
+        """Take what waits into the rows."""
+        self.rows = self.all_rows()
+        list.__delitem__(self, slice(1, None))
+
+    def length(self) -> Any:
+        """The number of elements, which may be a symbol; `len` makes a number of it."""
+        return (0 if self.rows is None else self.rows.shape[0]) + len(self.waiting)
+
+    def __bool__(self) -> bool:
+        return bool(self.length() > 0)
+
+    def added(self, start: Any) -> Any:
+        """What `sum` gives."""
+        return start + self.all_rows().sum(0) if self.length() > 0 else start
+
+    def append(self, value: Any) -> None:
+        known = self.waiting[0] if self.waiting else None if self.rows is None else self.rows[0]
+        if not isinstance(value, Tensor) or (known is not None and not _are_alike(value, known)):
+            raise self._why
+        self.handed.append(value)
+        list.append(self, value)
+
+    def extend(self, values: Any) -> None:
+        if isinstance(values, GrowingList):
+            raise self._why
+        for value in values:
+            self.append(value)
+
+    def __iadd__(self, values: Any) -> Any:
+        self.extend(values)
+        return self
+
+    def __add__(self, values: Any) -> Any:
+        if type(values) is not list:
+            raise self._why
+        found = self._with(self.rows)
+        for value in (*self.waiting, *values):
+            found.append(value)
+        return found
+
+    def _with(self, rows: Any) -> GrowingList:
+        found = GrowingList(self._why.path)
+        found.rows = rows
+        return found
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._sliced(index)
+        if not isinstance(index, int | torch.SymInt) or isinstance(index, bool):
+            raise self._why
+        length = self.length()
+        if index < 0:
+            index = index + length
+        if index < 0 or index >= length:
+            raise IndexError("list index out of range")
+        for back, value in enumerate(reversed(self.waiting), 1):
+            if index == length - back:
+                return value
+        return self.rows[index]
+
+    def _sliced(self, index: slice) -> GrowingList:
+        if index.step not in (None, 1):
+            raise self._why
+        length, rows = self.length(), self.all_rows()
+        start = 0 if index.start is None else index.start
+        stop = length if index.stop is None else index.stop
+        start, stop = (max(x + length, 0) if x < 0 else min(x, length) for x in (start, stop))
+        if rows is None or start >= stop:
+            return self._with(None if rows is None else rows[:0])
+        return self._with(rows[start:stop])
+
+    def pop(self, index: Any = -1) -> Any:
+        length = self.length()
+        if index not in (0, -1) or length < 1:
+            raise self._why
+        value = self[index]
+        self.settle()
+        self.rows = self.rows[1:] if index == 0 else self.rows[: length - 1]
+        self.cut = True
+        return value
+
+    def __delitem__(self, index: Any) -> None:
+        if isinstance(index, slice) or index not in (0, -1):
+            raise self._why
+        self.pop(index)
+
+    def clear(self) -> None:
+        self.settle()
+        if self.rows is not None:
+            self.rows = self.rows[:0]
+        self.cut = True
+
+
+def _are_alike(value: Tensor, known: Tensor) -> bool:
+    """Whether two tensors may be rows of one."""
+    alike = value.dtype == known.dtype and value.device == known.device and value.dim() == known.dim()
+    return alike and all(a is b or a == b for a, b in zip(value.shape, known.shape, strict=True))
+
+
+def may_be_rows(value: Any) -> bool:
+    """Whether a list holds tensors of one shape alone, or nothing."""
+    if type(value) is not list:
+        return False
+    return all(type(x) is Tensor and x.layout == torch.strided and _are_alike(x, value[0]) for x in value)
+
+
+def elements_of(found: GrowingList, before: list[Any]) -> list[Any]:
+    """The tensors of the list, given those that it began with."""
+    rows = [] if found.rows is None else list(found.rows.unbind(0))
+    return rows if found.cut else [*before, *rows[len(before) :]]
+
+
+def _raise(read: Any, *_: Any, **__: Any) -> Any:
+    raise next(list.__iter__(read)).why
+
+
+_OTHERS = "getitem setitem delitem len iter reversed contains add mul eq ne lt gt le ge"
+_METHODS = [f"__{name}__" for name in _OTHERS.split()]
+_METHODS += "index count insert pop remove reverse sort copy clear".split()  # noqa: SIM905
+for _kind in (Appended, GrowingList):
+    for _name in _METHODS:
+        if _name not in vars(_kind):
+            setattr(_kind, _name, _raise)

@@ -1,0 +1,233 @@
+"""Lists of tensors that a loop reads: at any length one program, and the lists that it leaves are those as written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nsa_compile
+from nsa_compile.loops import LoopDeclined
+from tests.loops.test_loops import D, compare, matches, rows
+
+
+def attend(q, keys):
+    return (keys @ q).softmax(0) @ keys
+
+
+def stacked(x):
+    keys, out = [], []
+    for row in x:
+        keys.append(row * 2)
+        out.append(attend(row, torch.stack(keys, dim=1).T))
+    return torch.stack(out), keys
+
+
+def joined(x):
+    cache, out = {"k": [], "v": [x[:1]]}, []
+    for row in x.split(1):
+        cache["k"].append(row * 2)
+        cache["v"] += [row.sin()]
+        out.append(torch.cat(cache["k"], dim=0).mean(0) + torch.concat(cache["v"])[1:].amax(0))
+    return torch.stack(out), cache
+
+
+def compressed(x):
+    raw, blocks, out = [], [], []
+    for t in range(x.shape[0]):
+        raw.append(x[t])
+        if len(raw) % 4 == 0:
+            blocks.append(torch.stack(raw[-4:]).mean(0))
+        out.append(attend(x[t], torch.stack(blocks)) if blocks else x[t] * 0)
+    return torch.stack(out), raw, blocks
+
+
+def shifted(x):
+    window, out = [], []
+    for row in x:
+        window.append(row)
+        if len(window) > 3:
+            window.pop(0)
+        out.append(sum(window) / len(window))
+    return torch.stack(out), window
+
+
+def sliced(x):
+    window, out = [x[0], x[1]], []
+    for row in x:
+        window.append(row)
+        window = window[-5:]
+        out.append(attend(row, torch.stack(window)))
+    return torch.stack(out), window
+
+
+def looked_back(x):
+    out = [x[0], x[1]]
+    for t in range(2, x.shape[0]):
+        out.append(out[-1] * 0.5 + out[-2] * 0.3 + x[t])
+    return out
+
+
+def by_place(x):
+    seen, out = [], []
+    for t in range(x.shape[0]):
+        seen.append(x[t])
+        out.append(seen[-1] * seen[t // 2] + seen[max(0, t - 2)])
+    return torch.stack(out)
+
+
+def emptied(x):
+    waiting, out = [], []
+    for row in x:
+        waiting.append(row)
+        if len(waiting) == 3:
+            out.append(torch.stack(waiting).mean(0))
+            waiting.clear()
+    return torch.stack(out), waiting
+
+
+def replaced(x):
+    waiting, out = [], []
+    for row in x:
+        waiting.append(row)
+        if len(waiting) == 3:
+            out.append(torch.stack(waiting).mean(0))
+            waiting = []
+    return torch.stack(out), waiting
+
+
+def joined_by_plus(x):
+    seen, out = [x[0]], []
+    for row in x:
+        out.append(torch.stack(seen + [row]).mean(0))  # noqa: RUF005
+        seen.append(row * 2)
+    return torch.stack(out), seen
+
+
+def by_two_names(x):
+    seen, out = [], []
+    same = seen
+    for row in x:
+        seen.append(row)
+        out.append(torch.stack(same).mean(0) * len(same))
+    assert same is seen
+    return torch.stack(out), same
+
+
+def both_ends(x):
+    seen, out = [x[0], x[1]], []
+    for t in range(2, x.shape[0]):
+        seen.append(x[t])
+        seen.append(seen.pop(0) + seen.pop())
+        out.append(seen[0])
+    return torch.stack(out), seen
+
+
+PROGRAMS = [
+    *(stacked, joined, compressed, shifted, sliced, looked_back, by_place, emptied, replaced, joined_by_plus),
+    *(by_two_names, both_ends),
+]
+
+
+@pytest.mark.parametrize("written", PROGRAMS, ids=lambda f: f.__name__)
+def test_a_list_that_is_read(written, caplog):
+    for length in (7, 45):  # more than there may be kinds of steps
+        compare(written, *rows(length), on_decline="warn", batched=False)
+    assert "runs as it is written" not in caplog.text
+
+
+def test_attention_over_a_list_is_attention():
+    (x,) = rows(45)
+    assert "attention to a window of 45" in matches(compare(stacked, x))
+
+
+def test_the_lists_are_those_that_were_given():
+    def kept(x, seen):
+        for row in x:
+            seen.append(row)
+            row = torch.stack(seen).sum(0)
+        return row
+
+    (x,) = rows(6)
+    mine, yours = [x[0], x[1]], [x[0], x[1]]
+    before = list(mine)
+    compiled = nsa_compile.loop(kept, nested="eager", on_decline="error")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x, mine), kept(x, yours))
+    assert all(a is b for a, b in zip(mine[:2], before, strict=True))
+    torch.testing.assert_close(torch.stack(mine), torch.stack(yours))
+
+
+def an_element_is_written(x):
+    seen, out = [], []
+    for t in range(x.shape[0]):
+        seen.append(x[t] * 2)
+        if t == 3:
+            seen[1].mul_(2)
+        out.append(torch.stack(seen).sum(0))
+    return torch.stack(out)
+
+
+def it_is_written_after_it_was_appended(x):
+    seen, out = [], []
+    for row in x:
+        key = row * 2
+        seen.append(key)
+        key.add_(1)
+        out.append(torch.stack(seen).sum(0))
+    return torch.stack(out)
+
+
+def it_holds_one_tensor_many_times(x):
+    h, seen, out = torch.zeros(D, dtype=x.dtype), [], []
+    for row in x:
+        h.add_(row.detach())
+        seen.append(h)
+        out.append(torch.stack(seen).sum(0) + row)
+    return torch.stack(out)
+
+
+def an_element_is_written_two_steps_later(x):
+    seen, out, last, before = [], [], None, None
+    for t in range(x.shape[0]):
+        if before is not None:
+            before.add_(1)
+        seen.append(x[t] * 1)
+        out.append(torch.stack(seen).sum(0))
+        before, last = last, seen[t // 2]
+    return torch.stack(out)
+
+
+WRITTEN = [
+    (an_element_is_written, "writes in place to an element"),
+    (it_is_written_after_it_was_appended, "writes in place to an element"),
+    (it_holds_one_tensor_many_times, "writes in place to h, whose elements a list that is read shares"),
+    (an_element_is_written_two_steps_later, "writes in place to before, whose elements a list that is read shares"),
+]
+
+
+@pytest.mark.parametrize(("written", "reason"), WRITTEN, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_list_whose_elements_are_written(written, reason):
+    (x,) = rows(45)
+    with pytest.raises(LoopDeclined, match=reason):
+        nsa_compile.loop(written, nested="eager", on_decline="error")(x)
+    assert torch.equal(nsa_compile.loop(written, nested="eager")(x), written(x))
+
+
+def test_a_list_of_few_elements_of_other_shapes():
+    def pair(x):
+        out = []
+        for row in x:
+            found = [row, row[:2]]
+            out.append(found[0] * found[1].sum())
+        return torch.stack(out)
+
+    def uneven(x):
+        seen = [x[0, :2]]
+        for t in range(x.shape[0]):
+            if t == 2:
+                seen.append(x[t])
+            y = seen[-1].sum()
+        return y
+
+    compare(pair, *rows(7))
+    compare(uneven, *rows(7), on_decline="warn", batched=False)
