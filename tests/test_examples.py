@@ -95,4 +95,5 @@ def test_two_processes_end_with_the_same_weights():
         capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert sorted(re.findall(r"(rank \d): .* as on rank 0: True", result.stdout)) == ["rank 0", "rank 1"]
+    # Two that print at once may share a line.
+    assert sorted(re.findall(r"(rank \d): .*? as on rank 0: True", result.stdout)) == ["rank 0", "rank 1"]
