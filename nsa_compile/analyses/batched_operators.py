@@ -46,6 +46,8 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
         return _call(node, {n: tensor for n, (tensor, _) in operands.items()}), False
     if node.target in _MATMULS:
         return _batched_matmul(node, operands), True
+    if node.target in _PICKS and not operands[operand(node)][1]:
+        return _picked(node, operands), True
     if (reduction := _OF_ALL.get(node.target)) is not None:
         (x, _) = operands[operand(node)]
         return reduction(x.flatten(1), 1), True
@@ -73,6 +75,7 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
 # torch.vmap takes the extreme of all elements by its index, and gives one of several equal ones all of the gradient,
 # which eager mode shares among them (torch 2.13).
 _OF_ALL: dict[Any, Callable[..., Tensor]] = {aten.max.default: torch.amax, aten.min.default: torch.amin}
+_PICKS = (aten.gather.default, aten.index_select.default)
 _MATMULS = {aten.mm.default, aten.bmm.default} | MATMUL_ADD
 _MEDIANS = (aten.median.default, aten.nanmedian.default)
 
@@ -131,6 +134,36 @@ def _no_vmap_fallback() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_enabled(enabled)
+
+
+def _picked(node: fx.Node, operands: dict[fx.Node, Value]) -> Tensor:
+    """What S steps pick along a dimension of something that is the same at all of them, as one step would pick it:
+    torch.vmap repeats it for each step, and so does its gradient."""
+    given = arguments(node)
+    x, (index, _) = operands[operand(node)][0], operands[given.index]
+    steps, dim = index.shape[0], given.dim % max(x.dim(), 1)
+    if not x.dim():
+        x, index = x[None], index.reshape(steps, 1)
+    if node.target is aten.index_select.default:
+        found = x.index_select(dim, index.reshape(-1)).unflatten(dim, (steps, index.numel() // steps))
+    else:
+        together = index.movedim(0, dim).flatten(dim, dim + 1)
+        found = _gathered(x, dim, together).unflatten(dim, (steps, index.shape[1 + dim]))
+    return found.movedim(dim, 0).reshape(steps, *example(node).shape)
+
+
+def _gathered(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """`x.gather(dim, index)`; of whole rows, where the index is the same along all that comes after them."""
+    behind = range(dim + 1, x.dim())
+    whole = len(behind) > 0 and all(index.shape[d] == x.shape[d] and index.stride(d) == 0 for d in behind)
+    if not whole or index.shape[:dim] != x.shape[:dim]:
+        return x.gather(dim, index)
+    for _ in behind:
+        index = index.select(-1, 0)  # [*before, n]
+    rows = x.flatten(0, dim)
+    first = torch.arange(rows.shape[0] // x.shape[dim], device=x.device) * x.shape[dim]
+    found = rows.index_select(0, (index.reshape(-1, index.shape[-1]) + first[:, None]).flatten())
+    return found.unflatten(0, index.shape)
 
 
 def _batched_matmul(node: fx.Node, operands: dict[fx.Node, Value]) -> Tensor:

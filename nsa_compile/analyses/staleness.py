@@ -180,6 +180,8 @@ class Analysis:
             return self._constant(self.record.constant[node])
         if node.op != "call_function":
             return CLEAN
+        if node in self.record.guarded_picks:
+            return self._guarded_pick(node)
         rule = RULES.get(node.target)
         if rule is not None:
             return rule(self, node)
@@ -246,6 +248,14 @@ class Analysis:
             return Facts(zero=zero)
         first_kept, kept_run = kept.run_of(True)
         return Facts(zero=zero, fill=first_kept, surely_kept=kept_run)
+
+    def _guarded_pick(self, node: fx.Node) -> Facts:
+        """Rows picked by data, with zeros for those that are not written yet: right if the numbers are."""
+        pick, late = operand(node), operand(node, 1)
+        indices = [self.of(n) for n in pick.all_input_nodes if n is not operand(pick)]
+        if any(f.stale for f in (*indices, self.of(late))):
+            return self.lost(node, "its rows are picked by numbers that are made of rows that are not written yet")
+        return CLEAN
 
     def lost(self, node: fx.Node, why: str) -> Facts:
         """Everything of the result is stale for good, and no mask hides it: its derivative may be infinite."""
@@ -851,6 +861,17 @@ def _to_copy(analysis: Analysis, node: fx.Node) -> Facts:
     return replace(plain, fill=f.fill, removed=f.removed, absorbed=f.absorbed, surely_kept=analysis.kept(node.args[0]))
 
 
+def _compare_with_number(analysis: Analysis, node: fx.Node) -> Facts:
+    """Whether a score is -inf is known as long as it is removed."""
+    facts, removed = analysis.arithmetic(node), analysis.raw(node.args[0]).removed
+    if removed is None or node.args[1] != -math.inf:
+        return facts
+    always = torch.zeros_like(removed), removed - 1
+    if node.target in (aten.eq.Scalar, aten.le.Scalar):
+        return replace(facts, can_be_false=removed, surely_true=always)
+    return replace(facts, can_be_true=removed, surely_false=always)
+
+
 _NORMS = {aten.linalg_vector_norm.default, aten.var.correction}
 _EXTREMES = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
 
@@ -938,6 +959,7 @@ _BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
     _where: WHERE,
     _masked_fill: MASKED_FILL,
     _to_copy: {aten._to_copy.default},
+    _compare_with_number: {aten.eq.Scalar, aten.ne.Scalar, aten.gt.Scalar, aten.le.Scalar},
     _reduction: {
         aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.sum.default, aten.mean.default,
         aten.max.default, aten.min.default, aten.linalg_vector_norm.default, aten.var.correction,

@@ -57,10 +57,10 @@ from nsa_compile.ir.carries import Rows
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node
 from nsa_compile.ir.scans import ScanRecord, example
 
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _MOVED = REARRANGED | COPIED | {aten._to_copy.default}
 _SQUEEZED = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
-_REDUCED = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default}
+REDUCED = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default}
 # Operators between a buffer and a product, one after the other.
 DEPTH_LIMIT = 100
 
@@ -287,7 +287,7 @@ class Unroller:
             raise Unrecognised("what it weighs its rows with is no softmax over them", product)
         with unset_fake_temporarily(), torch.no_grad():
             axis = Axis.of(columns, self._live(softmaxes), product)
-        writer = _Writer(self, axis, NodeBuilder(self.body, product))
+        writer = Writer(self, axis, NodeBuilder(self.body, product))
         new = writer.write(a, dim_a, axis), writer.write(b, dim_b, axis)
         if not any(value.is_zero_elsewhere for value in new):
             raise Unrecognised("its weights are not zero for the rows that a step does not have", product)
@@ -374,7 +374,7 @@ class Unrolled:
 
 
 @dataclass
-class _Writer:
+class Writer:
     """Writes the values that one product needs anew, before that product."""
 
     of: Unroller
@@ -481,7 +481,7 @@ class _Writer:
             return replace(whole, node=self._piece(node, cast(fx.Node, whole.node)))
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: new[n].node if n in new else n)
         args = resized(node, args, dim, axis.places)
-        target = aten.reshape.default if node.target in _VIEWS else node.target
+        target = aten.reshape.default if node.target in VIEWS else node.target
         return Unrolled(self.build(target, *args, **kwargs), self._stays_zero(node, new))
 
     def _piece(self, node: fx.Node, whole: fx.Node) -> fx.Node:
@@ -664,7 +664,7 @@ def sources(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]] | None:
         return None
     shape = example(source).shape
     old = len(shape)
-    if target in _VIEWS:
+    if target in VIEWS:
         after = value.shape[dim + 1 :].numel()
         found = [d for d in range(old) if shape[d] == value.shape[dim] and shape[d + 1 :].numel() == after]
         return [(source, found[0])] if found else None
@@ -688,7 +688,7 @@ def sources(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]] | None:
     if target is aten.select.int:
         at = arguments(node).dim % old
         return [(source, dim + (dim >= at))]
-    if target in _REDUCED:
+    if target in REDUCED:
         reduced = arguments(node)
         dims = reduced.dim if isinstance(reduced.dim, list | tuple) else [reduced.dim]
         gone = {d % old for d in dims if d is not None} or set(range(old))
@@ -707,7 +707,7 @@ def _squeezed(node: fx.Node, shape: Sequence[int]) -> set[int]:
 
 def resized(node: fx.Node, args: tuple[Any, ...], dim: int, places: int) -> tuple[Any, ...]:
     """The arguments of a node with the sizes that it names, where there are places instead of columns."""
-    if node.target not in _VIEWS and node.target is not aten.expand.default:
+    if node.target not in VIEWS and node.target is not aten.expand.default:
         return args
     sizes = list(example(node).shape)
     sizes[dim] = places

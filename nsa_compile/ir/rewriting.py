@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -203,7 +204,8 @@ class NodeBuilder:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.body.graph.inserting_before(self.before):
             node = self.body.graph.call_function(target, args, kwargs)
-        around = map(example, (*node.all_input_nodes, *self.before.all_input_nodes))
+        with_values = (n for n in self.body.graph.nodes if "val" in n.meta)
+        around = map(example, chain(node.all_input_nodes, self.before.all_input_nodes, with_values))
         mode = next(x.fake_mode for x in around if isinstance(x, FakeTensor))
         with mode, torch.no_grad():
             values = fx.node.map_arg(args, lambda n: tree_map(lambda x: _like(x, mode), example(n)))

@@ -77,6 +77,9 @@ class ScanRecord:
     # What scores of a program read -> of which table, and which elements of it for each distance: see `distances`
     by_distance: dict[fx.Node, tuple[fx.Node, Tensor]] = field(default_factory=dict)
 
+    # What stands for rows of a cache that are picked by data, and is guarded by itself: see `picked_rows`
+    guarded_picks: set[fx.Node] = field(default_factory=set)
+
     # What `eliminate_guards` proves of the step, kept for whoever asks again.
     proof: Any = None
 

@@ -33,10 +33,11 @@ class LoopDeclined(ValueError):
 def loop(function: Any = None, *, over: str | None = None, **options: Any) -> Any:
     """Compile the `for` loop of a function, as it is written.
 
-    The loop may append to lists and read them, let tensors grow by `torch.cat`, slice them at its position, branch on positions,
-    sizes and other Python integers, and keep its state in tuples, lists, dicts and objects such as a cache. At the
-    first call, and at the first one with other sizes, its step is traced with the position symbolic, and all steps
-    become one graph, which the passes of `nsa_compile.compile` batch. Everything around the loop runs as it is written.
+    The loop may append to lists and read them, let tensors grow by `torch.cat`, slice them at its position, branch on
+    positions, sizes and other Python integers, and keep its state in tuples, lists, dicts and objects such as a cache.
+    At the first call, and at the first one with other sizes, its step is traced with the position symbolic, and all
+    steps become one graph, which the passes of `nsa_compile.compile` batch. Everything around the loop runs as it is
+    written.
     Gradients flow through the loop as they do through the one that is written.
 
     Args:

@@ -2,7 +2,8 @@
 
 Before, the buffer that step t sees is `where(written_at <= t, full, init)`: right whatever the step does with it, and
 one copy of the buffer for each step. After, for each buffer whose unwritten rows provably reach no output, it is
-`full`, the same for all steps. A buffer for which that cannot be proven keeps its guard.
+`full`, the same for all steps. Where a step picks rows by numbers that depend on data, these are guarded, and not the
+buffer (`analyses/picked_rows.py`). A buffer for which that cannot be proven keeps its guard.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.magnitudes import given_magnitudes
+from nsa_compile.analyses.picked_rows import guard_picks, take_back
 from nsa_compile.analyses.staleness import Analysis, Facts, analyse, explain
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.carries import Rows
+from nsa_compile.ir.rewriting import eliminate_dead_code
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, constant_value, example, find_scans
 from nsa_compile.passes.pipeline import PassContext, register
 
@@ -27,7 +30,7 @@ def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
         record = site.record
         if record is None or record.guards_dropped or record.guards_kept or not context.may_rewrite():
             continue
-        dropped, kept, analysis = prove(site, record)
+        dropped, kept, analysis = prove_with_guarded_picks(site, record)
         if not dropped and not kept:
             continue
         record.guards_dropped, record.guards_kept = sorted(dropped), sorted(kept)
@@ -62,6 +65,27 @@ def prove(site: ScanSite, record: ScanRecord) -> tuple[list[str], dict[str, Fact
             record.proof = [name for name in views if name not in kept], kept, analysis
             return record.proof
         kept.update(leaks)
+
+
+def prove_with_guarded_picks(site: ScanSite, record: ScanRecord) -> tuple[list[str], dict[str, Facts], Analysis]:
+    """The same, with rows that are picked by data guarded by themselves where that helps; the body then has them so."""
+    before = prove(site, record)
+    if not before[1]:
+        return before
+    with unset_fake_temporarily():
+        zeros = _made_of_zeros(site)
+        views = {name: view for name, view in guarded_views(site, record).items() if name in before[1].keys() & zeros}
+    guarded = guard_picks(site.body, record, views)
+    if not guarded:
+        return before
+    record.proof = None
+    found = prove(site, record)
+    if len(found[1]) == len(before[1]):
+        take_back(guarded, record)
+        found = record.proof = before
+    eliminate_dead_code(site.body)
+    site.body.recompile()
+    return found
 
 
 def guarded_views(site: ScanSite, record: ScanRecord) -> dict[str, tuple[fx.Node, Tensor, int]]:

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from nsa_compile.analyses.magnitudes import given_magnitudes
 from nsa_compile.analyses.masks import Unrecognised
 from nsa_compile.analyses.staleness import analyse
+from nsa_compile.analyses.unrolled_picks import PickUnroller
 from nsa_compile.analyses.unrolling import Cache, Unroller
 from nsa_compile.ir.aten import PICKED, SOFTMAX, aten, operand
 from nsa_compile.ir.carries import Recurrent, Rows
@@ -46,7 +47,7 @@ from nsa_compile.ir.scans import (
     scan_results,
 )
 from nsa_compile.ir.step_values import Table
-from nsa_compile.passes.eliminate_guards import prove
+from nsa_compile.passes.eliminate_guards import prove, prove_with_guarded_picks
 from nsa_compile.passes.pipeline import PassContext, register
 from nsa_compile.passes.raise_attention import is_attention
 from nsa_compile.passes.resolve_carries import LoweredSite, record_of
@@ -92,7 +93,7 @@ def _has_candidates(site: ScanSite) -> bool:
     """Whether there are rows that move, or picked ones, or buffers that would be copied for each step."""
     record = site.record
     assert record is not None
-    picks = (aten.index_select.default, aten.index.Tensor)
+    picks = (aten.index_select.default, aten.index.Tensor, aten.gather.default)
     if any(isinstance(kind, Rows) and not kind.write_once for kind in record.carries):
         return True
     if any(n.target in picks and n not in record.known for n in site.body.graph.nodes):
@@ -165,6 +166,16 @@ class _Trial:
                     left_out[product.name], failed = why, True
                     break
                 softmaxes[product.name] = [n.name for n in ancestors([new]) - old if n.target in SOFTMAX]
+            by_data = PickUnroller(body, record)
+            for product in by_data.products() if not failed else ():
+                if product.name in left_out or product in needed_by_recurrences:
+                    continue
+                try:
+                    new = by_data.unroll(product)
+                except Unrecognised as why:
+                    left_out[product.name], failed = why, True
+                    break
+                softmaxes[product.name] = [n.name for n in ancestors([new]) - old if n.target in SOFTMAX]
             if not failed:
                 caches = list(unroller.caches.values())
                 return cls(site, body, caches, step, is_new, softmaxes) if softmaxes else None
@@ -191,7 +202,10 @@ class _Trial:
         found = scan_results(scan)
         scan.meta[key] = type(scan.meta[key])([*found[:carries], *map(example, init[carries:]), *found[carries:]])
         scan.meta[RECORD] = record = record_of(site)
-        dropped, kept, proof = prove(site, record)
+        dropped, kept, proof = prove_with_guarded_picks(site, record)
+        if kept and not self.caches:
+            why = Unrecognised("a row that is not written yet might reach an output", next(iter(proof.facts)))
+            return dict.fromkeys(self.softmaxes, why)
         for cache in self.caches:
             if kept.keys() & {cache.before.name, f"{cache.before.name}.before"}:
                 why = Unrecognised("a row that is not there might reach an output", cache.after)

@@ -570,7 +570,8 @@ CASES: dict[Any, list[Case]] = {
         Case(lambda d: [d.floats((2, 3))], lambda x: (x, None, None, 2, 3, 1, 1, 1e-5), item=0)
     ],
     **each((A.eq.Tensor, A.ne.Tensor, A.lt.Tensor, A.le.Tensor, A.gt.Tensor, A.ge.Tensor), [binary()]),
-    **each((A.eq.Scalar, A.ne.Scalar, A.lt.Scalar, A.le.Scalar, A.gt.Scalar, A.ge.Scalar), [scalar(1.0)]),
+    **each((A.eq.Scalar, A.ne.Scalar, A.lt.Scalar, A.le.Scalar, A.gt.Scalar, A.ge.Scalar),
+           [scalar(1.0), scalar(-math.inf), scalar(LOWEST), scalar(math.inf)]),
     **each((A.maximum.default, A.minimum.default), [binary()]),
     A.clamp.default: [unary(-1.0, 2.0), unary(0.5), unary(None, 1.0), unary(2.0, 1.0), unary(math.nan, 1.0)],
     A.clamp_min.default: [scalar(0.5), scalar(-math.inf), scalar(LOWEST)],
@@ -661,6 +662,11 @@ def _always_kept(self: Analysis, value: Any, like: Any = None) -> Any:
     return torch.tensor(0), torch.tensor(S - 1)
 
 
+def _as_equal(analysis: Analysis, node: Any) -> Facts:
+    facts = staleness._compare_with_number(analysis, node)
+    return replace(facts, can_be_false=facts.can_be_true, can_be_true=None)
+
+
 FAULTS: dict[str, tuple[Any, str, Any, Any, Any]] = {
     # what is broken: the operator that shows it; the object, its attribute or key, and what takes its place
     "a sum is ready when one element is": (aten.sum.default, "item", RULES, aten.sum.default, _least_ready),
@@ -684,6 +690,7 @@ FAULTS: dict[str, tuple[Any, str, Any, Any, Any]] = {
     "a root is smooth": (aten.sqrt.default, "attribute", Magnitudes, "is_smooth", lambda *_: True),
     "padding keeps the magnitude": (aten.constant_pad_nd.default, "item", MAGNITUDES, aten.constant_pad_nd.default,
                                     magnitudes._item),
+    "what is -inf is above it": (aten.gt.Scalar, "item", RULES, aten.gt.Scalar, _as_equal),
     "a known row may be a step late": (aten.index_select.default, "attribute", torch, "arange",
                                        lambda n, arange=torch.arange: arange(n) + 1),
 }  # fmt: skip

@@ -173,8 +173,8 @@ VERDICTS = {
     "moba/moba_by_mask": ("selected_attention", "operator"),
     "moba/moba_by_finite_mask": ("rows of the selected blocks + copies", "operator"),  # short
     "moba/moba_by_bias": ("selected_attention", "operator"),
-    "moba/moba_by_gather": ("scored_attention + copies", "operator"),  # short
-    "moba/moba_by_gather_of_blocks": ("scored_attention + copies", "operator"),  # short
+    "moba/moba_by_gather": ("selected_attention", "operator"),
+    "moba/moba_by_gather_of_blocks": ("selected_attention", "operator"),
     "moba/moba_by_threshold": ("copies", "dense"),  # short
     "moba/moba_by_one_hot": ("selected_attention", "operator"),
     "moba/moba_by_comparison": ("selected_attention", "operator"),
@@ -185,25 +185,25 @@ VERDICTS = {
     "dsa/dsa_by_mask": ("selected_attention", "operator"),
     "dsa/dsa_by_bias": ("selected_attention", "operator"),
     "dsa/dsa_by_finite_mask": ("selected_attention", "operator"),
-    "dsa/dsa_by_gather": ("scored_attention + copies", "operator"),  # short
-    "dsa/dsa_by_index": ("scored_attention + copies", "operator"),  # short
+    "dsa/dsa_by_gather": ("selected_attention", "operator"),
+    "dsa/dsa_by_index": ("selected_attention", "operator"),
     "dsa/dsa_by_threshold": ("scored_attention", "dense"),
-    "dsa/dsa_by_values": ("scored_attention + copies", "operator"),  # short
+    "dsa/dsa_by_values": ("dense", "operator"),  # short
     "dsa_with_index_weights/dsa_with_scores_added": ("scored_attention + copies", "operator"),  # short
     "dsa_with_loss/dsa_with_loss": ("selected_attention", "operator"),
     "dsa_per_group/dsa_per_group": ("selected_attention", "operator"),
     "top_tokens_per_head/top_tokens_by_threshold": ("scored_attention", "dense"),
-    "top_tokens_per_head/top_tokens_by_gather": ("copies", "operator"),  # short
+    "top_tokens_per_head/top_tokens_by_gather": ("selected_attention", "operator"),
     "top_tokens_per_head/top_tokens_by_mask": ("selected_attention", "operator"),
     "nsa/nsa_by_finite_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
-    "nsa/nsa_by_gather": ("dense + scored_attention + window_attention + copies", "operator"),  # short
-    "nsa/nsa_by_gather_of_rows": ("dense + scored_attention + copies", "operator"),  # short
+    "nsa/nsa_by_gather": ("compressed_attention + scored_attention + window_attention + copies", "operator"),  # short
+    "nsa/nsa_by_gather_of_rows": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_comparison": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_sdpa": ("compressed_attention + selected_attention + window_attention", "operator"),
     "selected_and_window/selected_and_window": ("scored_attention", "operator"),
     "quest/quest_by_mask": ("selected_attention", "operator"),
-    "quest/quest_by_gather": ("scored_attention + copies", "operator"),  # short
+    "quest/quest_by_gather": ("selected_attention", "operator"),
     "quest_running/quest_with_running_bounds": ("loop", "operator"),  # short
     "msa/best_key_of_a_block": ("selected_attention", "operator"),
     "msa_with_index/best_index_key_of_a_block": ("scored_attention", "operator"),
