@@ -164,19 +164,23 @@ CLASSES = {"operator": 0, "parallel": 0, "dense": 1, "copies": 2, "loop": 3, "on
 
 
 def verdict(report) -> str:
-    """What became of a program, in words that the report uses: its operators of attention, then `copies` and `loop`.
+    """What became of a program: its operators of attention, then `parallel`, `copies` and `loop`.
 
-    `dense` is attention to all keys under a mask, `batched` torch's own operators. `copies` says that a cache is copied
-    for each step: a guard is kept, or an attention has one query, step by step.
+    `dense` is attention to all keys under a mask, `batched` torch's own operators, `parallel` a recurrence in parallel
+    form. `copies` says that a cache is copied for each step: a guard is kept, or an attention has one query, step by
+    step. `loop` is a recurrence without a parallel form, or a whole scan.
     """
     if report is None or report.left_alone is not None:
         return "left alone"
     batched = [choice for choice in report.attention if choice.operator != "a step of a loop"]
     parts = sorted({choice.operator for choice in batched})
+    forms = [r.form for scan in report.scans for r in scan.recurrences]
+    if any(form != "loop" for form in forms):
+        parts.append("parallel")
     one_query = any(choice.what.startswith("attention of 1 queries") for choice in batched)
     if one_query or any(scan.batched and scan.guards_kept for scan in report.scans):
         parts.append("copies")
-    if any(not scan.batched for scan in report.scans):
+    if "loop" in forms or any(not scan.batched for scan in report.scans):
         parts.append("loop")
     return " + ".join(parts) or "batched"
 
@@ -190,7 +194,7 @@ def class_of(found: str) -> str:
 
 def falls_short(today: str, owed: str) -> bool:
     """Whether a verdict is of a worse class than the one owed."""
-    return CLASSES[class_of(today)] > CLASSES[owed]
+    return CLASSES[class_of(today)] > CLASSES[owed] or (owed == "operator" and today == "parallel")
 
 
 def write(cache, t, row):

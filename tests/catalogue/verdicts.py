@@ -59,51 +59,51 @@ VERDICTS = {
     "self_and_cross/self_and_cross_attention": ("dense + window_attention", "dense"),
     "encoder/no_mask": ("dense", "dense"),
     # recurrences.py
-    "linear_attention/linear_by_einsum": ("batched", "parallel"),  # short
-    "linear_attention/linear_by_broadcast": ("batched", "parallel"),  # short
-    "linear_attention/linear_transposed": ("batched", "parallel"),  # short
-    "linear_attention/linear_by_baddbmm": ("batched", "parallel"),  # short
+    "linear_attention/linear_by_einsum": ("parallel", "parallel"),
+    "linear_attention/linear_by_broadcast": ("parallel", "parallel"),
+    "linear_attention/linear_transposed": ("parallel", "parallel"),
+    "linear_attention/linear_by_baddbmm": ("parallel", "parallel"),
     "linear_attention/linear_by_cache": ("batched", "dense"),
-    "linear_attention_normalised/linear_normalised": ("batched", "parallel"),  # short
-    "linear_attention_normalised/linear_normalised_by_ones": ("batched", "parallel"),  # short
-    "retnet/retention": ("batched", "parallel"),  # short
+    "linear_attention_normalised/linear_normalised": ("parallel", "parallel"),
+    "linear_attention_normalised/linear_normalised_by_ones": ("parallel", "parallel"),
+    "retnet/retention": ("parallel", "parallel"),
     "retnet/retention_by_cache": ("batched", "dense"),
-    "scalar_decay/scalar_decay": ("batched", "parallel"),  # short
-    "scalar_decay_log/scalar_decay_log": ("batched", "parallel"),  # short
-    "gla/gated_linear": ("batched", "parallel"),  # short
+    "scalar_decay/scalar_decay": ("parallel", "parallel"),
+    "scalar_decay_log/scalar_decay_log": ("parallel", "parallel"),
+    "gla/gated_linear": ("parallel", "parallel"),
     "gla/gated_linear_by_diagonal": ("loop", "parallel"),  # short
-    "gated_values/hgrn2": ("batched", "parallel"),  # short
-    "mlstm/matrix_lstm": ("batched", "parallel"),  # short
-    "delta/delta_rule": ("batched", "parallel"),  # short
-    "delta/delta_rule_by_matrix": ("batched", "parallel"),  # short
-    "gated_delta/gated_delta_rule": ("batched", "parallel"),  # short
-    "kda/kimi_delta_rule": ("batched", "parallel"),  # short
+    "gated_values/hgrn2": ("parallel", "parallel"),
+    "mlstm/matrix_lstm": ("parallel", "parallel"),
+    "delta/delta_rule": ("parallel", "parallel"),
+    "delta/delta_rule_by_matrix": ("parallel", "parallel"),
+    "gated_delta/gated_delta_rule": ("parallel", "parallel"),
+    "kda/kimi_delta_rule": ("parallel", "parallel"),
     "rwkv7/generalised_delta_rule": ("loop", "parallel"),  # short
-    "rwkv6/rwkv6": ("batched", "parallel"),  # short
-    "rwkv4/rwkv4": ("batched", "parallel"),  # short
-    "mamba/selective_scan": ("batched", "parallel"),  # short
-    "mamba/selective_scan_discretised": ("batched", "parallel"),  # short
-    "mamba2/state_space_dual": ("batched", "parallel"),  # short
+    "rwkv6/rwkv6": ("parallel", "parallel"),
+    "rwkv4/rwkv4": ("parallel", "parallel"),
+    "mamba/selective_scan": ("parallel", "parallel"),
+    "mamba/selective_scan_discretised": ("parallel", "parallel"),
+    "mamba2/state_space_dual": ("parallel", "parallel"),
     "diagonal_ssm/complex_decay": ("loop", "parallel"),  # short
-    "rg_lru/griffin": ("batched", "parallel"),  # short
-    "hgrn/gated_average": ("batched", "parallel"),  # short
-    "hgrn/gated_average_by_lerp": ("batched", "parallel"),  # short
-    "hgrn/gated_average_by_difference": ("batched", "parallel"),  # short
-    "min_gru/min_gru": ("batched", "parallel"),  # short
-    "ema/exponential_average": ("batched", "parallel"),  # short
-    "ema_corrected/exponential_average_corrected": ("batched", "parallel"),  # short
-    "two_averages/two_averages": ("batched", "parallel"),  # short
-    "sum/running_sum": ("batched", "parallel"),  # short
-    "mean/running_mean": ("batched", "parallel"),  # short
-    "mean/running_mean_by_correction": ("batched", "parallel"),  # short
+    "rg_lru/griffin": ("parallel", "parallel"),
+    "hgrn/gated_average": ("parallel", "parallel"),
+    "hgrn/gated_average_by_lerp": ("parallel", "parallel"),
+    "hgrn/gated_average_by_difference": ("parallel", "parallel"),
+    "min_gru/min_gru": ("parallel", "parallel"),
+    "ema/exponential_average": ("parallel", "parallel"),
+    "ema_corrected/exponential_average_corrected": ("parallel", "parallel"),
+    "two_averages/two_averages": ("parallel", "parallel"),
+    "sum/running_sum": ("parallel", "parallel"),
+    "mean/running_mean": ("parallel", "parallel"),
+    "mean/running_mean_by_correction": ("parallel", "parallel"),
     "mean/running_mean_by_cache": ("batched", "dense"),
-    "welford/running_variance": ("batched", "parallel"),  # short
-    "max/running_max": ("batched", "parallel"),  # short
+    "welford/running_variance": ("parallel", "parallel"),
+    "max/running_max": ("parallel", "parallel"),
     "min/running_min": ("loop", "parallel"),  # short
-    "product/running_product": ("batched", "parallel"),  # short
+    "product/running_product": ("parallel", "parallel"),
     "logsumexp/running_logsumexp": ("loop", "parallel"),  # short
-    "counts/counts_of_tokens": ("batched", "parallel"),  # short
-    "sums_by_key/sums_by_token": ("batched", "parallel"),  # short
+    "counts/counts_of_tokens": ("parallel", "parallel"),
+    "sums_by_key/sums_by_token": ("parallel", "parallel"),
     "convolution/short_convolution": ("batched", "dense"),
     "convolution/short_convolution_by_roll": ("batched", "dense"),
     "convolution/short_convolution_by_rows": ("batched", "dense"),
@@ -113,12 +113,12 @@ VERDICTS = {
     "slstm/scalar_lstm": ("loop", "loop"),
     "ttt/test_time_training": ("loop", "loop"),
     "linear_rnn/linear_rnn": ("loop", "loop"),
-    "hybrid/attention_then_average": ("window_attention", "parallel"),
-    "hybrid/attention_then_average_apart": ("window_attention", "parallel"),
-    "hybrid_before/average_then_attention": ("window_attention", "parallel"),
-    "hybrid_beside/attention_beside_a_state": ("window_attention", "parallel"),
+    "hybrid/attention_then_average": ("window_attention + parallel", "parallel"),
+    "hybrid/attention_then_average_apart": ("window_attention + parallel", "parallel"),
+    "hybrid_before/average_then_attention": ("window_attention + parallel", "parallel"),
+    "hybrid_beside/attention_beside_a_state": ("window_attention + parallel", "parallel"),
     "hybrid_recurrent/attention_fed_back": ("loop", "loop"),
-    "states_as_outputs/last_state_of_linear_attention": ("batched", "parallel"),  # short
+    "states_as_outputs/last_state_of_linear_attention": ("parallel", "parallel"),
     # scores.py
     "alibi/alibi": ("scored_attention", "operator"),
     "alibi/alibi_of_positions": ("scored_attention", "operator"),
@@ -166,8 +166,8 @@ VERDICTS = {
     "differential/differential": ("batched", "operator"),  # short
     "differential/differential_of_outputs": ("window_attention", "operator"),
     "forgetting/forgetting_before": ("scored_attention", "operator"),
-    "forgetting/forgetting_in_the_step": ("scored_attention", "operator"),
-    "forgetting/forgetting_by_a_bias_that_grows": ("scored_attention", "operator"),
+    "forgetting/forgetting_in_the_step": ("scored_attention + parallel", "operator"),
+    "forgetting/forgetting_by_a_bias_that_grows": ("scored_attention + parallel", "operator"),
     "gated_output/gated_output": ("window_attention", "operator"),
     # selection.py
     "moba/moba_by_mask": ("selected_attention", "operator"),
@@ -179,7 +179,7 @@ VERDICTS = {
     "moba/moba_by_one_hot": ("selected_attention", "operator"),
     "moba/moba_by_comparison": ("selected_attention", "operator"),
     "moba/moba_by_sdpa": ("selected_attention", "operator"),
-    "moba/moba_with_running_means": ("selected_attention", "operator"),
+    "moba/moba_with_running_means": ("selected_attention + parallel", "operator"),
     "moba_of_a_group/moba_of_a_group": ("selected_attention", "operator"),
     "moba_of_heads_in_a_group/moba_of_heads_in_a_group": ("selected_attention", "operator"),
     "dsa/dsa_by_mask": ("selected_attention", "operator"),
@@ -250,15 +250,15 @@ VERDICTS = {
     "causal/written_by_scatter": ("window_attention", "operator"),
     "causal/written_by_index_put": ("loop", "operator"),  # short
     "causal/written_to_a_clone": ("window_attention", "operator"),
-    "causal/written_by_blend": ("dense + copies", "operator"),  # short
-    "causal/written_by_one_hot": ("dense + copies", "operator"),  # short
-    "causal/written_by_lerp": ("batched", "operator"),  # short
+    "causal/written_by_blend": ("dense + parallel + copies", "operator"),  # short
+    "causal/written_by_one_hot": ("dense + parallel + copies", "operator"),  # short
+    "causal/written_by_lerp": ("parallel", "operator"),  # short
     "causal/written_by_masked_scatter": ("loop", "operator"),  # short
     "causal/written_by_select_scatter": ("one line", "one line"),
     "causal/newest_first": ("window_attention", "operator"),
     "causal/newest_last_by_roll": ("window_attention", "operator"),
     "causal/position_as_a_counter": ("window_attention", "operator"),
-    "causal/lengths_as_a_carry": ("dense + copies", "operator"),  # short
+    "causal/lengths_as_a_carry": ("dense + parallel + copies", "operator"),  # short
     "causal/flags_of_written_rows": ("window_attention", "operator"),
     "causal/positions_in_a_cache": ("window_attention", "operator"),
     "causal/bias_in_a_cache": ("scored_attention", "operator"),
