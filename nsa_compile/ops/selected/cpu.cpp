@@ -1,11 +1,11 @@
-// Attention over selected blocks, block by block.
+// Attention over selected blocks, block by block; over the shortest ones query by query, see tokens.h.
 //
 // A query reads a few blocks of its own choice, so neighbouring queries share little. A block, however, is read by many
 // queries: the pairs (query, block) of a unit of queries are sorted by block, and each block meets its queries as rows
 // of matrix products. A unit belongs to one thread, which adds to its queries' results block after block, in ascending
 // order; sums of dk and dv belong to a chunk of units. So no bit depends on the number of threads.
 
-#include "blocks.h"
+#include "tokens.h"
 
 namespace {
 
@@ -16,12 +16,6 @@ constexpr int64_t kMaxTileRows = 128;
 // leave it in between: so units grow with the number of blocks. Small problems need units for several threads.
 constexpr int64_t kMinUnitQueries = 64, kUnitQueries = 512, kUnitQueriesPerBlock = 4;
 constexpr int64_t kMaxUnitElements = 1 << 22;  // of its results: fewer queries where heads are many and wide
-
-int64_t index_at(const Tensor& indices, int64_t batch, int64_t query, int64_t group, int64_t place) {
-  const int64_t offset = row_offset(indices, batch, query, group) + place * indices.stride[3];
-  return indices.dtype == kInt64 ? reinterpret_cast<const int64_t*>(indices.data)[offset]
-                                 : reinterpret_cast<const int32_t*>(indices.data)[offset];
-}
 
 // How the queries of a sequence are cut into units, and the pairs of a unit into tiles.
 struct Layout {
@@ -317,6 +311,10 @@ extern "C" int selected_attention_forward(
     const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads,
     int64_t matrix_unit) {
   return with_engine(tensors[0].dtype, matrix_unit, [&](const auto& engine) {
+    using T = typename std::decay_t<decltype(engine)>::Value;
+    if (suits_tokens<T>(*sizes, block_size)) {
+      return forward_tokens<T>(*sizes, tensors, num_selected, block_size, scale, threads);
+    }
     forward(engine, *sizes, tensors, num_selected, block_size, scale, threads);
   });
 }
@@ -326,6 +324,10 @@ extern "C" int selected_attention_backward(
     const Sizes* sizes, const Tensor* tensors, int64_t num_selected, int64_t block_size, double scale, int64_t threads,
     int64_t matrix_unit) {
   return with_engine(tensors[0].dtype, matrix_unit, [&](const auto& engine) {
+    using T = typename std::decay_t<decltype(engine)>::Value;
+    if (suits_tokens<T>(*sizes, block_size)) {
+      return backward_tokens<T>(*sizes, tensors, num_selected, block_size, scale, threads);
+    }
     backward(engine, *sizes, tensors, num_selected, block_size, scale, threads);
   });
 }
