@@ -18,6 +18,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 from nsa_compile.analyses.known import promotes_by_rank
 from nsa_compile.ir.aten import MATMUL_ADD, arguments, aten, operand
 from nsa_compile.ir.scans import Declined, example, first_line, place_of
+from nsa_compile.ops import ranked
 
 Value = tuple[Any, bool]
 
@@ -48,6 +49,8 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
         return _batched_matmul(node, operands), True
     if node.target in _PICKS and not operands[operand(node)][1]:
         return _picked(node, operands), True
+    if (count := _first_places_read(node)) and ranked.takes(operands[operand(node)][0], count):
+        return (None, ranked.first_places(operands[operand(node)][0], count)), True
     if (reduction := _OF_ALL.get(node.target)) is not None:
         (x, _) = operands[operand(node)]
         return reduction(x.flatten(1), 1), True
@@ -164,6 +167,20 @@ def _gathered(x: Tensor, dim: int, index: Tensor) -> Tensor:
     first = torch.arange(rows.shape[0] // x.shape[dim], device=x.device) * x.shape[dim]
     found = rows.index_select(0, (index.reshape(-1, index.shape[-1]) + first[:, None]).flatten())
     return found.unflatten(0, index.shape)
+
+
+def _first_places_read(node: fx.Node) -> int | None:
+    """How many indices of a descending sort along the last dimension are read, if nothing else of it is."""
+    if node.target not in (aten.sort.default, aten.sort.stable) or not arguments(node).descending:
+        return None
+    rank = example(operand(node)).dim()
+    if not rank or arguments(node).dim % rank != rank - 1 or any(place_of(n) != 1 for n in node.users):
+        return None
+    cuts = [arguments(cut) if cut.target is aten.slice.Tensor else None for n in node.users for cut in n.users]
+    if not cuts or any(x is None or x.dim % rank != rank - 1 or x.start not in (None, 0) for x in cuts):
+        return None
+    ends = [x.end for x in cuts]
+    return max(ends) if all(isinstance(n, int) and 0 <= n for n in ends) else None
 
 
 def _batched_matmul(node: fx.Node, operands: dict[fx.Node, Value]) -> Tensor:

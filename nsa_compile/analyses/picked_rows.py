@@ -6,10 +6,12 @@ Before, `cache` is the buffer as step t sees it, which holds zeros in the rows t
 
 After, the same rows, whatever the index:
 
-    rows = masked_fill(gather(cache, index), gather(written_at, index) > t, 0)
+    index = masked_fill(index, written_at[index] > t, S)
+    rows  = gather(pad(cache, one row of zeros), index)
 
-So the guard stands where n rows are read, and the buffer needs none of S rows for each step. It hides what it has to
-by `masked_fill`, whose gradient is an exact zero there: no proof that a mask hides these rows is asked for.
+So the guard stands where n rows are read, and the buffer needs none of S rows for each step. The zeros get the gradient
+of what is not written yet, and nobody reads it: no proof that a mask hides these rows is asked for. Where rows of one
+pick are written at several steps, as those of blocks are, they are set to zero by `masked_fill`.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from torch import Tensor, fx
 from nsa_compile.analyses.known import LIMIT
 from nsa_compile.analyses.selection import position_node
 from nsa_compile.ir.aten import COPIED, PICKED, REARRANGED, arguments, aten, operand
-from nsa_compile.ir.rewriting import NodeBuilder, constant_node, inherit_meta
+from nsa_compile.ir.rewriting import NodeBuilder, constant_node
 from nsa_compile.ir.scans import ScanRecord, example
 
 __all__ = ["guard_picks", "take_back"]
+
+_ALONG = {aten.gather.default, aten.index_select.default}
 
 View = tuple[fx.Node, Tensor, int]  # node, step from which each row is written, dimension of the rows
 
@@ -95,28 +99,30 @@ def _shrunk(steps: Tensor) -> Tensor:
 
 def _guarded(build: NodeBuilder, pick: fx.Node, steps: Tensor, step: fx.Node) -> fx.Node:
     """The pick with zeros for rows that are not written yet."""
-    source, device = operand(pick), example(pick).device
-    rest, shape = list(pick.args[1:]), list(example(source).shape)
-    if pick.target is aten.gather.default and (index := _one_of_each(pick, steps)) is not None:
-        dim = arguments(pick).dim % len(shape)
-        rest[1] = index
-        shape = [n if d == dim else m for d, (n, m) in enumerate(zip(shape, example(index).shape, strict=True))]
-    written = build(aten.expand.default, constant_node(build, steps, device), shape)
-    late = build(aten.gt.Tensor, build(pick.target, written, *rest), step)
-    filled = build(aten.masked_fill.Scalar, pick, late, 0)
-    for node in (written, late, filled):
-        inherit_meta(node, pick)
+    source = operand(pick)
+    dim = arguments(pick).dim % example(source).dim() if pick.target in _ALONG else 0
+    if pick.target in _ALONG and all(n == 1 for d, n in enumerate(steps.shape) if d != dim):
+        filled = _redirected(build, pick, steps.flatten(), step, dim)
+    else:
+        written = build(aten.expand.default, constant_node(build, steps, build.device), list(example(source).shape))
+        late = build(aten.gt.Tensor, build(pick.target, written, *pick.args[1:]), step)
+        filled = build(aten.masked_fill.Scalar, pick, late, 0)
     pick.replace_all_uses_with(filled, delete_user_cb=lambda user: user is not filled)
     return filled
 
 
-def _one_of_each(pick: fx.Node, steps: Tensor) -> fx.Node | None:
-    """The index of a gather without the dimensions along which it is repeated, and the steps are the same."""
-    index = operand(pick, 2)
-    if index.target is not aten.expand.default or example(operand(index)).dim() != example(index).dim():
-        return None
-    narrow = operand(index)
-    sizes = zip(example(narrow).shape, example(index).shape, steps.shape, strict=True)
-    dim = arguments(pick).dim % example(index).dim()
-    fits = all(n == m or (n == 1 and k == 1) for d, (n, m, k) in enumerate(sizes) if d != dim)
-    return narrow if fits else None
+def _redirected(build: NodeBuilder, pick: fx.Node, steps: Tensor, step: fx.Node, dim: int) -> fx.Node:
+    """The pick from the buffer with a row of zeros behind it, which takes the place of each row not written yet."""
+    source, index = operand(pick), arguments(pick).index
+    rank, shape = example(source).dim(), list(example(index).shape)
+    narrow = operand(index) if index.target is aten.expand.default else index
+    if example(narrow).dim() != len(shape):
+        narrow = index
+    with_zeros = build(aten.constant_pad_nd.default, source, [0, 0] * (rank - 1 - dim) + [0, 1], 0)
+    flat = build(aten.reshape.default, narrow, [-1])
+    written = build(aten.index_select.default, constant_node(build, steps, build.device), 0, flat)
+    late = build(aten.reshape.default, build(aten.gt.Tensor, written, step), list(example(narrow).shape))
+    index = build(aten.masked_fill.Scalar, narrow, late, len(steps))
+    return build(pick.target, with_zeros, dim, build(aten.expand.default, index, shape))
+
+

@@ -251,9 +251,10 @@ class Analysis:
 
     def _guarded_pick(self, node: fx.Node) -> Facts:
         """Rows picked by data, with zeros for those that are not written yet: right if the numbers are."""
-        pick, late = operand(node), operand(node, 1)
-        indices = [self.of(n) for n in pick.all_input_nodes if n is not operand(pick)]
-        if any(f.stale for f in (*indices, self.of(late))):
+        fills = node.target in MASKED_FILL
+        pick = operand(node) if fills else node
+        numbers = [n for n in pick.all_input_nodes if n is not operand(pick)] + ([operand(node, 1)] if fills else [])
+        if any(self.of(n).stale for n in numbers):
             return self.lost(node, "its rows are picked by numbers that are made of rows that are not written yet")
         return CLEAN
 

@@ -25,6 +25,7 @@ from nsa_compile.ir.carries import Invariant, Known, Recurrent, Rows
 from nsa_compile.ir.inner_loops import run_inner_loop
 from nsa_compile.ir.lowering import copy_outputs, trace_to_aten
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example, fake_inputs
+from nsa_compile.ir.zero_gradients import asked_for_gradients
 
 _FEWEST = 8  # steps of a tile: each runs some hundred operators
 
@@ -85,6 +86,7 @@ class _Plan:
     def __init__(self, site: ScanSite, record: ScanRecord, recurrences: Sequence[Recurrence], most_bytes: int) -> None:
         self.order = {n: i for i, n in enumerate(site.body.graph.nodes)}
         self.varying = varying_nodes(site, record)
+        self.asked_for_gradients = asked_for_gradients(site.body.graph)
         updates, self.ys = site.outputs()
         carries = site.placeholders()[0]
         self.carries = {
@@ -161,7 +163,12 @@ class _Plan:
 
     def _ends_part(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
-        return isinstance(value, Tensor) and node not in self.large and not value.dtype.is_floating_point
+        is_small = isinstance(value, Tensor) and node not in self.large and not self._is_cut(node)
+        return is_small and not value.dtype.is_floating_point
+
+    def _is_cut(self, node: fx.Node) -> bool:
+        """Whether only parts of a node are read, as of the indices of a sort."""
+        return bool(node.users) and all(u.target is aten.slice.Tensor and u in self.computed for u in node.users)
 
     def _before(self) -> set[fx.Node]:
         """What is needed, in the same part, for a large value or for what is made of one."""
@@ -175,10 +182,10 @@ class _Plan:
 
     def _is_small_end(self, node: fx.Node) -> bool:
         """Whether a small value is made of a part, and is read elsewhere."""
-        if node in self.large or not isinstance(node.meta.get("val"), Tensor):
+        if node in self.large or not isinstance(node.meta.get("val"), Tensor) or self._is_cut(node):
             return False
         if self._ends_part(node) or node not in self.before:
-            return any(n in self.large or (n in self.after and n in self.before) for n in node.all_input_nodes)
+            return any(n in self.large or (n in self.after and self._leads_on(n)) for n in node.all_input_nodes)
         return any(u not in self.computed or self.level[u] != self.level[node] for u in node.users)
 
     def _behind(self, ends: Collection[fx.Node], level: int) -> set[fx.Node]:
@@ -193,7 +200,10 @@ class _Plan:
 
     def _is_inside(self, node: fx.Node, level: int) -> bool:
         is_tuple = node in self.computed and not isinstance(node.meta.get("val"), Tensor)
-        return self.level[node] == level and node in self.after and (node in self.before or is_tuple)
+        return self.level[node] == level and node in self.after and (self._leads_on(node) or is_tuple)
+
+    def _leads_on(self, node: fx.Node) -> bool:
+        return node in self.before or self._is_cut(node)
 
 
 def _elements(node: fx.Node) -> int:
@@ -216,7 +226,9 @@ def _in_tiles(plan: _Plan, record: ScanRecord, inside: set[fx.Node], yields: Seq
     fakes += fake_inputs(list(same))
 
     def tile(*inputs: Tensor) -> list[Tensor]:
-        return _evaluated(nodes, yields, rows, same, record, inputs)
+        found = _evaluated(nodes, yields, rows, same, record, inputs)
+        # The backward pass of a loop would hand back zeros for what nobody asks for.
+        return [x if n in plan.asked_for_gradients else x.detach() for n, x in zip(yields, found, strict=True)]
 
     graph = trace_to_aten(torch.func.functionalize(tile, remove="mutations"), fakes)
     for node in graph.graph.find_nodes(op="call_function", target=aten.view.default):

@@ -21,7 +21,7 @@ from nsa_compile.ir.aten import aten, operand
 from nsa_compile.ir.rewriting import NodeBuilder
 from nsa_compile.ir.scans import ScanSite, example, place_of, results, scan_results
 
-__all__ = ["has_gradient", "mark_results", "match_outputs", "match_results"]
+__all__ = ["asked_for_gradients", "has_gradient", "mark_results", "match_outputs", "match_results"]
 
 
 def match_results(site: ScanSite, batched: fx.GraphModule) -> None:
@@ -82,6 +82,16 @@ def _ends_gradients(node: fx.Node) -> bool:
     """Whether an operator reads a tensor for its shape and dtype alone, or detaches it."""
     name = node.target._opname if isinstance(node.target, OpOverload) else ""
     return name == "detach" or name.startswith("new_") or name.endswith("_like")
+
+
+def asked_for_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a graph of ATen operators that a gradient of its outputs reaches."""
+    found = set[fx.Node]()
+    for node in reversed(graph.nodes):
+        passes_on = any(u.op == "output" or (u in found and not _ends_gradients(u)) for u in node.users)
+        if passes_on and (node.op != "call_function" or _differentiable(node)):
+            found.add(node)
+    return found
 
 
 def match_outputs(gm: fx.GraphModule, captured: Mapping[int, bool]) -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Sizes", "View", "backward", "call", "check_compiler", "empty", "forward", "has_matrix_unit", "kernel_directory",
-    "load", "load_generated", "register_kernels", "register_step_kernel", "sizes_of", "uses_matrix_unit",
+    "load", "load_generated", "register_kernels", "register_step_kernel", "sizes_of", "uses_matrix_unit", "works",
 ]  # fmt: skip
 
 logger = logging.getLogger("nsa_compile")
@@ -169,6 +169,19 @@ def _load_all() -> dict[str, ctypes.CDLL]:
 
 def _of_sequences(kernel: Kernel | None) -> bool:
     return isinstance(kernel, _CppKernel) and not kernel.alone
+
+
+@cache
+def works(operator: str, without: str) -> bool:
+    """Whether the kernel of an operator can be compiled; if not, the log says what happens `without` it."""
+    try:
+        KERNELS[operator]["cpu"].prepare()
+    # A compiler that is absent or broken surfaces as almost any exception.
+    except Exception as error:
+        why = next(iter(str(error).splitlines()), "") or type(error).__name__
+        logger.warning("%s, slower: their kernel cannot be used (%s)", without, why)
+        return False
+    return True
 
 
 def kernel_directory(compiled: Path) -> Path:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,27 +14,13 @@ from nsa_compile.ops.dispatch import KERNELS
 
 __all__ = ["decay_products", "decayed_scores", "takes"]
 
-logger = logging.getLogger("nsa_compile")
-
 
 def takes(x: Tensor) -> bool:
     """Whether the operators are for factors `[..., D]`: on the CPU, in float32 and float64, with a compiler.
 
     Those of a single column are one operand of a product that Inductor makes anyway.
     """
-    return x.shape[-1] > 1 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and _is_compiled()
-
-
-@cache
-def _is_compiled() -> bool:
-    try:
-        KERNELS["decayed"]["cpu"].prepare()
-    # A compiler that is absent or broken surfaces as almost any exception.
-    except Exception as error:
-        why = next(iter(str(error).splitlines()), "") or type(error).__name__
-        logger.warning("decays are computed by plain torch, slower: their kernel cannot be used (%s)", why)
-        return False
-    return True
+    return x.shape[-1] > 1 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and cpp.works("decayed", "decays are computed by plain torch")
 
 
 def decayed_scores(a: Tensor, q: Tensor, k: Tensor, *, strict: bool) -> Tensor:

@@ -258,11 +258,16 @@ def loop_backward(
                   for i, place in enumerate(step.gradients) if n <= place < n_rows}  # fmt: skip
         into = {i: x.unbind(0) for i, x in stacks.items()}
         sums: dict[int, Tensor] = {}
-        found: Sequence[Tensor] = []
+        found: list[Tensor] = []
         for t in reversed(range(known.length)):
-            found = step.backward(
-                *(x[t] for x in rows_kept), *(x[t] for x in rows_of_xs), *fixed, *running, *(x[t] for x in rows_of_ys)
-            )
+            of_step = (rows_kept, rows_of_xs, rows_of_ys)
+            kept_rows, rows, wanted = ([x[t] for x in some] for some in of_step)
+            found = list(step.backward(*kept_rows, *rows, *fixed, *running, *wanted))
+            for i, scattered in sorted(step.scattered.items()):
+                if i not in sums:
+                    sums[i] = known.inputs[step.gradients[i]].rows(1)[0].zero_()
+                scattered.add(sums[i], *found[i : i + 2])
+                found[i : i + 2] = [sums[i]]
             running = [
                 found[of_carry[place]] if place in of_carry else torch.zeros_like(old)
                 for place, old in zip(carried, running, strict=True)
@@ -270,7 +275,7 @@ def loop_backward(
             for i, place in enumerate(step.gradients):
                 if i in into:
                     into[i][t].copy_(found[i])
-                elif place >= n_rows:
+                elif place >= n_rows and i not in step.scattered:
                     sums[i] = sums[i].add_(found[i]) if i in sums else found[i].clone()
         first = {i: found[i].clone(memory_format=torch.contiguous_format) for i in of_carry.values()}
         total = {i: x.contiguous() for i, x in sums.items()}

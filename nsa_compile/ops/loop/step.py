@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -31,7 +31,7 @@ from nsa_compile import modes
 from nsa_compile.capture.refusals import line_in_step, why_not_traced
 from nsa_compile.capture.scans import ResultsOf, propagate_gradients, run_body
 
-__all__ = ["Layout", "LoopNotTraced", "StepGraphs", "trace_step"]
+__all__ = ["Layout", "LoopNotTraced", "Scattered", "StepGraphs", "trace_step"]
 
 aten = torch.ops.aten
 
@@ -90,6 +90,24 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Scattered:
+    """The gradient of an additional input to which a step adds at some places alone, those of rows that it picked.
+
+    In the place of the gradient the backward step yields where, and what.
+    """
+
+    target: OpOverload
+    shape: tuple[int, ...]
+    dim: int
+
+    def add(self, total: Tensor, index: Tensor, values: Tensor) -> None:
+        """Add in place to a sum of the gradient's elements."""
+        rows = total.view(self.shape)
+        write = rows.index_add_ if self.target is aten.index_add.default else rows.scatter_add_
+        write(self.dim, index, values)
+
+
+@dataclass(frozen=True)
 class StepGraphs:
     """The two directions of a step.
 
@@ -103,6 +121,7 @@ class StepGraphs:
         tangents: which carries and ys have gradients at some step, by their place among both.
         with_gradient: which of them have one after the last step.
         gradients: of which inputs (carries, xs, additional in turn) the backward step yields gradients.
+        scattered: of these, by their place among them, those of which it yields two tensors: see `Scattered`.
         random: whether the step draws random numbers.
     """
 
@@ -117,6 +136,7 @@ class StepGraphs:
     tangents: tuple[int, ...]
     with_gradient: tuple[int, ...]
     gradients: tuple[int, ...]
+    scattered: dict[int, Scattered]
     random: bool
 
 
@@ -298,6 +318,10 @@ def _split(
     found = [i for i, flag in enumerate(wanted) if flag]
     gradients = tuple(i for i, g in zip(found, gradients_out, strict=True) if g is not None)
     gradients_out = [g for g in gradients_out if g is not None]
+    scattered = {}
+    for i in reversed(range(len(gradients))):
+        if gradients[i] >= n_init + n_xs and (found_parts := _scattered(gradients_out[i])) is not None:
+            scattered[i], gradients_out[i : i + 1] = found_parts
 
     kept: list[fx.Node] = []
     todo = [x for n in backward_nodes for x in n.all_input_nodes] + gradients_out
@@ -331,8 +355,26 @@ def _split(
         tangents=tangents,
         with_gradient=with_gradient,
         gradients=gradients,
+        scattered=scattered,
         random=any(_is_random(n) for n in joint.graph.nodes),
     )
+
+
+_ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default}
+
+
+def _scattered(gradient: fx.Node) -> tuple[Scattered, list[fx.Node]] | None:
+    """A gradient that is added to zeros at some places: what it is, and its index and values. Not in low precision,
+    where a sum of many small parts would lose more than one of few large ones."""
+    while gradient.target is aten.reshape.default:
+        gradient = cast(fx.Node, gradient.args[0])
+    if gradient.target not in (aten.index_add.default, aten.scatter_add.default) or gradient.kwargs:
+        return None
+    zeros, dim, index, values = gradient.args
+    value = gradient.meta["val"]
+    if not isinstance(zeros, fx.Node) or zeros.target not in _ZEROS or value.dtype.itemsize < 4:
+        return None
+    return Scattered(gradient.target, tuple(map(int, value.shape)), dim), [index, values]
 
 
 def _reading_only(joint: fx.GraphModule, sources: Sequence[fx.Node]) -> set[fx.Node]:
