@@ -124,5 +124,3 @@ def _redirected(build: NodeBuilder, pick: fx.Node, steps: Tensor, step: fx.Node,
     late = build(aten.reshape.default, build(aten.gt.Tensor, written, step), list(example(narrow).shape))
     index = build(aten.masked_fill.Scalar, narrow, late, len(steps))
     return build(pick.target, with_zeros, dim, build(aten.expand.default, index, shape))
-
-

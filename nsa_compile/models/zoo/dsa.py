@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.transformer import ScannedAttention
 from nsa_compile.models.zoo.grouped import put, rope, rope_pairs
-from nsa_compile.models.zoo.indexed import first_best, indexer_loss
+from nsa_compile.models.zoo.indexed import first_places, indexer_loss
 
 
 class LatentCache(NamedTuple):
-    c: Tensor  # [B, S, r], the latents
-    k_rope: Tensor  # [B, S, d_R], the rotated part of keys
+    latent: Tensor  # [B, S, r + d_R], the latents, and behind them the rotated part of keys
     k_index: Tensor  # [B, S, d_I], the indexer's keys
 
 
@@ -60,41 +59,51 @@ class DSAttention(ScannedAttention):
 
     def init_state(self, batch_size: int, max_len: int) -> LatentCache:
         p = self.config.pattern
-        return LatentCache(
-            *(self.out.weight.new_zeros(batch_size, max_len, width) for width in (p.kv_rank, p.rope_dim, p.index_dim))
-        )
+        widths = p.kv_rank + p.rope_dim, p.index_dim
+        return LatentCache(*(self.out.weight.new_zeros(batch_size, max_len, width) for width in widths))
 
     def room(self, state: LatentCache) -> int:
-        return state.c.shape[1]
+        return state.latent.shape[1]
 
     def step(self, state: LatentCache, x: Tensor, t: Tensor) -> tuple[LatentCache, Tensor, Tensor]:
         p, theta, heads = self.config.pattern, self.config.rope_theta, self.config.n_heads
         c_q = self.q_norm(self.q_down(x))
         q, q_rope = self.q_up(c_q).unflatten(-1, (heads, -1)).split([self.content, p.rope_dim], -1)
-        q_rope = rope_pairs(q_rope, t, theta)
         c, k_rope = self.kv_down(x).split([p.kv_rank, p.rope_dim], -1)
-        c = put(state.c, self.kv_norm(c), t)
-        k_rope = put(state.k_rope, rope_pairs(k_rope[:, None], t, theta)[:, 0], t)
+        row = torch.cat([self.kv_norm(c), rope_pairs(k_rope[:, None], t, theta)[:, 0]], -1)
+        latent = put(state.latent, row, t)
 
         # The indexer, which sees the model and is not seen by it.
         q_index = self._index_rope(self.index_q(c_q.detach()).unflatten(-1, (p.index_heads, -1)), t)
         k_index = self._index_rope(self.index_norm(self.index_k(x.detach()))[:, None], t)[:, 0]
         k_index = put(state.k_index, k_index, t)
         weight = self.index_weight(x.detach()) * (p.index_heads * p.index_dim) ** -0.5
-        index = torch.einsum("bj,bjs->bs", weight, torch.einsum("bjd,bsd->bjs", q_index, k_index).relu())
-        past = torch.arange(c.shape[1], device=x.device) <= t[..., None]
-        index = index.masked_fill(~past, -torch.inf)
-        seen = first_best(index, p.num_selected) & past  # [B, S]
+        past = torch.arange(latent.shape[1], device=x.device) <= t[..., None]
+        index = index_scores(weight, q_index, k_index).detach()
+        best = first_places(index.masked_fill(~past, -torch.inf), p.num_selected)  # [B, n]
+        seen = best <= t[..., None]
 
         # All heads read the latents: keys and values of a head are never made.
         up_k, up_v = self.kv_up.weight.unflatten(0, (heads, -1)).split([self.content, self.config.value_dim], 1)
-        scores = torch.einsum("bhr,bsr->bhs", torch.einsum("bhd,hdr->bhr", q, up_k), c)
-        scores = (scores + torch.einsum("bhd,bsd->bhs", q_rope, k_rope)) * self.config.head_dim**-0.5
+        q = torch.cat([torch.einsum("bhd,hdr->bhr", q, up_k), rope_pairs(q_rope, t, theta)], -1)
+        rows = gather_rows(latent, best)
+        scores = torch.einsum("bhr,bnr->bhn", q, rows) * self.config.head_dim**-0.5
         weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-        o = torch.einsum("bhr,her->bhe", torch.einsum("bhs,bsr->bhr", weights, c), up_v)
-        return LatentCache(c, k_rope, k_index), self.out(o.flatten(1)), indexer_loss(weights.sum(1), index, seen)
+        o = torch.einsum("bhn,bnr->bhr", weights, rows[..., : p.kv_rank])
+        loss = indexer_loss(weights.sum(1), index_scores(weight, q_index, gather_rows(k_index, best)), seen)
+        return LatentCache(latent, k_index), self.out(torch.einsum("bhr,her->bhe", o, up_v).flatten(1)), loss
 
     def _index_rope(self, x: Tensor, t: Tensor) -> Tensor:
         """Heads of the indexer, whose first channels are turned."""
         width = self.config.pattern.rope_dim
         return torch.cat([rope(x[..., :width], t, self.config.rope_theta), x[..., width:]], dim=-1)
+
+
+def index_scores(weight: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """`Σ_j w[j] · ReLU(q[j] · k[s])`: w `[B, J]`, q `[B, J, d]`, k `[B, S, d]` -> `[B, S]` (eq. 1)."""
+    return torch.einsum("bj,bjs->bs", weight, torch.einsum("bjd,bsd->bjs", q, k).relu())
+
+
+def gather_rows(cache: Tensor, index: Tensor) -> Tensor:
+    """Rows `[B, n, d]` of a cache `[B, S, d]` at `[B, n]`."""
+    return cache.gather(1, index[..., None].expand(-1, -1, cache.shape[-1]))

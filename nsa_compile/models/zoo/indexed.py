@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 
-def first_best(scores: Tensor, count: int) -> Tensor:
-    """A mask of the `count` highest of the last dimension; of equal ones the first, which `topk` does not promise.
+def first_places(scores: Tensor, count: int) -> Tensor:
+    """The places of the `count` highest of the last dimension; of equal ones the first, which `topk` does not promise.
 
     A ReLU makes many scores zero, so ties are no exception here.
     """
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def first_best(scores: Tensor, count: int) -> Tensor:
+    """A mask of the `count` highest of the last dimension: see `first_places`."""
+    best = first_places(scores, count)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
 
 

@@ -20,7 +20,12 @@ def takes(x: Tensor) -> bool:
 
     Those of a single column are one operand of a product that Inductor makes anyway.
     """
-    return x.shape[-1] > 1 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and cpp.works("decayed", "decays are computed by plain torch")
+    return (
+        x.shape[-1] > 1
+        and x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.float64)
+        and cpp.works("decayed", "decays are computed by plain torch")
+    )
 
 
 def decayed_scores(a: Tensor, q: Tensor, k: Tensor, *, strict: bool) -> Tensor:
