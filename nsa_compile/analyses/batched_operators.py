@@ -176,11 +176,14 @@ def _first_places_read(node: fx.Node) -> int | None:
     rank = example(operand(node)).dim()
     if not rank or arguments(node).dim % rank != rank - 1 or any(place_of(n) != 1 for n in node.users):
         return None
-    cuts = [arguments(cut) if cut.target is aten.slice.Tensor else None for n in node.users for cut in n.users]
-    if not cuts or any(x is None or x.dim % rank != rank - 1 or x.start not in (None, 0) for x in cuts):
+    cuts = [cut for n in node.users for cut in n.users]
+    if not cuts or any(cut.target is not aten.slice.Tensor for cut in cuts):
         return None
-    ends = [x.end for x in cuts]
-    return max(ends) if all(isinstance(n, int) and 0 <= n for n in ends) else None
+    given = [arguments(cut) for cut in cuts]
+    if any(x.dim % rank != rank - 1 or x.start not in (None, 0) or x.step not in (None, 1) for x in given):
+        return None
+    ends = [x.end for x in given]
+    return max(ends) if all(isinstance(end, int) and end >= 0 for end in ends) else None
 
 
 def _batched_matmul(node: fx.Node, operands: dict[fx.Node, Value]) -> Tensor:

@@ -163,8 +163,8 @@ class _Plan:
 
     def _ends_part(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
-        is_small = isinstance(value, Tensor) and node not in self.large and not self._is_cut(node)
-        return is_small and not value.dtype.is_floating_point
+        is_integer = isinstance(value, Tensor) and not value.dtype.is_floating_point
+        return is_integer and node not in self.large and not self._is_cut(node)
 
     def _is_cut(self, node: fx.Node) -> bool:
         """Whether only parts of a node are read, as of the indices of a sort."""

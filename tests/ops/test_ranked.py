@@ -60,7 +60,7 @@ def test_compiles_and_takes_no_part_in_gradients():
     assert torch.equal(gradient, torch.zeros_like(x).scatter(-1, by_sort(x, 4), 1.0))
 
 
-@pytest.mark.parametrize("read", ["indices", "values", "all indices"])
+@pytest.mark.parametrize("read", ["indices", "values", "all indices", "all but one"])
 def test_a_sort_of_which_the_first_indices_are_read(read, monkeypatch):
     """Of scores with ties: the loop and the batched program pick the same."""
     called = []
@@ -68,12 +68,14 @@ def test_a_sort_of_which_the_first_indices_are_read(read, monkeypatch):
     monkeypatch.setattr(ranked, "first_places", lambda *args: called.append(args) or own(*args))
 
     def step(total, x):
-        t, row = x
+        _, row = x
         values, indices = row.sort(dim=-1, descending=True, stable=True)
         if read == "indices":
             y = row.square().gather(-1, indices[..., :3]) * indices[..., :2].sum(-1, keepdim=True)
         elif read == "values":
             y = values[..., :3] * indices[..., :3]
+        elif read == "all but one":
+            y = row.gather(-1, indices[..., :2]) + indices[..., :-1].sum(-1, keepdim=True)
         else:
             y = (row.square().gather(-1, indices) * torch.arange(row.shape[-1]))[..., :3]
         return total, y

@@ -370,9 +370,9 @@ def _scattered(gradient: fx.Node) -> tuple[Scattered, list[fx.Node]] | None:
         gradient = cast(fx.Node, gradient.args[0])
     if gradient.target not in (aten.index_add.default, aten.scatter_add.default) or gradient.kwargs:
         return None
-    zeros, dim, index, values = gradient.args
+    zeros, dim, index, values = cast("tuple[fx.Node, int, fx.Node, fx.Node]", gradient.args)
     value = gradient.meta["val"]
-    if not isinstance(zeros, fx.Node) or zeros.target not in _ZEROS or value.dtype.itemsize < 4:
+    if zeros.target not in _ZEROS or value.dtype.itemsize < 4:
         return None
     return Scattered(gradient.target, tuple(map(int, value.shape)), dim), [index, values]
 
