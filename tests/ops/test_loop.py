@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import nsa_compile
 from nsa_compile import modes, scan
+from nsa_compile.backend import optimize, parse_options
 from nsa_compile.ops.loop import LoopNotTraced, Program, program, register, run_loop
 from nsa_compile.ops.loop.step import Layout
 from tests.strategies import few
@@ -58,6 +59,18 @@ def part_of_the_carries(x, w, b):
     return scan(step, (x.new_zeros(3), torch.tensor(-2), b[:3]), x)
 
 
+def rows_of_what_is_the_same(x, w, b):
+    """Rows picked from what all steps read, some of them twice: gradients are added where they belong."""
+
+    def step(c, row):
+        rows = w.index_select(0, torch.stack([row.argmax(), row.argmin(), row.argmax()]))
+        some = b.view(3, 4).gather(0, row.argsort().view(3, 1).expand(3, 4))
+        c = torch.tanh(c + rows.sum(0)[:3] * row)
+        return c, (some * row[:, None]).sum() + (rows * c.sum()).sum(0)
+
+    return scan(step, x.new_zeros(3), x)
+
+
 def data_decides(x, w, b):
     def step(best, row):
         best = torch.where(row.sum() > best.sum(), row, best)
@@ -76,7 +89,9 @@ def in_place_in_the_step(x, w, b):
     return scan(step, x.new_zeros(3), x)
 
 
-LOOPS = [lstm, delta_rule, detached_carry, part_of_the_carries, data_decides, in_place_in_the_step]
+LOOPS = [
+    lstm, delta_rule, detached_carry, part_of_the_carries, data_decides, in_place_in_the_step, rows_of_what_is_the_same,
+]  # fmt: skip
 
 
 def results_and_gradients(function: Any, inputs: list[Tensor], wanted: list[bool]) -> list[Any]:
@@ -119,12 +134,19 @@ def test_parameters_are_kept_once():
     assert step.rows_read or any(layout.shape == (3,) for layout in step.kept)
 
 
-def stepped(function: Any, inputs: list[Tensor]) -> Program:
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 2), (torch.bfloat16, 0)])
+def test_a_gradient_of_picked_rows_is_no_sum_of_whole_tensors(dtype, count):
+    inputs = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((5, 3), (6, 12), (12,))]
+    loop = stepped(rows_of_what_is_the_same, inputs, disable=["batch_prefill"])
+    assert len(loop.graphs([x.differentiable for x in loop.inputs]).scattered) == count
+
+
+def stepped(function: Any, inputs: list[Tensor], **options: Any) -> Program:
     """The program of the one loop in a function."""
     graphs: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
-        nsa_compile.backend.optimize(gm, nsa_compile.backend.parse_options({"cache": False}), example_inputs)
+        optimize(gm, parse_options({"cache": False, **options}), example_inputs)
         graphs.append(gm)
         return gm.forward
 

@@ -63,6 +63,19 @@ def ranked(keys: Tensor, values: Tensor, t: Tensor, q: Tensor, q_index: Tensor) 
     return torch.einsum("bht,btd->bhd", weights, values), (torch.xlogy(mass, mass) - mass * log_q).sum(-1)
 
 
+def picked(keys: Tensor, values: Tensor, t: Tensor, q: Tensor, q_index: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with rows that are gathered; of the weights the loss hears no gradient."""
+    past = torch.arange(keys.shape[1]) <= t
+    index = torch.einsum("bd,btd->bt", q_index, keys).detach().relu().masked_fill(~past, -torch.inf)
+    best = index.sort(dim=-1, descending=True, stable=True).indices[..., :CHOSEN]
+    rows, others = (x.gather(1, best[..., None].expand(-1, -1, D)) for x in (keys, values))
+    hidden = best > t
+    weights = torch.einsum("bhd,bnd->bhn", q, rows).masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+    log_q = torch.einsum("bd,bnd->bn", q_index, rows.detach()).masked_fill(hidden, -torch.inf).log_softmax(-1)
+    loss = (weights.mean(1).detach() * log_q.masked_fill(hidden, 0)).sum(-1)
+    return torch.einsum("bhn,bnd->bhd", weights, others), loss
+
+
 def extremes(keys: Tensor, values: Tensor, t: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Several results of one operator, of which one is an index."""
     value, place = scores_of(keys, t, q).max(-1)
@@ -75,7 +88,13 @@ def unwritten(keys: Tensor, values: Tensor, t: Tensor, q: Tensor) -> Tensor:
     return torch.einsum("bhd,btd->bht", q, keys).exp().sum(-1)
 
 
-PROGRAMS = {"purity": (purity, 0), "ranked": (ranked, 1), "extremes": (extremes, 0), "unwritten": (unwritten, 0)}
+PROGRAMS = {
+    "purity": (purity, 0),
+    "ranked": (ranked, 1),
+    "picked": (picked, 1),
+    "extremes": (extremes, 0),
+    "unwritten": (unwritten, 0),
+}
 
 
 def inputs_of(name: str) -> list[Tensor]:
