@@ -125,7 +125,12 @@ def outcome(function, p: Picks, seed: int):
 def check(p: Picks, seed: int = 0):
     torch._dynamo.reset()
     compiled = nsa_compile.compile(program(p), nested="eager", attention="sparse", cache=False)
-    torch.testing.assert_close(outcome(compiled, p, seed), outcome(program(p), p, seed), equal_nan=True)
+    (y, *gradients), (loop_y, *expected) = outcome(compiled, p, seed), outcome(program(p), p, seed)
+    torch.testing.assert_close(y, loop_y, equal_nan=True)
+    for actual, of_loop in zip(gradients, expected, strict=True):
+        # What gradients a query gives that keeps no key, and is NaN, is not promised: see docs/what-compiles.md.
+        told = ~(actual.isnan() | of_loop.isnan()) | ~loop_y.isnan().any()
+        torch.testing.assert_close(actual[told], of_loop[told])
     return nsa_compile.last_report()
 
 
