@@ -1,5 +1,8 @@
 """The first places of a ranking: those of torch's stable sort, ties and NaN included."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +10,8 @@ from hypothesis import strategies as st
 
 import nsa_compile
 from nsa_compile import scan
-from nsa_compile.ops import ranked
+from nsa_compile.ops import cpp, ranked
+from nsa_compile.ops.dispatch import KERNELS
 
 INF, NAN = float("inf"), float("nan")
 
@@ -58,6 +62,20 @@ def test_compiles_and_takes_no_part_in_gradients():
     y = torch.compile(lambda x: x.gather(-1, ranked.first_places(x, 4)), backend="aot_eager", fullgraph=True)(x)
     (gradient,) = torch.autograd.grad(y.sum(), [x])
     assert torch.equal(gradient, torch.zeros_like(x).scatter(-1, by_sort(x, 4), 1.0))
+
+
+def test_without_a_compiler_rows_are_sorted_and_the_log_says_so(monkeypatch, caplog):
+    def fail():
+        raise RuntimeError("no compiler\nat all")
+
+    monkeypatch.setitem(KERNELS["ranked"]["cpu"].__dict__, "code", SimpleNamespace(prepare=fail))
+    cpp.works.cache_clear()
+    x = torch.randn(6, 16)
+    run = partial(scan, lambda c, row: (c, row.sort(descending=True).indices[:3]), torch.zeros(()))
+    found = nsa_compile.compile(lambda x: run(x)[1], nested="eager", cache=False)(x)
+    cpp.works.cache_clear()
+    assert torch.equal(found, run(x)[1])
+    assert "rankings are sorted as a whole, slower: their kernel cannot be used (no compiler)" in caplog.text
 
 
 @pytest.mark.parametrize("read", ["indices", "values", "all indices", "all but one"])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_compile.ops import decayed
+from nsa_compile.ops import cpp, decayed
 from nsa_compile.ops.dispatch import KERNELS
 from nsa_compile.ops.recurrence import (
     KINDS,
@@ -173,9 +173,9 @@ def test_without_a_compiler_the_reason_is_told(monkeypatch, caplog):
 
     kernel = KERNELS["decayed"]["cpu"]
     monkeypatch.setitem(kernel.__dict__, "code", SimpleNamespace(prepare=fail))
-    decayed._is_compiled.cache_clear()
+    cpp.works.cache_clear()
     assert not decayed.takes(torch.ones(2, 3))
-    decayed._is_compiled.cache_clear()
+    cpp.works.cache_clear()
     assert "cannot be used (no compiler)" in caplog.text
 
 
