@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from nsa_compile import cache, inductor_files, modes
+from nsa_compile.cache import constants_digest
 from nsa_compile.capture import mend_dynamo
 from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.compiler_cache import errors_named
@@ -272,7 +273,7 @@ def compile_nested(
             return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if nvtx else {}))
     patches = {"config_patches": markers.inductor_config(gm)} if nvtx else {}
     inductor_files.prepare()
-    _part_kept_programs()
+    _part_kept_programs(gm)
     compile_kernels_together()
     simplify_plain_indices_by_expanding()
     let_inductor_read_what_was_written()
@@ -289,12 +290,15 @@ def compile_nested(
     return run if not negated else lambda *inputs: run(*_resolved(inputs, negated))
 
 
-def _part_kept_programs() -> None:
-    """Let Inductor and AOTAutograd take no program from disk that another version of this package put there.
+def _part_kept_programs(gm: fx.GraphModule) -> None:
+    """Let Inductor and AOTAutograd take no program from disk that is another one.
 
-    Their keys digest the graph before differentiation and the names of its operators. They know neither an operator's
-    signature nor what its backward pass is (torch 2.13).
+    AOTAutograd's keys digest the graph before differentiation, the names of its operators, and what else a graph module
+    has for attributes. They know neither an operator's signature nor what its backward pass is, so programs of another
+    version of this package are kept apart; nor the values of tensors that a graph holds, of which they take shape and
+    dtype alone, so a digest of these goes into an attribute (torch 2.13).
     """
+    gm.nsa_constants = constants_digest(gm)  # type: ignore[assignment]  # fx.GraphModule declares tensors and modules
     if _own_tag() not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += _own_tag()
 

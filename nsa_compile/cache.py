@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import operator
+import uuid
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -100,6 +101,18 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for part in value for tensor in _tensors(part)]
     return [value] if isinstance(value, Tensor) else []
+
+
+def constants_digest(gm: fx.GraphModule) -> str:
+    """A digest of all tensors that a graph and its subgraphs hold; a new one where one has bits that cannot be told."""
+    digest = hashlib.sha256()
+    try:
+        for graph in gm.modules():
+            for node in graph.graph.find_nodes(op="get_attr") if isinstance(graph, fx.GraphModule) else ():
+                _digest_held(digest, node.target, operator.attrgetter(node.target)(graph))
+    except Uncacheable:
+        return uuid.uuid4().hex
+    return digest.hexdigest()
 
 
 def _digest_held(digest: Any, name: str, held: Any) -> None:

@@ -1483,3 +1483,25 @@ def test_copies_of_every_dtype(nested):
     for x, y in zip(results, given * 2, strict=True):
         assert x.dtype == y.dtype
         assert x.contiguous().view(torch.uint8).equal(y.view(torch.uint8))
+
+
+def test_programs_that_differ_in_a_constant_alone_under_inductor():
+    """AOTAutograd's kept programs are known by the shapes of their constants: the second took the first one's."""
+    lowest = torch.finfo(torch.float32).min
+
+    def attention(bias):
+        def run(x):
+            def step(c, row):
+                c = torch.where((torch.arange(6) == row["t"]).view(-1, 1), row["x"], c)
+                scores = (c @ row["x"] + bias).masked_fill(torch.arange(6) > row["t"], lowest)
+                return c, scores.softmax(-1) @ c
+
+            return scan(step, torch.zeros(6, D), {"x": x, "t": torch.arange(6)})[1]
+
+        return run
+
+    x = rows(6, D).float()
+    for value in (-torch.inf, -2.0, lowest):
+        torch._dynamo.reset()
+        run = attention(torch.tensor([value, value, 0.0, 0.0, 0.0, 0.0]))
+        torch.testing.assert_close(compiled(run, "inductor", fullgraph=True)(x), run(x), equal_nan=True)
