@@ -18,7 +18,7 @@ __all__ = ["NSACache", "NSAConfig", "NSAForCausalLM"]
 AutoConfig.register(NSAConfig.model_type, NSAConfig)
 AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM)
 _module: Any
-# `transformers serve` (5.23) takes the class that config.json names from its own `transformers`, though the model is
+# `transformers serve` (5.24) takes the class that config.json names from its own `transformers`, though the model is
 # registered. That need not be the module of this name: `transformers.processing_utils` makes a second one.
 for _module in (transformers, getattr(sys.modules.get("transformers.cli.serving.model_manager"), "transformers", None)):
     if _module is not None:

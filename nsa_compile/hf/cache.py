@@ -46,6 +46,10 @@ class NSACache(Cache):
         return -1  # as long as there is memory
 
     @property
+    def is_linear(self) -> list[bool]:
+        return [False]  # `generate` then cuts off the tokens that have been read
+
+    @property
     def is_croppable(self) -> bool:
         return False  # a completed block cannot be taken back
 

@@ -30,7 +30,7 @@ class NSAConfig(PreTrainedConfig):
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar = ["cache"]
     # What other code calls the same sizes.
     attribute_map: ClassVar = {
         "hidden_size": "dim",

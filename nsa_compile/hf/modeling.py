@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 from nsa_compile.generation.generate import Decoder
@@ -123,12 +124,13 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if config.cache_implementation == "static" and not self._decoder.compiled:
             self.compile_generation()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: NSACache | None = None,
+        cache: NSACache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
@@ -141,7 +143,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: `[B, S]` int64; with a cache that has read something, the tokens after it.
             attention_mask: `[B, S]`, or with those in the cache: 0 for padding, before or after the tokens of a
                 sequence. Padding changes nothing: each sequence begins at position 0.
-            past_key_values: what has been read before.
+            cache: what has been read before.
             labels: `[B, S]` int64, -100 for tokens that do not count; the token after each is predicted.
             use_cache: return the state after the tokens. No gradient flows then.
             logits_to_keep: logits of so many of the last columns; 0 for all.
@@ -158,12 +160,12 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """
         _refuse_what_is_unknown(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in GENERATE_ARGUMENTS}
-        if not isinstance(past_key_values, NSACache | None):
-            raise ValueError(f"past_key_values is a {type(past_key_values).__name__}; it must be an NSACache or None")
-        if selection is not None and (use_cache or past_key_values is not None):
+        if not isinstance(cache, NSACache | None):
+            raise ValueError(f"cache is a {type(cache).__name__}; it must be an NSACache or None")
+        if selection is not None and (use_cache or cache is not None):
             raise ValueError("selection was given with a cache; replay it without: use_cache=False")
-        if past_key_values is not None and past_key_values.columns:
-            logits = self._continue(input_ids, attention_mask, past_key_values)
+        if cache is not None and cache.columns:
+            logits = self._continue(input_ids, attention_mask, cache)
         else:
             start, lengths = _extent(input_ids, attention_mask)
             tokens = _turned(input_ids, start)
@@ -172,8 +174,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 first = start.unsqueeze(1) == torch.arange(labels.shape[1], device=labels.device)
                 labels = labels.masked_fill(first, -100)
             if use_cache:
-                past_key_values = NSACache() if past_key_values is None else past_key_values
-                logits = self._read(tokens, start, lengths, past_key_values, every=logits_to_keep != 1)
+                cache = NSACache() if cache is None else cache
+                logits = self._read(tokens, start, lengths, cache, every=logits_to_keep != 1)
             elif selection is not None:
                 check_selection(selection, [*tokens.shape, len(self.model.blocks), self.config.n_kv_heads])
                 logits = self.model(tokens, _turned(selection, start))
@@ -188,7 +190,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, cache=cache)
 
     @torch.no_grad()
     def _read(self, tokens: Tensor, start: Tensor, lengths: Tensor, cache: NSACache, *, every: bool) -> Tensor:

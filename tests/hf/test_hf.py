@@ -107,8 +107,8 @@ def test_other_masks_are_refused(model, mask):
 def test_a_cache_of_another_kind_is_refused(model):
     from transformers import DynamicCache
 
-    with pytest.raises(ValueError, match="past_key_values is a DynamicCache; it must be an NSACache"):
-        model(random_tokens(1, 3), past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="cache is a DynamicCache; it must be an NSACache"):
+        model(random_tokens(1, 3), cache=DynamicCache())
 
 
 @pytest.mark.parametrize("name", ["position_ids", "inputs_embeds", "output_hidden_states"])
@@ -128,12 +128,12 @@ def test_what_generate_selects_is_recorded_and_replayed(pair, side):
     read = tokens[:, :8] if side == "right" else tokens
     there = mask[:, : read.shape[1]]
     if side == "left":
-        arguments = {"attention_mask": there, "past_key_values": cache, "max_new_tokens": 6, "do_sample": False}
+        arguments = {"attention_mask": there, "cache": cache, "max_new_tokens": 6, "do_sample": False}
         tokens = model.generate(read, **arguments)
         mask = torch.cat([there, torch.ones(3, 6).long()], 1)[:, :-1]
         tokens = tokens[:, :-1]  # the last token drawn is read by nobody
     else:
-        model(read, attention_mask=there, past_key_values=cache, use_cache=True)
+        model(read, attention_mask=there, cache=cache, use_cache=True)
         tokens, mask = read, there
     assert cache.selection.shape == (*tokens.shape, 2, 2, 4)
     for row, real, selection in zip(tokens, mask.bool(), cache.selection, strict=True):
@@ -293,12 +293,12 @@ def test_a_text_ends_at_a_stop_string(model):
 def test_a_text_goes_on_from_the_cache_that_was_returned(model):
     prompt = random_tokens(1, 5)
     begun = model.generate(prompt, max_new_tokens=6, return_dict_in_generate=True)
-    cache = begun.past_key_values
+    cache = begun.cache
     assert isinstance(cache, NSACache)
     assert (cache.get_seq_length(), int(cache.state.t)) == (10, 10)  # the last token drawn is not in it
     longer = torch.cat([begun.sequences, random_tokens(1, 3)], dim=1)
     wanted = model.generate(longer, max_new_tokens=6)
-    assert model.generate(longer, max_new_tokens=6, past_key_values=cache).tolist() == wanted.tolist()
+    assert model.generate(longer, max_new_tokens=6, cache=cache).tolist() == wanted.tolist()
 
 
 def test_what_the_state_cannot_do_is_refused(model):
@@ -306,13 +306,13 @@ def test_what_the_state_cannot_do_is_refused(model):
     with pytest.raises(ValueError, match="assisted generation is not supported"):
         model.generate(prompt, max_new_tokens=4, prompt_lookup_num_tokens=2)
     with pytest.raises(NotImplementedError, match="cannot forget tokens"):
-        model(prompt, use_cache=True).past_key_values.crop(1)
+        model(prompt, use_cache=True).cache.crop(1)
 
 
 def test_tokens_that_follow_the_cache_have_no_padding(model):
-    cache = model(random_tokens(2, 4), use_cache=True).past_key_values
+    cache = model(random_tokens(2, 4), use_cache=True).cache
     with pytest.raises(ValueError, match="has a 0 for a token that follows"):
-        model(random_tokens(2, 2), attention_mask=torch.tensor([[1] * 6, [1] * 5 + [0]]), past_key_values=cache)
+        model(random_tokens(2, 2), attention_mask=torch.tensor([[1] * 6, [1] * 5 + [0]]), cache=cache)
 
 
 def test_compiled_blocks_give_the_logits_of_the_loop(pair):
