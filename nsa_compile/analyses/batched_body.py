@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -84,10 +85,24 @@ class AsLoop:
         )
 
 
+def known_indices(record: ScanRecord) -> dict[fx.Node, Tensor]:
+    """Nodes that are known to hold few integers, cut off at a bound: indices that Inductor, where it follows them to
+    the step number, fails to bound ("vr must not be None"; torch 2.13)."""
+    return {
+        node: value.table()
+        for node, value in record.known.items()
+        if node.target in _BOUNDED
+        and not example(node).is_floating_point()
+        and example(node).numel() * record.length <= _FEW
+    }
+
+
 class BatchedBody:
     """Evaluates nodes of a resolved body at all steps, or at some, together.
 
     What a recurrence yields at all steps is computed as a whole, by `recurrences`, one for each group of carries.
+    `indices` are those of `known_indices`, found before anybody traces: a tensor that is made under a trace has no
+    numbers yet.
 
     Raises:
         Declined: a buffer is too large, or an operator has no batched form.
@@ -102,8 +117,9 @@ class BatchedBody:
         additional: tuple[Tensor, ...],
         max_guard_bytes: int,
         recurrences: Sequence[Recurrence] = (),
+        indices: Mapping[fx.Node, Tensor] = MappingProxyType({}),
     ) -> None:
-        self.site, self.record, self.max_guard_bytes = site, record, max_guard_bytes
+        self.site, self.record, self.max_guard_bytes, self.indices = site, record, max_guard_bytes, indices
         self.init, self.xs = init, xs
         self.carries, x_nodes, additional_nodes = site.placeholders()
         self.updates, self.y_nodes = site.outputs()
@@ -179,13 +195,6 @@ class BatchedBody:
         """Whether a node reads nothing but a shape."""
         return node.target in SHAPED and node in self.record.constant
 
-    def _is_small_index(self, node: fx.Node) -> bool:
-        """Whether a node is known to hold few integers, cut off at a bound: an index that Inductor, where it follows
-        it to the step number, fails to bound ("vr must not be None"; torch 2.13)."""
-        if node.target not in _BOUNDED or node not in self.record.known or example(node).is_floating_point():
-            return False
-        return example(node).numel() * self.record.length <= _FEW
-
     def _compute(self, node: fx.Node, times: Times) -> Value:
         if node in self.x_of:
             return self._at(self.x_of[node], times), True
@@ -205,8 +214,8 @@ class BatchedBody:
             with fx.traceback.set_current_meta(node):
                 compute = {SCORED: self._scored, NAN_ROWS: self._nan_rows}.get(node.target, self._attention)
                 return compute(node, times), True
-        if self._is_small_index(node):
-            return self._at(self._constant(self.record.known[node].table()), times), True
+        if node in self.indices:
+            return self._at(self._constant(self.indices[node]), times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
         with fx.traceback.set_current_meta(node):
             return compute_at(node, operands, lambda: self._constant(np.array(times)), len(times), self.record)
@@ -405,6 +414,7 @@ class BatchedBody:
         the graph. Of what it computes from an `arange`, Inductor gets some gradients wrong (fmod; torch 2.13).
         """
         device = self.xs[0].device
+        assert not isinstance(table, Tensor) or not torch._C._functorch.is_functionaltensor(table), "it has no numbers"
         if isinstance(table, Tensor) and table.dtype != torch.int64:  # NumPy has not every dtype
             return table.to(device)
         value = table.numpy() if isinstance(table, Tensor) else table

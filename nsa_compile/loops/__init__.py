@@ -18,7 +18,7 @@ from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
 from nsa_compile.loops.paths import Explorer
 from nsa_compile.loops.program import Program, compile_loop, run_program
 from nsa_compile.loops.source import ITEMS, NotALoop, Variables, cut_out_loop
-from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, look
+from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
 
 __all__ = ["LoopDeclined", "loop"]
 
@@ -84,18 +84,24 @@ class _Runner:
         self.rows: dict[Any, set[Path]] = {}  # the lists that a program takes as rows
 
     def __call__(self, items: Items, step: types.FunctionType, variables: Variables) -> None:
-        if isinstance(items, Anything) and not _is_traced():
-            kind = type(items.as_written())
-            if kind not in self.programs:
-                self.programs[kind] = self._declined(NotFollowed(f"it goes over a {kind.__name__}; {SEQUENCES}"))
-        if isinstance(items, Anything) or len(items) < 2 or _is_traced():
+        if _is_traced() or (not isinstance(items, Anything) and len(items) < 2):
             _as_written(items, step)
             return
-        drop(cells_of(step), variables.temporary)
-        by_position = items.stacked()
-        cells_of(step)[ITEMS].cell_contents = by_position
-        now = look(step)
-        key = _key(now, len(items))
+        try:
+            if isinstance(items, Anything):
+                raise NotFollowed(f"it goes over a {type(items.as_written()).__name__}; {SEQUENCES}")
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise NotFollowed("it is called within a transform of torch.func, such as torch.vmap")
+            drop(cells_of(step), variables.temporary)
+            by_position = items.stacked()
+            cells_of(step)[ITEMS].cell_contents = by_position
+            now = look(step)
+            key = _key(now, len(items))
+        except NotFollowed as why:
+            if why.reason not in self.programs:
+                self.programs[why.reason] = self._declined(why)
+            _as_written(items, step)
+            return
         program = self.programs.get(key)
         if program is None or (isinstance(program, Program) and program.watched.has_changed()):
             program = self.programs[key] = self._compiled(key, items, now, step, variables)
@@ -198,6 +204,8 @@ def _key(now: Snapshot, length: int) -> Any:
     memory: dict[int, int] = {}
     for path, leaf in now.leaves.items():
         if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided:
+                raise NotFollowed(f"{in_words(path)} is a tensor of layout {leaf.layout}")
             shared = memory.setdefault(leaf.untyped_storage()._cdata, len(memory))
             layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), shared
             kind: Any = (type(leaf), *layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf)

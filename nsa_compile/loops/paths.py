@@ -237,7 +237,7 @@ class Explorer:
                 continue
             if isinstance(leaf, Ref) or (isinstance(leaf, Tensor) and path in self.tensors):
                 ref_shape = shapes[leaf] if isinstance(leaf, Ref) else tuple(leaf.shape)
-                kind = trace.types[leaf] if isinstance(leaf, Ref) and trace else _type_of(leaf)  # type: ignore[arg-type]
+                kind = trace.types[leaf] if isinstance(leaf, Ref) and trace else type_of(leaf)  # type: ignore[arg-type]
                 grows = self.growing.get(path, set())
                 found = {d for d, size in enumerate(ref_shape) if isinstance(size, Number)} - grows
                 if found:
@@ -379,7 +379,7 @@ def _memory(x: Tensor) -> Any:
     return x.untyped_storage()._cdata
 
 
-def _type_of(x: Tensor) -> TensorType:
+def type_of(x: Tensor) -> TensorType:
     return TensorType(x.dim(), x.dtype, x.device)
 
 

@@ -20,7 +20,7 @@ from nsa_compile.loops.body import Axis, Body, Carry, Table, Val
 from nsa_compile.loops.merged import Merged, Source, leaf_results, merge
 from nsa_compile.loops.numbers import Number
 from nsa_compile.loops.operators import convert
-from nsa_compile.loops.paths import Exploration
+from nsa_compile.loops.paths import Exploration, type_of
 from nsa_compile.loops.state import Container, NotFollowed, Path, Snapshot, cells_of, in_words
 from nsa_compile.loops.trace import Ref
 from nsa_compile.loops.watched import Watched
@@ -326,7 +326,7 @@ class _Assembly:
         example = carry.node.meta["example_value"]
         x = self.exploration.first.leaves.get(carry.path)
         present = self.exploration.present.get(carry.path)
-        if not isinstance(x, Tensor) or present is None or not present[0] or x.dim() != carry.type.rank:
+        if not isinstance(x, Tensor) or present is None or not present[0] or type_of(x) != carry.type:
             return self._emit(torch.zeros, list(example.shape), dtype=example.dtype, device=example.device)
         node = self._input(carry.path)
         padding: list[int] = []

@@ -169,8 +169,13 @@ def _variables(
     assigned = _stored([loop.target, *loop.body])
     names = sorted(assigned - declared)
     read: set[str] = set()
-    _follow(loop.body, _stored([loop.target]), read)
+    exits: list[set[str]] = []
+    end = _follow(loop.body, _stored([loop.target]), read, exits)
+    always = set[str].intersection(*exits, *([] if end is None else [end])) if exits or end is not None else set()
     loaded = {n.id for n in ast.walk(definition) if id(n) in outside and isinstance(n, ast.Name)}
+    functions = [n for n in ast.walk(definition) if id(n) in outside and isinstance(n, _SCOPES) and n is not definition]
+    # What some steps leave as it was counts if somebody reads it after the loop.
+    read |= (loaded - always) | {name for f in functions for name in _loaded(f)}
     temporary = frozenset(names) - read - shared
     return (names, sorted(assigned & declared)), Variables(temporary, frozenset(names) & (loaded | shared))
 
@@ -181,14 +186,16 @@ def _loaded(node: ast.AST | None) -> set[str]:
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load | ast.Del)}
 
 
-def _follow(statements: list[ast.stmt], assigned: set[str], read: set[str]) -> set[str] | None:
-    """Go through statements; add to `read` what may be read before it is assigned. Returns what is surely assigned
-    behind them, or None where nothing comes behind them."""
+def _follow(
+    statements: list[ast.stmt], assigned: set[str], read: set[str], exits: list[set[str]]
+) -> set[str] | None:
+    """Go through statements; add to `read` what may be read before it is assigned, and to `exits` what is surely
+    assigned at each `continue`. Returns what is surely assigned behind them, or None where nothing comes behind."""
     for s in statements:
         behind: list[set[str] | None]
         if isinstance(s, ast.If):
             read |= _loaded(s.test) - assigned
-            behind = [_follow(s.body, set(assigned), read), _follow(s.orelse, set(assigned), read)]
+            behind = [_follow(part, set(assigned), read, exits) for part in (s.body, s.orelse)]
             kept = [b for b in behind if b is not None]
             if not kept:
                 return None
@@ -196,18 +203,20 @@ def _follow(statements: list[ast.stmt], assigned: set[str], read: set[str]) -> s
         elif isinstance(s, ast.For | ast.While):
             read |= _loaded(s.iter if isinstance(s, ast.For) else s.test) - assigned
             inside = set(assigned) | (_stored([s.target]) if isinstance(s, ast.For) else set())
-            _follow(s.body, inside, read)
-            _follow(s.orelse, set(assigned), read)
+            _follow(s.body, inside, read, [])  # a `continue` there is of the inner loop
+            _follow(s.orelse, set(assigned), read, exits)
         elif isinstance(s, ast.With):
             for item in s.items:
                 read |= _loaded(item.context_expr) - assigned
                 assigned |= _stored([item.optional_vars]) if item.optional_vars else set()
-            inner = _follow(s.body, assigned, read)
+            inner = _follow(s.body, assigned, read, exits)
             if inner is None:
                 return None
             assigned = inner
         elif isinstance(s, ast.Continue | ast.Raise):
             read |= _loaded(s) - assigned
+            if isinstance(s, ast.Continue):
+                exits.append(set(assigned))
             return None
         elif isinstance(s, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Assert | ast.Pass):
             read |= _loaded(s) - assigned
@@ -220,6 +229,8 @@ def _follow(statements: list[ast.stmt], assigned: set[str], read: set[str]) -> s
             assigned |= {s.name}
         else:  # try, match, del, import and what else there may be: it may assign nothing, and read everything
             read |= (_loaded(s) | _stored([s])) - assigned
+            if any(isinstance(n, ast.Continue) for n in ast.walk(s)):
+                exits.append(set(assigned))
     return assigned
 
 

@@ -122,7 +122,7 @@ def look(step: types.FunctionType) -> Snapshot:
         if parts is None:
             _refuse_hidden_state(value, path)
             snapshot.leaves[path] = value
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor | Appended):
                 first[id(value)] = path
             continue
         kind, keys, children = parts

@@ -28,6 +28,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from nsa_compile.loops import intercepted
 from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import Number, as_number
+from nsa_compile.loops.python_numbers import is_symbolic, numbers_as_in_python
 from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
 
 
@@ -294,7 +295,7 @@ def trace_step(
             trace.came = {_memory(x): path for path, x in wrapped.items() if isinstance(x, FunctionalTensor)}
             before.install({**wrapped, **grown})
             drop(cells, temporary)
-            with outside, _Rewritten(outside), _seen_effects():
+            with outside, _Rewritten(outside), _seen_effects(), numbers_as_in_python():
                 handed = _begin_lists(before)
                 step(position)
                 drop(cells, temporary - read_after)
@@ -353,6 +354,8 @@ def _note_results(
             trace.results[path] = recorder.ref(_value_of(leaf))
         elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             trace.results[path] = as_number(leaf)
+        elif isinstance(leaf, torch.Size | slice) and any(map(is_symbolic, _numbers_of(leaf))):
+            raise NotFollowed(f"{in_words(path)} becomes a {type(leaf).__name__} of numbers that change from step to step")
         else:
             trace.results[path] = leaf
     for path, x in wrapped.items():
@@ -366,6 +369,9 @@ def _note_results(
             trace.memory.setdefault(owner, []).append(_memory(x))
         if isinstance(owner, tuple) and x is wrapped.get(owner):
             trace.same.add(owner)
+    for path, list_ in grown.items():
+        if trace.after.leaves.get(path) is not list_:
+            raise NotFollowed(f"another list takes the place of {in_words(path)}, or it gets another name")
     lifted = {id(fake): x for x, fake, _ in outside.known.values()}
     for x, fake, functional in list(outside.known.values()):
         value = _value_of(functional)
@@ -381,6 +387,10 @@ def _note_results(
             trace.outside[ref] = lifted[id(fake)]
             if id(lifted[id(fake)]) in outside.literals:
                 trace.literals.add(ref)
+
+
+def _numbers_of(leaf: torch.Size | slice) -> tuple[Any, ...]:
+    return (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else tuple(leaf)
 
 
 def _begin_lists(before: Snapshot) -> list[Any]:

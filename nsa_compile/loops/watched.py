@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from nsa_compile.loops.python_numbers import holds_symbols, may_ask_for_a_kind
 from nsa_compile.loops.state import PLAIN, NotFollowed
 
 __all__ = ["Watched"]
@@ -42,7 +43,7 @@ class Watched:
             objects: those that the step may ask for something, modules and classes among them.
 
         Raises:
-            NotFollowed: a function that is called assigns to variables of its module.
+            NotFollowed: a function that is called assigns to variables of its module, or asks for the type of a number.
         """
         before = sys.getprofile()
         called: dict[types.CodeType, dict[str, Any]] = {}
@@ -52,10 +53,15 @@ class Watched:
 
         libraries: dict[int, types.CodeType] = {}  # by address: to hash a code takes longer than to call it
 
+        asking = set[types.CodeType]()
+        asked_for_kind: list[str] = []
+
         def note(frame: types.FrameType, event: str, argument: Any) -> None:
+            code = frame.f_code
+            if event == "return" and code in asking and holds_symbols(frame):
+                asked_for_kind.append(f"{code.co_filename}:{code.co_firstlineno}")
             if event != "call":
                 return
-            code = frame.f_code
             if id(code) in libraries:
                 return
             variables = frame.f_globals
@@ -66,6 +72,8 @@ class Watched:
                 holders.update(type(frame.f_locals.get(code.co_varnames[0])).__mro__)
             if code not in called:
                 called[code] = variables
+                if may_ask_for_a_kind(code):
+                    asking.add(code)
                 assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in _variables(code)[1])
 
         sys.setprofile(note)
@@ -82,6 +90,9 @@ class Watched:
                 variables[name] = value
                 if value is _MISSING:
                     del variables[name]
+        for place in asked_for_kind:
+            why = "it compares the type of a number that changes from step to step, or asks whether it `is` True"
+            raise NotFollowed(f"{why}; ask isinstance(…), or compare it by ==", place)
         for name, function in changed:
             raise NotFollowed(f"{function} assigns to {name}, a variable of its module")
         asked = {name for code in called for name in code.co_names}

@@ -1,0 +1,135 @@
+"""Symbolic numbers that are Python's own to the code of a loop.
+
+A step may ask `isinstance(t, int)`, and is to hear what it hears in the loop. What depends on a number without comparing
+it, such as its text or its place in a dict, would be that of the symbol: it is refused. Torch's code, which knows
+symbols, and this package's hear the truth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import gc
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import sympy  # type: ignore[import-untyped]
+import torch
+
+from nsa_compile.loops.state import NotFollowed
+
+_KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_CHANGING = "a number that changes from step to step"
+_TEXT = f"it makes text of {_CHANGING}"
+_REFUSED = {
+    "__repr__": _TEXT,
+    "__str__": _TEXT,
+    "__format__": _TEXT,
+    "__hash__": f"it looks up {_CHANGING} in a dict, a set or a cache; compare it instead",
+}
+_KNOW_SYMBOLS = (torch.__path__[0], str(Path(__file__).parents[1]))
+# Code that asks on behalf of whoever called it.
+_STANDARD = sysconfig.get_path("stdlib")
+_BETWEEN = ("<frozen", numpy.__path__[0], sympy.__path__[0])
+
+
+@contextlib.contextmanager
+def numbers_as_in_python() -> Iterator[None]:
+    """Inside this context the code of a loop takes a symbolic number for an int, a float or a bool."""
+    before = [(kind, name, vars(kind).get(name)) for kind in _KINDS for name in _changes(kind)]
+    try:
+        for kind in _KINDS:
+            for name, change in _changes(kind).items():
+                _set(kind, name, change)
+        yield
+    finally:
+        for kind, name, value in before:
+            _set(kind, name, value)
+
+
+def _set(kind: type, name: str, value: Any) -> None:
+    """Set an attribute of a class, or take it away if its value is None."""
+    if name == "__class__":  # Python would take it for the metaclass
+        (attributes,) = (x for x in gc.get_referents(kind.__dict__) if isinstance(x, dict))
+        if value is None:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
+        kind.__doc__ = kind.__doc__  # lets Python forget what it knows of the attributes
+    elif value is not None:
+        setattr(kind, name, value)
+    elif name in vars(kind):
+        delattr(kind, name)
+
+
+def _changes(kind: type) -> dict[str, Any]:
+    own = _KINDS[kind]
+
+    def missing(self: Any, name: str) -> Any:
+        if hasattr(own, name) and _asked_by_loop():
+            raise NotFollowed(f"it asks for .{name} of {_CHANGING}")
+        raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
+
+    changes: dict[str, Any] = {
+        "__class__": property(lambda self: own if _asked_by_loop() else kind),
+        "__getattr__": missing,
+    }
+    if kind is not torch.SymBool:
+        changes["__divmod__"] = lambda self, other: (self // other, self % other)
+        changes["__rdivmod__"] = lambda self, other: (other // self, other % self)
+    return changes | {name: _refusing(getattr(kind, name), why) for name, why in _REFUSED.items()}
+
+
+def _refusing(known: Callable[..., Any], why: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        if _asked_by_loop():
+            raise NotFollowed(why)
+        return known(self, *args)
+
+    return method
+
+
+def _asked_by_loop() -> bool:
+    """Whether the code of a loop, or of a library that it uses, asks for what is being looked up."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and (asks := _asks(frame.f_code.co_filename)) is None:
+        frame = frame.f_back
+    return frame is not None and bool(asks)
+
+
+@functools.cache
+def _asks(file: str) -> bool | None:
+    """Whether a file holds code of a loop; None if that of whoever calls it counts."""
+    if file.startswith(_KNOW_SYMBOLS):
+        return False
+    is_standard = file.startswith(_STANDARD) and "site-packages" not in file
+    return None if is_standard or file.startswith(_BETWEEN) else True
+
+
+@functools.cache
+def may_ask_for_a_kind(code: types.CodeType) -> bool:
+    """Whether a function may ask what a number is in a way that no symbol can answer: `type(t) is int`, `flag is
+    True`."""
+    instructions = list(dis.get_instructions(code))
+    names = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    if "type" in names and names & {"int", "float", "bool"}:
+        return True
+    pairs = zip(instructions, instructions[1:], strict=False)
+    return any(b.opname == "IS_OP" and a.opname == "LOAD_CONST" and isinstance(a.argval, bool) for a, b in pairs)
+
+
+def holds_symbols(frame: types.FrameType) -> bool:
+    """Whether a variable of a function, or an attribute of one, is a symbolic number."""
+    values = list(frame.f_locals.values())
+    values += [x for value in values for x in getattr(value, "__dict__", {}).values()]
+    return any(map(is_symbolic, values))
+
+
+def is_symbolic(value: Any) -> bool:
+    return type(value) in _KINDS
