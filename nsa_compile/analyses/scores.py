@@ -31,7 +31,7 @@ from nsa_compile.analyses.masks import (
     side_of_where,
 )
 from nsa_compile.analyses.softmax import NONE_KEPT, TRACE_LIMIT, Product, check_plain, keeps_one, weights_below
-from nsa_compile.ir.aten import COPIED, DIV, FILLED, MATMUL, MUL, arguments, aten, operand
+from nsa_compile.ir.aten import COPIED, DIV, FILLED, JUMPS, MATMUL, MUL, arguments, aten, operand
 from nsa_compile.ir.attention import SCORED
 from nsa_compile.ir.carries import Invariant, Rows
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node
@@ -43,11 +43,6 @@ from nsa_compile.ops.scored.program import OPERATORS, Instruction, Program, deri
 MASK = "nsa_known_mask"
 # Instructions of a program; more are no scores of attention.
 LENGTH_LIMIT = 200
-# Operators whose value, or whose derivative, jumps where two operands are equal or one is a round number.
-JUMPS = frozenset(
-    {"eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "relu", "abs", "sign",
-     "floor", "ceil", "remainder", "floor_divide", "to", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow"}
-)  # fmt: skip
 # Operators that put a number in the place of an element, or beside it.
 STORED = frozenset({"masked_fill", "where", "clamp", "clamp_min", "clamp_max"})
 

@@ -42,6 +42,7 @@ from nsa_compile.analyses.staleness import Analysis
 from nsa_compile.analyses.writes import TABLE_LIMIT
 from nsa_compile.ir.aten import (
     COPIED,
+    JUMPS,
     MASKED_FILL,
     MATMUL,
     MUL,
@@ -55,7 +56,7 @@ from nsa_compile.ir.aten import (
 )
 from nsa_compile.ir.carries import Rows
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node
-from nsa_compile.ir.scans import ScanRecord, example
+from nsa_compile.ir.scans import ScanRecord, ancestors, example
 
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _MOVED = REARRANGED | COPIED | {aten._to_copy.default}
@@ -476,6 +477,7 @@ class Writer:
             if dims.setdefault(source, source_dim) != source_dim:
                 raise Unrecognised(f"{node.target} reads rows along two dimensions", node)
             new[source] = self.write(source, source_dim, axis)
+        self._check_rounding(node, {n for n, value in new.items() if value.node is not n})
         if node.target is operator.getitem:
             (whole,) = new.values()
             return replace(whole, node=self._piece(node, cast(fx.Node, whole.node)))
@@ -483,6 +485,19 @@ class Writer:
         args = resized(node, args, dim, axis.places)
         target = aten.reshape.default if node.target in VIEWS else node.target
         return Unrolled(self.build(target, *args, **kwargs), self._stays_zero(node, new))
+
+    def _check_rounding(self, node: fx.Node, unrolled: set[fx.Node]) -> None:
+        """Scores are computed again for all places, rounded in another way: beside a number that is made of them as
+        they were, such as their maximum, one may be less than itself.
+
+        Raises:
+            Unrecognised: a comparison, or what jumps like one, has both.
+        """
+        others = [n for n in node.all_input_nodes if n not in unrolled]
+        if not unrolled or not others or getattr(node.target, "_opname", "") not in JUMPS:
+            return
+        if any(is_rounded(n) for n in ancestors(unrolled) & ancestors(others)):
+            raise Unrecognised("its scores are compared with a number that is made of them", node)
 
     def _piece(self, node: fx.Node, whole: fx.Node) -> fx.Node:
         """The piece that a `getitem` takes of what a tensor is split into."""
@@ -558,6 +573,16 @@ class Writer:
             self.build, rows.to(example(self.of.updates[i]).dtype).reshape(as_rows), example(self.of.updates[i]).device
         )
         return self.build(aten.expand.default, held, shape)
+
+
+def is_rounded(node: fx.Node) -> bool:
+    """Whether a node holds numbers that are summed up, in an order that the sizes of its operands decide."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+        return False
+    target: Any = node.target
+    moves = node.target in REARRANGED or node.target in COPIED or node.target in VIEWS
+    return isinstance(target, OpOverload) and not moves and torch.Tag.pointwise not in target.tags
 
 
 def _side_by_side(parts: Sequence[Axis]) -> Axis:

@@ -29,6 +29,11 @@ COMPARISONS = {
     for op in ("lt", "le", "gt", "ge", "eq", "ne")
     for overload in ("Tensor", "Scalar")
 }
+# Names of operators whose value, or whose derivative, jumps where two operands are equal or one is a round number.
+JUMPS = frozenset(
+    {"eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "relu", "abs", "sign",
+     "floor", "ceil", "remainder", "floor_divide", "to", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow"}
+)  # fmt: skip
 MATMUL = frozenset({aten.mm.default, aten.bmm.default, aten.mv.default})
 SOFTMAX = frozenset({aten._softmax.default, aten._safe_softmax.default})
 MATMUL_ADD = frozenset({aten.addmm.default, aten.baddbmm.default})

@@ -269,3 +269,38 @@ def test_first_rows_taken_for_hidden_are_seen(monkeypatch):
     monkeypatch.setattr(unrolling.Unroller, "_live", live)
     with pytest.raises(AssertionError):
         compared(windowed(by_where, 6, hidden=lambda age, t: age > 5), inputs(17))
+
+
+@pytest.mark.parametrize("threshold", [lambda s: s.amax(), lambda s: s.topk(2)[0][-1], lambda s: s.softmax(-1).amax()])
+def test_scores_are_not_compared_with_themselves_computed_anew(threshold):
+    """Scores of all places were rounded in another way than those of the buffer, and less than their own maximum."""
+    S = 9
+
+    def run(q, k, v):
+        def step(c, row):
+            t, q, k, v = row
+            p = torch.arange(S)
+            K, V = torch.where((p == t)[:, None], k, c[0]), torch.where((p == t)[:, None], v, c[1])
+            scores = torch.einsum("sd,d->s", K, q).masked_fill(p > t, -1e9)
+            weights = scores.masked_fill(scores < threshold(scores), -1e9).softmax(-1)
+            return (K, V), (torch.einsum("s,sd->d", weights, V), weights)
+
+        return nsa_compile.scan(step, (torch.zeros_like(k), torch.zeros_like(v)), (torch.arange(S), q, k, v))[1]
+
+    torch.manual_seed(0)
+    compared(run, list(torch.randn(3, S, 4, dtype=torch.double).requires_grad_().unbind()))
+
+
+@pytest.mark.parametrize("cut", [lambda x: x.clamp(0, 8), lambda x: torch.maximum(x, torch.zeros_like(x))])
+def test_a_known_index_of_two_sides_has_its_numbers(cut):
+    """A choice between two known numbers was made under the trace, which gave no numbers to it: memory as it lay."""
+    S = 9
+
+    def run(x):
+        def step(c, t):
+            p = torch.arange(S)
+            return c, x[cut(torch.where(p < t + 1, p, 1).remainder(3))]
+
+        return nsa_compile.scan(step, (), torch.arange(S))[1]
+
+    compared(run, [torch.randn(S, 4, dtype=torch.double).requires_grad_()])
