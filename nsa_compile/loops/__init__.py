@@ -18,7 +18,8 @@ from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
 from nsa_compile.loops.paths import Explorer
 from nsa_compile.loops.program import Program, compile_loop, run_program
 from nsa_compile.loops.source import ITEMS, NotALoop, Variables, cut_out_loop
-from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
+from nsa_compile.loops.state import NotFollowed, Path, Same, Snapshot, cells_of, drop, in_words, look
+from nsa_compile.modes import unobserved
 
 __all__ = ["LoopDeclined", "loop"]
 
@@ -122,7 +123,7 @@ class _Runner:
         first: NotFollowed | None = None
         while True:
             try:
-                with _as_rows(now, rows, step):
+                with unobserved(), _as_rows(now, rows, step):
                     explorer = Explorer(step, len(items), variables, never)
                     exploration = explorer.explore()
                     if lists and exploration.mutated():
@@ -185,19 +186,6 @@ def _is_traced() -> bool:
     return bool(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
 
 
-class _Same:
-    """An object as part of a key: the same one. The key keeps it alive, so that no other takes its address."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-
 def _key(now: Snapshot, length: int) -> Any:
     """What a program depends on: everything that the variables hold, but the elements of tensors."""
     leaves = []
@@ -208,13 +196,14 @@ def _key(now: Snapshot, length: int) -> Any:
                 raise NotFollowed(f"{in_words(path)} is a tensor of layout {leaf.layout}")
             shared = memory.setdefault(leaf.untyped_storage()._cdata, len(memory))
             layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), shared
-            kind: Any = (type(leaf), *layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf)
+            attributes = now.contents.get(path)
+            kind: Any = (type(leaf), *layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf, attributes)
         elif isinstance(leaf, int | float | bool | str | bytes | complex | type(None)):
             kind = type(leaf).__name__, leaf
         elif isinstance(leaf, types.FunctionType):
-            kind = _Same(leaf.__code__)
+            kind = Same(leaf.__code__)
         else:
-            kind = _Same(leaf)
+            kind = Same(leaf), now.contents.get(path)
         leaves.append((path, kind))
     autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast

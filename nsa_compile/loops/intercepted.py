@@ -62,7 +62,7 @@ def _getitem(x: Tensor, index: Any) -> Any:
 
 def _with_tensors(index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
-    return tuple(torch.full((), cast(int, p), dtype=torch.int64) if isinstance(p, torch.SymInt) else p for p in parts)
+    return tuple(_tensor(p) if isinstance(p, torch.SymInt | list) and _has_symbol(p) else p for p in parts)
 
 
 def _setitem(x: Tensor, index: Any, value: Any) -> Any:
@@ -177,11 +177,16 @@ REPLACED: dict[Any, Any] = {
 
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_VERSION: Any = Tensor._version
 
 REFUSED: dict[Any, str] = {
     _DATA.__set__: "it sets .data of a tensor",
     _GRAD.__get__: "it reads .grad",
     _GRAD.__set__: "it sets .grad",
+    _REQUIRES_GRAD.__set__: "it sets .requires_grad",
+    Tensor.requires_grad_: "it calls requires_grad_()",
+    _VERSION.__get__: "it reads ._version",
     Tensor.set_: "it sets the memory of a tensor",
     Tensor.backward: "it calls backward()",
     Tensor.register_hook: "it registers a hook",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import fx
 
 from nsa_compile.loops.body import Axis, Body, Dim, Segment, Table, Val
 from nsa_compile.loops.merged import Node
@@ -1037,6 +1039,38 @@ def _whole(body: Body, x: Any) -> Any:
 # -- picked and placed by index
 
 
+def _from_behind(body: Body, index: Val, axis: Dim) -> Val:
+    """Numbers of rows, of which some may count from behind the last row that exists."""
+    if not (index.grows or isinstance(axis, Axis)) or _counts_up(index.node):
+        return index
+    count = body._tensor(axis.count) if isinstance(axis, Axis) else axis
+    behind = body.emit(aten.add.Tensor, index.node, count)
+    is_behind = body.emit(aten.lt.Scalar, index.node, 0)
+    return Val(body.emit(aten.where.self, is_behind, behind, index.node), index.dims)
+
+
+def _counts_up(node: Any) -> bool:
+    """Whether integers are none below zero, as far as their operator shows."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, int) and node >= 0
+    if node.target is operator.getitem:
+        whole = cast(fx.Node, node.args[0])
+        return bool(node.args[1] == 1) and whole.target in (aten.sort.default, aten.sort.stable, aten.topk.default)
+    if node.target is torch.arange:
+        return len(node.args) < 2 or (_counts_up(node.args[0]) and (len(node.args) < 3 or _counts_up(node.args[2])))
+    if node.target in (aten.argmax.default, aten.argmin.default, aten.argsort.default):
+        return True
+    if node.target in (aten.clamp.default, aten.clamp_min.default, aten.remainder.Scalar):
+        return len(node.args) > 1 and _counts_up(node.args[1])
+    moved = node.target in (
+        aten.view.default, aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.select.int,
+        aten.unsqueeze.default, aten.squeeze.dim, aten.permute.default, aten.transpose.int, aten.index_select.default,
+        aten._to_copy.default, aten.masked_fill.Scalar,
+    )  # fmt: skip
+    filled = node.args[2] if node.target is aten.masked_fill.Scalar else 0
+    return bool(moved) and _counts_up(filled) and _counts_up(node.args[0])
+
+
 def _shifted(body: Body, index: Val, axis: Dim, size: int) -> Val:
     """Numbers of rows that exist as numbers of rows of the buffer; what is no number of a row becomes one."""
     node = index.node
@@ -1079,6 +1113,7 @@ def _index(body: Body, a: Any) -> Val:
     if places != list(range(places[0], places[0] + len(places))):
         raise NotFollowed("picks elements by indices that do not stand side by side")
     indices, dims = _broadcast(body, indices)
+    indices = [_from_behind(body, i, value.dims[d]) for i, d in zip(indices, places, strict=True)]
     shifted = [_shifted(body, i, value.dims[d], value.example.shape[d]) for i, d in zip(indices, places, strict=True)]
     at: list[Any] = [None] * len(given)
     for d, i in zip(places, shifted, strict=True):
@@ -1165,9 +1200,10 @@ def _index_put(body: Body, a: Any) -> Val:
     value = a.self
     if any(i is not None and i.grows for i in a.indices) or a.values.grows:
         raise NotFollowed("writes to as many places as there are rows")
+    found = [None if i is None else _from_behind(body, i, value.dims[d]) for d, i in enumerate(a.indices)]
     at = [
         None if i is None else _shifted(body, i, value.dims[d], value.example.shape[d]).node
-        for d, i in enumerate(a.indices)
+        for d, i in enumerate(found)
     ]
     if any(isinstance(d, Axis) and (k >= len(at) or at[k] is None) for k, d in enumerate(value.dims)):
         raise NotFollowed("writes to elements of a tensor that grows in another dimension")

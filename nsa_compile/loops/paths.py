@@ -21,7 +21,18 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from nsa_compile.loops.lists import Appended, IsRead, NotRows, may_be_rows
 from nsa_compile.loops.numbers import Number, text_of
 from nsa_compile.loops.source import Variables
-from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, equal, in_words, look, module_variables
+from nsa_compile.loops.state import (
+    GLOBAL,
+    NotFollowed,
+    Path,
+    Snapshot,
+    cells_of,
+    drop,
+    equal,
+    in_words,
+    look,
+    module_variables,
+)
 from nsa_compile.loops.trace import Given, Ref, TensorType, Trace, trace_step
 from nsa_compile.loops.watched import Watched
 
@@ -150,7 +161,7 @@ class Explorer:
         original = look(self.step)
         try:
             drop(cells, self.variables.temporary)
-            first = look(self.step)
+            first = look(self.step, self.variables.temporary)
             while True:
                 try:
                     return self._walk(first)
@@ -338,14 +349,14 @@ class Explorer:
             elif isinstance(now, int) and not isinstance(now, bool):
                 if type(was) is int and was != now and path not in self.integers:
                     self.integers.add(path)
-            elif "global " in str(path[-1]) and not equal(was, now):
+            elif GLOBAL in str(path[-1]) and not isinstance(now, Appended) and not equal(was, now):
                 raise NotFollowed(f"it changes {in_words(path)}, a variable of the module")
         structure = trace.after.structure()
         for path, what in structure.items():
             was = skeleton.structure.get(path)
             if what[0] == "list" and was is not None and was != what and path not in self.plain | self.lists:
                 old, new = before.containers[path], trace.after.containers.get(path)
-                if new is not None and old.value is new.value and was[0] == "list" and what[2] > was[2]:
+                if new is not None and old.value is new.value and type(new.value) is list and what[2] > was[2]:
                     self.lists.add(path)
         if known != (len(self.tensors), sum(map(len, self.growing.values())), len(self.integers), len(self.lists)):
             raise _Again

@@ -21,7 +21,7 @@ from nsa_compile.loops.merged import Merged, Source, leaf_results, merge
 from nsa_compile.loops.numbers import Number
 from nsa_compile.loops.operators import convert
 from nsa_compile.loops.paths import Exploration, type_of
-from nsa_compile.loops.state import Container, NotFollowed, Path, Snapshot, cells_of, in_words
+from nsa_compile.loops.state import GLOBAL, Container, NotFollowed, Path, Snapshot, cells_of, in_words, is_global
 from nsa_compile.loops.trace import Ref
 from nsa_compile.loops.watched import Watched
 
@@ -53,7 +53,7 @@ class Program:
     finals: dict[Path, Part]
     lists: dict[Path, Rows]
     mutated: set[Path]  # tensors written in place, which others may hold, too
-    plan: list[Any]  # what the variables hold afterwards
+    plan: dict[Path, Any]  # what the variables hold afterwards
     watched: Watched
 
 
@@ -429,7 +429,7 @@ class Grown:
     path: Path
 
 
-def plan_after(exploration: Exploration) -> list[Any]:
+def plan_after(exploration: Exploration) -> dict[Path, Any]:
     """What the variables hold after the last step, without the objects of the call at hand."""
     way = exploration.ways[int(exploration.way_of[-1])]
     trace, after = way.trace, way.trace.after
@@ -469,9 +469,9 @@ def plan_after(exploration: Exploration) -> list[Any]:
             built[path] = result
         return built[path]
 
-    return [plan(path) for path in after.containers if len(path) == 1 and after.containers[path].kind == "cell"] + [
-        plan(path) for path in after.containers if len(path) == 1 and after.containers[path].kind != "cell"
-    ]
+    cells = [path for path, c in after.containers.items() if len(path) == 1 and c.kind == "cell"]
+    others = [p for p in (*after.containers, *after.leaves, *after.same) if len(p) == 1 and p not in cells]
+    return {path: plan(path) for path in cells + others}
 
 
 def _planned(
@@ -490,7 +490,7 @@ def _planned(
 
 
 def _carry_out(
-    plan: list[Any],
+    plan: dict[Path, Any],
     now: Snapshot,
     finals: dict[Path, Tensor],
     lists: dict[Path, list[Tensor]],
@@ -523,8 +523,10 @@ def _carry_out(
                 _fill(value, what.kind, what.keys, tuple(map(build, what.children)))
         return made[id(what)]
 
-    for what in plan:
-        build(what)
+    for path, what in plan.items():
+        value = build(what)
+        if is_global(path):
+            now.module[path[0].removeprefix(GLOBAL)] = value
 
 
 def _new(what: Made) -> Any:

@@ -1,8 +1,8 @@
 """Symbolic numbers that are Python's own to the code of a loop.
 
-A step may ask `isinstance(t, int)`, and is to hear what it hears in the loop. What depends on a number without comparing
-it, such as its text or its place in a dict, would be that of the symbol: it is refused. Torch's code, which knows
-symbols, and this package's hear the truth.
+A step may ask `isinstance(t, int)`, and is to hear what it hears in the loop. What depends on a number without
+comparing it, such as its text or its place in a dict, would be that of the symbol: it is refused. Torch's code, which
+knows symbols, and this package's hear the truth.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import contextlib
 import dis
 import functools
 import gc
+import itertools
+import logging
 import sys
 import sysconfig
 import types
@@ -96,11 +98,23 @@ def _refusing(known: Callable[..., Any], why: str) -> Callable[..., Any]:
 
 
 def _asked_by_loop() -> bool:
-    """Whether the code of a loop, or of a library that it uses, asks for what is being looked up."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and (asks := _asks(frame.f_code.co_filename)) is None:
+    return frame_of_loop(sys._getframe(2)) is not None
+
+
+def frame_of_loop(frame: types.FrameType | None) -> types.FrameType | None:
+    """The frame of a loop's code, or of a library that it uses, that runs in a frame or has asked for what runs there;
+    None if torch has, or the import of a module."""
+    asks: types.FrameType | None = None
+    while frame is not None and frame.f_code.co_name != "trace_step":
+        file = frame.f_code.co_filename
+        if file.startswith("<frozen importlib") or (asks is None and _asks(file) is False):
+            return None
+        if file == logging.__file__:
+            asks = None  # whoever logs, not the handler
+        elif asks is None and _asks(file):
+            asks = frame
         frame = frame.f_back
-    return frame is not None and bool(asks)
+    return asks
 
 
 @functools.cache
@@ -120,7 +134,7 @@ def may_ask_for_a_kind(code: types.CodeType) -> bool:
     names = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     if "type" in names and names & {"int", "float", "bool"}:
         return True
-    pairs = zip(instructions, instructions[1:], strict=False)
+    pairs = itertools.pairwise(instructions)
     return any(b.opname == "IS_OP" and a.opname == "LOAD_CONST" and isinstance(a.argval, bool) for a, b in pairs)
 
 

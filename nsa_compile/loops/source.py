@@ -51,6 +51,7 @@ def cut_out_loop(
         NotALoop: there is no loop, or it cannot stand in a function of its own.
     """
     definition, first_line = _definition(function)
+    _OfItsClass.of(function, definition).visit(definition)
     loop = _find_loop(definition, over)
     place = f"{function.__code__.co_filename}:{first_line + loop.lineno - 1}"
     outside = {id(n) for n in ast.walk(definition)} - {id(n) for n in ast.walk(loop)}
@@ -232,6 +233,36 @@ def _follow(
             if any(isinstance(n, ast.Continue) for n in ast.walk(s)):
                 exits.append(set(assigned))
     return assigned
+
+
+class _OfItsClass(ast.NodeTransformer):
+    """What Python reads differently in a class: `super()`, which looks at the first argument of the function that it
+    stands in, and names with two underscores ahead."""
+
+    def __init__(self, class_name: str, first: str | None) -> None:
+        self.class_name, self.first = class_name.lstrip("_"), first
+
+    @classmethod
+    def of(cls, function: types.FunctionType, definition: ast.FunctionDef) -> _OfItsClass:
+        *around, _ = function.__qualname__.split(".")
+        while around[-1:] == ["<locals>"]:  # a function of a function
+            around = around[:-2]
+        arguments = [*definition.args.posonlyargs, *definition.args.args]
+        return cls(around[-1] if around else "", arguments[0].arg if arguments else None)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        is_super = isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and not node.keywords
+        if is_super and self.first is not None:
+            node.args = [ast.copy_location(_name(name), node) for name in ("__class__", self.first)]
+        return self.generic_visit(node)
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        for field in ("id", "attr", "arg", "name"):
+            name = getattr(node, field, None)
+            is_private = isinstance(name, str) and name.startswith("__") and not name.endswith("__")
+            if is_private and self.class_name:
+                setattr(node, field, f"_{self.class_name}{name}")
+        return super().generic_visit(node)
 
 
 class _Replaced(ast.NodeTransformer):

@@ -6,20 +6,27 @@ lists, tuples, dicts, objects with attributes, closures) are entered; everything
 
 from __future__ import annotations
 
+import array
 import collections
 import dis
 import enum
 import functools
+import pickle
 import types
-from dataclasses import dataclass
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from nsa_compile.loops.lists import Appended, GrowingList
 
 Path = tuple[Any, ...]
+GLOBAL = "global "  # before the name of a variable of a module
+_NOTHING = object()
 # What an object may hold; a loop whose state is larger than this is not one.
 LIMIT = 200_000
 
@@ -52,17 +59,31 @@ class Snapshot:
     containers: dict[Path, Container]
     leaves: dict[Path, Any]
     same: dict[Path, Path]  # a mutable object, or a tensor, that has been found at another path
+    module: dict[str, Any]  # the variables of the loop's module, of which some are among these
+    contents: dict[Path, Any] = field(default_factory=dict)  # of leaves that may be written to
 
     def restore(self) -> None:
         """Put everything back in its place."""
-        for container in self.containers.values():
-            _fill(container.value, container.kind, container.keys, container.children)
+        for path, content in self.contents.items():
+            _write_content(self.leaves[path], content)
+        self.install({})
 
     def install(self, values: dict[Path, Any]) -> None:
         """Put everything back in its place, with other objects at some paths."""
         built: dict[Path, Any] = {}
-        for path in (p for p in self.containers if len(p) == 1):
-            self._build(path, values, built)
+        for path in [p for p in (*self.containers, *self.leaves, *self.same) if len(p) == 1]:
+            value = self._build(path, values, built)
+            if is_global(path) and self.module.get(path[0].removeprefix(GLOBAL), _NOTHING) is not value:
+                self.module[path[0].removeprefix(GLOBAL)] = value
+
+    def change_since(self, before: Snapshot) -> Path | None:
+        """Where something is other than it was, if there is such a place."""
+        if (now := self.structure()) != (was := before.structure()):
+            return next(path for path in (*now, *was) if now.get(path) != was.get(path))
+        for path, leaf in before.leaves.items():
+            if path not in self.leaves or not equal(self.leaves[path], leaf):
+                return path
+        return next((p for p, content in before.contents.items() if self.contents.get(p) != content), None)
 
     def _build(self, path: Path, values: dict[Path, Any], built: dict[Path, Any]) -> Any:
         if path in self.same:
@@ -99,18 +120,30 @@ class Snapshot:
         return {path: self.shape_of(path) for path in (*self.containers, *self.same)}
 
 
-def look(step: types.FunctionType) -> Snapshot:
+def look(step: types.FunctionType, last: Collection[str] = ()) -> Snapshot:
     """What the variables of a loop hold now, given its step.
 
     Functions of the module that the loop stands in are entered as closures are, since they read its variables.
 
+    Args:
+        last: variables that come behind the others: what they share with one of these is known by its name.
+
     Raises:
         NotFollowed: something is reachable whose changes cannot be seen.
     """
-    snapshot = Snapshot({}, {}, {})
-    first: dict[int, Path] = {}
-    module = step.__globals__
     variables = {**module_variables(step), **cells_of(step)}
+    ordered = sorted(variables.items(), key=lambda item: item[0] in last)
+    return _survey(dict(ordered), step.__globals__, refuse=True)
+
+
+def survey(variables: dict[str, Any]) -> Snapshot:
+    """What some variables hold, functions apart from what these may read."""
+    return _survey(variables, {}, refuse=False)
+
+
+def _survey(variables: dict[str, Any], module: dict[str, Any], *, refuse: bool) -> Snapshot:
+    snapshot = Snapshot({}, {}, {}, module)
+    first: dict[int, Path] = {}
     waiting: list[tuple[Path, Any]] = [((name,), x) for name, x in reversed(variables.items())]
     while waiting:
         path, value = waiting.pop()
@@ -120,8 +153,11 @@ def look(step: types.FunctionType) -> Snapshot:
             continue
         parts = _parts(value, module)
         if parts is None:
-            _refuse_hidden_state(value, path)
+            if refuse:
+                _refuse_hidden_state(value, path)
             snapshot.leaves[path] = value
+            if (content := _content_of(value)) is not None:
+                snapshot.contents[path] = content
             if isinstance(value, Tensor | Appended):
                 first[id(value)] = path
             continue
@@ -138,6 +174,58 @@ def look(step: types.FunctionType) -> Snapshot:
 def _refuse_hidden_state(value: Any, path: Path) -> None:
     if hasattr(value, "__next__"):
         raise NotFollowed(f"{in_words(path)} is an iterator ({type(value).__name__}), whose state cannot be seen")
+    owner = getattr(value, "__self__", None)
+    if isinstance(value, types.BuiltinMethodType) and isinstance(owner, list | dict | set | collections.deque):
+        raise NotFollowed(f"{in_words(path)} is a method of a {type(owner).__name__}; call it by the name of that")
+
+
+_ARRAYS = (numpy.ndarray, bytearray, array.array)
+_GENERATORS = (numpy.random.Generator, numpy.random.RandomState)
+
+
+def _content_of(value: Any) -> Any:
+    """What a leaf holds that may be written to: numbers of an array, the state of a generator of random numbers,
+    attributes of a tensor. None if there is nothing."""
+    if isinstance(value, _GENERATORS):
+        return pickle.dumps(_bits_of(value).state)
+    if isinstance(value, _ARRAYS) and not (isinstance(value, numpy.ndarray) and value.dtype.hasobject):
+        return bytes(value.tobytes() if hasattr(value, "tobytes") else value)
+    if type(value) in (Tensor, torch.nn.Parameter) and vars(value):
+        return tuple((name, Same(x)) for name, x in vars(value).items())
+    return None
+
+
+def _bits_of(value: Any) -> Any:
+    return value.bit_generator if isinstance(value, numpy.random.Generator) else value._bit_generator
+
+
+def _write_content(value: Any, content: Any) -> None:
+    if _content_of(value) == content:
+        return
+    if isinstance(value, _GENERATORS):
+        _bits_of(value).state = pickle.loads(content)
+    elif isinstance(value, Tensor):
+        vars(value).clear()
+        vars(value).update((name, x.value) for name, x in content)
+    elif isinstance(value, numpy.ndarray):
+        value[...] = numpy.frombuffer(content, value.dtype).reshape(value.shape)
+    elif isinstance(value, array.array):
+        value[:] = array.array(value.typecode, content)
+    else:
+        value[:] = content
+
+
+class Same:
+    """An object as part of a key: the same one. The key keeps it alive, so that no other takes its address."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
 
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -167,13 +255,19 @@ def _parts(value: Any, module: dict[str, Any]) -> tuple[str, tuple[Any, ...], tu
     if isinstance(value, types.MethodType):
         return "method", ("self", "def"), (value.__self__, value.__func__)
     if isinstance(value, functools.partial):
-        return "partial", ("def", "args", "named"), (value.func, value.args, value.keywords)
+        return _parts_of_partial(value)
+    if isinstance(value, weakref.ref):
+        return "reference", ("to",), (value(),)
     if isinstance(value, types.FunctionType):
         return _parts_of_function(value, module)
     attributes = _attributes(value)
     if attributes or hasattr(value, "__dict__"):
         return "object", tuple(f".{name}" for name in attributes), tuple(attributes.values())
     return None
+
+
+def _parts_of_partial(value: functools.partial[Any]) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
+    return "partial", ("def", "args", "named"), (value.func, value.args, value.keywords)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -190,7 +284,7 @@ def _parts_of_function(value: types.FunctionType, module: dict[str, Any]) -> Any
     children: list[Any] = list(value.__closure__ or ())
     if value.__globals__ is module:
         found = module_variables(value)
-        keys += found
+        keys += found  # by `global name`
         children += found.values()
     for name, default in (value.__kwdefaults__ or {}).items():
         keys.append(f"default {name}")
@@ -198,6 +292,8 @@ def _parts_of_function(value: types.FunctionType, module: dict[str, Any]) -> Any
     for number, default in enumerate(value.__defaults__ or ()):
         keys.append(f"default {number}")
         children.append(default)
+    keys += [f".{name}" for name in vars(value)]
+    children += vars(value).values()
     return ("function", tuple(keys), tuple(children)) if keys else None
 
 
@@ -210,13 +306,18 @@ def module_variables(function: types.FunctionType) -> dict[str, Any]:
     """The variables of its module that a function may read, by `global name`."""
     module = function.__globals__
     named = {name: module[name] for name in _names(function.__code__) if name in module}
-    return {f"global {k}": x for k, x in named.items() if not isinstance(x, types.ModuleType | type)}
+    return {f"{GLOBAL}{k}": x for k, x in named.items() if not isinstance(x, types.ModuleType | type)}
+
+
+def is_global(path: Path) -> bool:
+    """Whether a path is a variable of the module that the loop stands in."""
+    return len(path) == 1 and str(path[0]).startswith(GLOBAL)
 
 
 def _names(code: types.CodeType) -> list[str]:
     """The global names that a function and those within it may read."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    own = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_NAME"))}
+    own = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("GLOBAL", "_NAME"))}
     return sorted(own.union(*map(_names, inner)))
 
 
@@ -230,11 +331,13 @@ def _fill(value: Any, kind: str, keys: tuple[Any, ...], children: tuple[Any, ...
             value.extend(children)
     elif kind == "dict":
         items = [(k, x) for k, x in zip(keys, children, strict=True) if not _is_attribute(value, k)]
-        now = list(dict.items(value))
+        # A dict with an order of its own keeps that beside what a dict holds.
+        own: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        now = list(own.items(value))
         if len(now) != len(items) or any(a is not c or b is not d for (a, b), (c, d) in zip(now, items, strict=True)):
-            dict.clear(value)
+            own.clear(value)
             for key, x in items:
-                dict.__setitem__(value, key, x)
+                own.__setitem__(value, key, x)
         _fill_attributes(value, {k: x for k, x in zip(keys, children, strict=True) if _is_attribute(value, k)})
     elif kind == "set":
         if value != set(children):
@@ -242,6 +345,24 @@ def _fill(value: Any, kind: str, keys: tuple[Any, ...], children: tuple[Any, ...
             value.update(children)
     elif kind == "object":
         _fill_attributes(value, dict(zip(keys, children, strict=True)))
+    elif kind == "function":
+        _fill_function(value, dict(zip(keys, children, strict=True)))
+    elif kind == "partial" and any(a is not b for a, b in zip(_parts_of_partial(value)[2], children, strict=True)):
+        value.__setstate__((*children, vars(value)))
+
+
+def _fill_function(value: types.FunctionType, parts: dict[Any, Any]) -> None:
+    for name, x in ((k.removeprefix(GLOBAL), x) for k, x in parts.items() if k.startswith(GLOBAL)):
+        if value.__globals__.get(name, _NOTHING) is not x:
+            value.__globals__[name] = x
+    given = [k for k in parts if k.startswith("default ")]
+    named = {k.removeprefix("default "): parts[k] for k in given if not k.removeprefix("default ").isdigit()}
+    placed = tuple(parts[k] for k in given if k.removeprefix("default ").isdigit())
+    if any(a is not b for a, b in zip(value.__defaults__ or (), placed, strict=True)):
+        value.__defaults__ = placed
+    if any((value.__kwdefaults__ or {}).get(name, _NOTHING) is not x for name, x in named.items()):
+        value.__kwdefaults__ = named
+    _fill_attributes(value, {k: x for k, x in parts.items() if k.startswith(".")})
 
 
 def _is_attribute(value: Any, key: Any) -> bool:
@@ -282,7 +403,7 @@ def drop(cells: dict[str, types.CellType], names: frozenset[str]) -> None:
 def in_words(path: Path) -> str:
     """A path as one would write it."""
     name, *keys = path
-    words = str(name)
+    words = str(name).removeprefix(GLOBAL)
     for key in keys:
         if isinstance(key, str) and key.startswith("."):
             words += key

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import logging
-import random
 import sys
 import types
 from collections.abc import Iterator
@@ -26,6 +23,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from nsa_compile.loops import intercepted
+from nsa_compile.loops.effects import refused_effects
 from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import Number, as_number
 from nsa_compile.loops.python_numbers import is_symbolic, numbers_as_in_python
@@ -295,12 +293,16 @@ def trace_step(
             trace.came = {_memory(x): path for path, x in wrapped.items() if isinstance(x, FunctionalTensor)}
             before.install({**wrapped, **grown})
             drop(cells, temporary)
-            with outside, _Rewritten(outside), _seen_effects(), numbers_as_in_python():
+            with outside, _Rewritten(outside), refused_effects(), numbers_as_in_python():
                 handed = _begin_lists(before)
                 step(position)
                 drop(cells, temporary - read_after)
                 _settle_lists(step, handed, trace)
-            trace.after = look(step)
+            trace.after = look(step, temporary)
+            for path, content in before.contents.items():
+                leaf = before.leaves[path]
+                if path not in given and trace.after.contents.get(path) != content:
+                    raise NotFollowed(f"it changes {in_words(path)}, a {type(leaf).__name__}, in place")
             _note_results(trace, recorder, outside, leaves, wrapped, grown)
     except NotFollowed as why:
         raise NotFollowed(why.reason, why.place or _line_of(why, step)) from why
@@ -355,7 +357,8 @@ def _note_results(
         elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             trace.results[path] = as_number(leaf)
         elif isinstance(leaf, torch.Size | slice) and any(map(is_symbolic, _numbers_of(leaf))):
-            raise NotFollowed(f"{in_words(path)} becomes a {type(leaf).__name__} of numbers that change from step to step")
+            kind = type(leaf).__name__
+            raise NotFollowed(f"{in_words(path)} becomes a {kind} of numbers that change from step to step")
         else:
             trace.results[path] = leaf
     for path, x in wrapped.items():
@@ -448,40 +451,6 @@ def _no_custom_gradients() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = own  # type: ignore[assignment]
-
-
-@contextlib.contextmanager
-def _seen_effects() -> Iterator[None]:
-    """What a step does once a step, and a program would not do, is refused: it prints, it draws random numbers. `len`
-    and `sum` of a list that grows are its own."""
-
-    def refuse(*values: Any, file: Any = None, **how: Any) -> None:
-        if file is None:
-            raise NotFollowed("it prints, which a program of all steps would not do")
-        own(*values, file=file, **how)
-
-    own, own_len, own_sum, drawn = builtins.print, builtins.len, builtins.sum, random.getstate()
-
-    def length(x: Any, /) -> Any:
-        return x.length() if isinstance(x, GrowingList) else own_len(x)
-
-    def added(x: Any, /, start: Any = 0) -> Any:
-        return x.added(start) if isinstance(x, GrowingList) else own_sum(x, start)
-
-    builtins.print, builtins.len, builtins.sum = refuse, length, added
-    # Of an error that a step raises, it would log a traceback; the loop as written raises it again.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level, log.level = log.level, logging.CRITICAL
-    try:
-        yield
-    finally:
-        builtins.print, builtins.len, builtins.sum = own, own_len, own_sum
-        log.level = level
-        changed = random.getstate() != drawn
-        if changed:
-            random.setstate(drawn)
-    if changed:
-        raise NotFollowed("it draws from Python's random, once for all steps that share a trace")
 
 
 def _line_of(error: BaseException, step: types.FunctionType) -> str | None:

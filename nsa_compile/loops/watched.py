@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from nsa_compile.loops.python_numbers import holds_symbols, may_ask_for_a_kind
-from nsa_compile.loops.state import PLAIN, NotFollowed
+from nsa_compile.loops.effects import effect_of
+from nsa_compile.loops.python_numbers import frame_of_loop, holds_symbols, may_ask_for_a_kind
+from nsa_compile.loops.state import GLOBAL, PLAIN, NotFollowed, Snapshot, in_words, survey
 
 __all__ = ["Watched"]
 
@@ -55,9 +56,13 @@ class Watched:
 
         asking = set[types.CodeType]()
         asked_for_kind: list[str] = []
+        unseen = _Unseen(self.module, self.seen)
 
         def note(frame: types.FrameType, event: str, argument: Any) -> None:
             code = frame.f_code
+            if event == "c_call" and (effect := effect_of(argument)) is not None and (at := frame_of_loop(frame)):
+                effect = "logs" if frame.f_globals.get("__name__") == "logging" else effect
+                raise NotFollowed(f"it {effect}", f"{at.f_code.co_filename}:{at.f_lineno}")
             if event == "return" and code in asking and holds_symbols(frame):
                 asked_for_kind.append(f"{code.co_filename}:{code.co_firstlineno}")
             if event != "call":
@@ -74,6 +79,8 @@ class Watched:
                 called[code] = variables
                 if may_ask_for_a_kind(code):
                     asking.add(code)
+                if frame_of_loop(frame) is not None:
+                    unseen.look(frame)
                 assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in _variables(code)[1])
 
         sys.setprofile(note)
@@ -90,6 +97,7 @@ class Watched:
                 variables[name] = value
                 if value is _MISSING:
                     del variables[name]
+        unseen.check()
         for place in asked_for_kind:
             why = "it compares the type of a number that changes from step to step, or asks whether it `is` True"
             raise NotFollowed(f"{why}; ask isinstance(…), or compare it by ==", place)
@@ -119,6 +127,63 @@ class Watched:
     def has_changed(self) -> bool:
         """Whether one of them is something else now."""
         return any(not _same(_now(holder, name), value) for holder, name, value in self.values)
+
+
+class _Unseen:
+    """What the functions that a step calls may change and is none of the loop's variables: objects of their modules,
+    and attributes of classes.
+
+    Args:
+        module: the variables of the loop's module.
+        seen: those of them that are looked at otherwise.
+    """
+
+    def __init__(self, module: dict[str, Any], seen: Collection[str]) -> None:
+        self.module, self.names = module, seen
+        self.known = set[int]()
+        self.surveys: list[tuple[dict[str, Any], Snapshot]] = []
+        self.classes: dict[type, dict[str, Any]] = {}
+
+    def look(self, frame: types.FrameType) -> None:
+        """Note what a function that has just been called may change."""
+        code, variables = frame.f_code, frame.f_globals
+        names = [n for n in _variables(code)[0] if not (variables is self.module and n in self.names)]
+        self._note({f"{GLOBAL}{n}": variables[n] for n in names if n in variables})
+        if code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            self._note({k.__name__: k for k in (owner if isinstance(owner, type) else type(owner)).__mro__})
+
+    def _note(self, values: dict[str, Any]) -> None:
+        new = {name: x for name, x in values.items() if id(x) not in self.known and not isinstance(x, types.ModuleType)}
+        self.known.update(map(id, new.values()))
+        for kind in (x for x in new.values() if isinstance(x, type) and _root(x) not in _LIBRARIES):
+            self.classes[kind] = dict(vars(kind))
+            self._note({f"{kind.__name__}.{name}": x for name, x in vars(kind).items() if not name.startswith("__")})
+        found = {name: x for name, x in new.items() if not isinstance(x, type)}
+        if found:
+            self.surveys.append((found, survey(found)))
+
+    def check(self) -> None:
+        """Put back what the step has changed.
+
+        Raises:
+            NotFollowed: it has changed something.
+        """
+        changed: list[str] = []
+        for kind, before in self.classes.items():
+            now = dict(vars(kind))
+            for name in [n for n in {**before, **now} if now.get(n, _MISSING) is not before.get(n, _MISSING)]:
+                changed.append(f"{kind.__name__}.{name}")
+                if name in before:
+                    setattr(kind, name, before[name])
+                else:
+                    delattr(kind, name)
+        for variables, held in self.surveys:
+            if (path := survey(variables).change_since(held)) is not None:
+                held.restore()
+                changed.append(in_words(path))
+        if changed:
+            raise NotFollowed(f"it changes {changed[0]}, which is none of the loop's variables")
 
 
 def _root(value: types.ModuleType | type) -> str:

@@ -405,7 +405,7 @@ def _extreme_of_nothing(x):
         (_appended_and_written, "writes in place to buffer, whose elements the tensors appended to out shares"),
         (_seen_by_a_view, "writes in place to y, whose elements first shares"),
         (_printed, "prints"),
-        (_drawn, "draws from Python's random"),
+        (_drawn, "draws random numbers by a Random"),
         (_dropped, "draws random numbers"),
         (_picked_by_truth, "has a size that depends on data"),
         (_taken_for_an_error, "depends on data"),

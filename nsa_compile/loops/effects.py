@@ -1,0 +1,102 @@
+"""What a step may do outside of the objects that it holds: draw numbers, look at a clock, write to a file, flip a
+switch of torch's. A step is run for one position of each kind, and its program never, so each of these is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import contextvars
+import datetime
+import io
+import logging
+import random
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+
+from nsa_compile.loops.lists import GrowingList
+from nsa_compile.loops.state import NotFollowed
+
+# What hides its state, and does with it what a call says.
+_HIDDEN: tuple[tuple[Any, str], ...] = (
+    (random.Random, "draws random numbers by {type}; draw them before the loop"),
+    (io.IOBase, "reads or writes {type}"),
+    (contextvars.ContextVar, "uses {type}, which no program of all steps would set"),
+)  # fmt: skip
+_OF_TIME = ("time", "now", "utcnow", "today")
+_OF_SYSTEM = ("urandom", "getrandom", "putenv", "unsetenv", "write", "open", "system", "input")
+
+
+def effect_of(function: Any) -> str | None:
+    """What a function written in C does beside its result, in words; None for nothing."""
+    owner = getattr(function, "__self__", None)
+    if owner is None or isinstance(owner, types.ModuleType):
+        module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
+        if module == "time":
+            return f"calls time.{name}, which tells another time at each step"
+        if module in ("posix", "nt", "io", "_io", "builtins") and name in _OF_SYSTEM:
+            return f"calls {name}"
+        return None
+    if isinstance(owner, type):
+        if issubclass(owner, datetime.date) and function.__name__ in _OF_TIME:
+            return f"calls {owner.__name__}.{function.__name__}, which tells another time at each step"
+        return None
+    for kinds, words in _HIDDEN:
+        if isinstance(owner, kinds):
+            return words.format(type=f"a {type(owner).__name__}")
+    return None
+
+
+@contextlib.contextmanager
+def refused_effects() -> Iterator[None]:
+    """Inside this context a step may not print, draw random numbers, or leave a switch of torch's as it did not find
+    it. `len` and `sum` of a list that grows are its own."""
+
+    def refuse(*values: Any, file: Any = None, **how: Any) -> None:
+        if file is None:
+            raise NotFollowed("it prints, which a program of all steps would not do")
+        own(*values, file=file, **how)
+
+    own, own_len, own_sum, own_seed = builtins.print, builtins.len, builtins.sum, torch.manual_seed
+    drawn, drawn_by_numpy, switches = random.getstate(), numpy.random.get_state(legacy=False), _switches()
+
+    def length(x: Any, /) -> Any:
+        return x.length() if isinstance(x, GrowingList) else own_len(x)
+
+    def added(x: Any, /, start: Any = 0) -> Any:
+        return x.added(start) if isinstance(x, GrowingList) else own_sum(x, start)
+
+    def seed(*_: Any) -> None:
+        raise NotFollowed("it calls torch.manual_seed")
+
+    builtins.print, builtins.len, builtins.sum = refuse, length, added
+    torch.manual_seed = torch.random.manual_seed = seed  # type: ignore[assignment]
+    # Of an error that a step raises, it would log a traceback; the loop as written raises it again.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level, log.level = log.level, logging.CRITICAL
+    try:
+        yield
+    finally:
+        builtins.print, builtins.len, builtins.sum = own, own_len, own_sum
+        torch.manual_seed = torch.random.manual_seed = own_seed
+        log.level = level
+        by_numpy = str(numpy.random.get_state(legacy=False)) != str(drawn_by_numpy)
+        changed, switched = random.getstate() != drawn or by_numpy, _switches() != switches
+        if changed:
+            random.setstate(drawn)
+            numpy.random.set_state(drawn_by_numpy)
+        if switched:
+            torch.set_grad_enabled(switches[0])
+            torch.set_default_dtype(switches[1])
+    if changed:
+        raise NotFollowed("it draws random numbers, once for all steps that share a trace; draw them before the loop")
+    if switched:
+        raise NotFollowed("it leaves gradients, or the default dtype, switched to something else")
+
+
+def _switches() -> tuple[bool, torch.dtype]:
+    return torch.is_grad_enabled(), torch.get_default_dtype()
