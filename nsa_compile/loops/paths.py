@@ -298,7 +298,7 @@ class Explorer:
         try:
             objects = [c.value for c in first.containers.values() if c.kind == "object"]
             objects += [x for x in first.leaves.values() if isinstance(x, types.ModuleType | type)]
-            with self.watched.noting(objects):
+            with self.watched.noting(objects, [c.value for c in first.containers.values()]):
                 trace = trace_step(
                     self.step,
                     t,

@@ -37,11 +37,12 @@ class Watched:
         self.values: list[tuple[Any, str, Any]] = []  # a module's variables or a class, a name, and a value
 
     @contextmanager
-    def noting(self, objects: Collection[Any]) -> Iterator[None]:
+    def noting(self, objects: Collection[Any], reached: Collection[Any]) -> Iterator[None]:
         """Note what is called in here. What functions assign to variables of their modules is taken back.
 
         Args:
             objects: those that the step may ask for something, modules and classes among them.
+            reached: those that the loop's variables reach, which are looked at otherwise.
 
         Raises:
             NotFollowed: a function that is called assigns to variables of its module, or asks for the type of a number.
@@ -56,7 +57,7 @@ class Watched:
 
         asking = set[types.CodeType]()
         asked_for_kind: list[str] = []
-        unseen = _Unseen(self.module, self.seen)
+        unseen = _Unseen(self.module, self.seen, reached)
 
         def note(frame: types.FrameType, event: str, argument: Any) -> None:
             code = frame.f_code
@@ -136,11 +137,12 @@ class _Unseen:
     Args:
         module: the variables of the loop's module.
         seen: those of them that are looked at otherwise.
+        objects: what the loop's variables reach.
     """
 
-    def __init__(self, module: dict[str, Any], seen: Collection[str]) -> None:
+    def __init__(self, module: dict[str, Any], seen: Collection[str], objects: Collection[Any]) -> None:
         self.module, self.names = module, seen
-        self.known = set[int]()
+        self.known = set(map(id, objects))
         self.surveys: list[tuple[dict[str, Any], Snapshot]] = []
         self.classes: dict[type, dict[str, Any]] = {}
 

@@ -1,0 +1,526 @@
+"""Loops that people who had not read the code wrote, and that once came out wrong or crashed: each is what it is as
+written, in values, gradients and what it leaves behind, at a first and at a second call; or it is declined by name."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import functools
+import io
+import logging
+import random
+import re
+import time
+import weakref
+
+import numpy
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import nsa_compile
+from nsa_compile import loop
+
+S, D = 7, 3
+LOG: list = []
+HELD: list = []
+ROWS = torch.zeros(D, dtype=torch.float64)
+ORDER: collections.OrderedDict = collections.OrderedDict(a=1.0, b=2.0, c=3.0)
+TEXT = io.StringIO()
+RNG, OTHER = numpy.random.default_rng(0), random.Random(0)
+VARIABLE = contextvars.ContextVar("variable", default=0)
+add_to_held = HELD.append
+log = logging.getLogger("of_a_step")
+
+
+class Counter:
+    n = 0
+
+    @classmethod
+    def count(cls, row):
+        cls.n += 1
+        return row * cls.n
+
+
+class Cache:
+    def __init__(self):
+        self.rows = []
+
+
+class Owner:
+    n = 0
+
+
+OWNER = Owner()
+REFERENCE = weakref.ref(OWNER)
+
+
+def helper(row):
+    helper.n += 1
+    return row * helper.n
+
+
+def logging_helper(row):
+    LOG.append(row * 2)
+    return row
+
+
+def default_helper(row, seen=[]):  # noqa: B006
+    seen.append(row * 1)
+    return row * len(seen) if len(seen) > 100 else row
+
+
+part = functools.partial(lambda seen, row: (seen.append(row * 1), row)[1], [])
+
+
+def reset():
+    LOG.clear()
+    HELD.clear()
+    ROWS.zero_()
+    ORDER.clear()
+    ORDER.update(a=1.0, b=2.0, c=3.0)
+    TEXT.seek(0)
+    TEXT.truncate()
+    default_helper.__defaults__[0].clear()
+    part.args[0].clear()
+    Counter.n = OWNER.n = helper.n = 0
+    OTHER.seed(0)
+    RNG.bit_generator.state = numpy.random.default_rng(0).bit_generator.state
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+def left_behind():
+    """What a loop has left outside of its function."""
+    tensors = [*LOG, *HELD, *default_helper.__defaults__[0], *part.args[0], ROWS.clone()]
+    numbers = Counter.n, OWNER.n, helper.n, list(ORDER.items()), TEXT.getvalue(), RNG.random(), OTHER.random()
+    return tensors, (*numbers, float(numpy.random.rand()), float(torch.rand(())), torch.is_grad_enabled())
+
+
+def mapped(of_step):
+    """A loop that stacks what a function of the rows and the position gives."""
+
+    def run(x):
+        ys = []
+        for t in range(len(x)):
+            ys.append(of_step(x, t))
+        return torch.stack(ys)
+
+    run.__name__ = of_step.__name__
+    return run
+
+
+# -- loops that compile
+
+
+def state_that_is_promoted(x):
+    h, ys = torch.zeros(D, dtype=torch.bfloat16), []
+    for t in range(len(x)):
+        h = h + x[t]
+        ys.append(h)
+    return torch.stack(ys)
+
+
+def state_of_integers_that_is_promoted(x):
+    total = torch.tensor(0)
+    for t in range(len(x)):
+        total = total + x[t].square().sum()
+    return total
+
+
+def read_by_a_lambda(x):
+    h, ys = torch.zeros(D, dtype=x.dtype), []
+    get = lambda: h  # noqa: E731
+    for t in range(len(x)):
+        h = get() + x[t]
+        ys.append(h)
+    return torch.stack(ys)
+
+
+@mapped
+def asked_for_its_type(x, t):
+    return x[t] if isinstance(t, int) and not isinstance(t, bool) else x[t] * 2
+
+
+@mapped
+def matched_by_its_type(x, t):
+    match t:
+        case int(n):
+            return x[n] * 3
+    return x[t]
+
+
+@mapped
+def divided_with_a_remainder(x, t):
+    whole, rest = divmod(t, 4)
+    return x[whole] * rest
+
+
+def one_list_of_two_names(x):
+    a = []
+    b = a
+    for t in range(len(x)):
+        a.append(x[t])
+        b.append(x[t] * 5)
+    return torch.stack(a), len(b)
+
+
+def one_list_in_two_places(x):
+    lists, cache = [[]] * 2, Cache()
+    rows = cache.rows
+    for t in range(len(x)):
+        lists[0].append(x[t])
+        lists[1].append(x[t] * 5)
+        rows.append(x[t] * 2)
+    return torch.stack(lists[0]), torch.stack(cache.rows)
+
+
+def kept_at_one_step(x):
+    h = x[0] * 0
+    for t in range(len(x)):
+        h = h * 0.5 + x[t]
+        if t == 2:
+            early = h + 1
+        if t % 3 == 2:
+            where = t
+    return early, h, where
+
+
+def one_tensor_of_two_names(x):
+    h = x[0] * 0
+    for t in range(len(x)):
+        h = h * 0.5 + x[t]
+        a = h
+    return h, a
+
+
+@mapped
+def counted_from_behind(x, t):
+    K = x[: t + 1]
+    return K[torch.tensor(-1)] + K[[0, -1]].sum(0) * 2 + x[torch.arange(t + 1) - 1].sum(0)
+
+
+@mapped
+def placed_from_behind(x, t):
+    return torch.zeros(t + 1, D, dtype=x.dtype).index_put((torch.tensor([-1]),), x[t])[t]
+
+
+@mapped
+def indices_with_a_position_among_them(x, t):
+    return x[: t + 1][[0, t // 2]].sum(0)
+
+
+@mapped
+def picked_by_a_remainder(x, t):
+    return x[torch.arange(t + 1) % 3].sum(0)
+
+
+@mapped
+def attribute_of_a_function(x, t):
+    return helper(x[t])
+
+
+@mapped
+def behind_a_reference(x, t):
+    REFERENCE().n += 1
+    return x[t] * REFERENCE().n
+
+
+def written_to_a_tensor_of_the_module(x):
+    ys = []
+    for t in range(len(x)):
+        ROWS.add_(x[t].detach())
+        ys.append(ROWS.clone() * x[t])
+    return torch.stack(ys)
+
+
+def appended_to_a_list_of_the_module(x):
+    ys = []
+    for t in range(len(x)):
+        LOG.append(x[t] * 2)
+        ys.append(x[t] * 3)
+    return torch.stack(ys)
+
+
+@mapped
+def taken_from_an_ordered_dict(x, t):
+    key, value = ORDER.popitem(last=False)
+    ORDER[key] = value
+    return x[t] * value
+
+
+COMPILED = [
+    state_that_is_promoted, state_of_integers_that_is_promoted, read_by_a_lambda, asked_for_its_type,
+    matched_by_its_type, divided_with_a_remainder, one_list_of_two_names, one_list_in_two_places, kept_at_one_step,
+    one_tensor_of_two_names, counted_from_behind, placed_from_behind, indices_with_a_position_among_them,
+    picked_by_a_remainder, attribute_of_a_function, behind_a_reference, written_to_a_tensor_of_the_module,
+    appended_to_a_list_of_the_module, taken_from_an_ordered_dict,
+]  # fmt: skip
+
+
+# -- loops that do what no program would do
+
+
+def an_iterator(x):
+    items, h = iter([0.5] * len(x)), x[0] * 0
+    for t in range(len(x)):
+        h = h * next(items) + x[t]
+    return h
+
+
+@mapped
+def the_type_itself(x, t):
+    return x[t] if type(t) is int else x[t] * 2
+
+
+@mapped
+def a_truth_itself(x, t):
+    late = t > 3
+    return x[t] if late is True else x[t] * 2
+
+
+@mapped
+def the_text_of_a_position(x, t):
+    return x[t] * {"step_1": 2.0}.get(f"step_{t}", 1.0)
+
+
+@mapped
+def a_place_in_a_dict(x, t):
+    return x[t] * {1: 2.0}.get(t, 1.0)
+
+
+@mapped
+def an_attribute_of_int(x, t):
+    return x[t] * (2 if hasattr(t, "real") else 3)
+
+
+def sizes_that_are_kept(x):
+    h = x[0] * 0
+    for t in range(len(x)):
+        h = h + x[t]
+        size = x[:t].shape
+    return h, size
+
+
+def another_list_in_its_place(x):
+    a = []
+    b = a
+    for t in range(len(x)):
+        a.append(x[t])
+        if t == 3:
+            a = []
+    return torch.stack(a), torch.stack(b)
+
+
+@mapped
+def a_list_of_a_helper(x, t):
+    return logging_helper(x[t])
+
+
+@mapped
+def a_method_of_a_list(x, t):
+    add_to_held(x[t] * 1)
+    return x[t] * 2
+
+
+@mapped
+def an_attribute_of_a_class(x, t):
+    return Counter.count(x[t])
+
+
+@mapped
+def a_context_variable(x, t):
+    VARIABLE.set(VARIABLE.get() + 1)
+    return x[t] * 2
+
+
+@mapped
+def numbers_of_numpy(x, t):
+    return x[t] * float(numpy.random.rand())
+
+
+@mapped
+def numbers_of_a_generator(x, t):
+    return x[t] * float(RNG.random())
+
+
+@mapped
+def numbers_of_python(x, t):
+    return x[t] * OTHER.random()
+
+
+@mapped
+def a_clock(x, t):
+    return x[t] * min(time.perf_counter(), 1.0)
+
+
+@mapped
+def a_line_of_a_log(x, t):
+    log.warning("step")
+    return x[t]
+
+
+@mapped
+def a_line_of_a_file(x, t):
+    TEXT.write("step\n")
+    return x[t]
+
+
+@mapped
+def the_seed(x, t):
+    torch.manual_seed(3)
+    return x[t]
+
+
+@mapped
+def a_version(x, t):
+    return x[t] * x._version
+
+
+def an_array(x):
+    n = numpy.zeros(3)
+    for t in range(len(x)):
+        n[t % 3] += 1
+        y = x[t] * float(n[t % 3])
+    return y, n.tolist()
+
+
+def bytes_that_count(x):
+    n, m = bytearray(1), array.array("i", [0])
+    for t in range(len(x)):
+        n[0] += 1
+        m[0] += 2
+        y = x[t] * n[0] * m[0]
+    return y, list(n), list(m)
+
+
+def an_attribute_of_a_tensor(x):
+    x.n = 0
+    for t in range(len(x)):
+        x.n += 1
+        y = x[t] * x.n
+    return y, x.n
+
+
+def gradients_switched(x):
+    for t in range(len(x)):
+        torch.set_grad_enabled(not torch.is_grad_enabled())
+        y = x[t] * 2
+    torch.set_grad_enabled(True)
+    return y
+
+
+DECLINED = {
+    an_iterator: "is an iterator",
+    the_type_itself: "compares the type of a number that changes",
+    a_truth_itself: "asks whether it `is` True",
+    the_text_of_a_position: "makes text of a number that changes",
+    a_place_in_a_dict: "looks up a number that changes",
+    an_attribute_of_int: "asks for .real of a number that changes",
+    sizes_that_are_kept: "size becomes a Size of numbers that change",
+    another_list_in_its_place: "another list takes the place of a",
+    a_method_of_a_list: "add_to_held is a method of a list",
+    an_attribute_of_a_class: "changes Counter.n",
+    a_context_variable: "uses a ContextVar",
+    numbers_of_numpy: "draws random numbers",
+    numbers_of_a_generator: "changes RNG",
+    numbers_of_python: "draws random numbers by a Random",
+    a_clock: "calls time.perf_counter",
+    a_line_of_a_log: "it logs",
+    a_line_of_a_file: "writes a StringIO",
+    the_seed: "calls torch.manual_seed",
+    a_version: "reads ._version",
+    an_array: "changes n, a ndarray",
+    bytes_that_count: "changes [mn], an? (array|bytearray)",
+    an_attribute_of_a_tensor: "changes x, a Tensor",
+    gradients_switched: "leaves gradients",
+}
+
+
+def observed(run, x):
+    """What a loop yields, its gradient, and what it leaves behind."""
+    reset()
+    found = torch.utils._pytree.tree_leaves(run(x))
+    tensors = [y for y in found if isinstance(y, torch.Tensor)]
+    loss = sum((y * (i + 1)).square().sum() for i, y in enumerate(tensors))
+    gradient = torch.autograd.grad(loss, x)[0] if loss.requires_grad else torch.zeros(())
+    kept, numbers = left_behind()
+    return [*tensors, gradient, *kept], [y for y in found if not isinstance(y, torch.Tensor)], numbers
+
+
+def compare(run, looped):
+    for call in range(2):
+        torch.manual_seed(call)
+        rows = torch.randn(S, D, dtype=torch.float64)
+        (ours, values, left), (theirs, *rest) = (observed(f, rows.clone().requires_grad_()) for f in (looped, run))
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+        assert [values, left] == rest
+
+
+@pytest.mark.parametrize("run", COMPILED, ids=lambda run: run.__name__)
+def test_it_compiles(run, caplog):
+    compare(run, loop(run, nested="aot_eager", cache=False))
+    assert "runs as it is written" not in caplog.text
+
+
+@pytest.mark.parametrize("run", DECLINED, ids=lambda run: run.__name__)
+def test_it_is_declined_and_runs_as_written(run, caplog):
+    compare(run, loop(run, nested="aot_eager", cache=False))
+    assert re.search(DECLINED[run], caplog.text), caplog.text
+
+
+@mapped
+def a_list_of_a_default(x, t):
+    return default_helper(x[t])
+
+
+@mapped
+def a_list_of_a_partial(x, t):
+    return part(x[t])
+
+
+@pytest.mark.parametrize("run", [a_list_of_a_helper, a_list_of_a_default, a_list_of_a_partial])
+def test_lists_of_other_functions(run):
+    compare(run, loop(run, nested="aot_eager", cache=False))
+
+
+def test_a_transform_around_it(caplog):
+    looped = loop(read_by_a_lambda, nested="aot_eager", cache=False)
+    x = torch.randn(2, S, D)
+    torch.testing.assert_close(torch.vmap(looped)(x), torch.vmap(read_by_a_lambda)(x))
+    assert "within a transform of torch.func" in caplog.text
+
+
+def test_a_checkpoint_around_it():
+    looped = loop(read_by_a_lambda, nested="aot_eager", cache=False)
+    for _ in range(2):
+        x = torch.randn(S, D, requires_grad=True)
+        ours, theirs = (
+            torch.autograd.grad(checkpoint(f, x, use_reentrant=False).square().sum(), x)
+            for f in (looped, read_by_a_lambda)
+        )
+        torch.testing.assert_close(ours, theirs)
+
+
+class Base:
+    def step(self, h, row):
+        return h * 0.5 + row
+
+
+class Derived(Base):
+    def __init__(self):
+        self.__h = None
+
+    def run(self, x):
+        for t in range(len(x)):
+            self.__h = x[t] if self.__h is None else super().step(self.__h, x[t])
+        h, self.__h = self.__h, None
+        return h
+
+
+def test_a_method_with_super_and_a_private_name():
+    looped = loop(Derived.run, nested="aot_eager", cache=False)
+    x = torch.randn(S, D)
+    torch.testing.assert_close(looped(Derived(), x), Derived().run(x))
+    assert nsa_compile.last_report() is not None
