@@ -28,16 +28,19 @@ _HIDDEN: tuple[tuple[Any, str], ...] = (
     (contextvars.ContextVar, "uses {type}, which no program of all steps would set"),
 )  # fmt: skip
 _OF_TIME = ("time", "now", "utcnow", "today")
-_OF_SYSTEM = ("urandom", "getrandom", "putenv", "unsetenv", "write", "open", "system", "input")
+_OF_SYSTEM = ("putenv", "unsetenv", "write", "open", "system", "input")
 
 
-def effect_of(function: Any) -> str | None:
-    """What a function written in C does beside its result, in words; None for nothing."""
+def effect_of(function: Any, caller: str) -> str | None:
+    """What a function written in C does beside its result, in words; None for nothing. `caller` is the file that calls
+    it: random bytes are numbers if the module `random` asks for them, and names if others do."""
     owner = getattr(function, "__self__", None)
     if owner is None or isinstance(owner, types.ModuleType):
         module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
         if module == "time":
             return f"calls time.{name}, which tells another time at each step"
+        if name == "urandom" and caller == random.__file__:
+            return "draws random numbers by the system; draw them before the loop"
         if module in ("posix", "nt", "io", "_io", "builtins") and name in _OF_SYSTEM:
             return f"calls {name}"
         return None

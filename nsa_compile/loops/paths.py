@@ -34,7 +34,7 @@ from nsa_compile.loops.state import (
     module_variables,
 )
 from nsa_compile.loops.trace import Given, Ref, TensorType, Trace, trace_step
-from nsa_compile.loops.watched import Watched
+from nsa_compile.loops.watched import Changed, Watched
 
 # Ways that a loop may take; one that takes more has no form that serves all of its steps.
 WAYS = 40
@@ -294,20 +294,8 @@ class Explorer:
         for path, d in skeleton.symbols:
             if d is None:
                 given[path] = Given(None, None, value=values[path, None])
-        variables = self.variables
         try:
-            objects = [c.value for c in first.containers.values() if c.kind == "object"]
-            objects += [x for x in first.leaves.values() if isinstance(x, types.ModuleType | type)]
-            with self.watched.noting(objects, [c.value for c in first.containers.values()]):
-                trace = trace_step(
-                    self.step,
-                    t,
-                    skeleton.snapshot,
-                    given,
-                    self.lists,
-                    variables.temporary,
-                    variables.read_after,
-                )
+            trace = self._traced(t, skeleton.snapshot, given, first)
         except IsRead as error:
             if isinstance(error, NotRows) or self._may_be_rows(error.path, first):
                 raise
@@ -324,6 +312,32 @@ class Explorer:
         if len(self.known) > WAYS:
             raise NotFollowed(self._too_many)
         return Way(trace, number, after, _compiled([position, *names], trace.conditions, following))
+
+    def _traced(self, t: int, before: Snapshot, given: dict[Path, Given], first: Snapshot) -> Trace:
+        """The step, followed. What it changes beside its variables may be a cache of what it computes: that is known by
+        a step that is the same when the cache is filled, and changes nothing more."""
+        objects = [c.value for c in first.containers.values() if c.kind == "object"]
+        objects += [x for x in first.leaves.values() if isinstance(x, types.ModuleType | type)]
+        traces: list[Trace] = []
+
+        def follow() -> None:
+            with self.watched.noting(objects, [c.value for c in first.containers.values()]):
+                of, lists = self.variables, self.lists
+                traces.append(trace_step(self.step, t, before, given, lists, of.temporary, of.read_after))
+
+        try:
+            follow()
+        except Changed as why:
+            first.restore()
+            try:
+                follow()
+            except BaseException:
+                why.notes.put_back()
+                raise
+            if traces[0].describe() != traces[1].describe():
+                why.notes.put_back()
+                raise
+        return traces[-1]
 
     def _may_be_rows(self, path: Path, first: Snapshot) -> bool:
         container = first.containers.get(path)

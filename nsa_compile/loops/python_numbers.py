@@ -33,12 +33,16 @@ _REFUSED = {
     "__repr__": _TEXT,
     "__str__": _TEXT,
     "__format__": _TEXT,
-    "__hash__": f"it looks up {_CHANGING} in a dict, a set or a cache; compare it instead",
 }
-_KNOW_SYMBOLS = (torch.__path__[0], str(Path(__file__).parents[1]))
+_LOOKED_UP = f"it looks up {_CHANGING} in a dict, a set or a cache; compare it instead"
+_KNOW_SYMBOLS = (torch.__path__[0], sympy.__path__[0], str(Path(__file__).parents[1]))
 # Code that asks on behalf of whoever called it.
 _STANDARD = sysconfig.get_path("stdlib")
-_BETWEEN = ("<frozen", numpy.__path__[0], sympy.__path__[0])
+_BETWEEN = ("<frozen", numpy.__path__[0])
+
+
+class NotHashable(TypeError):
+    """A symbolic number has no hash. Libraries that keep results by sizes know that of torch's symbols."""
 
 
 @contextlib.contextmanager
@@ -78,7 +82,14 @@ def _changes(kind: type) -> dict[str, Any]:
             raise NotFollowed(f"it asks for .{name} of {_CHANGING}")
         raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
 
+    def hash_of(self: Any) -> int:
+        if _asked_by_loop():
+            raise NotHashable(_LOOKED_UP)
+        return known_hash(self)
+
+    known_hash: Any = kind.__hash__
     changes: dict[str, Any] = {
+        "__hash__": hash_of,
         "__class__": property(lambda self: own if _asked_by_loop() else kind),
         "__getattr__": missing,
     }

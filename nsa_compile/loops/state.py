@@ -11,6 +11,7 @@ import collections
 import dis
 import enum
 import functools
+import logging
 import pickle
 import types
 import weakref
@@ -229,7 +230,10 @@ class Same:
 
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_OPAQUE = (*_NUMBERS, types.ModuleType, type, enum.Enum, torch.Size, torch.device, torch.dtype, torch.Generator)
+_OPAQUE = (
+    *_NUMBERS, types.ModuleType, type, enum.Enum, torch.Size, torch.device, torch.dtype, torch.Generator,
+    logging.Logger, logging.Handler,
+)  # fmt: skip
 
 
 def _parts(value: Any, module: dict[str, Any]) -> tuple[str, tuple[Any, ...], tuple[Any, ...]] | None:

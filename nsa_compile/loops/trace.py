@@ -26,8 +26,8 @@ from nsa_compile.loops import intercepted
 from nsa_compile.loops.effects import refused_effects
 from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import Number, as_number
-from nsa_compile.loops.python_numbers import is_symbolic, numbers_as_in_python
-from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
+from nsa_compile.loops.python_numbers import NotHashable, is_symbolic, numbers_as_in_python
+from nsa_compile.loops.state import PLAIN, NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,15 @@ class Trace:
     same: set[Path] = field(default_factory=set)  # where it has left the tensor that it was given
     memory: dict[Path | str, list[int]] = field(default_factory=dict)  # whose elements results and appended tensors are
     came: dict[int, Path] = field(default_factory=dict)  # the tensor of the state whose memory that was
+
+    def describe(self) -> Any:
+        """What a step computes: equal for two traces of one that does the same."""
+        ops = [(str(op.func), repr((op.args, op.kwargs)), op.outs, op.no_grad) for op in self.ops]
+        known = (Ref, Number, *PLAIN)  # an object that is neither may be one that the step has made
+        results = {path: x if isinstance(x, known) else type(x) for path, x in self.results.items()}
+        outside = {ref: id(x) for ref, x in self.outside.items() if ref not in self.literals}
+        literals = {ref: self.outside[ref].tolist() for ref in self.literals}
+        return ops, results, outside, literals, self.conditions, self.appended, self.mutated, self.same
 
 
 @dataclass
@@ -468,6 +477,8 @@ def _line_of(error: BaseException, step: types.FunctionType) -> str | None:
 
 def _in_a_line(error: Exception) -> str:
     kind = type(error).__name__
+    if isinstance(error, NotHashable):
+        return str(error)
     if "DataDependent" in kind or "unbacked" in str(error).lower():
         return "it reads a number out of a tensor, so that its way depends on data"
     if "SymIntArrayRef" in str(error):

@@ -14,7 +14,7 @@ from nsa_compile.loops.effects import effect_of
 from nsa_compile.loops.python_numbers import frame_of_loop, holds_symbols, may_ask_for_a_kind
 from nsa_compile.loops.state import GLOBAL, PLAIN, NotFollowed, Snapshot, in_words, survey
 
-__all__ = ["Watched"]
+__all__ = ["Changed", "Watched"]
 
 # Modules whose variables no author of a loop changes.
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
@@ -38,74 +38,33 @@ class Watched:
 
     @contextmanager
     def noting(self, objects: Collection[Any], reached: Collection[Any]) -> Iterator[None]:
-        """Note what is called in here. What functions assign to variables of their modules is taken back.
+        """Note what is called in here. Where it is left by an error, what was changed unseen is put back.
 
         Args:
             objects: those that the step may ask for something, modules and classes among them.
             reached: those that the loop's variables reach, which are looked at otherwise.
 
         Raises:
+            Changed: something has changed that is none of the loop's variables.
             NotFollowed: a function that is called assigns to variables of its module, or asks for the type of a number.
         """
+        notes = _Notes(self.module, self.seen, objects, reached)
         before = sys.getprofile()
-        called: dict[types.CodeType, dict[str, Any]] = {}
-        holders: set[Any] = {y for x in objects for y in (x.__mro__ if isinstance(x, type) else type(x).__mro__)}
-        holders |= {x for x in objects if isinstance(x, types.ModuleType)}
-        assigned: list[tuple[dict[str, Any], str, Any, str]] = []
-
-        libraries: dict[int, types.CodeType] = {}  # by address: to hash a code takes longer than to call it
-
-        asking = set[types.CodeType]()
-        asked_for_kind: list[str] = []
-        unseen = _Unseen(self.module, self.seen, reached)
-
-        def note(frame: types.FrameType, event: str, argument: Any) -> None:
-            code = frame.f_code
-            if event == "c_call" and (effect := effect_of(argument)) is not None and (at := frame_of_loop(frame)):
-                effect = "logs" if frame.f_globals.get("__name__") == "logging" else effect
-                raise NotFollowed(f"it {effect}", f"{at.f_code.co_filename}:{at.f_lineno}")
-            if event == "return" and code in asking and holds_symbols(frame):
-                asked_for_kind.append(f"{code.co_filename}:{code.co_firstlineno}")
-            if event != "call":
-                return
-            if id(code) in libraries:
-                return
-            variables = frame.f_globals
-            if str(variables.get("__name__", "")).partition(".")[0] in _LIBRARIES:
-                libraries[id(code)] = code
-                return
-            if code.co_argcount:
-                holders.update(type(frame.f_locals.get(code.co_varnames[0])).__mro__)
-            if code not in called:
-                called[code] = variables
-                if may_ask_for_a_kind(code):
-                    asking.add(code)
-                if frame_of_loop(frame) is not None:
-                    unseen.look(frame)
-                assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in _variables(code)[1])
-
-        sys.setprofile(note)
+        sys.setprofile(notes.note)
         try:
             yield
+        except BaseException:
+            notes.put_back()
+            raise
         finally:
             if before is None or callable(before):
                 sys.setprofile(before)
             else:
                 before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
-            changed = [(name, function) for variables, name, value, function in assigned
-                       if variables.get(name, _MISSING) is not value]  # fmt: skip
-            for variables, name, value, _ in reversed(assigned):
-                variables[name] = value
-                if value is _MISSING:
-                    del variables[name]
-        unseen.check()
-        for place in asked_for_kind:
-            why = "it compares the type of a number that changes from step to step, or asks whether it `is` True"
-            raise NotFollowed(f"{why}; ask isinstance(…), or compare it by ==", place)
-        for name, function in changed:
-            raise NotFollowed(f"{function} assigns to {name}, a variable of its module")
-        asked = {name for code in called for name in code.co_names}
-        for code, variables in called.items():
+        notes.check()
+        holders = notes.holders
+        asked = {name for code in notes.called for name in code.co_names}
+        for code, variables in notes.called.items():
             for name in _variables(code)[0]:
                 value = variables.get(name, _MISSING)
                 holders |= {value} if isinstance(value, types.ModuleType | type) else set()
@@ -130,62 +89,132 @@ class Watched:
         return any(not _same(_now(holder, name), value) for holder, name, value in self.values)
 
 
-class _Unseen:
-    """What the functions that a step calls may change and is none of the loop's variables: objects of their modules,
-    and attributes of classes.
+class Changed(NotFollowed):
+    """A step has changed what is none of its loop's variables. It may be a cache, which changes no result."""
+
+    def __init__(self, what: str, notes: _Notes) -> None:
+        super().__init__(f"it changes {what}, which is none of the loop's variables")
+        self.notes = notes
+
+
+class _Notes:
+    """What is called while a step is traced, and what that may change without being one of the loop's variables:
+    objects of modules, and attributes of classes.
 
     Args:
         module: the variables of the loop's module.
         seen: those of them that are looked at otherwise.
-        objects: what the loop's variables reach.
+        objects: those that the step may ask for something.
+        reached: what the loop's variables reach.
     """
 
-    def __init__(self, module: dict[str, Any], seen: Collection[str], objects: Collection[Any]) -> None:
-        self.module, self.names = module, seen
-        self.known = set(map(id, objects))
+    def __init__(
+        self, module: dict[str, Any], seen: Collection[str], objects: Collection[Any], reached: Collection[Any]
+    ) -> None:
+        self.module, self.seen = module, seen
+        self.called: dict[types.CodeType, dict[str, Any]] = {}
+        self.holders: set[Any] = {y for x in objects for y in (x.__mro__ if isinstance(x, type) else type(x).__mro__)}
+        self.holders |= {x for x in objects if isinstance(x, types.ModuleType)}
+        self.assigned: list[tuple[dict[str, Any], str, Any, str]] = []
+        self.libraries: dict[int, types.CodeType] = {}  # by address: to hash a code takes longer than to call it
+        self.asking = set[types.CodeType]()  # functions that may ask for the type of a number
+        self.asked: list[str] = []
+        self.known = set(map(id, reached))
         self.surveys: list[tuple[dict[str, Any], Snapshot]] = []
         self.classes: dict[type, dict[str, Any]] = {}
 
-    def look(self, frame: types.FrameType) -> None:
+    def note(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        """What `sys.setprofile` calls.
+
+        Raises:
+            NotFollowed: a function written in C is about to be called, whose effect nobody would see.
+        """
+        code = frame.f_code
+        if event == "c_call" and (effect := effect_of(argument, code.co_filename)) and (at := frame_of_loop(frame)):
+            effect = "logs" if frame.f_globals.get("__name__") == "logging" else effect
+            raise NotFollowed(f"it {effect}", f"{at.f_code.co_filename}:{at.f_lineno}")
+        if event == "return" and code in self.asking and holds_symbols(frame):
+            self.asked.append(f"{code.co_filename}:{code.co_firstlineno}")
+        if event != "call" or id(code) in self.libraries:
+            return
+        variables = frame.f_globals
+        if str(variables.get("__name__", "")).partition(".")[0] in _LIBRARIES:
+            self.libraries[id(code)] = code
+            return
+        if code.co_argcount:
+            self.holders.update(type(frame.f_locals.get(code.co_varnames[0])).__mro__)
+        if code not in self.called:
+            self.called[code] = variables
+            if may_ask_for_a_kind(code):
+                self.asking.add(code)
+            if frame_of_loop(frame) is not None:
+                self._look(frame)
+            names = _variables(code)[1]
+            self.assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in names)
+
+    def _look(self, frame: types.FrameType) -> None:
         """Note what a function that has just been called may change."""
         code, variables = frame.f_code, frame.f_globals
-        names = [n for n in _variables(code)[0] if not (variables is self.module and n in self.names)]
-        self._note({f"{GLOBAL}{n}": variables[n] for n in names if n in variables})
+        names = [n for n in _variables(code)[0] if not (variables is self.module and n in self.seen)]
+        self._survey({f"{GLOBAL}{n}": variables[n] for n in names if n in variables})
         if code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
-            self._note({k.__name__: k for k in (owner if isinstance(owner, type) else type(owner)).__mro__})
+            self._survey({k.__name__: k for k in (owner if isinstance(owner, type) else type(owner)).__mro__})
 
-    def _note(self, values: dict[str, Any]) -> None:
+    def _survey(self, values: dict[str, Any]) -> None:
         new = {name: x for name, x in values.items() if id(x) not in self.known and not isinstance(x, types.ModuleType)}
         self.known.update(map(id, new.values()))
         for kind in (x for x in new.values() if isinstance(x, type) and _root(x) not in _LIBRARIES):
             self.classes[kind] = dict(vars(kind))
-            self._note({f"{kind.__name__}.{name}": x for name, x in vars(kind).items() if not name.startswith("__")})
+            self._survey({f"{kind.__name__}.{name}": x for name, x in vars(kind).items() if not name.startswith("__")})
         found = {name: x for name, x in new.items() if not isinstance(x, type)}
         if found:
             self.surveys.append((found, survey(found)))
 
     def check(self) -> None:
-        """Put back what the step has changed.
+        """Put back what functions have assigned to variables of their modules.
 
         Raises:
-            NotFollowed: it has changed something.
+            Changed: something else has changed, too; it is left as it is.
+            NotFollowed: a function has assigned to such a variable, or asked for the type of a number.
         """
-        changed: list[str] = []
+        assigned = self._take_back_assignments()
+        for place in self.asked:
+            why = "it compares the type of a number that changes from step to step, or asks whether it `is` True"
+            raise NotFollowed(f"{why}; ask isinstance(…), or compare it by ==", place)
+        for name, function in assigned:
+            raise NotFollowed(f"{function} assigns to {name}, a variable of its module")
+        for kind in self.classes:
+            for name in self._changed_in(kind):
+                raise Changed(f"{kind.__name__}.{name}", self)
+        for variables, held in self.surveys:
+            if (path := survey(variables).change_since(held)) is not None:
+                raise Changed(in_words(path), self)
+
+    def put_back(self) -> None:
+        """Everything as it was before."""
+        self._take_back_assignments()
         for kind, before in self.classes.items():
-            now = dict(vars(kind))
-            for name in [n for n in {**before, **now} if now.get(n, _MISSING) is not before.get(n, _MISSING)]:
-                changed.append(f"{kind.__name__}.{name}")
+            for name in self._changed_in(kind):
                 if name in before:
                     setattr(kind, name, before[name])
                 else:
                     delattr(kind, name)
-        for variables, held in self.surveys:
-            if (path := survey(variables).change_since(held)) is not None:
-                held.restore()
-                changed.append(in_words(path))
-        if changed:
-            raise NotFollowed(f"it changes {changed[0]}, which is none of the loop's variables")
+        for _, held in self.surveys:
+            held.restore()
+
+    def _changed_in(self, kind: type) -> list[str]:
+        before, now = self.classes[kind], dict(vars(kind))
+        return [n for n in {**before, **now} if now.get(n, _MISSING) is not before.get(n, _MISSING)]
+
+    def _take_back_assignments(self) -> list[tuple[str, str]]:
+        found = [(name, function) for variables, name, value, function in self.assigned
+                 if variables.get(name, _MISSING) is not value]  # fmt: skip
+        for variables, name, value, _ in reversed(self.assigned):
+            variables[name] = value
+            if value is _MISSING:
+                del variables[name]
+        return found
 
 
 def _root(value: types.ModuleType | type) -> str:
