@@ -329,14 +329,10 @@ class Explorer:
             follow()
         except Changed as why:
             first.restore()
-            try:
+            with self.watched.changes_accepted():
                 follow()
-            except BaseException:
-                why.notes.put_back()
-                raise
-            if traces[0].describe() != traces[1].describe():
-                why.notes.put_back()
-                raise
+                if traces[0].describe() != traces[1].describe():
+                    raise why from None
         return traces[-1]
 
     def _may_be_rows(self, path: Path, first: Snapshot) -> bool:

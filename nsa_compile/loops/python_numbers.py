@@ -109,7 +109,8 @@ def _refusing(known: Callable[..., Any], why: str) -> Callable[..., Any]:
 
 
 def _asked_by_loop() -> bool:
-    return frame_of_loop(sys._getframe(2)) is not None
+    frame = sys._getframe(2)
+    return _asks(frame.f_code.co_filename) is not False and frame_of_loop(frame) is not None
 
 
 def frame_of_loop(frame: types.FrameType | None) -> types.FrameType | None:

@@ -35,6 +35,7 @@ class Watched:
         self.seen = {name.removeprefix("global ") for name in seen}
         self.module = module
         self.values: list[tuple[Any, str, Any]] = []  # a module's variables or a class, a name, and a value
+        self.unseen = _Unseen(module, self.seen)
 
     @contextmanager
     def noting(self, objects: Collection[Any], reached: Collection[Any]) -> Iterator[None]:
@@ -48,7 +49,8 @@ class Watched:
             Changed: something has changed that is none of the loop's variables.
             NotFollowed: a function that is called assigns to variables of its module, or asks for the type of a number.
         """
-        notes = _Notes(self.module, self.seen, objects, reached)
+        self.unseen.known.update(map(id, reached))
+        notes = _Notes(self.unseen, objects)
         before = sys.getprofile()
         sys.setprofile(notes.note)
         try:
@@ -61,7 +63,13 @@ class Watched:
                 sys.setprofile(before)
             else:
                 before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
-        notes.check()
+        try:
+            notes.check()
+        except Changed:
+            raise
+        except NotFollowed:
+            notes.put_back()
+            raise
         holders = notes.holders
         asked = {name for code in notes.called for name in code.co_names}
         for code, variables in notes.called.items():
@@ -71,6 +79,18 @@ class Watched:
                 if variables is not self.module or name not in self.seen:
                     self.values.append((variables, name, _kept(value)))
         self._watch_attributes(holders, asked)
+
+    @contextmanager
+    def changes_accepted(self) -> Iterator[None]:
+        """Inside this context what a step has changed unseen is as it should be; put back if it is left by an error."""
+        surveys, classes = self.unseen.surveys, self.unseen.classes
+        self.unseen.accept()
+        try:
+            yield
+        except BaseException:
+            self.unseen.surveys, self.unseen.classes = surveys, classes
+            self.unseen.put_back()
+            raise
 
     def _watch_attributes(self, holders: set[Any], names: Collection[str]) -> None:
         waiting, seen = list(holders), set(holders)
@@ -92,67 +112,22 @@ class Watched:
 class Changed(NotFollowed):
     """A step has changed what is none of its loop's variables. It may be a cache, which changes no result."""
 
-    def __init__(self, what: str, notes: _Notes) -> None:
-        super().__init__(f"it changes {what}, which is none of the loop's variables")
-        self.notes = notes
 
-
-class _Notes:
-    """What is called while a step is traced, and what that may change without being one of the loop's variables:
-    objects of modules, and attributes of classes.
+class _Unseen:
+    """What a step may change without being one of the loop's variables: objects of modules, and attributes of classes.
 
     Args:
         module: the variables of the loop's module.
         seen: those of them that are looked at otherwise.
-        objects: those that the step may ask for something.
-        reached: what the loop's variables reach.
     """
 
-    def __init__(
-        self, module: dict[str, Any], seen: Collection[str], objects: Collection[Any], reached: Collection[Any]
-    ) -> None:
+    def __init__(self, module: dict[str, Any], seen: Collection[str]) -> None:
         self.module, self.seen = module, seen
-        self.called: dict[types.CodeType, dict[str, Any]] = {}
-        self.holders: set[Any] = {y for x in objects for y in (x.__mro__ if isinstance(x, type) else type(x).__mro__)}
-        self.holders |= {x for x in objects if isinstance(x, types.ModuleType)}
-        self.assigned: list[tuple[dict[str, Any], str, Any, str]] = []
-        self.libraries: dict[int, types.CodeType] = {}  # by address: to hash a code takes longer than to call it
-        self.asking = set[types.CodeType]()  # functions that may ask for the type of a number
-        self.asked: list[str] = []
-        self.known = set(map(id, reached))
+        self.known = set[int]()  # addresses of what is looked at
         self.surveys: list[tuple[dict[str, Any], Snapshot]] = []
         self.classes: dict[type, dict[str, Any]] = {}
 
-    def note(self, frame: types.FrameType, event: str, argument: Any) -> None:
-        """What `sys.setprofile` calls.
-
-        Raises:
-            NotFollowed: a function written in C is about to be called, whose effect nobody would see.
-        """
-        code = frame.f_code
-        if event == "c_call" and (effect := effect_of(argument, code.co_filename)) and (at := frame_of_loop(frame)):
-            effect = "logs" if frame.f_globals.get("__name__") == "logging" else effect
-            raise NotFollowed(f"it {effect}", f"{at.f_code.co_filename}:{at.f_lineno}")
-        if event == "return" and code in self.asking and holds_symbols(frame):
-            self.asked.append(f"{code.co_filename}:{code.co_firstlineno}")
-        if event != "call" or id(code) in self.libraries:
-            return
-        variables = frame.f_globals
-        if str(variables.get("__name__", "")).partition(".")[0] in _LIBRARIES:
-            self.libraries[id(code)] = code
-            return
-        if code.co_argcount:
-            self.holders.update(type(frame.f_locals.get(code.co_varnames[0])).__mro__)
-        if code not in self.called:
-            self.called[code] = variables
-            if may_ask_for_a_kind(code):
-                self.asking.add(code)
-            if frame_of_loop(frame) is not None:
-                self._look(frame)
-            names = _variables(code)[1]
-            self.assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in names)
-
-    def _look(self, frame: types.FrameType) -> None:
+    def look(self, frame: types.FrameType) -> None:
         """Note what a function that has just been called may change."""
         code, variables = frame.f_code, frame.f_globals
         names = [n for n in _variables(code)[0] if not (variables is self.module and n in self.seen)]
@@ -171,6 +146,96 @@ class _Notes:
         if found:
             self.surveys.append((found, survey(found)))
 
+    def changed(self) -> str | None:
+        """What is other than it was, in words."""
+        for kind in self.classes:
+            for name in self._changed_in(kind):
+                return f"{kind.__name__}.{name}"
+        for variables, held in self.surveys:
+            if (path := survey(variables).change_since(held)) is not None:
+                return in_words(path)
+        return None
+
+    def accept(self) -> None:
+        """Take everything as it is now."""
+        self.classes = {kind: dict(vars(kind)) for kind in self.classes}
+        self.surveys = [(variables, survey(variables)) for variables, _ in self.surveys]
+
+    def put_back(self) -> None:
+        """Everything as it was."""
+        for kind, before in self.classes.items():
+            for name in self._changed_in(kind):
+                if name in before:
+                    setattr(kind, name, before[name])
+                else:
+                    delattr(kind, name)
+        for _, held in self.surveys:
+            held.restore()
+
+    def _changed_in(self, kind: type) -> list[str]:
+        before, now = self.classes[kind], dict(vars(kind))
+        return [n for n in {**before, **now} if now.get(n, _MISSING) is not before.get(n, _MISSING)]
+
+
+class _Notes:
+    """What is called while a step is traced once.
+
+    Args:
+        unseen: what this may change.
+        objects: those that the step may ask for something.
+    """
+
+    def __init__(self, unseen: _Unseen, objects: Collection[Any]) -> None:
+        self.unseen = unseen
+        self.called: dict[types.CodeType, dict[str, Any]] = {}
+        self.holders: set[Any] = {y for x in objects for y in (x.__mro__ if isinstance(x, type) else type(x).__mro__)}
+        self.holders |= {x for x in objects if isinstance(x, types.ModuleType)}
+        self.assigned: list[tuple[dict[str, Any], str, Any, str]] = []
+        # By address: to hash a code takes longer than to call it.
+        self.libraries: dict[int, types.CodeType] = {}
+        self.asking: dict[int, types.CodeType] = {}  # functions that may ask for the type of a number
+        self.asked: list[str] = []
+        self.harmless = set[type]()  # whose methods written in C have no effect
+
+    def note(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        """What `sys.setprofile` calls.
+
+        Raises:
+            NotFollowed: a function written in C is about to be called, whose effect nobody would see.
+        """
+        if event == "c_call":
+            if type(getattr(argument, "__self__", None)) not in self.harmless:
+                self._refuse_effects(frame, argument)
+            return
+        code = frame.f_code
+        if event == "return" and id(code) in self.asking and holds_symbols(frame):
+            self.asked.append(f"{code.co_filename}:{code.co_firstlineno}")
+        if event != "call" or id(code) in self.libraries:
+            return
+        variables = frame.f_globals
+        if str(variables.get("__name__", "")).partition(".")[0] in _LIBRARIES:
+            self.libraries[id(code)] = code
+            return
+        if code.co_argcount:
+            self.holders.update(type(frame.f_locals.get(code.co_varnames[0])).__mro__)
+        if code not in self.called:
+            self.called[code] = variables
+            if may_ask_for_a_kind(code):
+                self.asking[id(code)] = code
+            if frame_of_loop(frame) is not None:
+                self.unseen.look(frame)
+            names = _variables(code)[1]
+            self.assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in names)
+
+    def _refuse_effects(self, frame: types.FrameType, function: Any) -> None:
+        effect = effect_of(function, frame.f_code.co_filename)
+        if effect is not None and (at := frame_of_loop(frame)) is not None:
+            effect = "logs" if frame.f_globals.get("__name__") == "logging" else effect
+            raise NotFollowed(f"it {effect}", f"{at.f_code.co_filename}:{at.f_lineno}")
+        kind = type(getattr(function, "__self__", None))
+        if effect is None and kind not in (types.ModuleType, types.NoneType) and not issubclass(kind, type):
+            self.harmless.add(kind)
+
     def check(self) -> None:
         """Put back what functions have assigned to variables of their modules.
 
@@ -184,28 +249,13 @@ class _Notes:
             raise NotFollowed(f"{why}; ask isinstance(…), or compare it by ==", place)
         for name, function in assigned:
             raise NotFollowed(f"{function} assigns to {name}, a variable of its module")
-        for kind in self.classes:
-            for name in self._changed_in(kind):
-                raise Changed(f"{kind.__name__}.{name}", self)
-        for variables, held in self.surveys:
-            if (path := survey(variables).change_since(held)) is not None:
-                raise Changed(in_words(path), self)
+        if (what := self.unseen.changed()) is not None:
+            raise Changed(f"it changes {what}, which is none of the loop's variables")
 
     def put_back(self) -> None:
         """Everything as it was before."""
         self._take_back_assignments()
-        for kind, before in self.classes.items():
-            for name in self._changed_in(kind):
-                if name in before:
-                    setattr(kind, name, before[name])
-                else:
-                    delattr(kind, name)
-        for _, held in self.surveys:
-            held.restore()
-
-    def _changed_in(self, kind: type) -> list[str]:
-        before, now = self.classes[kind], dict(vars(kind))
-        return [n for n in {**before, **now} if now.get(n, _MISSING) is not before.get(n, _MISSING)]
+        self.unseen.put_back()
 
     def _take_back_assignments(self) -> list[tuple[str, str]]:
         found = [(name, function) for variables, name, value, function in self.assigned

@@ -167,7 +167,7 @@ def test_the_matrix_unit_is_as_exact_as_vectors(name, dtype):
         out, lse, *_ = kernel.forward(*arguments)
         grads = (g.to(x.dtype) for g, x in zip(gradients, (out, lse), strict=True))
         found = kernel.backward(*grads, *arguments[:3], out, lse, *arguments[3:])
-        # Of numbers in 16 bits the matrix unit takes as many as make the output exact in these, not the sums in float32.
+        # Of 16-bit numbers the matrix unit takes what makes the output exact in these, not the sums in float32.
         return [out, *([lse.nan_to_num(neginf=0)] if dtype == torch.float32 else []), *found]
 
     exact = results("cpu", doubles)
