@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from nsa_compile.analyses.batched_operators import HALF, reads_unrounded_number
 from nsa_compile.ir.aten import (
     ADD,
     COPIED,
@@ -48,11 +49,16 @@ Axes = tuple[tuple[Axis, ...], ...]  # of each dimension of a tensor
 
 @dataclass(frozen=True)
 class Factor:
-    """A value that does not depend on the state, or, by `how`, its reciprocal, or where it is true or false."""
+    """A value that does not depend on the state, or, by `how`, its reciprocal, or where it is true or false.
+
+    `rounded` is the dtype to which the operator that reads it casts it first, where that is half precision: a decay
+    that is kept in float32 is another decay then.
+    """
 
     node: fx.Node
     axes: Axes
     how: str = "value"  # value, reciprocal, true, false
+    rounded: torch.dtype | None = None
 
     @property
     def names(self) -> set[Axis]:
@@ -160,11 +166,27 @@ class Affine:
     def terms(self, value: Any, like: fx.Node) -> list[Term]:
         """Of an operand, spread to the shape of a result."""
         if isinstance(value, fx.Node):
-            return [spread(term, example(like).shape, like) for term in self.of(value)]
+            terms = self.of(value)
+            if value not in self.dependent:
+                terms = [replace(t, factors=tuple(_read_by(f, like) for f in t.factors)) for t in terms]
+            return [spread(term, example(like).shape, like) for term in terms]
+        if example(like).dtype in HALF:
+            value = torch.tensor(float(value), dtype=example(like).dtype).item()
+            if not math.isfinite(value):
+                raise NotAffine(f"a number is added that {example(like).dtype} does not hold", like)
         return [] if value == 0 else [Term(value, None, None, (), tuple(() for _ in example(like).shape))]
 
     def depends(self, value: Any) -> bool:
         return isinstance(value, fx.Node) and value in self.dependent
+
+
+def _read_by(factor: Factor, node: fx.Node) -> Factor:
+    """A factor as an operator reads it, in half precision perhaps."""
+    to, own = example(node).dtype, example(factor.node).dtype
+    if to not in HALF or own in (to, torch.bool):
+        return factor
+    unrounded = reads_unrounded_number(node) and factor.node is node.args[1]
+    return factor if unrounded else replace(factor, rounded=to)
 
 
 # -- terms moved
@@ -187,7 +209,7 @@ def _times(term: Term, factor: fx.Node, how: str, node: fx.Node) -> Term:
         else:
             out[place] = out[place] or (Axis(size),)
             axes.append(out[place])
-    return replace(term, factors=(*term.factors, Factor(factor, tuple(axes), how)), out=tuple(out))
+    return replace(term, factors=(*term.factors, _read_by(Factor(factor, tuple(axes), how), node)), out=tuple(out))
 
 
 def _reshaped(term: Term, shape: Sequence[int], node: fx.Node) -> Term:
@@ -440,7 +462,7 @@ def opened(term: Term, factor: Factor, record: ScanRecord) -> Term | None:
     """A term with a factor replaced by what it is a product of, or None where that is not seen."""
     others = tuple(f for f in term.factors if f is not factor)
     node, axes = factor.node, factor.axes
-    if factor.how != "value" or node.op != "call_function":
+    if factor.how != "value" or factor.rounded is not None or node.op != "call_function":
         return None
     if any((node, place) in record.hidden for place in range(len(node.args))):
         return None  # it multiplies something else than its operands
@@ -457,7 +479,7 @@ def opened(term: Term, factor: Factor, record: ScanRecord) -> Term | None:
     if node.target in MUL | DIV:
         how = "reciprocal" if node.target in DIV else "value"
         if isinstance(args[0], fx.Node) and isinstance(args[1], fx.Node):
-            return product(1, part(args[0]), part(args[1], how))
+            return product(1, _read_by(part(args[0]), node), _read_by(part(args[1], how), node))
         if not isinstance(args[0], fx.Node):
             return product(args[0], part(args[1], how)) if node.target in MUL else None
         return product(1 / args[1] if node.target in DIV else args[1], part(args[0]))
@@ -483,7 +505,7 @@ def opened_sum(term: Term, factor: Factor, record: ScanRecord) -> list[Term] | N
     A sum has the identity matrix for one of them where a state goes through `I - k kᵀ`; two axes are then one.
     """
     others = tuple(f for f in term.factors if f is not factor)
-    if factor.how != "value" or factor.node.target not in ADD | SUB or len(factor.axes) < 2:
+    if factor.how != "value" or factor.node.target not in ADD | SUB or len(factor.axes) < 2 or factor.rounded:
         return None
     sign = -1 if factor.node.target in SUB else 1
     alpha = arguments(factor.node).alpha
@@ -494,6 +516,7 @@ def opened_sum(term: Term, factor: Factor, record: ScanRecord) -> list[Term] | N
         shape = example(value).shape
         own = factor.axes[len(factor.axes) - len(shape) :]
         part = Factor(value, tuple(() if n == 1 else dim for dim, n in zip(own, shape, strict=True)))
+        part = _read_by(part, factor.node)
         terms.append(_joined(replace(term, number=term.number * number, factors=(*others, part)), part, record))
     return terms
 
@@ -561,4 +584,4 @@ def _moved_back(term: Term, factor: Factor, others: tuple[Factor, ...]) -> Term 
         back = split.out
     else:
         return None
-    return replace(term, factors=(*others, Factor(source, back)))
+    return replace(term, factors=(*others, replace(factor, node=source, axes=back)))

@@ -16,7 +16,8 @@ from torch._ops import OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from nsa_compile.analyses.known import promotes_by_rank
-from nsa_compile.ir.aten import MATMUL_ADD, arguments, aten, operand
+from nsa_compile.ir.aten import COMPARISONS, MATMUL_ADD, WHERE, arguments, aten, operand
+from nsa_compile.ir.lowering import CONTIGUOUS
 from nsa_compile.ir.scans import Declined, example, first_line, place_of
 from nsa_compile.ops import ranked
 
@@ -45,6 +46,8 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
         raise Declined("embedding with a padding_idx in weights that differ from step to step", node)
     if not with_steps:
         return _call(node, {n: tensor for n, (tensor, _) in operands.items()}), False
+    if node.target is aten.embedding.default and arguments(node).scale_grad_by_freq:
+        raise Declined("embedding with scale_grad_by_freq, which counts the indices of one step alone", node)
     if node.target in _MATMULS:
         return _batched_matmul(node, operands), True
     if node.target in _PICKS and not operands[operand(node)][1]:
@@ -56,8 +59,14 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
         return reduction(x.flatten(1), 1), True
     if node.target in _MEDIANS and example(node).dtype.is_floating_point:
         raise Declined(f"{node.target}: batched, its gradient would go to one of several equal elements", node)
+    if node.target in CONTIGUOUS:
+        x, has_steps = operands[operand(node)]
+        operands = {**operands, operand(node): (x.contiguous(), has_steps)}
     if node.target is aten.roll.default and not example(node).dim():
         return operands[operand(node)]  # torch.vmap rolls the steps (torch 2.13)
+    if (result := _without_vmap(node, operands)) is not None:
+        _check_batched(node, result)
+        return result, True
     casts = _casts_of_numbers(node)
     operands = {n: (x.to(casts[n]) if n in casts else x, has_steps) for n, (x, has_steps) in operands.items()}
     same = {n: tensor for n, (tensor, has_steps) in operands.items() if not has_steps}
@@ -81,6 +90,23 @@ _OF_ALL: dict[Any, Callable[..., Tensor]] = {aten.max.default: torch.amax, aten.
 _PICKS = (aten.gather.default, aten.index_select.default)
 _MATMULS = {aten.mm.default, aten.bmm.default} | MATMUL_ADD
 _MEDIANS = (aten.median.default, aten.nanmedian.default)
+# Of one element as their second operand, and of no other, the kernels for half precision on the CPU read the number as
+# it is, and compute in float32 (compared with eager mode for every operator on several tensors; torch 2.13).
+IN_OPMATH = {aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode, aten.floor_divide.default}
+HALF = (torch.float16, torch.bfloat16)
+# In half precision these round a number of a wider dtype, and so do their gradients; those of `pow`, say, do not.
+_ROUNDING = (
+    IN_OPMATH
+    | WHERE
+    | set(COMPARISONS)
+    | {
+        aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.addcmul.default, aten.fmod.Tensor,
+        aten.remainder.Tensor, aten.copysign.Tensor, aten.hypot.default, aten.logaddexp.default,
+        aten.logaddexp2.default, aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default,
+        aten.clamp.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.logical_and.default,
+        aten.logical_or.default, aten.logical_xor.default,
+    }
+)  # fmt: skip
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -90,11 +116,52 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return node.target(*args, **kwargs)
 
 
+def _without_vmap(node: fx.Node, operands: dict[fx.Node, Value]) -> Tensor | None:
+    """An operator on two operands of which torch.vmap makes another one; None for any other operator."""
+    target: Any = node.target
+    if target in IN_OPMATH and not isinstance(node.args[1], fx.Node):
+        # The number would become a tensor, and be cast.
+        return _call(node, {n: tensor for n, (tensor, _) in operands.items()})
+    if reads_unrounded_number(node):
+        # In float32, as the kernel computes it; so are its gradients.
+        dtype = example(node).dtype
+        x, number = _in_line(node, operands)
+        return target(x.to(dtype).to(torch.float32), number.to(torch.float32), **node.kwargs).to(dtype)
+    if target is aten.ldexp.Tensor:
+        # It would be taken apart, and have another gradient: where an integer exponent is negative, eager mode's is 0.
+        return target(*_in_line(node, operands))
+    return None
+
+
+def reads_unrounded_number(node: fx.Node) -> bool:
+    """Whether an operator in half precision reads, at one step, one number of another dtype without rounding it."""
+    if node.target not in IN_OPMATH or example(node).dtype not in HALF or example(node).device.type != "cpu":
+        return False
+    number = node.args[1]
+    return isinstance(number, fx.Node) and example(number).numel() == 1 and example(number).dtype != example(node).dtype
+
+
+def _in_line(node: fx.Node, operands: dict[fx.Node, Value]) -> list[Tensor]:
+    """The operands of a pointwise operator, such that they meet at several steps as they do at one."""
+    return [_with_rank(operands[operand(node, i)], example(node).dim()) for i in range(len(node.args))]
+
+
+def _with_rank(value: Value, rank: int) -> Tensor:
+    """A value that meets others of a rank: its steps come before all of the dimensions."""
+    tensor, has_steps = value
+    if not has_steps:
+        return tensor
+    return tensor.reshape(tensor.shape[0], *([1] * (rank + 1 - tensor.dim())), *tensor.shape[1:])
+
+
 def _casts_of_numbers(node: fx.Node) -> dict[fx.Node, torch.dtype]:
     """The dtypes to which a pointwise operator, at one step, casts its operands without dimensions.
 
     They weigh less in the common dtype than tensors with dimensions do, which they become when batched: vmap would
     compute `where(mask, float64, float32[D])` in float64, and compare an int64 with int8s without wrapping around.
+
+    Raises:
+        Declined: gradients would be those of a number that is rounded to half precision, and eager mode's are not.
     """
     target: Any = node.target
     if torch.Tag.pointwise not in target.tags or not promotes_by_rank(node):
@@ -107,7 +174,16 @@ def _casts_of_numbers(node: fx.Node) -> dict[fx.Node, torch.dtype]:
             *(example(x) if isinstance(x, fx.Node) else x for x in operands),
             type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.NO_OPMATH,
         )[1]
-    return {x: common for x in operands if isinstance(x, fx.Node) and example(x).dim() == 0}
+    numbers = [x for x in operands if isinstance(x, fx.Node) and example(x).dim() == 0]
+    # A number on the CPU beside tensors of another device is read there as it is, and has no batched form.
+    numbers = [x for x in numbers if example(x).device == example(node).device]
+    if common in HALF:
+        # An integer weighs less than these whatever its dimensions, and gradients read it as it is.
+        numbers = [x for x in numbers if example(x).is_floating_point() or example(x).is_complex()]
+        wider = [example(x).dtype for x in numbers if example(x).dtype != common]
+        if wider and target not in _ROUNDING:
+            raise Declined(f"{target} in {common} reads a number in {wider[0]}, which its gradient may not round", node)
+    return dict.fromkeys(numbers, common)
 
 
 def _check_batched(node: fx.Node, result: Any) -> None:
@@ -210,8 +286,7 @@ def _batched_matmul(node: fx.Node, operands: dict[fx.Node, Value]) -> Tensor:
     if beta == 0:  # then what is added is not read: it may be NaN
         return alpha * product
     # It may have fewer dimensions than the product, before which the steps come.
-    extra = extra if extra_steps else extra.unsqueeze(0)
-    extra = extra.reshape(extra.shape[0], *([1] * (product.dim() - extra.dim())), *extra.shape[1:])
+    extra = _with_rank((extra if extra_steps else extra.unsqueeze(0), True), product.dim() - 1)
     return beta * extra + alpha * product
 
 

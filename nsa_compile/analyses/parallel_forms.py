@@ -35,7 +35,7 @@ def find_parallel_form(site: ScanSite, record: ScanRecord, group: tuple[int, ...
         Declined: there is none; says which operator of the step stands against it.
     """
     if len(group) > 1:
-        raise Declined(f"{len(group)} carries are computed from one another", site.placeholders()[0][group[0]])
+        raise Declined(f"{len(group)} carries are computed from one another", site.outputs()[0][group[0]])
     (place,) = group
     carry, update = site.placeholders()[0][place], site.outputs()[0][place]
     if (extreme := _as_extreme(site, record, place, carry, update)) is not None:
@@ -50,7 +50,7 @@ def find_parallel_form(site: ScanSite, record: ScanRecord, group: tuple[int, ...
         if state.mixed:
             raise
         if steps > max_bytes:
-            raise Declined(f"its state at each step takes {steps} bytes, and {why.reason}", carry) from why
+            raise Declined(f"its state at each step takes {steps} bytes, and {why.reason}", update) from why
         return AtEachStep(place, carry, update, state.kept, state.added, state.names)
     return form
 
@@ -96,6 +96,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _arranged(factor: Factor, names: Names, body: BatchedBody) -> Tensor:
     """A factor at all steps, with a dimension for each name, of size 1 where it has none."""
     value, has_steps = body.value(factor.node, body.all_times)
+    value = value if factor.rounded is None else value.to(factor.rounded)
     value = value.to(_wide(value.dtype))
     own = [axis for dim in factor.axes for axis in dim]
     rows = value.shape[0] if has_steps else 1

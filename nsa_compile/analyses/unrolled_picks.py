@@ -266,7 +266,9 @@ class PickUnroller:
             return _shrunk(moved) if _is_same(moved, [dim]) else None
         if target in MATMUL:
             gone = len(shape) - 1 if source is node.args[0] and source_dim != len(shape) - 1 else len(shape) - 2
-            return _shrunk(whole.narrow(gone, 0, 1)) if _is_same(whole, [gone]) else None
+            kept = whole.narrow(gone, 0, 1)
+            kept = kept.squeeze(gone) if target is aten.mv.default else kept
+            return _shrunk(kept) if _is_same(whole, [gone]) else None
         if target in SOFTMAX:
             return whole if _is_same(whole, [arguments(node).dim]) else None
         if target in REDUCED:

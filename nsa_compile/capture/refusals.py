@@ -141,6 +141,15 @@ _REASONS = (
         "it reads a Python float that is another one from call to call; pass it as a tensor, as torch.tensor(scale)",
     ),
     (("Random.random",), DRAWS),
+    (
+        ("`torch.nn.functional.one_hot` with data-dependent",),
+        "it calls one_hot without num_classes, so that its numbers say how long a row is; give it num_classes",
+    ),
+    (
+        ("PendingUnbackedSymbolNotFound",),  # of an operator that selects elements within
+        "it calls what selects elements by their values, such as torch.combinations; call it before the scan, on "
+        "torch.arange(n), and pick by the numbers that it returns, as x[pairs]",
+    ),
     (("assertion failed (cannot compile partial graph)",), "an assert of it fails, whatever numbers it is given"),
     (
         ("repeat_interleave",),

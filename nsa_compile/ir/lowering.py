@@ -55,6 +55,7 @@ def trace_to_aten(
     _fill_numbers(gm)
     _end_slices(gm)
     _multiply_by_noise(gm)
+    _let_bags_have_gradients(gm)
     eliminate_dead_code(gm)
     return gm
 
@@ -97,6 +98,14 @@ def _multiply_by_noise(gm: fx.GraphModule) -> None:
         for user in list(node.users):
             if user is not noise and place_of(user) == 0:
                 user.replace_all_uses_with(product)
+
+
+def _let_bags_have_gradients(gm: fx.GraphModule) -> None:
+    """Where nothing asks for gradients, as below autograd, torch takes an operator for bags of embeddings that has
+    none; the other one has the same result first."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten._embedding_bag_forward_only.default):
+        if all(place_of(user) == 0 for user in node.users if user.users):
+            node.target = aten._embedding_bag.default
 
 
 def _select_scatter(old: Tensor, new: Tensor, dim: int, index: int) -> Tensor:
@@ -240,6 +249,10 @@ class BodyInterpreter(fx.Interpreter):
 _COPIES = {aten.clone.default, aten.alias.default}
 
 
+# What takes no other layout, and has been given a copy for that.
+CONTIGUOUS = (aten.native_group_norm.default,)
+
+
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
@@ -274,7 +287,7 @@ def reshape_views(gm: fx.GraphModule) -> None:
 def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
     """Drop copies: they kept the loop's outputs from aliasing its inputs, and do nothing in a functional graph."""
     for node in gm.graph.nodes:
-        if node in kept and node.target in _COPIES:
+        if node.target in _COPIES and (node in kept or any(user.target in CONTIGUOUS for user in node.users)):
             continue
         if node.target in _COPIES:
             node.replace_all_uses_with(node.args[0])

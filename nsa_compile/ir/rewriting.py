@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nsa_compile.ir.scans import example, place_of, results
 
@@ -199,7 +199,8 @@ class NodeBuilder:
     @property
     def device(self) -> torch.device:
         """Of what is computed where nodes are added."""
-        return example(self.before).device
+        value: Any = example(self.before)
+        return next(x.device for x in tree_leaves(value) if isinstance(x, torch.Tensor))
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.body.graph.inserting_before(self.before):

@@ -12,6 +12,7 @@ import dis
 import enum
 import functools
 import logging
+import operator
 import pickle
 import types
 import weakref
@@ -62,6 +63,7 @@ class Snapshot:
     same: dict[Path, Path]  # a mutable object, or a tensor, that has been found at another path
     module: dict[str, Any]  # the variables of the loop's module, of which some are among these
     contents: dict[Path, Any] = field(default_factory=dict)  # of leaves that may be written to
+    held: list[tuple[Any, list[Any]]] = field(default_factory=list)  # each container, and all that is in it
 
     def restore(self) -> None:
         """Put everything back in its place."""
@@ -77,14 +79,31 @@ class Snapshot:
             if is_global(path) and self.module.get(path[0].removeprefix(GLOBAL), _NOTHING) is not value:
                 self.module[path[0].removeprefix(GLOBAL)] = value
 
-    def change_since(self, before: Snapshot) -> Path | None:
-        """Where something is other than it was, if there is such a place."""
-        if (now := self.structure()) != (was := before.structure()):
-            return next(path for path in (*now, *was) if now.get(path) != was.get(path))
-        for path, leaf in before.leaves.items():
-            if path not in self.leaves or not equal(self.leaves[path], leaf):
+    def roots(self) -> dict[str, Any]:
+        """The variables, with what they held."""
+        names = [p for p in (*self.containers, *self.leaves, *self.same) if len(p) == 1]
+        return {p[0]: self._original(self.same.get(p, p)) for p in names}
+
+    def change(self) -> Path | None:
+        """Where something is other than it was when it was looked at, if there is such a place."""
+        if self._holds_the_same():
+            return None
+        now = survey(self.roots())  # an object may have been replaced by one that holds the same
+        here, there = now.structure(), self.structure()
+        if here != there:
+            return next(path for path in (*here, *there) if here.get(path) != there.get(path))
+        for path, leaf in self.leaves.items():
+            if path not in now.leaves or not equal(now.leaves[path], leaf):
                 return path
-        return next((p for p, content in before.contents.items() if self.contents.get(p) != content), None)
+        return next((p for p, content in self.contents.items() if now.contents.get(p) != content), None)
+
+    def _holds_the_same(self) -> bool:
+        """Whether every container holds the very objects that it held."""
+        for value, was in self.held:
+            now = _held_by(value)
+            if len(now) != len(was) or not all(map(operator.is_, now, was)):
+                return False
+        return all(_content_of(self.leaves[p]) == content for p, content in self.contents.items())
 
     def _build(self, path: Path, values: dict[Path, Any], built: dict[Path, Any]) -> Any:
         if path in self.same:
@@ -166,6 +185,8 @@ def _survey(variables: dict[str, Any], module: dict[str, Any], *, refuse: bool) 
         if kind != "tuple":
             first[id(value)] = path
         snapshot.containers[path] = Container(value, kind, keys, children)
+        if not refuse:
+            snapshot.held.append((value, _held_by(value)))
         waiting += [((*path, key), child) for key, child in reversed(list(zip(keys, children, strict=True)))]
         if len(snapshot.containers) + len(snapshot.leaves) > LIMIT:
             raise NotFollowed(f"its variables reach more than {LIMIT} objects")
@@ -268,6 +289,28 @@ def _parts(value: Any, module: dict[str, Any]) -> tuple[str, tuple[Any, ...], tu
     if attributes or hasattr(value, "__dict__"):
         return "object", tuple(f".{name}" for name in attributes), tuple(attributes.values())
     return None
+
+
+@functools.cache
+def _holds_attributes_alone(kind: type) -> bool:
+    """Whether an object of a class holds nothing but what is in its `__dict__`."""
+    inside = (dict, list, tuple, set, types.FunctionType, types.MethodType, functools.partial, collections.deque)
+    slots = any(vars(k).get("__slots__") for k in kind.__mro__)
+    return not issubclass(kind, inside) and not slots
+
+
+def _held_by(value: Any) -> list[Any]:
+    """The objects in a container, names and keys among them: quick to compare."""
+    if type(value) in (list, tuple):
+        return list(value)
+    if type(value) is dict:
+        return [*value, *value.values()]
+    own = getattr(value, "__dict__", None)
+    kind: Any = type(value)
+    if type(own) is dict and _holds_attributes_alone(kind):
+        return [*own, *own.values()]
+    _, _, children = _parts(value, {}) or (None, (), ())
+    return list(children)
 
 
 def _parts_of_partial(value: functools.partial[Any]) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:

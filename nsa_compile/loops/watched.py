@@ -124,7 +124,7 @@ class _Unseen:
     def __init__(self, module: dict[str, Any], seen: Collection[str]) -> None:
         self.module, self.seen = module, seen
         self.known = set[int]()  # addresses of what is looked at
-        self.surveys: list[tuple[dict[str, Any], Snapshot]] = []
+        self.surveys: list[Snapshot] = []
         self.classes: dict[type, dict[str, Any]] = {}
 
     def look(self, frame: types.FrameType) -> None:
@@ -144,22 +144,22 @@ class _Unseen:
             self._survey({f"{kind.__name__}.{name}": x for name, x in vars(kind).items() if not name.startswith("__")})
         found = {name: x for name, x in new.items() if not isinstance(x, type)}
         if found:
-            self.surveys.append((found, survey(found)))
+            self.surveys.append(survey(found))
 
     def changed(self) -> str | None:
         """What is other than it was, in words."""
         for kind in self.classes:
             for name in self._changed_in(kind):
                 return f"{kind.__name__}.{name}"
-        for variables, held in self.surveys:
-            if (path := survey(variables).change_since(held)) is not None:
+        for held in self.surveys:
+            if (path := held.change()) is not None:
                 return in_words(path)
         return None
 
     def accept(self) -> None:
         """Take everything as it is now."""
         self.classes = {kind: dict(vars(kind)) for kind in self.classes}
-        self.surveys = [(variables, survey(variables)) for variables, _ in self.surveys]
+        self.surveys = [survey(held.roots()) for held in self.surveys]
 
     def put_back(self) -> None:
         """Everything as it was."""
@@ -169,7 +169,7 @@ class _Unseen:
                     setattr(kind, name, before[name])
                 else:
                     delattr(kind, name)
-        for _, held in self.surveys:
+        for held in self.surveys:
             held.restore()
 
     def _changed_in(self, kind: type) -> list[str]:

@@ -115,7 +115,7 @@ def plan_recurrences(site: ScanSite, record: ScanRecord) -> list[Recurrence]:
     for group, loop in needed.items():
         if not unwritten.isdisjoint(loop.nodes):
             why = "the recurrence reads rows of a cache that are not yet written, which only a whole loop does right"
-            raise Declined(why, site.placeholders()[0][group[0]])
+            raise Declined(why, site.outputs()[0][group[0]])
     loops = {g: loop for g, loop in needed.items() if not isinstance(record.parallel.get(g), Recurrence)}
     if loops and not leaves_something_outside(site, record, list(loops.values())):
         raise record.why_loop(next(iter(loops)))
@@ -194,9 +194,11 @@ def _copied(graph: fx.GraphModule, value: fx.Node) -> fx.Node:
     if x.dtype == torch.bool:
         return call(aten.ne.Scalar, value, 0)
     if x.dtype.is_complex:
+        x = x.resolve_conj()  # a conjugate that is a view has no numbers of its own
+        resolved = call(aten.resolve_conj.default, value, val=x)
         numbers = torch.view_as_real(x)
-        product = call(aten.mul.Tensor, call(aten.view_as_real.default, value, val=numbers), 1, val=numbers)
-        return call(aten.view_as_complex.default, product)
+        product = call(aten.mul.Tensor, call(aten.view_as_real.default, resolved, val=numbers), 1, val=numbers)
+        return call(aten.view_as_complex.default, product, val=x)
     if x.dtype.is_floating_point and x.dtype.itemsize == 1:  # numbers that are not multiplied
         numbers = x.view(torch.uint8)
         product = call(aten.mul.Tensor, call(aten.view.dtype, value, torch.uint8, val=numbers), 1, val=numbers)

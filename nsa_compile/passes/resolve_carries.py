@@ -104,7 +104,16 @@ def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
         _write_as_scatters(lowered)
         _take_apart(lowered)
         split_products(lowered)
-        return lowered, record_of(LoweredSite(site.owner, site.node, lowered))
+        found = LoweredSite(site.owner, site.node, lowered)
+        _place_carries(found)
+        return lowered, record_of(found)
+
+
+def _place_carries(site: ScanSite) -> None:
+    """Give each carry, which comes from no line of the step, that of its update: a decline names it."""
+    for carry, update in zip(site.placeholders()[0], site.outputs()[0], strict=True):
+        if "stack_trace" in update.meta:
+            carry.meta["stack_trace"] = update.meta["stack_trace"]
 
 
 def record_of(site: ScanSite) -> ScanRecord:

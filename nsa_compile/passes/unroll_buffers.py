@@ -40,6 +40,7 @@ from nsa_compile.ir.scans import (
     ScanSite,
     Step,
     ancestors,
+    declined_if_it_fails,
     example,
     find_scans,
     place_of,
@@ -66,27 +67,44 @@ def unroll_buffers(gm: fx.GraphModule, context: PassContext) -> bool:
     if not {"eliminate_guards", "raise_attention", "batch_prefill"}.isdisjoint(context.options.disable):
         return False  # without these, a cache of all steps costs more than the buffer
     for site in find_scans(gm):
-        if site.record is None or not _has_candidates(site) or not context.may_rewrite():
+        if site.record is None or not context.may_rewrite():
             continue
         left_out: dict[str, Unrecognised] = {}
-        while True:
-            trial = _Trial.of(site, left_out)
-            if trial is None:
-                break
-            culprits = trial.put_in_place()
-            if not culprits:
-                what = ", ".join(sorted({f"carry {cache.buffer}" for cache in trial.caches})) or "picked rows"
-                trial.finish()
-                context.match(site.node.name, f"all rows of {what} in a cache")
-                changed = True
-                break
-            trial.take_back()
-            left_out |= culprits
-        for why in left_out.values():
-            context.leave(
-                Declined(f"attention to rows that move keeps a copy of them for each step: {why.why}", why.node)
-            )
+        try:
+            with declined_if_it_fails(_LEFT, site.node):
+                trial = _successful_trial(site, left_out) if _has_candidates(site) else None
+        except Declined as why:
+            context.leave(why)
+            continue
+        if trial is not None:
+            what = ", ".join(sorted({f"carry {cache.buffer}" for cache in trial.caches})) or "picked rows"
+            trial.finish()
+            context.match(site.node.name, f"all rows of {what} in a cache")
+            changed = True
+        for product in left_out.values():
+            context.leave(Declined(f"{_LEFT}: {product.why}", product.node))
     return changed
+
+
+_LEFT = "attention to rows that move keeps a copy of them for each step"
+
+
+def _successful_trial(site: ScanSite, left_out: dict[str, Unrecognised]) -> _Trial | None:
+    """A step that is in the place of the scan's own and of use there, or None, with the scan as it was.
+
+    Products that cannot be unrolled, or need not be, are added to those left out.
+    """
+    while (trial := _Trial.of(site, left_out)) is not None:
+        try:
+            culprits = trial.put_in_place()
+        except Exception:
+            trial.take_back()
+            raise
+        if not culprits:
+            return trial
+        trial.take_back()
+        left_out |= culprits
+    return None
 
 
 def _has_candidates(site: ScanSite) -> bool:
@@ -130,6 +148,7 @@ class _Trial:
     step: fx.Node
     step_is_new: bool
     softmaxes: dict[str, list[str]]  # a product: the softmaxes of the new one
+    name: str = ""  # of the step, in the graph that it is put into
 
     @classmethod
     def of(cls, site: ScanSite, left_out: dict[str, Unrecognised]) -> _Trial | None:
@@ -185,19 +204,19 @@ class _Trial:
         site, scan = self.site, self.site.node
         carries = len(site.init)
         self.before = scan.args, dict(scan.meta)
+        build = _Outside(site.owner, scan)
+        self.added = build.added
         output = self.body.graph.output_node()
         returned = results(self.body)
         output.args = ([*returned[:carries], *(cache.after for cache in self.caches), *returned[carries:]],)
         eliminate_dead_code(self.body)
         self.body.recompile()
         self.name = PassContext.add_module(site.owner, f"{operand(scan).target}_unrolled", self.body)
-        build = _Outside(site.owner, scan)
         called = build.graph(self.name)
         called.meta = dict(operand(scan).meta)
         init = [*site.init, *(build.first_rows(cache, site.init[cache.buffer]) for cache in self.caches)]
         xs = [*site.xs, *([build.steps(site.length, example(site.xs[0]).device)] if self.step_is_new else [])]
         scan.args = (called, init, xs, *scan.args[3:])
-        self.added = build.added
         key = "example_value" if "example_value" in scan.meta else "val"
         found = scan_results(scan)
         scan.meta[key] = type(scan.meta[key])([*found[:carries], *map(example, init[carries:]), *found[carries:]])
@@ -235,7 +254,8 @@ class _Trial:
         scan.args, scan.meta = self.before
         for node in reversed(self.added):
             self.site.owner.graph.erase_node(node)
-        delattr(self.site.owner, self.name)
+        if self.name:
+            delattr(self.site.owner, self.name)
 
 
 def _copied(body: fx.GraphModule) -> fx.GraphModule:
@@ -288,6 +308,7 @@ class _Outside:
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.owner.graph.inserting_before(self.scan):
             node = self.owner.graph.call_function(target, args, kwargs)
+        self.added.append(node)
         fake = next(x.fake_mode for x in scan_results(self.scan) if isinstance(x, FakeTensor))
         with fake, torch.no_grad():
             values: Sequence[Any] = fx.node.map_arg(args, example)
@@ -295,5 +316,4 @@ class _Outside:
         for key in ("stack_trace", "nn_module_stack"):
             if key in self.scan.meta:
                 node.meta[key] = self.scan.meta[key]
-        self.added.append(node)
         return node

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
 from nsa_compile import scan
+from nsa_compile.capture.refusals import ScanRefused
+from nsa_compile.passes import unroll_buffers
 
 D = 2
 
@@ -1505,3 +1509,232 @@ def test_programs_that_differ_in_a_constant_alone_under_inductor():
         torch._dynamo.reset()
         run = attention(torch.tensor([value, value, 0.0, 0.0, 0.0, 0.0]))
         torch.testing.assert_close(compiled(run, "inductor", fullgraph=True)(x), run(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("number", "shape"), [(torch.int64, ()), (torch.int64, (1,)), (torch.float64, ())], ids=str)
+def test_a_number_of_another_dtype_beside_half_precision(dtype, number, shape):
+    """It was rounded to half precision. Eager mode rounds some, and multiplies and divides by others as they are."""
+
+    def run(m, n):
+        def step(c, row):
+            x, n = row
+            scaled = x * n, x / n, x * 2049.3, x / 2049.3
+            return c, (*scaled, n * x, n / x, x + n, n - x, torch.where(x > 3, x, n), torch.maximum(x, n), x > n)
+
+        return scan(step, torch.zeros(2), (m, n))[1]
+
+    m, n = (rows(3, 4) + 3).to(dtype).requires_grad_(), torch.tensor([257, 2049, 4099]).to(number).view(3, *shape)
+    results = compiled(run, "aot_eager", fullgraph=True)(m, n), run(m, n)
+    assert nsa_compile.last_report().scans[0].batched
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    weights = [rows(3, 4).to(dtype)] * 4
+    gradients = [torch.autograd.grad(found[:4], m, weights) for found in results]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("divide", [torch.floor_divide, lambda x, n: torch.div(x, n, rounding_mode="trunc")])
+def test_a_quotient_in_half_precision_that_is_cut_off(divide):
+    """257 was 256, and the quotient another integer."""
+    x, n = torch.tensor([254.0, 257.0, 512.0, 3.0], dtype=torch.bfloat16), torch.tensor([257, 513])
+
+    def run(x, n):
+        return scan(lambda c, row: (c, (divide(x, row), divide(x, row.view(1)))), torch.zeros(2), n)[1]
+
+    torch.testing.assert_close(compiled(run, fullgraph=True)(x, n), run(x, n), rtol=0, atol=0)
+
+
+def test_an_exponent_in_double_precision_beside_half_precision():
+    """It was rounded, and less 1 it was another one in the gradient."""
+
+    def run(x, n):
+        return (scan(lambda c, row: (c, row[0] ** row[1]), torch.zeros(2), (x, n))[1],)
+
+    x = (rows(3, 4).abs() * 300 + 200).to(torch.bfloat16).requires_grad_()
+    equal_gradients(run, x, torch.tensor([1.0038, 1.0, 0.5], dtype=torch.float64))
+
+
+def test_a_decay_that_is_rounded_to_the_precision_of_its_state():
+    """The parallel form multiplied by the decay as it is kept, and eager mode rounds a first factor."""
+    x, decay = torch.zeros(8, 3, dtype=torch.bfloat16), torch.full((8,), 0.9982)
+
+    def run(x, decay):
+        def step(c, row):
+            c = row[1] * (c + row[0])
+            return c, c
+
+        return scan(step, torch.ones(3, dtype=x.dtype), (x, decay))[1]
+
+    found = compiled(run, fullgraph=True)(x, decay)
+    assert nsa_compile.last_report().scans[0].recurrences[0].form == "a running sum"
+    torch.testing.assert_close(found, run(x, decay), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+def test_a_lookup_whose_gradient_is_of_its_own_kind(options):
+    """The indices of all steps were counted together, where each step counts its own."""
+
+    def run(weights, index):
+        return scan(lambda c, i: (c, F.embedding(i, weights, **options)), torch.zeros(2), index)[1]
+
+    weights, index = rows(3, D).requires_grad_(), torch.tensor([[0, 1], [0, 0], [2, 0]])
+    gradients = []
+    for function in (run, compiled(run, "aot_eager", fullgraph=True)):
+        (gradient,) = torch.autograd.grad(function(weights, index).sum(), weights)
+        gradients.append(gradient.to_dense())
+    torch.testing.assert_close(*gradients)
+
+
+def test_ldexp_by_negative_integers():
+    """torch.vmap takes it apart, and eager mode's own gradient, which is zero there, was lost."""
+
+    def run(x, n):
+        return scan(lambda c, row: (c, (torch.ldexp(*row), torch.ldexp(row[0], row[1].view(1)))), x[0], (x, n))[1]
+
+    equal_gradients(run, rows(3, D).requires_grad_(), torch.tensor([-4, -3, 1]), nested="aot_eager")
+
+
+@pytest.mark.parametrize("pick", [lambda k, i: k[i], lambda k, i: k.index_select(0, i), lambda k, i: k.T[:, i].T])
+@pytest.mark.parametrize("first", [0.0, 0.5])
+def test_rows_that_one_head_picks_by_an_index(pick, first):
+    """A product with a vector has a dimension less, which what was noted of its columns did not."""
+
+    def run(q, k, v):
+        positions = torch.arange(len(q))
+
+        def step(c, row):
+            t, q, k, v = row
+            here = (positions == t).view(-1, 1)
+            keys, values = torch.where(here, k, c[0]), torch.where(here, v, c[1])
+            best = (keys @ q).masked_fill(positions > t, -1e9).topk(2)[1]
+            return (keys, values), (pick(keys, best) @ q).softmax(-1) @ pick(values, best)
+
+        init = torch.full_like(k, first), torch.full_like(v, first)
+        return (scan(step, init, (positions, q, k, v))[1],)
+
+    equal_gradients(run, *(rows(3, 6, 4)[i].requires_grad_() for i in range(3)))
+    assert nsa_compile.last_report().scans[0].batched
+
+
+def test_a_norm_of_the_rows_that_heads_pick():
+    """The guard of picked rows took its device from what follows them, which was no single tensor."""
+
+    def run(q, k):
+        positions = torch.arange(len(q))
+
+        def step(keys, row):
+            t, q, k = row
+            keys = torch.where((positions == t).view(-1, 1), k, keys)
+            best = (q @ keys.T).masked_fill(positions > t, -torch.inf).topk(2, -1)[1]
+            scores = torch.einsum("hd,hkd->hk", q, F.layer_norm(keys[best], (4,)))
+            return keys, torch.einsum("hk,hkd->hd", scores.masked_fill(best > t, -torch.inf).softmax(-1), keys[best])
+
+        return (scan(step, torch.zeros_like(k), (positions, q, k))[1],)
+
+    equal_gradients(run, rows(6, 3, 4).requires_grad_(), rows(6, 4).requires_grad_())
+    assert nsa_compile.last_report().scans[0].batched
+
+
+@pytest.mark.parametrize("where", ["analyse", "record_of", "is_attention", "scan_results"])
+def test_a_ring_that_cannot_be_unrolled_for_a_reason_unforeseen(where, monkeypatch):
+    """Whatever goes wrong there is a note in the report, and the step is the one that it was."""
+    original, calls = getattr(unroll_buffers, where), []
+
+    def fails(*args, **kwargs):
+        calls.append(where)
+        if where == "scan_results" and len(calls) == 1:  # the scan has been changed at the second
+            return original(*args, **kwargs)
+        raise RuntimeError("unforeseen")
+
+    def run(q, k):
+        def step(ring, row):
+            t, q, k = row
+            slots = torch.arange(3)
+            ring = torch.where((slots == t % 3).view(-1, 1), k, ring)
+            return ring, (ring @ q).masked_fill(slots > t, -torch.inf).softmax(-1) @ ring
+
+        return scan(step, k.new_zeros(3, D), (torch.arange(len(q)), q, k))
+
+    monkeypatch.setattr(unroll_buffers, where, fails)
+    equal_gradients(run, rows(6, D).requires_grad_(), rows(6, D).requires_grad_())
+    (entry,) = (p for p in nsa_compile.last_report().passes if p.name == "unroll_buffers")
+    assert calls
+    assert entry.declines[0].reason.endswith("unforeseen")
+    assert not entry.changed
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "max"}, {"mode": "sum", "sparse": True}], ids=str)
+def test_bags_of_embeddings(options):
+    """Below autograd, torch takes an operator for them that has no gradient."""
+
+    def run(weights, index):
+        return scan(lambda c, i: (c, F.embedding_bag(i, weights, **options)), torch.zeros(2), index)[1]
+
+    weights, index = rows(4, D).requires_grad_(), torch.tensor([[[0, 1]], [[0, 0]], [[3, 2]]])
+    results = []
+    for function in (run, compiled(run, "aot_eager", fullgraph=True)):
+        y = function(weights, index)
+        (gradient,) = torch.autograd.grad((y * rows(*y.shape)).sum(), weights)
+        results.append((y, gradient.to_dense()))
+    torch.testing.assert_close(*results)
+
+
+def test_conjugates_that_are_views():
+    """They were copied as pairs of real numbers, which a view does not have: torch wrote to the log, or it crashed."""
+
+    def run(z):
+        return scan(lambda c, row: (c * 0.5 + row, (row.conj(), row, c.conj())), z[0], z)
+
+    def given(z):
+        return scan(lambda c, row: (c, (row, row)), z[0], z.conj())
+
+    z = torch.complex(rows(3, D), rows(3, D) + 1)
+    for function in (run, given):
+        torch._dynamo.reset()
+        found = compiled(function, "aot_eager", fullgraph=True)(z)
+        assert nsa_compile.last_report().scans[0].batched
+        torch.testing.assert_close(found, function(z))
+
+
+@pytest.mark.parametrize(
+    ("function", "way_out"),
+    [(lambda x: F.one_hot(x.long()), "give it num_classes"), (torch.combinations, "torch.arange(n)")],
+    ids=["one_hot", "combinations"],
+)
+def test_the_way_out_of_a_function_whose_result_has_any_length(function, way_out):
+    """It was said that the step reads a number, as `k[t]` does."""
+
+    def run(x):
+        return scan(lambda c, row: (c, function(row)), x[0], x)[1]
+
+    with pytest.raises(ScanRefused) as refusal:
+        compiled(run, fullgraph=True)(rows(3, 4).abs())
+    assert way_out in str(refusal.value)
+    assert "k[t]" not in str(refusal.value)
+
+
+def test_the_place_of_carries_that_are_computed_from_one_another():
+    """A carry itself comes from no line, and the place was unknown."""
+
+    def run(x):
+        def step(c, row):
+            new = c["a"] * c["b"].tanh() + row  # the line that is named
+            return {"a": new, "b": new.sin() * c["b"]}, new
+
+        return scan(step, {"a": x[0], "b": x[1]}, x)[1]
+
+    compiled(run, fullgraph=True)(rows(3, D))
+    (decline,) = nsa_compile.last_report().scans[0].declines
+    file, line = decline.location.rsplit(":", 1)
+    assert "computed from one another" in decline.reason
+    assert "the line that is named" in Path(file).read_text().splitlines()[int(line) - 1]
+
+
+@pytest.mark.parametrize("write", [lambda x, w: x.T[None], lambda x, w: (x @ w).T[None], lambda x, w: w.T[None] * 1])
+def test_a_norm_of_groups_that_lie_apart(write):
+    """Its kernel takes one layout alone, and the copy into it was left out."""
+
+    def run(x, w):
+        return (scan(lambda c, row: (c, F.group_norm(write(row, w), 2)), x[0, 0], x)[1],)
+
+    equal_gradients(run, rows(3, 4, 4).requires_grad_(), rows(4, 4).requires_grad_())

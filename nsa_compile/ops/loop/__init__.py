@@ -278,7 +278,7 @@ def loop_backward(
                 elif place >= n_rows and i not in step.scattered:
                     sums[i] = sums[i].add_(found[i]) if i in sums else found[i].clone()
         first = {i: found[i].clone(memory_format=torch.contiguous_format) for i in of_carry.values()}
-        total = {i: x.contiguous() for i, x in sums.items()}
+        total = {i: x if x.is_sparse else x.contiguous() for i, x in sums.items()}
         results = first | stacks | total
         return [results[i] for i in range(len(step.gradients))]
 
