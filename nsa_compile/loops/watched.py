@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import sys
 import types
@@ -83,13 +84,12 @@ class Watched:
     @contextmanager
     def changes_accepted(self) -> Iterator[None]:
         """Inside this context what a step has changed unseen is as it should be; put back if it is left by an error."""
-        surveys, classes = self.unseen.surveys, self.unseen.classes
+        before = copy.copy(self.unseen)
         self.unseen.accept()
         try:
             yield
         except BaseException:
-            self.unseen.surveys, self.unseen.classes = surveys, classes
-            self.unseen.put_back()
+            before.put_back()
             raise
 
     def _watch_attributes(self, holders: set[Any], names: Collection[str]) -> None:
@@ -116,6 +116,9 @@ class Changed(NotFollowed):
 class _Unseen:
     """What a step may change without being one of the loop's variables: objects of modules, and attributes of classes.
 
+    What libraries hold is mostly caches, and large: it is compared once for each function that is called, not after
+    each trace.
+
     Args:
         module: the variables of the loop's module.
         seen: those of them that are looked at otherwise.
@@ -125,41 +128,48 @@ class _Unseen:
         self.module, self.seen = module, seen
         self.known = set[int]()  # addresses of what is looked at
         self.surveys: list[Snapshot] = []
+        self.of_libraries: list[Snapshot] = []  # checked in the first trace that calls what reads them
         self.classes: dict[type, dict[str, Any]] = {}
 
     def look(self, frame: types.FrameType) -> None:
         """Note what a function that has just been called may change."""
         code, variables = frame.f_code, frame.f_globals
+        held = self.of_libraries if "-packages" in code.co_filename else self.surveys
         names = [n for n in _variables(code)[0] if not (variables is self.module and n in self.seen)]
-        self._survey({f"{GLOBAL}{n}": variables[n] for n in names if n in variables})
+        self._survey({f"{GLOBAL}{n}": variables[n] for n in names if n in variables}, held)
         if code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
-            self._survey({k.__name__: k for k in (owner if isinstance(owner, type) else type(owner)).__mro__})
+            kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
+            self._survey({k.__name__: k for k in kinds if k not in self.classes}, held)
 
-    def _survey(self, values: dict[str, Any]) -> None:
+    def _survey(self, values: dict[str, Any], held: list[Snapshot]) -> None:
         new = {name: x for name, x in values.items() if id(x) not in self.known and not isinstance(x, types.ModuleType)}
         self.known.update(map(id, new.values()))
         for kind in (x for x in new.values() if isinstance(x, type) and _root(x) not in _LIBRARIES):
             self.classes[kind] = dict(vars(kind))
-            self._survey({f"{kind.__name__}.{name}": x for name, x in vars(kind).items() if not name.startswith("__")})
+            inside = {f"{kind.__name__}.{name}": x for name, x in vars(kind).items() if not name.startswith("__")}
+            self._survey(inside, held)
         found = {name: x for name, x in new.items() if not isinstance(x, type)}
         if found:
-            self.surveys.append(survey(found))
+            held.append(survey(found))
 
     def changed(self) -> str | None:
         """What is other than it was, in words."""
         for kind in self.classes:
             for name in self._changed_in(kind):
                 return f"{kind.__name__}.{name}"
-        for held in self.surveys:
+        for held in (*self.surveys, *self.of_libraries):
             if (path := held.change()) is not None:
                 return in_words(path)
+        self.of_libraries.clear()
         return None
 
     def accept(self) -> None:
         """Take everything as it is now."""
         self.classes = {kind: dict(vars(kind)) for kind in self.classes}
-        self.surveys = [survey(held.roots()) for held in self.surveys]
+        self.surveys, self.of_libraries = (
+            [survey(held.roots()) for held in surveys] for surveys in (self.surveys, self.of_libraries)
+        )
 
     def put_back(self) -> None:
         """Everything as it was."""
@@ -169,7 +179,7 @@ class _Unseen:
                     setattr(kind, name, before[name])
                 else:
                     delattr(kind, name)
-        for held in self.surveys:
+        for held in (*self.surveys, *self.of_libraries):
             held.restore()
 
     def _changed_in(self, kind: type) -> list[str]:
@@ -196,6 +206,7 @@ class _Notes:
         self.asking: dict[int, types.CodeType] = {}  # functions that may ask for the type of a number
         self.asked: list[str] = []
         self.harmless = set[type]()  # whose methods written in C have no effect
+        self.harmless_functions = set[Any]()
 
     def note(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """What `sys.setprofile` calls.
@@ -204,8 +215,9 @@ class _Notes:
             NotFollowed: a function written in C is about to be called, whose effect nobody would see.
         """
         if event == "c_call":
-            if type(getattr(argument, "__self__", None)) not in self.harmless:
-                self._refuse_effects(frame, argument)
+            kind = type(getattr(argument, "__self__", None))
+            if kind not in self.harmless and (kind is not types.ModuleType or argument not in self.harmless_functions):
+                self._refuse_effects(frame, argument, kind)
             return
         code = frame.f_code
         if event == "return" and id(code) in self.asking and holds_symbols(frame):
@@ -227,13 +239,14 @@ class _Notes:
             names = _variables(code)[1]
             self.assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in names)
 
-    def _refuse_effects(self, frame: types.FrameType, function: Any) -> None:
+    def _refuse_effects(self, frame: types.FrameType, function: Any, kind: type) -> None:
         effect = effect_of(function, frame.f_code.co_filename)
         if effect is not None and (at := frame_of_loop(frame)) is not None:
             effect = "logs" if frame.f_globals.get("__name__") == "logging" else effect
             raise NotFollowed(f"it {effect}", f"{at.f_code.co_filename}:{at.f_lineno}")
-        kind = type(getattr(function, "__self__", None))
-        if effect is None and kind not in (types.ModuleType, types.NoneType) and not issubclass(kind, type):
+        if effect is None and kind is types.ModuleType and function.__name__ != "urandom":
+            self.harmless_functions.add(function)
+        elif effect is None and kind is not types.NoneType and not issubclass(kind, type):
             self.harmless.add(kind)
 
     def check(self) -> None:
