@@ -27,7 +27,8 @@ Times = tuple[int, ...]
 _BOUNDED = (
     aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.maximum.default, aten.minimum.default,
 )  # fmt: skip
-_FEW = 2**16  # integers of a constant of the graph
+_ROUNDED = (torch.bfloat16, torch.float16)
+_FEW = 2**16  # numbers of a constant of the graph
 
 ATTENTIONS = (ATTENTION, SELECT, SCORED, NAN_ROWS)
 
@@ -85,23 +86,23 @@ class AsLoop:
         )
 
 
-def known_indices(record: ScanRecord) -> dict[fx.Node, Tensor]:
-    """Nodes that are known to hold few integers, cut off at a bound: indices that Inductor, where it follows them to
-    the step number, fails to bound ("vr must not be None"; torch 2.13)."""
-    return {
-        node: value.table()
-        for node, value in record.known.items()
-        if node.target in _BOUNDED
-        and not example(node).is_floating_point()
-        and example(node).numel() * record.length <= _FEW
-    }
+def known_constants(record: ScanRecord) -> dict[fx.Node, Tensor]:
+    """Few numbers that are known, and that Inductor would compute otherwise (torch 2.13): integers that are cut off at
+    a bound, which it fails to find ("vr must not be None"), and numbers in 16 bits, which it does not round."""
+
+    def is_constant(node: fx.Node) -> bool:
+        dtype = example(node).dtype
+        is_index = node.target in _BOUNDED and not dtype.is_floating_point
+        return (is_index or dtype in _ROUNDED) and example(node).numel() * record.length <= _FEW
+
+    return {node: value.table() for node, value in record.known.items() if is_constant(node)}
 
 
 class BatchedBody:
     """Evaluates nodes of a resolved body at all steps, or at some, together.
 
     What a recurrence yields at all steps is computed as a whole, by `recurrences`, one for each group of carries.
-    `indices` are those of `known_indices`, found before anybody traces: a tensor that is made under a trace has no
+    `constants` are those of `known_constants`, found before anybody traces: a tensor that is made under a trace has no
     numbers yet.
 
     Raises:
@@ -117,9 +118,9 @@ class BatchedBody:
         additional: tuple[Tensor, ...],
         max_guard_bytes: int,
         recurrences: Sequence[Recurrence] = (),
-        indices: Mapping[fx.Node, Tensor] = MappingProxyType({}),
+        constants: Mapping[fx.Node, Tensor] = MappingProxyType({}),
     ) -> None:
-        self.site, self.record, self.max_guard_bytes, self.indices = site, record, max_guard_bytes, indices
+        self.site, self.record, self.max_guard_bytes, self.constants = site, record, max_guard_bytes, constants
         self.init, self.xs = init, xs
         self.carries, x_nodes, additional_nodes = site.placeholders()
         self.updates, self.y_nodes = site.outputs()
@@ -214,8 +215,8 @@ class BatchedBody:
             with fx.traceback.set_current_meta(node):
                 compute = {SCORED: self._scored, NAN_ROWS: self._nan_rows}.get(node.target, self._attention)
                 return compute(node, times), True
-        if node in self.indices:
-            return self._at(self._constant(self.indices[node]), times), True
+        if node in self.constants:
+            return self._at(self._constant(self.constants[node]), times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
         with fx.traceback.set_current_meta(node):
             return compute_at(node, operands, lambda: self._constant(np.array(times)), len(times), self.record)
@@ -256,9 +257,9 @@ class BatchedBody:
         queries, keys, values, leaves, program, _ = given_args
         q = [spread(self.value(x, times), len(times)) for x in queries]
         caches = [self.value(x, times) for x in (*keys, values)]
-        given = [self._leaf(x, times) for x in leaves]
 
         if not any(has_steps for _, has_steps in caches):
+            given = [self._leaf(x, times) for x in leaves]
             *k, v = (x for x, _ in caches)
             of_steps = [_together(x) if has_steps else x for x, has_steps in given]
             tiles = None
@@ -268,7 +269,7 @@ class BatchedBody:
         # Each step sees caches of its own.
         sequences = q[0].shape[1]
         *k, v = (_fold(spread(x, len(times)), sequences) for x in caches)
-        folded = [_fold(spread(x, len(times)), sequences) for x in given]
+        folded = [_fold(spread(self.value(x, times), len(times)), sequences) for x in leaves]
         found = SCORED([_fold(x, sequences) for x in q], k, v, folded, program, None)
         return tuple(x.unflatten(0, (len(times), sequences)) for x in found)
 

@@ -1738,3 +1738,39 @@ def test_a_norm_of_groups_that_lie_apart(write):
         return (scan(lambda c, row: (c, F.group_norm(write(row, w), 2)), x[0, 0], x)[1],)
 
     equal_gradients(run, rows(3, 4, 4).requires_grad_(), rows(4, 4).requires_grad_())
+
+
+def test_a_counter_of_16_bits_is_rounded_under_inductor():
+    """It stays at 256, where Inductor counted on in float32."""
+
+    def run(x):
+        def step(n, row):
+            n = n + 1
+            return n, row / n
+
+        return scan(step, torch.tensor(252, dtype=torch.bfloat16), x)
+
+    torch._dynamo.reset()
+    x = torch.full((10,), 256.0, dtype=torch.double)
+    for a, b in zip(compiled(run, "inductor", fullgraph=True)(x), run(x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_bias_by_distance_over_all_keys_where_each_step_has_its_cache():
+    """An operator of one query at a time was given an element for each distance of all of them."""
+
+    def run(q, k, v, bias):
+        S = len(q)
+
+        def step(c, row):
+            t, q, k, v = row
+            p = torch.arange(S)
+            K, V = torch.where((p == t)[:, None], k, c[0]), torch.where((p == t)[:, None], v, c[1])
+            return (K, V), (K @ q + bias[(t - p).clamp(-3, 3) + 3]).softmax(-1) @ V
+
+        return scan(step, (torch.zeros_like(k), torch.zeros_like(v)), (torch.arange(S), q, k, v))[1]
+
+    torch._dynamo.reset()
+    given = (*rows(3, 9, 4).unbind(), rows(7))
+    torch.testing.assert_close(compiled(run, "eager", fullgraph=True)(*given), run(*given))
+    assert nsa_compile.last_report().scans[0].batched
