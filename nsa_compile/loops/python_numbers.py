@@ -29,11 +29,6 @@ from nsa_compile.loops.state import NotFollowed
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _CHANGING = "a number that changes from step to step"
 _TEXT = f"it makes text of {_CHANGING}"
-_REFUSED = {
-    "__repr__": _TEXT,
-    "__str__": _TEXT,
-    "__format__": _TEXT,
-}
 _LOOKED_UP = f"it looks up {_CHANGING} in a dict, a set or a cache; compare it instead"
 _KNOW_SYMBOLS = (torch.__path__[0], sympy.__path__[0], str(Path(__file__).parents[1]))
 # Code that asks on behalf of whoever called it.
@@ -96,13 +91,13 @@ def _changes(kind: type) -> dict[str, Any]:
     if kind is not torch.SymBool:
         changes["__divmod__"] = lambda self, other: (self // other, self % other)
         changes["__rdivmod__"] = lambda self, other: (other // self, other % self)
-    return changes | {name: _refusing(getattr(kind, name), why) for name, why in _REFUSED.items()}
+    return changes | {name: _no_text(getattr(kind, name)) for name in ("__repr__", "__str__", "__format__")}
 
 
-def _refusing(known: Callable[..., Any], why: str) -> Callable[..., Any]:
+def _no_text(known: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> Any:
         if _asked_by_loop():
-            raise NotFollowed(why)
+            raise NotFollowed(_TEXT)
         return known(self, *args)
 
     return method

@@ -88,7 +88,7 @@ class Snapshot:
         """Where something is other than it was when it was looked at, if there is such a place."""
         if self._holds_the_same():
             return None
-        now = survey(self.roots())  # an object may have been replaced by one that holds the same
+        now = survey(self.roots(), of_library=True)  # an object may have been replaced by one that holds the same
         here, there = now.structure(), self.structure()
         if here != there:
             return next(path for path in (*here, *there) if here.get(path) != there.get(path))
@@ -153,15 +153,21 @@ def look(step: types.FunctionType, last: Collection[str] = ()) -> Snapshot:
     """
     variables = {**module_variables(step), **cells_of(step)}
     ordered = sorted(variables.items(), key=lambda item: item[0] in last)
-    return _survey(dict(ordered), step.__globals__, refuse=True)
+    return _survey(dict(ordered), step.__globals__)
 
 
-def survey(variables: dict[str, Any]) -> Snapshot:
-    """What some variables hold, functions apart from what these may read."""
-    return _survey(variables, {}, refuse=False)
+def survey(variables: dict[str, Any], *, of_library: bool = False) -> Snapshot:
+    """What some variables hold, functions apart from what these may read, to be compared later.
+
+    Raises:
+        NotFollowed: something is reachable whose changes cannot be seen, unless it is a library's.
+    """
+    return _survey(variables, {}, keep=True, of_library=of_library)
 
 
-def _survey(variables: dict[str, Any], module: dict[str, Any], *, refuse: bool) -> Snapshot:
+def _survey(
+    variables: dict[str, Any], module: dict[str, Any], *, keep: bool = False, of_library: bool = False
+) -> Snapshot:
     snapshot = Snapshot({}, {}, {}, module)
     first: dict[int, Path] = {}
     waiting: list[tuple[Path, Any]] = [((name,), x) for name, x in reversed(variables.items())]
@@ -173,7 +179,7 @@ def _survey(variables: dict[str, Any], module: dict[str, Any], *, refuse: bool) 
             continue
         parts = _parts(value, module)
         if parts is None:
-            if refuse:
+            if not of_library:
                 _refuse_hidden_state(value, path)
             snapshot.leaves[path] = value
             if (content := _content_of(value)) is not None:
@@ -185,7 +191,7 @@ def _survey(variables: dict[str, Any], module: dict[str, Any], *, refuse: bool) 
         if kind != "tuple":
             first[id(value)] = path
         snapshot.containers[path] = Container(value, kind, keys, children)
-        if not refuse:
+        if keep:
             snapshot.held.append((value, _held_by(value)))
         waiting += [((*path, key), child) for key, child in reversed(list(zip(keys, children, strict=True)))]
         if len(snapshot.containers) + len(snapshot.leaves) > LIMIT:

@@ -151,7 +151,7 @@ class _Unseen:
             self._survey(inside, held)
         found = {name: x for name, x in new.items() if not isinstance(x, type)}
         if found:
-            held.append(survey(found))
+            held.append(survey(found, of_library=held is self.of_libraries))
 
     def changed(self) -> str | None:
         """What is other than it was, in words."""
@@ -168,7 +168,7 @@ class _Unseen:
         """Take everything as it is now."""
         self.classes = {kind: dict(vars(kind)) for kind in self.classes}
         self.surveys, self.of_libraries = (
-            [survey(held.roots()) for held in surveys] for surveys in (self.surveys, self.of_libraries)
+            [survey(held.roots(), of_library=True) for held in surveys] for surveys in (self.surveys, self.of_libraries)
         )
 
     def put_back(self) -> None:

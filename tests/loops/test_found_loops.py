@@ -8,6 +8,7 @@ import collections
 import contextvars
 import functools
 import io
+import itertools
 import logging
 import random
 import re
@@ -89,6 +90,7 @@ def reset():
     RNG.bit_generator.state = numpy.random.default_rng(0).bit_generator.state
     numpy.random.seed(0)
     torch.manual_seed(0)
+    globals()["NUMBERS"] = itertools.count()
 
 
 def left_behind():
@@ -269,6 +271,18 @@ def an_iterator(x):
     return h
 
 
+NUMBERS = itertools.count()
+
+
+def counting_helper(row):
+    return row * next(NUMBERS)
+
+
+@mapped
+def an_iterator_of_a_helper(x, t):
+    return counting_helper(x[t])
+
+
 @mapped
 def the_type_itself(x, t):
     return x[t] if type(t) is int else x[t] * 2
@@ -413,6 +427,7 @@ def gradients_switched(x):
 
 DECLINED = {
     an_iterator: "is an iterator",
+    an_iterator_of_a_helper: "NUMBERS is an iterator",
     the_type_itself: "compares the type of a number that changes",
     a_truth_itself: "asks whether it `is` True",
     the_text_of_a_position: "makes text of a number that changes",
