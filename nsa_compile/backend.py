@@ -65,13 +65,20 @@ def explained() -> Iterator[list[Report]]:
         _explained = None
 
 
+# An attribute of the functions that `nsa_compile.loop` makes.
+IS_LOOPED = "__nsa_looped__"
+
+
 def compile(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any) -> Callable[..., Any]:
     """`torch.compile` with this backend. `options` are the fields of `passes.pipeline.Options`.
 
     Raises:
-        ValueError: an unknown option, or a value it cannot take.
+        ValueError: an unknown option, or a value it cannot take; or the function is one of `nsa_compile.loop`.
     """
     parse_options(options)
+    if getattr(model, IS_LOOPED, False):
+        name = getattr(model, "__qualname__", model)
+        raise ValueError(f"{name} is compiled by nsa_compile.loop, which compiles it by itself; call it as it is")
     # The function, not its name: the name needs an installed package, and a checkout on the path is none.
     return torch.compile(  # type: ignore[call-overload]  # the overloads leave recompile_limit out
         model, backend=nsa_compile_backend, fullgraph=fullgraph, dynamic=False, options=options, recompile_limit=SHAPES

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_compile.backend import parse_options
+from nsa_compile.backend import IS_LOOPED, parse_options
 from nsa_compile.loops.items import Anything, Items
 from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
 from nsa_compile.loops.paths import Explorer
@@ -64,7 +64,9 @@ def loop(function: Any = None, *, over: str | None = None, **options: Any) -> An
         raise LoopDeclined(
             f"nsa_compile.loop: {getattr(function, '__qualname__', function)} cannot be compiled: {why}"
         ) from why
-    return functools.wraps(function)(_under_dynamo_as_it_is(rewritten))
+    looped = functools.wraps(function)(_under_dynamo_as_it_is(rewritten))
+    setattr(looped, IS_LOOPED, True)
+    return looped
 
 
 def _under_dynamo_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +75,8 @@ def _under_dynamo_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return torch._disable_dynamo(run)
+    why = "nsa_compile.loop compiles it by itself; compile what is around it with fullgraph=False, or not at all"
+    return torch.compiler.disable(run, reason=why)
 
 
 class _Runner:
