@@ -543,7 +543,7 @@ def test_a_method_with_super_and_a_private_name():
 
 def test_compiled_twice():
     looped = loop(read_by_a_lambda, nested="eager", cache=False)
-    with pytest.raises(ValueError, match="read_by_a_lambda is compiled by nsa_compile.loop"):
+    with pytest.raises(ValueError, match=r"read_by_a_lambda is compiled by nsa_compile\.loop"):
         nsa_compile.compile(looped)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"nsa_compile.loop compiles it by itself"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"nsa_compile\.loop compiles it by itself"):
         nsa_compile.compile(lambda x: looped(x * 2), nested="eager")(torch.randn(S, D))
