@@ -148,11 +148,11 @@ class Body:
     def number(self, versions: dict[int, Any]) -> Table:
         """A number at all steps, given its expression in each way; at steps of no way, that of the most usual one."""
         usual = max(versions, key=lambda way: int((self.way_of == way).sum()))
-        table = self._evaluated(usual, versions[usual]).copy()
-        for way, number in versions.items():
+        found = {way: self._evaluated(way, number) for way, number in versions.items()}
+        table = found[usual].astype(np.result_type(*found.values()))  # a truth at some steps is a number at others
+        for way, mine in found.items():
             if way != usual:
-                mine = self.way_of == way
-                table[mine] = self._evaluated(way, number)[mine]
+                table[self.way_of == way] = mine[self.way_of == way]
         return table
 
     def _evaluated(self, way: int, number: Any) -> Table:

@@ -31,6 +31,13 @@ class _Unread:
     def __init__(self, why: IsRead) -> None:
         self.why = why
 
+    def _refuse(self, *_: Any) -> Any:
+        raise self.why
+
+    # What searches or sorts a list compares its elements.
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refuse
+    __hash__ = object.__hash__
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A list that torch reads is an argument of its own.

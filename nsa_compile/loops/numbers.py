@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -87,22 +88,39 @@ def at_all_steps(number: Any, given: dict[str, np.ndarray], steps: int) -> np.nd
     """A number at each step, given the symbols by name: `[S]`."""
     if not isinstance(number, Number):
         return np.full(steps, number)
-    with np.errstate(all="ignore"):
-        try:
+    if not _may_be_large(number.expr):
+        with np.errstate(all="ignore"), contextlib.suppress(Exception):  # there may be no form of numpy's
             value = eval(compile(number.text, "<number>", "eval"), dict(_AT_ALL_STEPS), given)
             return np.broadcast_to(np.asarray(value), (steps,))
-        except Exception:  # what numpy has no form for is evaluated step by step
-            names = [str(s) for s in number.expr.free_symbols]
-            if not given.keys() >= set(names):
-                raise NotFollowed("it reads a number out of a tensor, so that its way depends on data") from None
-            code = compile(number.text, "<number>", "eval")
-            scope = {**SYMPY_INTERP, "math": math}
-            rows = zip(*(given[name].tolist() for name in names), strict=True)
-            return np.array([_at_a_step(code, scope, dict(zip(names, row, strict=True))) for row in rows])
+    return _step_by_step(number, given)
+
+
+@functools.lru_cache(maxsize=65536)
+def _may_be_large(expr: Any) -> bool:
+    """Whether integers on the way to a number may be beyond 64 bits, which numpy would not tell."""
+    if any(abs(n) >= 2**31 for n in expr.atoms(sympy.Integer)):
+        return True
+    products = [x for x in expr.atoms(sympy.Mul) if sum(not a.is_number for a in x.args) > 1]
+    grows = [x for x in expr.atoms(sympy.Function) if type(x).__name__ in ("PowByNatural", "LShift", "RShift")]
+    return bool(products or grows or expr.atoms(sympy.Pow))
+
+
+def _step_by_step(number: Number, given: dict[str, np.ndarray]) -> np.ndarray:
+    """A number at each step, by Python's own integers."""
+    names = [str(s) for s in number.expr.free_symbols]
+    if not given.keys() >= set(names):
+        raise NotFollowed("it reads a number out of a tensor, so that its way depends on data")
+    code, scope = compile(number.text, "<number>", "eval"), {**SYMPY_INTERP, "math": math}
+    rows = zip(*(given[name].tolist() for name in names), strict=True)
+    found = [_at_a_step(code, scope, dict(zip(names, row, strict=True))) for row in rows]
+    known = [x for x in found if x is not None]
+    if any(isinstance(x, int) and abs(x) >= 2**63 for x in known):
+        raise NotFollowed("a number that changes from step to step grows beyond 64 bits")
+    return np.array([type(known[0])() if x is None else x for x in found] if known else np.zeros(len(found), np.int64))
 
 
 def _at_a_step(code: Any, scope: dict[str, Any], given: dict[str, Any]) -> Any:
     try:
         return eval(code, scope, given)
     except (ArithmeticError, ValueError):  # at a step that takes another way, as no trace asks for it here
-        return math.nan
+        return None

@@ -194,6 +194,8 @@ class Explorer:
                     raise NotFollowed("a step does not meet the conditions that it was traced under")
                 way_of[t], number = len(ways) - 1, way.after
             integers = following
+            if any(abs(n) >= 2**63 for n in integers):
+                raise NotFollowed("an integer of its variables grows beyond 64 bits")
             states.append((number, integers))
         return self._found(first, ways, way_of, states)
 
@@ -259,6 +261,8 @@ class Explorer:
                 leaves[path] = ("tensor", kind, static[path])
                 symbols += [(path, d) for d in sorted(grows)]
                 integers += [size for d, size in enumerate(ref_shape) if d in grows]
+            elif path in self.integers and isinstance(leaf, Number) and not _is_integer(leaf):
+                raise NotFollowed(f"{in_words(path)} is an integer at some steps, and none at others")
             elif path in self.integers and isinstance(leaf, int | Number) and not isinstance(leaf, bool):
                 leaves[path] = ("integer",)
                 symbols.append((path, None))
@@ -423,9 +427,10 @@ def _compiled(names: list[str], conditions: list[Number], results: tuple[Any, ..
     """The function from the integers that a step finds to those it leaves, or None if it takes another way."""
     tests = list(dict.fromkeys(text_of(c) for c in conditions)) or ["True"]
     returned = "".join(f"{text_of(r)}, " for r in results)
-    source = f"def follow({', '.join(names)}):\n"
-    source += "".join(f"    if not ({test}): return None\n" for test in tests)
-    source += f"    return ({returned})\n"
+    source = f"def follow({', '.join(names)}):\n    try:\n"
+    source += "".join(f"        if not ({test}): return None\n" for test in tests)
+    source += f"        return ({returned})\n"
+    source += "    except (ArithmeticError, ValueError): return None\n"  # a step at which the code raises
     scope: dict[str, Any] = dict(SYMPY_INTERP)
     exec(compile(source, "<conditions of a path>", "exec"), scope)
     return functools.partial(scope["follow"])

@@ -91,7 +91,37 @@ def _changes(kind: type) -> dict[str, Any]:
     if kind is not torch.SymBool:
         changes["__divmod__"] = lambda self, other: (self // other, self % other)
         changes["__rdivmod__"] = lambda self, other: (other // self, other % self)
+        for name in ("truediv", "floordiv", "mod", "lshift", "rshift"):
+            for reverse in ("", "r"):
+                if (known := getattr(kind, f"__{reverse}{name}__", None)) is not None:
+                    changes[f"__{reverse}{name}__"] = _raising(known, bool(reverse), name.endswith("shift"))
+    if kind is torch.SymInt:
+        changes["__round__"] = _rounding(kind.__round__)
     return changes | {name: _no_text(getattr(kind, name)) for name in ("__repr__", "__str__", "__format__")}
+
+
+def _raising(known: Callable[..., Any], is_reverse: bool, is_shift: bool) -> Callable[..., Any]:
+    """A division or a shift that raises at the steps at which Python's does: these take a way of their own."""
+
+    def method(self: Any, other: Any) -> Any:
+        by = self if is_reverse else other
+        if type(by) in (int, float, torch.SymInt, torch.SymFloat) and _asked_by_loop():
+            if is_shift and by < 0:
+                raise ValueError("negative shift count")
+            if not is_shift and by == 0:
+                raise ZeroDivisionError("division by zero")
+        return known(self, other)
+
+    return method
+
+
+def _rounding(known: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, places: Any = None) -> Any:
+        if places is not None and places < 0:
+            raise NotFollowed(f"it rounds {_CHANGING} to tens")
+        return known(self, places)
+
+    return method
 
 
 def _no_text(known: Callable[..., Any]) -> Callable[..., Any]:

@@ -360,11 +360,13 @@ def _note_results(
     """What the step has left: tensors, integers and constants, by path."""
     assert trace.after is not None
 
-    for path, leaf in trace.after.leaves.items():
+    for path, leaf in list(trace.after.leaves.items()):
         if isinstance(leaf, FunctionalTensor):
             trace.results[path] = recorder.ref(_value_of(leaf))
         elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-            trace.results[path] = as_number(leaf)
+            trace.results[path] = number = as_number(leaf)
+            if not isinstance(number, Number):  # its conditions leave one value: no later trace is to meet the symbol
+                trace.after.leaves[path] = number
         elif isinstance(leaf, torch.Size | slice) and any(map(is_symbolic, _numbers_of(leaf))):
             kind = type(leaf).__name__
             raise NotFollowed(f"{in_words(path)} becomes a {kind} of numbers that change from step to step")

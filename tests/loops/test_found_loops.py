@@ -4,6 +4,7 @@ written, in values, gradients and what it leaves behind, at a first and at a sec
 from __future__ import annotations
 
 import array
+import bisect
 import collections
 import contextvars
 import functools
@@ -252,7 +253,46 @@ def taken_from_an_ordered_dict(x, t):
     return x[t] * value
 
 
+@mapped
+def divided_by_zero_at_a_step(x, t):
+    try:
+        return x[t] / (1 // (t - 3)) + 5 % (t - 2)
+    except ZeroDivisionError:
+        return x[t] * 2
+
+
+@mapped
+def shifted_by_a_negative_number(x, t):
+    try:
+        return x[t] * (1 << (3 - t))
+    except ValueError:
+        return -x[t]
+
+
+@mapped
+def large_on_the_way(x, t):
+    return x[t] * ((10 ** (t * 4)) % 7 + (t * 12345678901 * (t + 12345678901)) % 11)
+
+
+def a_truth_or_a_number(x):
+    ys = []
+    for t in range(len(x)):
+        w = (t > 2) if t % 2 else t
+        ys.append(x[t] * w)
+    return torch.stack(ys), w
+
+
+def searched_list_of_numbers(x):
+    found, ys = [], []
+    for t in range(len(x)):
+        found.append(t % 3)
+        ys.append(x[found.index(t % 3)] + 10 * x[bisect.bisect([1, 2, 4], t)])
+    return torch.stack(ys), found
+
+
 COMPILED = [
+    divided_by_zero_at_a_step, shifted_by_a_negative_number, large_on_the_way, a_truth_or_a_number,
+    searched_list_of_numbers,
     state_that_is_promoted, state_of_integers_that_is_promoted, read_by_a_lambda, asked_for_its_type,
     matched_by_its_type, divided_with_a_remainder, one_list_of_two_names, one_list_in_two_places, kept_at_one_step,
     one_tensor_of_two_names, counted_from_behind, placed_from_behind, indices_with_a_position_among_them,
@@ -425,7 +465,31 @@ def gradients_switched(x):
     return y
 
 
+@mapped
+def rounded_to_tens(x, t):
+    return x[t] * round(t * 7, -1)
+
+
+def an_integer_beyond_64_bits(x):
+    n, ys = 12345678901, []
+    for t in range(len(x)):
+        n = n * 1000003 + t
+        ys.append(x[n % len(x)])
+    return torch.stack(ys), n
+
+
+def an_integer_that_becomes_a_fraction(x):
+    w, ys = 1, []
+    for t in range(len(x)):
+        w = w / 2 if t % 2 else w * 3
+        ys.append(x[t] * w)
+    return torch.stack(ys), w
+
+
 DECLINED = {
+    rounded_to_tens: "rounds a number that changes from step to step to tens",
+    an_integer_beyond_64_bits: "beyond 64 bits",
+    an_integer_that_becomes_a_fraction: "w is an integer at some steps, and none at others",
     an_iterator: "is an iterator",
     an_iterator_of_a_helper: "NUMBERS is an iterator",
     the_type_itself: "compares the type of a number that changes",
