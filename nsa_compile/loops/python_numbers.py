@@ -27,6 +27,7 @@ import torch
 from nsa_compile.loops.state import NotFollowed
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+SYMBOLIC = tuple(_KINDS)
 _CHANGING = "a number that changes from step to step"
 _TEXT = f"it makes text of {_CHANGING}"
 _LOOKED_UP = f"it looks up {_CHANGING} in a dict, a set or a cache; compare it instead"

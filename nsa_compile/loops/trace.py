@@ -26,7 +26,7 @@ from nsa_compile.loops import intercepted
 from nsa_compile.loops.effects import refused_effects
 from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import Number, as_number
-from nsa_compile.loops.python_numbers import NotHashable, is_symbolic, numbers_as_in_python
+from nsa_compile.loops.python_numbers import SYMBOLIC, NotHashable, is_symbolic, numbers_as_in_python
 from nsa_compile.loops.state import PLAIN, NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
 
 
@@ -128,6 +128,8 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotFollowed(f"{func} draws random numbers")
+        if torch.is_grad_enabled() and not self.trace_no_grad:
+            raise NotFollowed("it turns gradients on, and they are off around the loop")
         no_grad = self.trace_no_grad and not torch.is_grad_enabled()
         noted = pytree.tree_map(self._noted, (list(args), kwargs))
         out = func(*args, **kwargs)
@@ -486,4 +488,6 @@ def _in_a_line(error: Exception) -> str:
     if "SymIntArrayRef" in str(error):
         return "it calls a function of torch that takes no size that changes from step to step"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if any(kind.__name__ in first for kind in SYMBOLIC):
+        return f"it does with a number that changes from step to step what torch's symbols cannot: {first}"
     return f"it raises {kind}: {first}" if first else f"it raises {kind}"

@@ -611,3 +611,17 @@ def test_compiled_twice():
         nsa_compile.compile(looped)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"nsa_compile\.loop compiles it by itself"):
         nsa_compile.compile(lambda x: looped(x * 2), nested="eager")(torch.randn(S, D))
+
+
+def test_gradients_on_within_a_loop_without(caplog):
+    @mapped
+    def run(x, t):
+        with torch.enable_grad():
+            return x[t] * 2
+
+    x = torch.randn(S, D, requires_grad=True)
+    looped = loop(run, nested="eager", cache=False)
+    with torch.no_grad():
+        y = looped(x)
+    assert "turns gradients on" in caplog.text
+    assert not y.requires_grad  # the stack around the step
