@@ -64,13 +64,7 @@ class Watched:
                 sys.setprofile(before)
             else:
                 before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
-        try:
-            notes.check()
-        except Changed:
-            raise
-        except NotFollowed:
-            notes.put_back()
-            raise
+        notes.check()
         holders = notes.holders
         asked = {name for code in notes.called for name in code.co_names}
         for code, variables in notes.called.items():
@@ -253,10 +247,13 @@ class _Notes:
         """Put back what functions have assigned to variables of their modules.
 
         Raises:
-            Changed: something else has changed, too; it is left as it is.
-            NotFollowed: a function has assigned to such a variable, or asked for the type of a number.
+            Changed: something else has changed; it is left as it is.
+            NotFollowed: a function has assigned to such a variable, or asked for the type of a number; everything is
+                put back.
         """
         assigned = self._take_back_assignments()
+        if self.asked or assigned:
+            self.unseen.put_back()
         for place in self.asked:
             why = "it compares the type of a number that changes from step to step, or asks whether it `is` True"
             raise NotFollowed(f"{why}; ask isinstance(…), or compare it by ==", place)
