@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.analyses.batched_operators import Value, apply_at_steps, spread
+from nsa_compile.analyses.batched_operators import HALF, Value, apply_at_steps, spread
 from nsa_compile.analyses.inner_loops import InnerLoop, body_of
 from nsa_compile.analyses.scores import MASK, used_tiles
 from nsa_compile.ir.aten import SHAPED, aten, operand
@@ -27,7 +27,6 @@ Times = tuple[int, ...]
 _BOUNDED = (
     aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.maximum.default, aten.minimum.default,
 )  # fmt: skip
-_ROUNDED = (torch.bfloat16, torch.float16)
 _FEW = 2**16  # numbers of a constant of the graph
 
 ATTENTIONS = (ATTENTION, SELECT, SCORED, NAN_ROWS)
@@ -93,7 +92,7 @@ def known_constants(record: ScanRecord) -> dict[fx.Node, Tensor]:
     def is_constant(node: fx.Node) -> bool:
         dtype = example(node).dtype
         is_index = node.target in _BOUNDED and not dtype.is_floating_point
-        return (is_index or dtype in _ROUNDED) and example(node).numel() * record.length <= _FEW
+        return (is_index or dtype in HALF) and example(node).numel() * record.length <= _FEW
 
     return {node: value.table() for node, value in record.known.items() if is_constant(node)}
 

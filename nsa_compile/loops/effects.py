@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from nsa_compile.loops.lists import GrowingList
-from nsa_compile.loops.state import NotFollowed
+from nsa_compile.loops.state import NotFollowed, content_of, write_content
 
 # What hides its state, and does with it what a call says.
 _HIDDEN: tuple[tuple[Any, str], ...] = (
@@ -65,7 +65,8 @@ def refused_effects() -> Iterator[None]:
         own(*values, file=file, **how)
 
     own, own_len, own_sum, own_seed = builtins.print, builtins.len, builtins.sum, torch.manual_seed
-    drawn, drawn_by_numpy, switches = random.getstate(), numpy.random.get_state(legacy=False), _switches()
+    of_numpy: Any = numpy.random.get_state.__self__  # type: ignore[attr-defined]
+    drawn, drawn_by_numpy, switches = random.getstate(), content_of(of_numpy), _switches()
 
     def length(x: Any, /) -> Any:
         return x.length() if isinstance(x, GrowingList) else own_len(x)
@@ -87,11 +88,11 @@ def refused_effects() -> Iterator[None]:
         builtins.print, builtins.len, builtins.sum = own, own_len, own_sum
         torch.manual_seed = torch.random.manual_seed = own_seed
         log.level = level
-        by_numpy = str(numpy.random.get_state(legacy=False)) != str(drawn_by_numpy)
+        by_numpy = content_of(of_numpy) != drawn_by_numpy
         changed, switched = random.getstate() != drawn or by_numpy, _switches() != switches
         if changed:
             random.setstate(drawn)
-            numpy.random.set_state(drawn_by_numpy)
+            write_content(of_numpy, drawn_by_numpy)
         if switched:
             torch.set_grad_enabled(switches[0])
             torch.set_default_dtype(switches[1])

@@ -44,11 +44,11 @@ class NotHashable(TypeError):
 @contextlib.contextmanager
 def numbers_as_in_python() -> Iterator[None]:
     """Inside this context the code of a loop takes a symbolic number for an int, a float or a bool."""
-    before = [(kind, name, vars(kind).get(name)) for kind in _KINDS for name in _changes(kind)]
+    changes = [(kind, name, change) for kind in _KINDS for name, change in _changes(kind).items()]
+    before = [(kind, name, vars(kind).get(name)) for kind, name, _ in changes]
     try:
-        for kind in _KINDS:
-            for name, change in _changes(kind).items():
-                _set(kind, name, change)
+        for kind, name, change in changes:
+            _set(kind, name, change)
         yield
     finally:
         for kind, name, value in before:

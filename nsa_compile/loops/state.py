@@ -68,7 +68,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back in its place."""
         for path, content in self.contents.items():
-            _write_content(self.leaves[path], content)
+            write_content(self.leaves[path], content)
         self.install({})
 
     def install(self, values: dict[Path, Any]) -> None:
@@ -103,7 +103,7 @@ class Snapshot:
             now = _held_by(value)
             if len(now) != len(was) or not all(map(operator.is_, now, was)):
                 return False
-        return all(_content_of(self.leaves[p]) == content for p, content in self.contents.items())
+        return all(content_of(self.leaves[p]) == content for p, content in self.contents.items())
 
     def _build(self, path: Path, values: dict[Path, Any], built: dict[Path, Any]) -> Any:
         if path in self.same:
@@ -182,7 +182,7 @@ def _survey(
             if not of_library:
                 _refuse_hidden_state(value, path)
             snapshot.leaves[path] = value
-            if (content := _content_of(value)) is not None:
+            if (content := content_of(value)) is not None:
                 snapshot.contents[path] = content
             if isinstance(value, Tensor | Appended):
                 first[id(value)] = path
@@ -211,7 +211,7 @@ _ARRAYS = (numpy.ndarray, bytearray, array.array)
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState)
 
 
-def _content_of(value: Any) -> Any:
+def content_of(value: Any) -> Any:
     """What a leaf holds that may be written to: numbers of an array, the state of a generator of random numbers,
     attributes of a tensor. None if there is nothing."""
     if isinstance(value, _GENERATORS):
@@ -227,8 +227,8 @@ def _bits_of(value: Any) -> Any:
     return value.bit_generator if isinstance(value, numpy.random.Generator) else value._bit_generator
 
 
-def _write_content(value: Any, content: Any) -> None:
-    if _content_of(value) == content:
+def write_content(value: Any, content: Any) -> None:
+    if content_of(value) == content:
         return
     if isinstance(value, _GENERATORS):
         _bits_of(value).state = pickle.loads(content)
@@ -306,17 +306,18 @@ def _holds_attributes_alone(kind: type) -> bool:
 
 
 def _held_by(value: Any) -> list[Any]:
-    """The objects in a container, names and keys among them: quick to compare."""
+    """The objects in a container, keys and names of attributes among them: quick to compare."""
     if type(value) in (list, tuple):
         return list(value)
-    if type(value) is dict:
-        return [*value, *value.values()]
-    own = getattr(value, "__dict__", None)
-    kind: Any = type(value)
-    if type(own) is dict and _holds_attributes_alone(kind):
+    own = getattr(value, "__dict__", {})
+    if isinstance(value, dict):
+        kind: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        return [*kind.keys(value), *kind.values(value), *own, *own.values()]
+    kind = type(value)
+    if type(own) is dict and own and _holds_attributes_alone(kind):
         return [*own, *own.values()]
     _, _, children = _parts(value, {}) or (None, (), ())
-    return list(children)
+    return [*children, *own]
 
 
 def _parts_of_partial(value: functools.partial[Any]) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
@@ -337,7 +338,7 @@ def _parts_of_function(value: types.FunctionType, module: dict[str, Any]) -> Any
     children: list[Any] = list(value.__closure__ or ())
     if value.__globals__ is module:
         found = module_variables(value)
-        keys += found  # by `global name`
+        keys += found
         children += found.values()
     for name, default in (value.__kwdefaults__ or {}).items():
         keys.append(f"default {name}")
@@ -370,7 +371,7 @@ def is_global(path: Path) -> bool:
 def _names(code: types.CodeType) -> list[str]:
     """The global names that a function and those within it may read."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    own = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("GLOBAL", "_NAME"))}
+    own = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_NAME"))}
     return sorted(own.union(*map(_names, inner)))
 
 
@@ -460,8 +461,8 @@ def in_words(path: Path) -> str:
     for key in keys:
         if isinstance(key, str) and key.startswith("."):
             words += key
-        elif isinstance(key, str) and key.startswith("global "):
-            words = key.removeprefix("global ")
+        elif isinstance(key, str) and key.startswith(GLOBAL):
+            words = key.removeprefix(GLOBAL)
         elif key != "":
             words += f"[{key!r}]"
     return words

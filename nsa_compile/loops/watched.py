@@ -33,7 +33,7 @@ class Watched:
     """
 
     def __init__(self, seen: Collection[str], module: dict[str, Any]) -> None:
-        self.seen = {name.removeprefix("global ") for name in seen}
+        self.seen = {name.removeprefix(GLOBAL) for name in seen}
         self.module = module
         self.values: list[tuple[Any, str, Any]] = []  # a module's variables or a class, a name, and a value
         self.unseen = _Unseen(module, self.seen)
@@ -55,15 +55,16 @@ class Watched:
         before = sys.getprofile()
         sys.setprofile(notes.note)
         try:
-            yield
+            try:
+                yield
+            finally:
+                if before is None or callable(before):
+                    sys.setprofile(before)
+                else:
+                    before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
         except BaseException:
             notes.put_back()
             raise
-        finally:
-            if before is None or callable(before):
-                sys.setprofile(before)
-            else:
-                before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
         notes.check()
         holders = notes.holders
         asked = {name for code in notes.called for name in code.co_names}

@@ -87,6 +87,8 @@ def reset():
     default_helper.__defaults__[0].clear()
     part.args[0].clear()
     Counter.n = OWNER.n = helper.n = 0
+    NAMES.clear()
+    NAMES["a"] = 1.0
     OTHER.seed(0)
     RNG.bit_generator.state = numpy.random.default_rng(0).bit_generator.state
     numpy.random.seed(0)
@@ -323,6 +325,24 @@ def an_iterator_of_a_helper(x, t):
     return counting_helper(x[t])
 
 
+NAMES: dict = collections.OrderedDict(a=1.0)
+
+
+class Naming:
+    def of(self, row):
+        key, value = NAMES.popitem()
+        NAMES[key + "a"] = value
+        return row * len(key)
+
+
+NAMING = Naming()
+
+
+@mapped
+def a_key_of_a_method(x, t):
+    return NAMING.of(x[t])
+
+
 @mapped
 def the_type_itself(x, t):
     return x[t] if type(t) is int else x[t] * 2
@@ -491,6 +511,7 @@ DECLINED = {
     an_integer_beyond_64_bits: "beyond 64 bits",
     an_integer_that_becomes_a_fraction: "w is an integer at some steps, and none at others",
     an_iterator: "is an iterator",
+    a_key_of_a_method: "changes NAMES",
     an_iterator_of_a_helper: "NUMBERS is an iterator",
     the_type_itself: "compares the type of a number that changes",
     a_truth_itself: "asks whether it `is` True",
