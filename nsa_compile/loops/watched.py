@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import gc
 import sys
 import types
 from collections.abc import Collection, Iterator
@@ -52,12 +53,15 @@ class Watched:
         """
         self.unseen.known.update(map(id, reached))
         notes = _Notes(self.unseen, objects)
-        before = sys.getprofile()
+        before, collects = sys.getprofile(), gc.isenabled()
+        gc.disable()  # what a finalizer does, wherever it happens to run, is no effect of the step
         sys.setprofile(notes.note)
         try:
             try:
                 yield
             finally:
+                if collects:
+                    gc.enable()
                 if before is None or callable(before):
                     sys.setprofile(before)
                 else:
