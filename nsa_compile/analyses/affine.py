@@ -32,6 +32,8 @@ from nsa_compile.ir.aten import (
     WHERE,
     arguments,
     aten,
+    holds,
+    is_inexact,
     operand,
 )
 from nsa_compile.ir.scans import Declined, ScanRecord, example
@@ -51,8 +53,9 @@ Axes = tuple[tuple[Axis, ...], ...]  # of each dimension of a tensor
 class Factor:
     """A value that does not depend on the state, or, by `how`, its reciprocal, or where it is true or false.
 
-    `rounded` is the dtype to which the operator that reads it casts it first, where that is half precision: a decay
-    that is kept in float32 is another decay then.
+    `rounded` is the dtype to which the operator that reads it casts it first, where that may change it: a decay that is
+    kept in float32 is another one in half precision, and integers and conditions have other sums and products among
+    themselves than beside the state.
     """
 
     node: fx.Node
@@ -70,6 +73,7 @@ class Term:
     """`number * state * factors`, summed over the axes that `out` lacks; `state` is None in a term without it.
 
     A factor that is true or false selects: where it does not hold the term is zero, whatever else it is a product of.
+    `narrowed` is the dtype that the state was cast to, if it does not hold all that a carry does.
     """
 
     number: float
@@ -77,6 +81,7 @@ class Term:
     source: fx.Node | None
     factors: tuple[Factor, ...]
     out: Axes
+    narrowed: torch.dtype | None = None
 
     @property
     def summed(self) -> set[Axis]:
@@ -157,7 +162,18 @@ class Affine:
         rule = _RULES.get(node.target)
         if rule is None:
             raise NotAffine(f"the step takes {node.target} of the old state, which is not linear", node)
-        return rule(self, node)
+        return [self._narrowed(term, node) for term in rule(self, node)]
+
+    def _narrowed(self, term: Term, node: fx.Node) -> Term:
+        """A term of a node's value, with the narrowest dtype that the state had on the way."""
+        to, carry = example(node).dtype, example(self.sources[0]).dtype
+        if term.state is None:
+            return term
+        if (to.is_floating_point, to.is_complex) != (carry.is_floating_point, carry.is_complex):
+            raise NotAffine(f"{node.target} makes the state {to}", node)
+        if term.narrowed is not None and not holds(term.narrowed, to):
+            raise NotAffine(f"the state is rounded to {term.narrowed}, and goes on as {to}", node)
+        return term if holds(to, carry) else replace(term, narrowed=to)
 
     def _is_zero(self, node: fx.Node) -> bool:
         value = self.record.constant.get(node)
@@ -181,12 +197,12 @@ class Affine:
 
 
 def _read_by(factor: Factor, node: fx.Node) -> Factor:
-    """A factor as an operator reads it, in half precision perhaps."""
+    """A factor as an operator reads it: in the dtype that this computes in."""
     to, own = example(node).dtype, example(factor.node).dtype
-    if to not in HALF or own in (to, torch.bool):
+    if factor.how in ("true", "false") or (is_inexact(own) and holds(to, own)):
         return factor
-    unrounded = reads_unrounded_number(node) and factor.node is node.args[1]
-    return factor if unrounded else replace(factor, rounded=to)
+    unrounded = to in HALF and reads_unrounded_number(node) and factor.node is node.args[1]
+    return replace(factor, rounded=torch.float32 if unrounded else to)
 
 
 # -- terms moved
@@ -288,9 +304,6 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def _same(analysis: Affine, node: fx.Node) -> list[Term]:
-    to, source = example(node).dtype, example(operand(node)).dtype
-    if (to.is_floating_point, to.is_complex) != (source.is_floating_point, source.is_complex):
-        raise NotAffine(f"{node.target} makes the state {to}", node)
     return analysis.of(operand(node))
 
 
@@ -488,7 +501,7 @@ def opened(term: Term, factor: Factor, record: ScanRecord) -> Term | None:
     if node.target in COPIED - {aten.detach.default} or (
         node.target is aten._to_copy.default and example(args[0]).dtype.is_floating_point
     ):
-        return product(1, part(args[0]))
+        return product(1, _read_by(part(args[0]), node))
     if node.target in MASKED_FILL and args[2] == 0:
         return product(1, part(args[0]), part(args[1], "false"))
     if node.target is aten.bmm.default and example(args[0]).shape[-1] == 1:

@@ -101,7 +101,15 @@ def measured(x: Tensor) -> Magnitude | None:
     return _measured(x, floor_level(x.dtype) if x.dtype.is_floating_point else -math.inf)
 
 
+# Dtypes of which torch has no minimum on the CPU; float64 says enough of them.
+_NOT_COMPARED = (
+    torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)  # fmt: skip
+
+
 def _measured(x: Tensor, level: float) -> Magnitude | None:
+    x = x.double() if x.dtype in _NOT_COMPARED else x
     least, most = float(x.amin()), float(x.amax())  # NaN where there is one
     if math.isnan(most) or most == math.inf:
         return None

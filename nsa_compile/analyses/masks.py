@@ -6,8 +6,10 @@ that way, and the way is followed by running the movement on element numbers, so
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,8 +21,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from nsa_compile.ir.aten import AND, MASKED_FILL, NOT, OR, REARRANGED, WHERE, arguments, aten, operand
 from nsa_compile.ir.attention import All, Blocks, MaskKind, Opaque, Window
 from nsa_compile.ir.rewriting import NodeBuilder
-from nsa_compile.ir.scans import ScanRecord, example
+from nsa_compile.ir.scans import ScanRecord, example, first_line
 from nsa_compile.ir.step_values import StepMask, step_mask
+
+log = logging.getLogger("nsa_compile")
 
 # Movement that masks and scores are followed through.
 MOVES = REARRANGED - {aten.unfold.default, aten.flip.default, aten.roll.default} | {aten.index_select.default}
@@ -32,6 +36,18 @@ class Unrecognised(Exception):
     def __init__(self, why: str, node: fx.Node) -> None:
         super().__init__(why)
         self.why, self.node = why, node
+
+
+@contextlib.contextmanager
+def unrecognised_if_it_fails(node: fx.Node) -> Iterator[None]:
+    """Leave a softmax alone with which an analysis cannot cope in an unforeseen way."""
+    try:
+        yield
+    except Unrecognised:
+        raise
+    except Exception as error:
+        log.debug("%s cannot be analysed", node.name, exc_info=True)
+        raise Unrecognised(f"it cannot be analysed: {first_line(error)}", node) from error
 
 
 @dataclass(frozen=True)
@@ -76,10 +92,10 @@ class Side:
 
 
 def is_float_cast(node: fx.Node) -> bool:
-    """A cast between floating dtypes: it may round, but to no coarser numbers than attention is computed in."""
+    """A cast between floating dtypes, of at least half precision: what rounds to less is there for its rounding."""
     if node.target is not aten._to_copy.default:
         return False
-    return example(node).dtype.is_floating_point and example(operand(node)).dtype.is_floating_point
+    return all(x.dtype.is_floating_point and x.dtype.itemsize > 1 for x in (example(node), example(operand(node))))
 
 
 def side_of_where(node: fx.Node, record: ScanRecord) -> Side | None:

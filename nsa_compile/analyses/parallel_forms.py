@@ -9,6 +9,7 @@ Raises `Declined` where a recurrence has neither.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from nsa_compile.analyses.affine import Affine, Axes, Axis, Factor, NotAffine, T
 from nsa_compile.analyses.batched_body import BatchedBody, Recurrence
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.carries import Latest, Recurrent
-from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
+from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, constant_value, example
 from nsa_compile.ops.recurrence import chunks, recurrence
 
 Names = tuple[Axis, ...]
@@ -40,6 +41,9 @@ def find_parallel_form(site: ScanSite, record: ScanRecord, group: tuple[int, ...
     carry, update = site.placeholders()[0][place], site.outputs()[0][place]
     if (extreme := _as_extreme(site, record, place, carry, update)) is not None:
         return extreme
+    first = constant_value(site.init[place], {})
+    if first is not None and not bool(first.isfinite().all()):
+        raise Declined("its first state is not finite, and would be multiplied with zero where it is replaced", carry)
     state = _State.of(site, record, carry, update)
     steps = record.length * example(carry).numel() * example(carry).element_size()
     try:
@@ -73,13 +77,17 @@ def _evaluate_term(term: Term, names: Names, body: BatchedBody, dtype: torch.dty
     summed = tuple(sorted(term.summed - set(names), key=id))
     every = (*names, *summed)
     values = [(f.how, _arranged(f, every, body)) for f in term.factors]
+    # As beside the state: what factors are among themselves, in less than it, is something else.
+    common = functools.reduce(
+        torch.promote_types, (x.dtype for how, x in values if how in ("value", "reciprocal")), _wide(dtype)
+    )
     product: Tensor | None = None
     for _, x in (pair for pair in values if pair[0] == "value"):
-        product = x if product is None else product * x
+        product = x.to(common) if product is None else product * x.to(common)
     if product is None:
-        product = torch.ones([1] * (len(every) + 1), dtype=_wide(dtype), device=body.xs[0].device)
+        product = torch.ones([1] * (len(every) + 1), dtype=common, device=body.xs[0].device)
     for _, x in (pair for pair in values if pair[0] == "reciprocal"):
-        product = product / x
+        product = product / x.to(common)
     if term.number != 1:
         product = product * term.number
     for how, x in (pair for pair in values if pair[0] in ("true", "false")):
@@ -90,7 +98,7 @@ def _evaluate_term(term: Term, names: Names, body: BatchedBody, dtype: torch.dty
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """A dtype for factors: a decay that is rounded to that of a small state is another decay."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def _arranged(factor: Factor, names: Names, body: BatchedBody) -> Tensor:
@@ -561,7 +569,7 @@ def _signature(factor: Factor, numbers: dict[tuple[str, str], int]) -> str:
         computed = (str(node.target), str(fx.node.map_arg((node.args, node.kwargs), of)))
         return f"%{numbers.setdefault(computed, len(numbers))}"
 
-    return f"{of(factor.node)} {factor.how} {[[id(axis) for axis in dim] for dim in factor.axes]}"
+    return f"{of(factor.node)} {factor.how} {factor.rounded} {[[id(axis) for axis in dim] for dim in factor.axes]}"
 
 
 def _query(node: fx.Node, term: Term, rows: Collection[Axis], carry: fx.Node) -> Readout:

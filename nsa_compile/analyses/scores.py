@@ -159,7 +159,8 @@ class _Follower:
         dtype = example(node).dtype
         if dtype.is_floating_point and dtype != torch.float64 and self.precise:
             return self._leaf(node, elements)  # numbers of fewer bits than the program's, rounded as they are
-        if self.whole:
+        quantized = name == "to" and dtype.is_floating_point and not is_float_cast(node)
+        if self.whole or quantized:
             return self._leaf(node, elements)
         if name in OPERATORS and (dtype.is_floating_point or dtype in (torch.bool, torch.int64)):
             products, leaves, instructions = len(self.products), len(self.leaves), len(self.instructions)

@@ -61,6 +61,23 @@ SHAPED = FILLED - {aten.empty_like.default} | {aten.new_zeros.default, aten.new_
 SORTED = frozenset({aten.sort.default, aten.sort.stable, aten.topk.default})
 
 
+def is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a dtype has all values of another; of integers and bools among floats it is not asked."""
+    if dtype == other or other == torch.bool:
+        return True
+    if is_inexact(dtype) != is_inexact(other):
+        return is_inexact(dtype)
+    if not is_inexact(dtype):
+        own, its = torch.iinfo(dtype), torch.iinfo(other)
+        return own.min <= its.min and own.max >= its.max
+    mine, theirs = torch.finfo(dtype), torch.finfo(other)
+    return dtype.is_complex >= other.is_complex and mine.eps <= theirs.eps and mine.max >= theirs.max
+
+
 def operand(node: fx.Node, place: int = 0) -> fx.Node:
     """The node at a place of another one's arguments."""
     return cast(fx.Node, node.args[place])

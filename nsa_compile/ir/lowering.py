@@ -19,7 +19,7 @@ from nsa_compile import modes
 from nsa_compile.capture.refusals import why_not_traced
 from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.rewriting import eliminate_dead_code
-from nsa_compile.ir.scans import Declined, ScanSite, example, fake_inputs, place_of, results
+from nsa_compile.ir.scans import UNTRACKED, Declined, ScanSite, example, fake_inputs, place_of, results
 from nsa_compile.workarounds import DATA, HonestBatchNorm
 
 
@@ -145,6 +145,9 @@ def lower_body(site: ScanSite) -> fx.GraphModule:
     Raises:
         Declined: for operators whose meaning is lost on the way down.
     """
+    if site.node.meta.get(UNTRACKED):
+        # Below autograd, what was written would take the place of what has the gradient.
+        raise Declined("the step writes to a tensor that has a gradient, where autograd is off", site.node)
     fakes = fake_inputs(site.init) + [x[0] for x in fake_inputs(site.xs)] + fake_inputs(site.additional)
     state = modes.autocast_at(site.node)
     if modes.sets_autocast(site.body.graph.nodes) and any(on for _, _, on in state):

@@ -29,6 +29,8 @@ RECORD = "nsa_scan"
 WRITTEN = "nsa_written"
 # In the meta of an input of a captured graph: its value, which each call of the program sees to.
 VALUE = "nsa_value"
+# In the meta of a scan: whether its step writes where autograd does not see it to what has a gradient.
+UNTRACKED = "nsa_untracked"
 # In the meta of what a scan yields: the caller gets it, or a view of it.
 ESCAPES = "nsa_escapes"
 
@@ -241,6 +243,8 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 def location(node: fx.Node) -> str:
     """`file:line` of the user's innermost frame behind a node."""
+    if node.op == "placeholder" and "stack_trace" not in node.meta:
+        node = next((user for user in node.users if "stack_trace" in user.meta), node)
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     for file, line in reversed(frames):
         if not file.endswith("nsa_compile/scanning.py"):

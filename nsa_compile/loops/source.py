@@ -187,9 +187,7 @@ def _loaded(node: ast.AST | None) -> set[str]:
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load | ast.Del)}
 
 
-def _follow(
-    statements: list[ast.stmt], assigned: set[str], read: set[str], exits: list[set[str]]
-) -> set[str] | None:
+def _follow(statements: list[ast.stmt], assigned: set[str], read: set[str], exits: list[set[str]]) -> set[str] | None:
     """Go through statements; add to `read` what may be read before it is assigned, and to `exits` what is surely
     assigned at each `continue`. Returns what is surely assigned behind them, or None where nothing comes behind."""
     for s in statements:

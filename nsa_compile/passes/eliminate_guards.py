@@ -18,7 +18,15 @@ from nsa_compile.analyses.staleness import Analysis, Facts, analyse, explain
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.carries import Rows
 from nsa_compile.ir.rewriting import eliminate_dead_code
-from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, constant_value, example, find_scans
+from nsa_compile.ir.scans import (
+    Declined,
+    ScanRecord,
+    ScanSite,
+    constant_value,
+    declined_if_it_fails,
+    example,
+    find_scans,
+)
 from nsa_compile.passes.pipeline import PassContext, register
 
 
@@ -30,7 +38,12 @@ def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
         record = site.record
         if record is None or record.guards_dropped or record.guards_kept or not context.may_rewrite():
             continue
-        dropped, kept, analysis = prove_with_guarded_picks(site, record)
+        try:
+            with declined_if_it_fails("its guards stay", site.node):
+                dropped, kept, analysis = prove_with_guarded_picks(site, record)
+        except Declined as failed:
+            context.leave(failed)
+            continue
         if not dropped and not kept:
             continue
         record.guards_dropped, record.guards_kept = sorted(dropped), sorted(kept)

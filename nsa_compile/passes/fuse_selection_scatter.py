@@ -28,7 +28,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.analyses.masks import MOVES, Unrecognised, mask_tensor
+from nsa_compile.analyses.masks import MOVES, Unrecognised, mask_tensor, unrecognised_if_it_fails
 from nsa_compile.analyses.ranking import Ranking, find_ranking
 from nsa_compile.analyses.selection import Selection, find_selection, position_node, table_of
 from nsa_compile.analyses.softmax import AttentionRecord, raised
@@ -51,7 +51,7 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
             if known is None or not known.mask.data:
                 continue
             try:
-                with unset_fake_temporarily(), torch.no_grad():
+                with unset_fake_temporarily(), torch.no_grad(), unrecognised_if_it_fails(node):
                     selection = _selection_of(node, known, step)
                     ranking = _ranking_of(selection, step, context, by_itself=step.body is gm)
             except Unrecognised as found:

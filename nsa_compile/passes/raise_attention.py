@@ -26,7 +26,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.attention_costs import runs_in_place
 from nsa_compile.analyses.magnitudes import floor_level, given_magnitudes
-from nsa_compile.analyses.masks import Mask, Unrecognised, conjunction, first_steps, mask_tensor
+from nsa_compile.analyses.masks import (
+    Mask,
+    Unrecognised,
+    conjunction,
+    first_steps,
+    mask_tensor,
+    unrecognised_if_it_fails,
+)
 from nsa_compile.analyses.scores import (
     KeySet,
     Mass,
@@ -54,7 +61,17 @@ from nsa_compile.analyses.staleness import Analysis, analyse
 from nsa_compile.ir.aten import SOFTMAX, aten, operand
 from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, All, AttentionCall, Blocks, Opaque, Window
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_earlier
-from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, Step, example, find_scans, find_steps, location
+from nsa_compile.ir.scans import (
+    Declined,
+    ScanRecord,
+    ScanSite,
+    Step,
+    declined_if_it_fails,
+    example,
+    find_scans,
+    find_steps,
+    location,
+)
 from nsa_compile.passes.pipeline import PassContext, register
 
 
@@ -64,12 +81,17 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     changed = False
     in_place = context.options.attention != "dense" and runs_in_place(gm)
     sites = {site.body: site for site in find_scans(gm)}
-    given = {body: given_magnitudes(site) for body, site in sites.items()}
     for step in find_steps(gm):
-        analysis = analyse(step.body, step.record, given.get(step.body, {}), {})
+        try:
+            with declined_if_it_fails("its values cannot be followed", step.body.graph.output_node()):
+                given = given_magnitudes(sites[step.body]) if step.body in sites else {}
+                analysis = analyse(step.body, step.record, given, {})
+        except Declined as why:
+            context.leave(why)
+            continue
         for softmax in [n for n in step.body.graph.nodes if n.target in SOFTMAX]:
             try:
-                with unset_fake_temporarily(), torch.no_grad():
+                with unset_fake_temporarily(), torch.no_grad(), unrecognised_if_it_fails(softmax):
                     known, outputs = _attention(step, softmax, analysis, by_itself=step.body is gm, in_place=in_place)
             except Unrecognised as found:
                 if step.body in sites and _raise_scores(step, sites[step.body], softmax, analysis, found.why, context):
@@ -116,7 +138,7 @@ def _raise_scores(
 ) -> bool:
     """Make attention by scores of a program of a softmax, if that is what it is; `why` it is nothing simpler."""
     try:
-        with unset_fake_temporarily(), torch.no_grad():
+        with unset_fake_temporarily(), torch.no_grad(), unrecognised_if_it_fails(softmax):
             sets, reads, n = _by_scores(step, site, softmax, analysis)
     except Unrecognised as found:
         context.leave(Declined(found.why, found.node))
@@ -162,7 +184,8 @@ def is_attention(step: Step, site: ScanSite, softmax: fx.Node) -> bool:
             lambda: _by_scores(step, site, softmax, analysis),
         ):
             try:
-                recognise()
+                with unrecognised_if_it_fails(softmax):
+                    recognise()
                 return True
             except Unrecognised:
                 continue

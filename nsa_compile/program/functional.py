@@ -33,6 +33,7 @@ from nsa_compile.ir.lowering import BodyInterpreter, applies_functorch, escaping
 from nsa_compile.ir.rewriting import KEPT, replace_graph
 from nsa_compile.ir.scans import (
     ESCAPES,
+    UNTRACKED,
     WRITTEN,
     Declined,
     ScanSite,
@@ -144,7 +145,8 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
             if node in seen.random or (not node.users and node.op != "output"):
                 node.meta[KEPT] = True
     for site in find_scans(gm):
-        if _draws(site.body):
+        draws, site.node.meta[UNTRACKED] = _effects_of_step(site)
+        if draws:
             site.node.meta[KEPT] = True
     seen = effects[gm]
     if not seen.writes:
@@ -215,6 +217,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, with_gradient: set[int]) -> None:
         super().__init__()
         self.with_gradient = with_gradient  # memory in which some tensor with a gradient lies
+        self.held: list[torch.UntypedStorage] = []  # so that no memory is used twice
         self.written: list[Tensor] = []
         self.draws = False
         self.untracked = False  # a write that autograd does not see, to what it follows
@@ -223,7 +226,10 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, OpOverload):
             self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-            self.with_gradient |= {memory(x) for x in _tensors((args, kwargs)) if x.requires_grad}
+            for x in _tensors((args, kwargs)):
+                if x.requires_grad:
+                    self.with_gradient.add(memory(x))
+                    self.held.append(x.untyped_storage())
             for x in self._targets(func, args, kwargs):
                 self.written.append(x)
                 unseen = not torch.is_grad_enabled() or not x.requires_grad
@@ -272,14 +278,28 @@ class _Observer(fx.Interpreter):
         return result
 
 
-def _draws(body: fx.GraphModule) -> bool:
-    """Whether a step draws random numbers, itself or in a scan of its own."""
+def _effects_of_step(site: ScanSite) -> tuple[bool, bool]:
+    """Whether a step draws random numbers, itself or in a scan of its own, and whether it writes where autograd does
+    not see it to what has a gradient; each if it may."""
+    inputs = site.body.graph.find_nodes(op="placeholder")
+    outside = (example(n) for n in (*site.init, *site.xs, *site.additional))
+    # A carry may get its gradient at a later step.
+    with_gradient = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in outside)
     with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored(), _Watch(set()) as watch:
         try:
-            _Step(body).run(*(_like(example(n)) for n in body.graph.find_nodes(op="placeholder")))
-        except Exception:  # it may
-            return True
-    return watch.draws or any(_draws(site.body) for site in find_scans(body))
+            _Step(site.body).run(*(_stand_in(example(n), with_gradient) for n in inputs))
+        except Exception:
+            return True, with_gradient
+    inner = [_effects_of_step(found) for found in find_scans(site.body)]
+    return watch.draws or any(draws for draws, _ in inner), watch.untracked
+
+
+def _stand_in(x: Any, with_gradient: bool) -> Any:
+    """A fake tensor, with a gradient if it can have one and anything has."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.detach()
+    return _fresh_like(x.requires_grad_() if with_gradient and (x.is_floating_point() or x.is_complex()) else x)
 
 
 class _Step(fx.Interpreter):

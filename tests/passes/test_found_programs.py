@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import nsa_compile
 from nsa_compile import scan
 from nsa_compile.capture.refusals import ScanRefused
-from nsa_compile.passes import unroll_buffers
+from nsa_compile.passes import raise_attention, unroll_buffers
 
 D = 2
 
@@ -1774,3 +1774,212 @@ def test_a_bias_by_distance_over_all_keys_where_each_step_has_its_cache():
     given = (*rows(3, 9, 4).unbind(), rows(7))
     torch.testing.assert_close(compiled(run, "eager", fullgraph=True)(*given), run(*given))
     assert nsa_compile.last_report().scans[0].batched
+
+
+def write_unseen(x):
+    with torch.no_grad():
+        x.clamp_(-1, 1)
+
+
+def halve(x):
+    with torch.no_grad():
+        x[0] = 0.5
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_unseen,
+        halve,
+        lambda x: x.detach().mul_(2),
+        lambda x: x.data.mul_(2),
+        torch.nn.init.zeros_,
+        lambda x: F.relu(x.detach(), inplace=True),
+        lambda x: F.embedding(torch.tensor([0]), x.view(1, -1), max_norm=0.5),
+    ],
+    ids=["no_grad", "an element", "detach", "data", "init", "relu", "embedding"],
+)
+@pytest.mark.parametrize("nested", ["eager", "aot_eager"])
+def test_a_write_of_a_step_that_autograd_does_not_see(write, nested):
+    """What was written took the place of what had the gradient: it was lost, without a word."""
+
+    def run(x):
+        def step(c, row):
+            y = c * 0.5 + row
+            write(y)
+            return y, y * 1
+
+        return scan(step, torch.zeros_like(x[0]), x)
+
+    equal_gradients(run, rows(4, 3).requires_grad_(), nested=nested)
+
+
+def test_a_write_of_a_step_to_what_no_gradient_reaches():
+    """A near miss: it is batched."""
+
+    def run(x):
+        def step(c, row):
+            with torch.no_grad():
+                mask = row * 3
+                mask.clamp_(0, 1)
+            z = torch.full_like(c, 0.5)
+            z.narrow(0, 0, 1).copy_(row[:1])
+            return c * mask + row, c * z
+
+        return scan(step, torch.zeros_like(x[0]), x)
+
+    equal_gradients(run, rows(4, 3).requires_grad_())
+    assert nsa_compile.last_report().scans[0].batched
+
+
+E8 = torch.float8_e4m3fn
+ROUNDED = {  # a step of a carry, and the dtypes of carry, first and second input
+    "eight bits": (lambda c, a, b: (c * 0.5 + a).to(E8).to(c.dtype), torch.float64),
+    "bfloat16": (lambda c, a, b: (c * 0.5 + a).bfloat16().to(c.dtype), torch.float64),
+    "half, infinite": (lambda c, a, b: (c * 0.5 + a * 1e5).half().to(c.dtype), torch.float64),
+    "extreme": (lambda c, a, b: torch.maximum(c.to(E8).to(c.dtype), a), torch.float64),
+    "uint8": (lambda c, a, b: c.to(torch.uint8).long() + a + 200, torch.int64),
+    "int32": (lambda c, a, b: c.int().long() * 3 + a * 10**8, torch.int64),
+    "sum": (lambda c, a, b: c.sum(1, keepdim=True, dtype=torch.int8).long() + a + 100, torch.int64),
+    "mean": (lambda c, a, b: c.mean(1, keepdim=True, dtype=torch.bfloat16).to(c.dtype) * 0.5 + a, torch.float64),
+}
+MIXED = {
+    "sum of conditions": (lambda c, a, b: c + b + b, torch.float64, torch.float64, torch.bool),
+    "factors of conditions": (lambda c, a, b: c * b + c * (b | ~b) + a, torch.float64, torch.float64, torch.bool),
+    "number and condition": (lambda c, a, b: a + 0.9 * c * b, torch.float64, torch.float64, torch.bool),
+    "numbers chosen": (
+        lambda c, a, b: 0.3 * c * torch.where(b, 0.9, 0.1) + a,
+        torch.float64,
+        torch.float64,
+        torch.bool,
+    ),
+    "product of bytes": (lambda c, a, b: c * b * b / 1e4 + a, torch.float64, torch.float64, torch.uint8),
+    "difference of a byte": (lambda c, a, b: c - b, torch.float64, torch.float64, torch.uint8),
+    "sum of bytes": (lambda c, a, b: a - c - b - b, torch.float64, torch.float64, torch.uint8),
+    "quotient of integers": (lambda c, a, b: (c + b) / 3 / (b + 3), torch.float64, torch.float64, torch.int64),
+    "bytes, to a maximum": (lambda c, a, b: torch.maximum(c + b + b, a), torch.float64, torch.float64, torch.uint8),
+    "bytes, to a minimum": (lambda c, a, b: torch.minimum(c - b, a), torch.int64, torch.int64, torch.uint8),
+    "integers": (lambda c, a, b: c + b * 10**9 + b * 10**9, torch.int64, torch.int64, torch.int32),
+    "single precision": (lambda c, a, b: c * 0.7 * b + b + b, torch.float64, torch.float64, torch.float32),
+    "half precision": (lambda c, a, b: c * 0.5 + b * 2e4 + b * 2e4, torch.float64, torch.float64, torch.bfloat16),
+    "complex": (lambda c, a, b: (0.3 + 0.4j) * c * b + a, torch.complex128, torch.float64, torch.float32),
+}
+
+
+def drawn(dtype, seed):
+    if dtype.is_floating_point:
+        return torch.randn(5, 4, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 101, (5, 4, 1)).to(dtype)
+
+
+def carried(step, dtype, a, b):
+    x, beside = drawn(a, 0).requires_grad_(a.is_floating_point), drawn(b, 1)
+
+    def run(x, beside):
+        return scan(lambda c, row: (step(c, *row),) * 2, torch.ones(4, 1, dtype=dtype), (x, beside))
+
+    found = []
+    for function in (run, compiled(run, fullgraph=True)):
+        y = function(x, beside)
+        grad = torch.autograd.grad(y[1].abs().double().sin().sum(), x) if y[1].requires_grad else None
+        found.append((y, grad))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize(("step", "dtype"), ROUNDED.values(), ids=ROUNDED)
+def test_a_state_is_rounded_at_each_step(step, dtype):
+    """Casts were left out of recurrences: a state that is rounded to less than it is kept in was not."""
+    carried(step, dtype, dtype, dtype)
+
+
+@pytest.mark.parametrize(("step", "dtype", "a", "b"), MIXED.values(), ids=MIXED)
+def test_a_state_beside_other_dtypes(step, dtype, a, b):
+    """What stands beside a state was added and multiplied in its own dtype: True and True were True, bytes began at 0
+    again, and numbers in float32."""
+    carried(step, dtype, a, b)
+    assert nsa_compile.last_report().scans[0].batched
+
+
+@pytest.mark.parametrize("first", [float("nan"), -float("inf")])
+def test_a_first_state_that_is_not_finite(first):
+    """It was multiplied with zero where a condition replaces it, and stayed NaN for ever."""
+
+    def run(x, seen):
+        return scan(lambda c, row: (torch.where(row[1], row[0], c),) * 2, torch.full((D,), first), (x.float(), seen))
+
+    x = rows(5, D)
+    torch.testing.assert_close(compiled(run, fullgraph=True)(x, x > 0), run(x, x > 0), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, E8, torch.float8_e5m2])
+def test_a_carry_of_a_dtype_that_torch_does_not_compare(dtype):
+    def run(x):
+        return scan(lambda c, row: (row, c.float()), torch.zeros((), dtype=dtype), x)
+
+    x = torch.arange(6).to(dtype)
+    for a, b in zip(compiled(run, fullgraph=True)(x), run(x), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.float(), b.float())
+
+
+@pytest.mark.parametrize(
+    ("scores", "weights"),
+    [(lambda s: s, lambda w: w.to(E8).to(w.dtype)), (lambda s: s.to(E8).to(s.dtype), lambda w: w)],
+    ids=["weights", "scores"],
+)
+@pytest.mark.parametrize("cap", [False, True])
+def test_attention_with_eight_bits_on_the_way(scores, weights, cap):
+    """Such a cast is there to round, as in training for quantization; it was left out as those to half precision."""
+
+    def run(x):
+        at = torch.arange(len(x))
+
+        def step(c, row):
+            t, row = row
+            k = torch.where((at == t)[:, None], row, c)
+            s = scores(k @ row)
+            s = 3 * s.tanh() if cap else s
+            return k, weights(s.masked_fill(at > t, -torch.inf).softmax(0)) @ k
+
+        return scan(step, torch.zeros_like(x), (at, x))[1].unsqueeze(0)
+
+    equal_gradients(run, rows(5, 4).requires_grad_())
+
+
+def test_gradients_of_a_step_without_autocast_under_it():
+    """A loop's backward step computed products in bfloat16, though those of the step are in float32."""
+
+    def run(x, w):
+        def step(c, row):
+            with torch.autocast("cpu", enabled=False):
+                y = (c @ w + row).tanh()
+            return y, y
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (scan(step, x[0] * 0, x)[1],)
+
+    equal_gradients(run, rows(5, 4).float().requires_grad_(), rows(4, 4).float().requires_grad_())
+
+
+def test_an_analysis_that_fails_leaves_the_softmax_alone(monkeypatch):
+    """Whatever it meets that nobody thought of: the scan is compiled without it."""
+
+    def fails(*_):
+        raise ZeroDivisionError("unforeseen")
+
+    monkeypatch.setattr(raise_attention, "walk_up", fails)
+    monkeypatch.setattr(raise_attention, "key_sets", fails)
+
+    def run(x):
+        at = torch.arange(len(x))
+
+        def step(c, row):
+            k = torch.where((at == row[0])[:, None], row[1], c)
+            return k, (k @ row[1]).masked_fill(at > row[0], -torch.inf).softmax(0) @ k
+
+        return (scan(step, torch.zeros_like(x), (at, x))[1],)
+
+    equal_gradients(run, rows(4, 3).requires_grad_())
+    report = nsa_compile.last_report()
+    assert report.scans[0].batched
+    assert any("it cannot be analysed: unforeseen" in d.reason for p in report.passes for d in p.declines)

@@ -227,9 +227,10 @@ def _trace_joint(
         leaves = [x for x, flag in zip(primals, wanted, strict=True) if flag]
         gradients: Iterable[Tensor | None] = [None] * len(leaves)
         if tangents:
-            gradients = torch.autograd.grad(
-                [outputs[i] for i in tangents], leaves, list(tensors[len(inputs) :]), allow_unused=True
-            )
+            with torch._C._DisableAutocast():  # a backward pass computes in the dtypes of the forward pass
+                gradients = torch.autograd.grad(
+                    [outputs[i] for i in tangents], leaves, list(tensors[len(inputs) :]), allow_unused=True
+                )
         if any(has_data_mutation(x) for x in tensors):
             raise LoopNotTraced("it writes to one of its inputs; write to a copy, x.clone()")
         return [*(x.detach() for x in outputs), *gradients]
