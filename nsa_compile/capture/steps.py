@@ -15,12 +15,12 @@ from torch._dynamo.output_graph import AliasingInfo, SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import higher_order_ops
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.dicts import SideEffectsProxyDict
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
 from torch._dynamo.variables.iter import IteratorVariable
-from torch._dynamo.variables.misc import NumpyVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable, NumpyVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._higher_order_ops.scan import scan_op
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,6 +52,7 @@ def mend_steps() -> None:
     keep_what_steps_find()
     assign_to_what_is_current()
     let_steps_read_views()
+    keep_derivatives_of_carries()
     take_results_apart_quickly()
 
 
@@ -178,6 +179,34 @@ def assign_to_what_is_current() -> None:
         vars(self)["side_effects"] = made_with
 
     SideEffectsProxyDict.side_effects = property(current, remember)  # type: ignore[assignment]
+
+
+def keep_derivatives_of_carries() -> None:
+    """Let an `autograd.Function` of a carry keep its derivative.
+
+    A carry may start without a gradient and get one at the first step. Dynamo traces a function of what has none
+    without its `backward`, and the derivative is that of its `forward` then (torch 2.13).
+    """
+    original = AutogradFunctionVariable.call_apply
+
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        found: list[TensorVariable] = []
+
+        def visit(x: Any) -> None:
+            if isinstance(x, TensorVariable) and x.requires_grad is False and x.dtype and x.dtype.is_floating_point:
+                found.append(x)
+
+        if _captures:
+            VariableTracker.visit(visit, (args, kwargs))
+        for x in found:
+            x.requires_grad = True
+        try:
+            return original(self, tx, args, kwargs)
+        finally:
+            for x in found:
+                x.requires_grad = False
+
+    AutogradFunctionVariable.call_apply = call_apply
 
 
 @dataclass(eq=False)

@@ -1983,3 +1983,27 @@ def test_an_analysis_that_fails_leaves_the_softmax_alone(monkeypatch):
     report = nsa_compile.last_report()
     assert report.scans[0].batched
     assert any("it cannot be analysed: unforeseen" in d.reason for p in report.passes for d in p.declines)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+@pytest.mark.parametrize("nested", ["eager", "aot_eager"])
+def test_a_derivative_of_ones_own_of_a_carry_that_starts_without_gradient(nested):
+    """Dynamo left it out, as if the carry never had a gradient."""
+
+    def run(x):
+        def step(c, row):
+            new = Reversed.apply(c) * 0.5 + row
+            return new, new * 1
+
+        return scan(step, torch.zeros(3, dtype=x.dtype), x)
+
+    equal_gradients(run, rows(5, 3).requires_grad_(), nested=nested)
