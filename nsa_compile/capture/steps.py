@@ -206,7 +206,7 @@ def keep_derivatives_of_carries() -> None:
             for x in found:
                 x.requires_grad = False
 
-    AutogradFunctionVariable.call_apply = call_apply
+    AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
 
 
 @dataclass(eq=False)
