@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from nsa_compile.analyses.known import promotes_by_rank
-from nsa_compile.ir.aten import COMPARISONS, MATMUL_ADD, WHERE, arguments, aten, operand
+from nsa_compile.ir.aten import COMPARISONS, MATMUL_ADD, WHERE, arguments, aten, is_inexact, operand
 from nsa_compile.ir.lowering import CONTIGUOUS
 from nsa_compile.ir.scans import Declined, example, first_line, place_of
 from nsa_compile.ops import ranked
@@ -179,7 +179,7 @@ def _casts_of_numbers(node: fx.Node) -> dict[fx.Node, torch.dtype]:
     numbers = [x for x in numbers if example(x).device == example(node).device]
     if common in HALF:
         # An integer weighs less than these whatever its dimensions, and gradients read it as it is.
-        numbers = [x for x in numbers if example(x).is_floating_point() or example(x).is_complex()]
+        numbers = [x for x in numbers if is_inexact(example(x).dtype)]
         wider = [example(x).dtype for x in numbers if example(x).dtype != common]
         if wider and target not in _ROUNDING:
             raise Declined(f"{target} in {common} reads a number in {wider[0]}, which its gradient may not round", node)

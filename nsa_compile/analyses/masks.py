@@ -6,10 +6,8 @@ that way, and the way is followed by running the movement on element numbers, so
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,10 +19,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from nsa_compile.ir.aten import AND, MASKED_FILL, NOT, OR, REARRANGED, WHERE, arguments, aten, operand
 from nsa_compile.ir.attention import All, Blocks, MaskKind, Opaque, Window
 from nsa_compile.ir.rewriting import NodeBuilder
-from nsa_compile.ir.scans import ScanRecord, example, first_line
+from nsa_compile.ir.scans import ScanRecord, example
 from nsa_compile.ir.step_values import StepMask, step_mask
-
-log = logging.getLogger("nsa_compile")
 
 # Movement that masks and scores are followed through.
 MOVES = REARRANGED - {aten.unfold.default, aten.flip.default, aten.roll.default} | {aten.index_select.default}
@@ -36,18 +32,6 @@ class Unrecognised(Exception):
     def __init__(self, why: str, node: fx.Node) -> None:
         super().__init__(why)
         self.why, self.node = why, node
-
-
-@contextlib.contextmanager
-def unrecognised_if_it_fails(node: fx.Node) -> Iterator[None]:
-    """Leave a softmax alone with which an analysis cannot cope in an unforeseen way."""
-    try:
-        yield
-    except Unrecognised:
-        raise
-    except Exception as error:
-        log.debug("%s cannot be analysed", node.name, exc_info=True)
-        raise Unrecognised(f"it cannot be analysed: {first_line(error)}", node) from error
 
 
 @dataclass(frozen=True)

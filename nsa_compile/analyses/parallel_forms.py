@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from nsa_compile import modes
 from nsa_compile.analyses.affine import Affine, Axes, Axis, Factor, NotAffine, Term, opened, opened_sum, plain
 from nsa_compile.analyses.batched_body import BatchedBody, Recurrence
-from nsa_compile.ir.aten import aten
+from nsa_compile.ir.aten import aten, is_inexact
 from nsa_compile.ir.carries import Latest, Recurrent
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, constant_value, example
 from nsa_compile.ops.recurrence import chunks, recurrence
@@ -427,7 +427,7 @@ def _in_chunks(site: ScanSite, record: ScanRecord, place: int, state: _State) ->
         NotAffine: it has none, or the state at each step is smaller than what it computes.
     """
     carry, update = site.placeholders()[0][place], site.outputs()[0][place]
-    if not (example(carry).dtype.is_floating_point or example(carry).dtype.is_complex):
+    if not is_inexact(example(carry).dtype):
         raise NotAffine("its state is of integers, of which a product may hold more than a float does", carry)
     reads = _readouts(site, record, place, carry, update)
     terms = [term for found in reads.values() for term in found if term.state is not None]

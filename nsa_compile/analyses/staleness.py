@@ -76,6 +76,7 @@ from nsa_compile.ir.aten import (
     XOR,
     arguments,
     aten,
+    is_inexact,
     operand,
 )
 from nsa_compile.ir.carries import Latest, Recurrent, Rows
@@ -635,9 +636,7 @@ def _gives_gradients(node: fx.Node) -> bool:
     value: Any = node.meta.get("val")
     if isinstance(value, tuple | list) and all(user.target is operator.getitem for user in node.users):
         return any(_gives_gradients(user) for user in node.users)
-    return node.target is not aten.detach.default and not (
-        isinstance(value, Tensor) and not (value.dtype.is_floating_point or value.dtype.is_complex)
-    )
+    return node.target is not aten.detach.default and not (isinstance(value, Tensor) and not is_inexact(value.dtype))
 
 
 def _nan_becomes_zero(softmax: fx.Node) -> bool:

@@ -62,11 +62,12 @@ SORTED = frozenset({aten.sort.default, aten.sort.stable, aten.topk.default})
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether a dtype is of real or complex floating point, so that it may have gradients and its numbers round."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a dtype has all values of another; of integers and bools among floats it is not asked."""
+    """Whether a dtype has all values of another; those of floating point are taken to have all integers."""
     if dtype == other or other == torch.bool:
         return True
     if is_inexact(dtype) != is_inexact(other):

@@ -342,15 +342,16 @@ def constant_value(node: fx.Node, cache: dict[fx.Node, Tensor | None], limit: in
 
 
 @contextlib.contextmanager
-def declined_if_it_fails(what: str, node: fx.Node) -> Iterator[None]:
-    """Leave a scan alone whose step torch, or this compiler, cannot cope with in an unforeseen way."""
+def declined_if_it_fails(what: str, node: fx.Node, kind: type[Exception] = Declined) -> Iterator[None]:
+    """Leave alone what torch, or this compiler, cannot cope with in an unforeseen way: raise what is raised of `kind`
+    where that is foreseen."""
     try:
         yield
-    except Declined:
+    except kind:
         raise
     except Exception as error:
         log.debug("%s: %s", node.name, what, exc_info=True)
-        raise Declined(f"{what}: {first_line(error)}", node) from error
+        raise kind(f"{what}: {first_line(error)}", node) from error
 
 
 def first_line(error: Exception) -> str:

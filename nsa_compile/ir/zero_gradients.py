@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from nsa_compile.ir.aten import aten, operand
+from nsa_compile.ir.aten import aten, is_inexact, operand
 from nsa_compile.ir.rewriting import NodeBuilder
 from nsa_compile.ir.scans import ScanSite, example, place_of, results, scan_results
 
@@ -46,7 +46,7 @@ def mark_results(site: ScanSite) -> None:
     known: dict[fx.Node, bool] = {}
     flags = [_has_gradient(n, known) for n in (*site.init, *site.xs, *site.additional)]
     site.node.meta["example_value"] = tuple(
-        torch.empty_like(x, requires_grad=(x.is_floating_point() or x.is_complex()) and any(flags[j] for j in heard))
+        torch.empty_like(x, requires_grad=is_inexact(x.dtype) and any(flags[j] for j in heard))
         for x, heard in zip(scan_results(site.node), _inputs_that_hear_of(site), strict=True)
     )
 
@@ -166,4 +166,4 @@ def _is_captured(node: fx.Node) -> bool:
 def _differentiable(node: Any) -> bool:
     values: Any = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, fx.Node) else None
     found: Sequence[Any] = values if isinstance(values, (tuple, list)) else [values]
-    return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in found)
+    return any(isinstance(x, Tensor) and is_inexact(x.dtype) for x in found)

@@ -28,14 +28,14 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.analyses.masks import MOVES, Unrecognised, mask_tensor, unrecognised_if_it_fails
+from nsa_compile.analyses.masks import MOVES, Unrecognised, mask_tensor
 from nsa_compile.analyses.ranking import Ranking, find_ranking
 from nsa_compile.analyses.selection import Selection, find_selection, position_node, table_of
 from nsa_compile.analyses.softmax import AttentionRecord, raised
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node, eliminate_dead_code, replace_earlier, replace_node
-from nsa_compile.ir.scans import Declined, ScanRecord, Step, example, find_steps, location
+from nsa_compile.ir.scans import Declined, ScanRecord, Step, declined_if_it_fails, example, find_steps, location
 from nsa_compile.ir.step_values import StepMask
 from nsa_compile.passes.pipeline import PassContext, register
 
@@ -51,7 +51,11 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
             if known is None or not known.mask.data:
                 continue
             try:
-                with unset_fake_temporarily(), torch.no_grad(), unrecognised_if_it_fails(node):
+                with (
+                    unset_fake_temporarily(),
+                    torch.no_grad(),
+                    declined_if_it_fails("it cannot be analysed", node, Unrecognised),
+                ):
                     selection = _selection_of(node, known, step)
                     ranking = _ranking_of(selection, step, context, by_itself=step.body is gm)
             except Unrecognised as found:

@@ -32,7 +32,6 @@ from nsa_compile.analyses.masks import (
     conjunction,
     first_steps,
     mask_tensor,
-    unrecognised_if_it_fails,
 )
 from nsa_compile.analyses.scores import (
     KeySet,
@@ -91,7 +90,11 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
             continue
         for softmax in [n for n in step.body.graph.nodes if n.target in SOFTMAX]:
             try:
-                with unset_fake_temporarily(), torch.no_grad(), unrecognised_if_it_fails(softmax):
+                with (
+                    unset_fake_temporarily(),
+                    torch.no_grad(),
+                    declined_if_it_fails("it cannot be analysed", softmax, Unrecognised),
+                ):
                     known, outputs = _attention(step, softmax, analysis, by_itself=step.body is gm, in_place=in_place)
             except Unrecognised as found:
                 if step.body in sites and _raise_scores(step, sites[step.body], softmax, analysis, found.why, context):
@@ -138,7 +141,11 @@ def _raise_scores(
 ) -> bool:
     """Make attention by scores of a program of a softmax, if that is what it is; `why` it is nothing simpler."""
     try:
-        with unset_fake_temporarily(), torch.no_grad(), unrecognised_if_it_fails(softmax):
+        with (
+            unset_fake_temporarily(),
+            torch.no_grad(),
+            declined_if_it_fails("it cannot be analysed", softmax, Unrecognised),
+        ):
             sets, reads, n = _by_scores(step, site, softmax, analysis)
     except Unrecognised as found:
         context.leave(Declined(found.why, found.node))
@@ -184,7 +191,7 @@ def is_attention(step: Step, site: ScanSite, softmax: fx.Node) -> bool:
             lambda: _by_scores(step, site, softmax, analysis),
         ):
             try:
-                with unrecognised_if_it_fails(softmax):
+                with declined_if_it_fails("it cannot be analysed", softmax, Unrecognised):
                     recognise()
                 return True
             except Unrecognised:

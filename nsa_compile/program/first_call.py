@@ -28,6 +28,7 @@ from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from nsa_compile import modes
 from nsa_compile.errors import Miscompiled
+from nsa_compile.ir.aten import is_inexact
 from nsa_compile.ir.scans import find_scans
 from nsa_compile.passes.bisection import first_failing, passes_asked_for, without_passes
 from nsa_compile.passes.pipeline import Options
@@ -501,7 +502,7 @@ def _difference(
     """
     if (actual.dtype, actual.shape) != (eager.dtype, eager.shape):
         return f"is {actual.dtype}{list(actual.shape)}, and the loop's {eager.dtype}{list(eager.shape)}"
-    if not eager.dtype.is_floating_point and not eager.dtype.is_complex:
+    if not is_inexact(eager.dtype):
         share, explained = _unequal(actual, eager), max((_unequal(o, eager) for o in (exact, *others)), default=0.0)
         return f"differs in {share:.3%} of its elements" if share > TOLERATED * explained else None
     actual, eager, exact, *others = (_real(y) for y in (actual, eager, exact, *others))
@@ -534,7 +535,7 @@ def _unequal(a: Tensor, b: Tensor) -> float:
 
 
 def _rms(x: Tensor) -> float:
-    if x.numel() == 0 or not (x.is_floating_point() or x.is_complex()):
+    if x.numel() == 0 or not is_inexact(x.dtype):
         return 0.0
     return float(_real(x).nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
 from nsa_compile.capture.refusals import ScanNotCompiled
-from nsa_compile.ir.aten import aten
+from nsa_compile.ir.aten import aten, is_inexact
 from nsa_compile.ir.lowering import BodyInterpreter, applies_functorch, escaping, refuse_strided_writes, trace_to_aten
 from nsa_compile.ir.rewriting import KEPT, replace_graph
 from nsa_compile.ir.scans import (
@@ -209,15 +209,19 @@ def _tensors(value: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
+def _memory_with_gradient(value: Any) -> dict[int, torch.UntypedStorage]:
+    return {memory(x): x.untyped_storage() for x in _tensors(value) if x.requires_grad}
+
+
 class _Watch(TorchDispatchMode):
     """Notes which tensors operators write to, and whether they draw random numbers."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, with_gradient: set[int]) -> None:
+    def __init__(self, with_gradient: dict[int, torch.UntypedStorage]) -> None:
         super().__init__()
-        self.with_gradient = with_gradient  # memory in which some tensor with a gradient lies
-        self.held: list[torch.UntypedStorage] = []  # so that no memory is used twice
+        # Memory in which some tensor with a gradient lies, held so that none is used twice.
+        self.with_gradient = with_gradient
         self.written: list[Tensor] = []
         self.draws = False
         self.untracked = False  # a write that autograd does not see, to what it follows
@@ -226,10 +230,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, OpOverload):
             self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-            for x in _tensors((args, kwargs)):
-                if x.requires_grad:
-                    self.with_gradient.add(memory(x))
-                    self.held.append(x.untyped_storage())
+            self.with_gradient |= _memory_with_gradient((args, kwargs))
             for x in self._targets(func, args, kwargs):
                 self.written.append(x)
                 unseen = not torch.is_grad_enabled() or not x.requires_grad
@@ -255,7 +256,7 @@ class _Observer(fx.Interpreter):
         self.known: set[int] = set()
         self.versions: dict[fx.Node, int] = {}  # of the results, when they were made
         self.blind: list[fx.Node] = []  # views taken of a tensor with a gradient where autograd is off
-        self.with_gradient: set[int] = set()
+        self.with_gradient: dict[int, torch.UntypedStorage] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if isinstance(n.target, HigherOrderOperator):
@@ -274,7 +275,7 @@ class _Observer(fx.Interpreter):
             if result.requires_grad and (sources or not torch.is_grad_enabled()):
                 self.blind.append(n)
         self.known |= {memory(x) for x in _tensors(result)}
-        self.with_gradient |= {memory(x) for x in _tensors(result) if x.requires_grad}
+        self.with_gradient |= _memory_with_gradient(result)
         return result
 
 
@@ -285,7 +286,7 @@ def _effects_of_step(site: ScanSite) -> tuple[bool, bool]:
     outside = (example(n) for n in (*site.init, *site.xs, *site.additional))
     # A carry may get its gradient at a later step.
     with_gradient = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in outside)
-    with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored(), _Watch(set()) as watch:
+    with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored(), _Watch({}) as watch:
         try:
             _Step(site.body).run(*(_stand_in(example(n), with_gradient) for n in inputs))
         except Exception:
@@ -299,7 +300,7 @@ def _stand_in(x: Any, with_gradient: bool) -> Any:
     if not isinstance(x, Tensor):
         return x
     x = x.detach()
-    return _fresh_like(x.requires_grad_() if with_gradient and (x.is_floating_point() or x.is_complex()) else x)
+    return _fresh_like(x.requires_grad_() if with_gradient and is_inexact(x.dtype) else x)
 
 
 class _Step(fx.Interpreter):
