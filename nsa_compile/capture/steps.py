@@ -181,6 +181,10 @@ def assign_to_what_is_current() -> None:
     SideEffectsProxyDict.side_effects = property(current, remember)  # type: ignore[assignment]
 
 
+def _may_have_gradient(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+
+
 def keep_derivatives_of_carries() -> None:
     """Let an `autograd.Function` of a carry keep its derivative.
 
@@ -193,7 +197,7 @@ def keep_derivatives_of_carries() -> None:
         found: list[TensorVariable] = []
 
         def visit(x: Any) -> None:
-            if isinstance(x, TensorVariable) and x.requires_grad is False and x.dtype and x.dtype.is_floating_point:
+            if isinstance(x, TensorVariable) and x.requires_grad is False and _may_have_gradient(x.dtype):
                 found.append(x)
 
         if _captures:
