@@ -145,9 +145,8 @@ def lower_body(site: ScanSite) -> fx.GraphModule:
     Raises:
         Declined: for operators whose meaning is lost on the way down.
     """
-    if site.node.meta.get(UNTRACKED):
-        # Below autograd, what was written would take the place of what has the gradient.
-        raise Declined("the step writes to a tensor that has a gradient, where autograd is off", site.node)
+    if (why := site.node.meta.get(UNTRACKED)) is not None:
+        raise why
     fakes = fake_inputs(site.init) + [x[0] for x in fake_inputs(site.xs)] + fake_inputs(site.additional)
     state = modes.autocast_at(site.node)
     if modes.sets_autocast(site.body.graph.nodes) and any(on for _, _, on in state):

@@ -29,7 +29,7 @@ RECORD = "nsa_scan"
 WRITTEN = "nsa_written"
 # In the meta of an input of a captured graph: its value, which each call of the program sees to.
 VALUE = "nsa_value"
-# In the meta of a scan: whether its step writes where autograd does not see it to what has a gradient.
+# In the meta of a scan: why its step cannot be traced below autograd, a `Declined`, or None.
 UNTRACKED = "nsa_untracked"
 # In the meta of what a scan yields: the caller gets it, or a view of it.
 ESCAPES = "nsa_escapes"

@@ -41,6 +41,7 @@ from nsa_compile.ir.scans import (
     example,
     fake_inputs,
     find_scans,
+    first_line,
     is_single_step,
     location,
     results,
@@ -279,20 +280,28 @@ class _Observer(fx.Interpreter):
         return result
 
 
-def _effects_of_step(site: ScanSite) -> tuple[bool, bool]:
-    """Whether a step draws random numbers, itself or in a scan of its own, and whether it writes where autograd does
-    not see it to what has a gradient; each if it may."""
+def _effects_of_step(site: ScanSite) -> tuple[bool, Declined | None]:
+    """Whether a step draws random numbers, itself or in a scan of its own, or may, and why it cannot be traced below
+    autograd, if so: what it wrote there would take the place of what has the gradient."""
     inputs = site.body.graph.find_nodes(op="placeholder")
     outside = (example(n) for n in (*site.init, *site.xs, *site.additional))
     # A carry may get its gradient at a later step.
     with_gradient = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in outside)
     with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored(), _Watch({}) as watch:
+        step = _Step(site.body, watch)
         try:
-            _Step(site.body).run(*(_stand_in(example(n), with_gradient) for n in inputs))
-        except Exception:
-            return True, with_gradient
-    inner = [_effects_of_step(found) for found in find_scans(site.body)]
-    return watch.draws or any(draws for draws, _ in inner), watch.untracked
+            step.run(*(_stand_in(example(n), with_gradient) for n in inputs))
+        except Exception as error:
+            why = f"the step cannot be run on fake tensors: {first_line(error)}"
+            return True, Declined(why, site.node) if with_gradient else None
+    draws = watch.draws or any(_effects_of_step(inner)[0] for inner in find_scans(site.body))
+    return draws, None if step.untracked is None else Declined(_UNTRACKED, step.untracked)
+
+
+_UNTRACKED = (
+    "it writes to a tensor that has a gradient, where autograd is off; y + (new - y).detach() has the value of new and "
+    "the gradient of y, and is no write"
+)
 
 
 def _stand_in(x: Any, with_gradient: bool) -> Any:
@@ -304,12 +313,20 @@ def _stand_in(x: Any, with_gradient: bool) -> Any:
 
 
 class _Step(fx.Interpreter):
-    """Runs a step on fake tensors, but for the scans within."""
+    """Runs a step on fake tensors, but for the scans within, and notes the first write that autograd does not see."""
+
+    def __init__(self, body: fx.GraphModule, watch: _Watch) -> None:
+        super().__init__(body)
+        self.watch = watch
+        self.untracked: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
         if isinstance(n.target, HigherOrderOperator):
             return pytree.tree_map_only(Tensor, _fresh_like, n.meta["example_value"])
-        return super().run_node(n)
+        result = super().run_node(n)
+        if self.watch.untracked and self.untracked is None:
+            self.untracked = n
+        return result
 
 
 def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
