@@ -102,7 +102,7 @@ def _guarded(build: NodeBuilder, pick: fx.Node, steps: Tensor, step: fx.Node) ->
     source = operand(pick)
     dim = arguments(pick).dim % example(source).dim() if pick.target in _ALONG else 0
     if pick.target in _ALONG and all(n == 1 for d, n in enumerate(steps.shape) if d != dim):
-        filled = _redirected(build, pick, steps.flatten(), step, dim)
+        filled = _redirected(build, pick, steps.flatten().expand(example(source).shape[dim]), step, dim)
     else:
         written = build(aten.expand.default, constant_node(build, steps, build.device), list(example(source).shape))
         late = build(aten.gt.Tensor, build(pick.target, written, *pick.args[1:]), step)

@@ -2008,3 +2008,20 @@ def test_a_derivative_of_ones_own_of_a_carry_that_starts_without_gradient(nested
         return tuple(y.abs() for y in scan(step, torch.zeros(3, dtype=dtype), x))
 
     equal_gradients(run, rows(5, 3).requires_grad_(), nested=nested)
+
+
+@pytest.mark.parametrize(
+    "pick", [lambda k, at: k.index_select(1, at), lambda k, at: k.gather(1, at[None])], ids=["index_select", "gather"]
+)
+def test_features_picked_by_data_of_a_single_row(pick):
+    """What agrees for all elements is kept once; the one step of all features was read at the numbers picked."""
+
+    def run(x):
+        def step(c, row):
+            t, x, chosen = row
+            k = torch.where((torch.arange(1) == t)[:, None], x, c)
+            return k, pick(k, chosen)
+
+        return scan(step, torch.zeros_like(x), (torch.arange(1), x, x.argsort(1)))
+
+    equal_gradients(run, rows(1, 3).requires_grad_(), nested="aot_eager")
