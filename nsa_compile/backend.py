@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
 
 from nsa_compile import cache, inductor_files, modes
 from nsa_compile.cache import constants_digest
@@ -19,7 +20,7 @@ from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.compiler_cache import errors_named
 from nsa_compile.inductor_kernels import compile_kernels_together, simplify_plain_indices_by_expanding
 from nsa_compile.ir import markers
-from nsa_compile.ir.scans import VALUE, WRITTEN, Declined
+from nsa_compile.ir.scans import VALUE, WRITTEN, Declined, turns_gradients_on
 from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline, sources_digest
 from nsa_compile.passes.report import Report
@@ -27,7 +28,7 @@ from nsa_compile.program.aliases import hand_on_originals
 from nsa_compile.program.checks import check_after_loops
 from nsa_compile.program.constants import Guarded, mark_constants, marked
 from nsa_compile.program.first_call import FirstCall
-from nsa_compile.program.functional import WriteBack, make_functional, turns_gradients_on, with_stand_ins
+from nsa_compile.program.functional import WriteBack, make_functional, with_stand_ins
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
 from nsa_compile.workarounds import (
@@ -189,9 +190,25 @@ def nsa_compile_backend(
     assert report is not None
     if _explained is not None:
         _explained.append(report)
-    if captured is None:
-        return run
-    return FirstCall(captured, run, chosen, _rewritten, lambda line: setattr(report, "first_call", line))
+    if captured is not None:
+        run = FirstCall(captured, run, chosen, _rewritten, lambda line: setattr(report, "first_call", line))
+    return _refusing_tangents(run) if report.scans or report.attention else run
+
+
+def _refusing_tangents(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Operators without a forward derivative drop it without a word (torch 2.13)."""
+
+    def refusing(*inputs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            for x in inputs:
+                if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+                    raise ScanNotCompiled(
+                        "a compiled scan has no derivatives in forward mode, and an input of it is a dual tensor; call "
+                        "the function as written, without compiling it"
+                    )
+        return run(*inputs)
+
+    return refusing
 
 
 def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

@@ -128,7 +128,9 @@ def _digest_held(digest: Any, name: str, held: Any) -> None:
         raise Uncacheable(f"the graph holds '{name}', a {type(held).__name__} whose bits cannot be told")
     digest.update(f"{_layout(held)}\n".encode())
     with unset_fake_temporarily():  # what is held is real
-        content = held.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        content = held.detach().resolve_conj().resolve_neg().cpu()
+        # A tensor of one element is contiguous whatever its strides, and only a stride of 1 can be read as bytes.
+        content = torch.empty(content.numel(), dtype=content.dtype).copy_(content.reshape(-1))
         digest.update(content.view(torch.uint8).numpy())
 
 

@@ -133,6 +133,7 @@ READS_GRADIENTS = "it reads .grad, which no tensor has while it runs; give the s
 READS_MEMORY = (
     "it calls as_strided(), which reads memory as it lies, and a compiled step has its tensors elsewhere; use views"
 )
+TURNS_ON = "it turns gradients on, where they are off around the scan; turn them on around the scan"
 ASKS = "it calls requires_grad_(); ask for the gradient of a tensor that the scan is given"
 # Words of torch's messages, what they mean for the author of a step, and the way out.
 _REASONS = (

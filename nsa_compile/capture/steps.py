@@ -36,11 +36,13 @@ from nsa_compile.capture.refusals import (
     PLACE,
     READS_GRADIENTS,
     READS_MEMORY,
+    TURNS_ON,
     VARYING_NUMBER,
     caller_of_scan,
     refusal,
     why_not_traced,
 )
+from nsa_compile.ir.scans import subgraphs, turns_gradients_on
 from nsa_compile.trees import put_together, taken_apart
 
 
@@ -85,6 +87,8 @@ def explain_uncaptured_steps() -> None:
             body = tx.output.nn_modules[scan.args[0].target]
             if body.graph.find_nodes(op="call_method", target="requires_grad_"):
                 raise refusal(place, ASKS)
+            if not torch.is_grad_enabled() and _turns_gradients_on(scan, body):
+                raise refusal(place, TURNS_ON)
             if capture is not None and capture.asks_for_strides and _moved(scan, body):
                 raise refusal(place, ASKS_FOR_STRIDES)
             if _reads_by_strides(scan, body):
@@ -101,6 +105,13 @@ def explain_uncaptured_steps() -> None:
 
 def _memory(node: fx.Node) -> StorageWeakRef:
     return StorageWeakRef(node.meta["example_value"].untyped_storage())
+
+
+def _turns_gradients_on(scan: fx.Node, body: fx.GraphModule) -> bool:
+    """Whether a step computes with gradients of its own accord, of what has one."""
+    inputs = [n.meta["example_value"] for n in pytree.tree_leaves(scan.args[1:]) if isinstance(n, fx.Node)]
+    with_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return with_gradient and any(map(turns_gradients_on, subgraphs(body)))
 
 
 def _moved(scan: fx.Node, body: fx.GraphModule) -> set[StorageWeakRef]:

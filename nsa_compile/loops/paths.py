@@ -325,9 +325,9 @@ class Explorer:
         traces: list[Trace] = []
 
         def follow() -> None:
-            with self.watched.noting(objects, [c.value for c in first.containers.values()]):
+            with self.watched.noting(objects, [c.value for c in first.containers.values()]) as noted:
                 of, lists = self.variables, self.lists
-                traces.append(trace_step(self.step, t, before, given, lists, of.temporary, of.read_after))
+                traces.append(trace_step(self.step, t, before, given, lists, of.temporary, of.read_after, noted))
 
         try:
             follow()

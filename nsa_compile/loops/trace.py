@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from nsa_compile.loops import intercepted
 from nsa_compile.loops.effects import refused_effects
 from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import Number, as_number
-from nsa_compile.loops.python_numbers import SYMBOLIC, NotHashable, is_symbolic, numbers_as_in_python
+from nsa_compile.loops.python_numbers import SYMBOLIC, NotHashable, is_symbolic, numbers_as_in_python, unnoted
 from nsa_compile.loops.state import PLAIN, NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
 
 
@@ -251,20 +252,17 @@ class _Rewritten(TorchFunctionMode):
             raise NotFollowed(intercepted.REFUSED[func])
         args, kwargs = self.outside.lifted(args), self.outside.lifted(kwargs or {})
         replacement = intercepted.REPLACED.get(func)
-        noting = sys.getprofile()
-        sys.setprofile(None)  # what is called in here is torch's; noting it takes most of the time
         try:
-            if replacement is not None:
-                with self:
-                    result = replacement(*args, **kwargs)
-                if result is not NotImplemented:
-                    return result
-            return func(*args, **kwargs)
+            with unnoted():
+                if replacement is not None:
+                    with self:
+                        result = replacement(*args, **kwargs)
+                    if result is not NotImplemented:
+                        return result
+                return func(*args, **kwargs)
         except Exception as error:
             # An `except` of the loop's own must not see it: it may be one that numbers instead of symbols do not raise.
             raise NotFollowed(_in_a_line(error)) from error
-        finally:
-            sys.setprofile(noting)
 
 
 def trace_step(
@@ -275,8 +273,10 @@ def trace_step(
     lists: set[Path],
     temporary: frozenset[str],
     read_after: frozenset[str],
+    noted: Callable[[], AbstractContextManager[None]],
 ) -> Trace:
-    """Follow the step once, from the state that a snapshot describes. What it changes is put back by the caller.
+    """Follow the step once, from the state that a snapshot describes, in the context `noted`. What it changes is put
+    back by the caller.
 
     Raises:
         NotFollowed: the step does what no trace can follow.
@@ -306,8 +306,9 @@ def trace_step(
             drop(cells, temporary)
             with outside, _Rewritten(outside), refused_effects(), numbers_as_in_python():
                 handed = _begin_lists(before)
-                step(position)
-                drop(cells, temporary - read_after)
+                with noted():
+                    step(position)
+                    drop(cells, temporary - read_after)
                 _settle_lists(step, handed, trace)
             trace.after = look(step, temporary)
             for path, content in before.contents.items():

@@ -7,8 +7,8 @@ import dis
 import gc
 import sys
 import types
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -40,8 +40,11 @@ class Watched:
         self.unseen = _Unseen(module, self.seen)
 
     @contextmanager
-    def noting(self, objects: Collection[Any], reached: Collection[Any]) -> Iterator[None]:
-        """Note what is called in here. Where it is left by an error, what was changed unseen is put back.
+    def noting(
+        self, objects: Collection[Any], reached: Collection[Any]
+    ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Yields the context in which what is called is noted. Where this one is left by an error, what was changed
+        unseen is put back.
 
         Args:
             objects: those that the step may ask for something, modules and classes among them.
@@ -53,19 +56,14 @@ class Watched:
         """
         self.unseen.known.update(map(id, reached))
         notes = _Notes(self.unseen, objects)
-        before, collects = sys.getprofile(), gc.isenabled()
+        collects = gc.isenabled()
         gc.disable()  # what a finalizer does, wherever it happens to run, is no effect of the step
-        sys.setprofile(notes.note)
         try:
             try:
-                yield
+                yield notes.taken
             finally:
                 if collects:
                     gc.enable()
-                if before is None or callable(before):
-                    sys.setprofile(before)
-                else:
-                    before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
         except BaseException:
             notes.put_back()
             raise
@@ -206,6 +204,19 @@ class _Notes:
         self.asked: list[str] = []
         self.harmless = set[type]()  # whose methods written in C have no effect
         self.harmless_functions = set[Any]()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Inside this context what is called is noted."""
+        before = sys.getprofile()
+        sys.setprofile(self.note)
+        try:
+            yield
+        finally:
+            if before is None or callable(before):
+                sys.setprofile(before)
+            else:
+                before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
 
     def note(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """What `sys.setprofile` calls.

@@ -47,6 +47,7 @@ from nsa_compile.ir.scans import (
     results,
     scan_results,
     subgraphs,
+    turns_gradients_on,
 )
 from nsa_compile.ir.zero_gradients import has_gradient, match_outputs
 from nsa_compile.passes.verifier import snapshot
@@ -160,12 +161,6 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
     if is_single_step(gm) and not with_gradient and not seen.views:
         return WriteBack()  # lowering it makes it functional, and single rows of caches are written then
     return _functionalize(gm, seen)
-
-
-def turns_gradients_on(gm: fx.GraphModule) -> fx.Node | None:
-    """The node of a captured graph that turns gradients on, if there is one."""
-    nodes = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
-    return next((n for n in nodes if n.args[0]), None)
 
 
 def _refuse_inference_mode(gm: fx.GraphModule) -> None:

@@ -137,7 +137,8 @@ def run_loop(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     if recorded and any(x.requires_grad for x in tensors):
         differentiable = [x.requires_grad for x in tensors]
-        return list(_Differentiable.apply(key, differentiable, *_with_gradients(key, differentiable, tensors)))
+        *results, _ = _Differentiable.apply(key, differentiable, *_with_gradients(key, differentiable, tensors))
+        return results
     return _operator(key, [])(tensors[0], list(tensors[1:]), key, [])
 
 
@@ -160,6 +161,7 @@ class _Differentiable(torch.autograd.Function):
         step = program(key).graphs(ctx.differentiable)
         outputs = _operator(key, ctx.differentiable)(tensors[0], list(tensors[1:]), key, ctx.differentiable)
         results = outputs[: program(key).n_init + len(step.ys)]
+        history = tensors[0].new_empty(0, dtype=torch.float32)
         with_gradient = {*step.with_gradient, *program(key).with_gradient}
         ctx.mark_non_differentiable(*(x for i, x in enumerate(results) if i not in with_gradient))
         # Nothing else: somebody may write to an input that backward does not need.
@@ -167,16 +169,19 @@ class _Differentiable(torch.autograd.Function):
         read = [*(xs[i] for i in step.rows_read), *(additional[i] for i in step.additional_read)]
         # Nor to an index of an operator whose gradient nobody asks for. Indices are small.
         read = [x if x.is_floating_point() or x.is_complex() else x.clone() for x in read]
-        ctx.save_for_backward(*read, *outputs[len(results) :])
-        return tuple(results)
+        ctx.save_for_backward(*read, *outputs[len(results) :], history)
+        return *results, history
 
     @staticmethod
     @torch._disable_dynamo  # a backward pass within a compiled function: saved tensors of a checkpoint are read once
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         step = program(ctx.key).graphs(ctx.differentiable)
-        saved, n = ctx.saved_tensors, len(step.rows_read) + len(step.additional_read)  # read once: it may be computed
+        *saved, history = ctx.saved_tensors  # read once: it may be computed
+        n = len(step.rows_read) + len(step.additional_read)
         wanted = [gradients[i] for i in step.tangents]
-        found = loop_backward(wanted, list(saved[n:]), list(saved[:n]), ctx.key, ctx.differentiable)
+        # What the loop has kept has no history, and what it is given may have none.
+        read = [*saved[:n], *([history] if torch.is_grad_enabled() else [])]
+        found = loop_backward(wanted, saved[n:], read, ctx.key, ctx.differentiable)
         by_input = dict(zip(step.gradients, found, strict=True))
         return None, None, *(by_input.get(i) for i in range(len(ctx.differentiable)))
 
@@ -239,11 +244,11 @@ def loop_backward(
     """Gradients of the inputs that have one (`StepGraphs.gradients`).
 
     `gradients` are those of the results that have one (`StepGraphs.tangents`), `read` the xs and the additional inputs
-    that it reads.
+    that it reads; where second derivatives may be asked for, behind them a tensor with the history of the results.
     """
     known = _programs[program]
     step = known.graphs(differentiable)
-    xs, additional = read[: len(step.rows_read)], read[len(step.rows_read) :]
+    xs, additional = read[: len(step.rows_read)], read[len(step.rows_read) :][: len(step.additional_read)]
     n, n_rows = known.n_init, known.n_init + known.n_xs
     with _as_called_by_itself():
         fixed = step.before_backward(*additional)
@@ -290,6 +295,22 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError(
         "a scan that stays a loop has no second derivatives; take them of the function as written, without compiling it"
     )
+
+
+@loop_backward.register_vmap
+def _one_by_one(
+    info: Any, in_dims: Any, gradients: Any, kept: Any, read: Any, program: str, differentiable: Sequence[bool]
+) -> tuple[list[Tensor], list[int]]:
+    """Batched gradients, as those of a Jacobian: they share what the loop has kept, and one comes after the other."""
+
+    def of(i: int, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
+        return [x if d is None else x.select(d, i) for x, d in zip(tensors, dims, strict=True)]
+
+    arguments = list(zip((gradients, kept, read), in_dims, strict=False))
+    found = [
+        loop_backward(*(of(i, *pair) for pair in arguments), program, differentiable) for i in range(info.batch_size)
+    ]
+    return [torch.stack(same) for same in zip(*found, strict=True)], [0] * len(found[0])
 
 
 @loop_backward.register_fake
