@@ -345,3 +345,21 @@ def test_no_program_is_taken_that_another_version_had_inductor_keep(directory, m
     with torch.compiler.config.patch(cache_key_tag="the user's own"):
         assert [taken(), taken()] == [False, True]
         assert torch.compiler.config.cache_key_tag == "the user's own another version"
+
+
+def holding(held):
+    gm = fx.GraphModule({}, fx.Graph())
+    gm.register_buffer("held", held)
+    gm.graph.output(gm.graph.get_attr("held"))
+    return gm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3, 2), (0,)])
+def test_a_tensor_that_a_graph_holds_is_told_whatever_its_strides(dtype, shape):
+    """One of a single element is contiguous with a stride of 0, and cannot be read as bytes then."""
+    ones = torch.ones((), dtype=dtype).expand(shape)
+    digest = cache.constants_digest(holding(ones))
+    assert digest == cache.constants_digest(holding(torch.ones((), dtype=dtype).expand(shape)))
+    if ones.numel():
+        assert digest != cache.constants_digest(holding(torch.zeros((), dtype=dtype).expand(shape)))

@@ -1431,6 +1431,50 @@ def second_derivatives_of_a_loop(compile):
     return torch.autograd.grad(first.square().sum(), x)
 
 
+def tanhs(x):
+    """A scan that stays a loop."""
+    return scan(lambda c, row: ((c + row).tanh(),) * 2, torch.zeros_like(x[0]), x)[1]
+
+
+@program
+def second_derivatives_of_what_stays_a_loop(compile):
+    """Nothing that the backward pass reads has a history: neither the gradient of a sum nor what the loop has kept."""
+    f = compile(tanhs)
+    x = rows().requires_grad_()
+    (first,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum() + f(x).sum(), x)
+
+
+@program
+def batched_gradients_of_a_loop(compile):
+    f = compile(tanhs)
+    x = rows().requires_grad_()
+    y = f(x)
+    return torch.autograd.grad(y, x, torch.stack([y, y * 2]).detach(), is_grads_batched=True)
+
+
+@program
+def dual_tensors_go_in(compile):
+    f = compile(tanhs)
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(rows(), rows())
+        return torch.autograd.forward_ad.unpack_dual(f(x) * x)
+
+
+@program
+def gradients_turned_on_in_a_step(compile):
+    def step(c, row):
+        with torch.enable_grad():
+            c = c * 0.5 + row
+        return c, c * 2
+
+    f = compile(lambda x: scan(step, torch.zeros_like(x[0]), x)[0])
+    x = rows().requires_grad_()
+    with torch.no_grad():
+        y = f(x)
+    return torch.autograd.grad(y.sum(), x)
+
+
 @program
 def hooks_on_parameters_and_outputs(compile):
     layer = Layer().eval()

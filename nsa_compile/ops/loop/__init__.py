@@ -297,20 +297,17 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
     )
 
 
-@loop_backward.register_vmap
-def _one_by_one(
-    info: Any, in_dims: Any, gradients: Any, kept: Any, read: Any, program: str, differentiable: Sequence[bool]
-) -> tuple[list[Tensor], list[int]]:
-    """Batched gradients, as those of a Jacobian: they share what the loop has kept, and one comes after the other."""
+def _refuse_batched_gradients(*_: Any) -> Any:
+    raise RuntimeError(
+        "batched gradients, as is_grads_batched=True and vectorize=True ask for, go through a scan that stays a loop; "
+        "ask for one after the other, or call the function as written, without compiling it"
+    )
 
-    def of(i: int, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
-        return [x if d is None else x.select(d, i) for x, d in zip(tensors, dims, strict=True)]
 
-    arguments = list(zip((gradients, kept, read), in_dims, strict=False))
-    found = [
-        loop_backward(*(of(i, *pair) for pair in arguments), program, differentiable) for i in range(info.batch_size)
-    ]
-    return [torch.stack(same) for same in zip(*found, strict=True)], [0] * len(found[0])
+loop_backward.register_vmap(_refuse_batched_gradients)
+# What `torch.autograd.grad` batches by is not what torch.vmap does.
+_batched = torch.library.Library("nsa_compile", "IMPL", "Batched")
+_batched.impl("loop_backward", _refuse_batched_gradients)
 
 
 @loop_backward.register_fake
