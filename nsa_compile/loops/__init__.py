@@ -18,7 +18,7 @@ from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
 from nsa_compile.loops.paths import Explorer
 from nsa_compile.loops.program import Program, compile_loop, run_program
 from nsa_compile.loops.source import ITEMS, NotALoop, Variables, cut_out_loop
-from nsa_compile.loops.state import NotFollowed, Path, Same, Snapshot, cells_of, drop, in_words, look
+from nsa_compile.loops.state import NotFollowed, Path, Same, Snapshot, cells_of, distinct, drop, in_words, look
 from nsa_compile.modes import unobserved
 
 __all__ = ["LoopDeclined", "loop"]
@@ -202,7 +202,7 @@ def _key(now: Snapshot, length: int) -> Any:
             attributes = now.contents.get(path)
             kind: Any = (type(leaf), *layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf, attributes)
         elif isinstance(leaf, int | float | bool | str | bytes | complex | type(None)):
-            kind = type(leaf).__name__, leaf
+            kind = type(leaf).__name__, distinct(leaf)
         elif isinstance(leaf, types.FunctionType):
             kind = Same(leaf.__code__)
         else:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_compile.loops.lists import GrowingList
+from nsa_compile.loops.state import NotFollowed
 
 _INDICES = {torch.int64, torch.int32, torch.int16, torch.int8}
 
@@ -140,6 +141,20 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
     return input
 
 
+def _squeeze(x: Tensor, dim: Any = None) -> Any:
+    """Whether a size is 1 is a condition of the loop's own: torch would take it that one which changes is not."""
+    if not _has_symbol(x.shape):
+        return NotImplemented
+    asked = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    return torch.ops.aten.squeeze.dims(x, [d for d in asked if x.shape[d] == 1])
+
+
+def _squeeze_in_place(x: Tensor, dim: Any = None) -> Any:
+    if not _has_symbol(x.shape):
+        return NotImplemented
+    raise NotFollowed("it squeezes a tensor in place, whose sizes change from step to step; write x = x.squeeze()")
+
+
 def _stack(tensors: Any, dim: int = 0) -> Any:
     """The elements of a list that grows, along a dimension of their own."""
     if not isinstance(tensors, GrowingList):
@@ -165,6 +180,9 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
 REPLACED: dict[Any, Any] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
+    torch.squeeze: _squeeze,
+    Tensor.squeeze: _squeeze,
+    Tensor.squeeze_: _squeeze_in_place,
     torch.tensor: _tensor,
     torch.as_tensor: _tensor,
     F.scaled_dot_product_attention: _attention,
@@ -175,8 +193,11 @@ REPLACED: dict[Any, Any] = {
     torch.concatenate: _cat,
 }
 
+_BASE: Any = Tensor._base
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
+_GRAD_FN: Any = Tensor.grad_fn
+_IS_LEAF: Any = Tensor.is_leaf
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _VERSION: Any = Tensor._version
 
@@ -191,5 +212,17 @@ REFUSED: dict[Any, str] = {
     Tensor.backward: "it calls backward()",
     Tensor.register_hook: "it registers a hook",
     Tensor.data_ptr: "it asks for an address",
+    Tensor.__format__: "it makes text of a tensor",
     torch.autograd.grad: "it calls torch.autograd.grad",
+}
+
+# What a loop's own code may not ask of a tensor: a trace has another one in its place.
+NOT_ASKED: dict[Any, str] = {
+    _BASE.__get__: "it reads ._base",
+    _GRAD_FN.__get__: "it reads .grad_fn",
+    _IS_LEAF.__get__: "it reads .is_leaf",
+    _REQUIRES_GRAD.__get__: "it asks whether a tensor requires a gradient",
+    Tensor.is_contiguous: "it asks for the layout of a tensor",
+    Tensor.stride: "it asks for the layout of a tensor",
+    Tensor.storage_offset: "it asks for the layout of a tensor",
 }

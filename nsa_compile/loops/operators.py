@@ -174,8 +174,10 @@ def _squeeze(body: Body, a: Any) -> Val:
             value = body.fixed(value, dim)
         if value.dims[dim] == 1:
             gone.append(dim)
-    if len(a.shapes[0]) != rank - len(gone):
-        raise NotFollowed("drops a dimension that grows")
+    stays = [value.dims[d] for d in {d % rank for d in wanted} if d not in gone]
+    # A trace takes it that a size which changes is not 1.
+    if len(a.shapes[0]) != rank - len(gone) or any((body.count_of(dim)[body.at] == 1).any() for dim in stays):
+        raise NotFollowed("drops a dimension that grows, at the steps at which it has one row")
     return _permuted(body, value, [d for d in range(rank) if d not in gone], squeeze=gone)
 
 
@@ -831,7 +833,9 @@ def _reduction(body: Body, a: Any) -> Val:
             if isinstance(axis, Axis) and len(axis.segments) == 1 and body.constant_count(axis) is not None:
                 value = body.fixed(value, d)
         growing = [d for d in dims if isinstance(value.dims[d], Axis)]
-    if packet in _EXTREMES:
+    if packet is aten.linalg_vector_norm and growing and a.ord < 0:
+        raise NotFollowed("is a norm of a negative order, of rows that change from step to step")
+    if packet in _EXTREMES or (packet is aten.linalg_vector_norm and a.ord == math.inf):
         _refuse_none(body, value, growing)
     for d in growing:
         value = body.filled(value, d, _in_dtype(_NEUTRAL[packet], value.example.dtype))
@@ -846,7 +850,8 @@ def _reduction(body: Body, a: Any) -> Val:
         number = _number(body, count, total.meta["example_value"].dtype, value.example.device)
         return Val(body.emit(aten.div.Tensor, total, number), tuple(kept), zero)
     if not asked:
-        node = body.emit(a.func, value.node, **extra)
+        order = {"ord": a.ord} if packet is aten.linalg_vector_norm else {}
+        node = body.emit(a.func, value.node, **order, **extra)
         if packet in _EXTREMES:
             node = _finite_elsewhere(body, node, [own for d in growing if isinstance(own := value.dims[d], Axis)])
         return Val(node, ())

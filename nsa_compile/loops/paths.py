@@ -27,6 +27,7 @@ from nsa_compile.loops.state import (
     Path,
     Snapshot,
     cells_of,
+    distinct,
     drop,
     equal,
     in_words,
@@ -417,7 +418,7 @@ def _constant(value: Any) -> Any:
         return ("appended",)
     try:
         if isinstance(value, int | float | bool | str | bytes | complex | type(None)):
-            return type(value).__name__, value
+            return type(value).__name__, distinct(value)
     except TypeError:
         pass
     return "object", id(value)

@@ -1,8 +1,8 @@
-"""Symbolic numbers that are Python's own to the code of a loop.
+"""Symbolic numbers that are Python's own to the code of a loop, and tensors of a trace that are torch's.
 
-A step may ask `isinstance(t, int)`, and is to hear what it hears in the loop. What depends on a number without
-comparing it, such as its text or its place in a dict, would be that of the symbol: it is refused. Torch's code, which
-knows symbols, and this package's hear the truth.
+A step may ask `isinstance(t, int)` or `type(x)`, and is to hear what it hears in the loop. What depends on a number
+without comparing it, such as its text or its place in a dict, would be that of the symbol, and the text of a tensor
+that of its stand-in: it is refused. Torch's code, which knows symbols, and this package's hear the truth.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from typing import Any
 import numpy
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from nsa_compile.loops.state import NotFollowed
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 SYMBOLIC = tuple(_KINDS)
+_SHOWN: dict[type, type] = {**_KINDS, FunctionalTensor: Tensor}
 _CHANGING = "a number that changes from step to step"
 _TEXT = f"it makes text of {_CHANGING}"
 _LOOKED_UP = f"it looks up {_CHANGING} in a dict, a set or a cache; compare it instead"
@@ -58,10 +61,30 @@ class unnoted:  # used like a function
         sys.setprofile(self.noting)
 
 
+class _KindOfKinds(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        kind = type(args[0])
+        return _SHOWN.get(kind, kind)
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, type)
+
+    def __subclasscheck__(cls, x: Any) -> bool:
+        return issubclass(x, type)
+
+
+class PythonType(type, metaclass=_KindOfKinds):
+    """What the code of a loop finds under the name `type`: of a stand-in it tells what stands there in the loop."""
+
+
 @contextlib.contextmanager
-def numbers_as_in_python() -> Iterator[None]:
-    """Inside this context the code of a loop takes a symbolic number for an int, a float or a bool."""
+def stand_ins_unseen() -> Iterator[None]:
+    """Inside this context the code of a loop takes a symbolic number for an int, a float or a bool, and a tensor of the
+    trace for a tensor."""
     changes = [(kind, name, change) for kind in _KINDS for name, change in _changes(kind).items()]
+    changes += [(FunctionalTensor, name, change) for name, change in _changes_of_tensors().items()]
     before = [(kind, name, vars(kind).get(name)) for kind, name, _ in changes]
     try:
         for kind, name, change in changes:
@@ -130,6 +153,17 @@ def _quiet(known: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _changes_of_tensors() -> dict[str, Any]:
+    def refuse(self: Any) -> str:
+        if _asked_by_loop():
+            raise NotFollowed("it makes text of a tensor")
+        return known(self)
+
+    known: Any = FunctionalTensor.__repr__
+    kind = property(lambda self: Tensor if _asked_by_loop() else FunctionalTensor)
+    return {"__class__": kind, "__repr__": refuse}
+
+
 def _raising(known: Callable[..., Any], is_reverse: bool, is_shift: bool) -> Callable[..., Any]:
     """A division or a shift that raises at the steps at which Python's does: these take a way of their own."""
 
@@ -195,14 +229,9 @@ def _asks(file: str) -> bool | None:
 
 @functools.cache
 def may_ask_for_a_kind(code: types.CodeType) -> bool:
-    """Whether a function may ask what a number is in a way that no symbol can answer: `type(t) is int`, `flag is
-    True`."""
-    instructions = list(dis.get_instructions(code))
-    names = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    if "type" in names and names & {"int", "float", "bool"}:
-        return True
-    pairs = itertools.pairwise(instructions)
-    return any(b.opname == "IS_OP" and a.opname == "LOAD_CONST" and isinstance(a.argval, bool) for a, b in pairs)
+    """Whether a function may ask what a number is in a way that no symbol can answer: `flag is True`, `t is 0`."""
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return any(b.opname == "IS_OP" and a.opname == "LOAD_CONST" and isinstance(a.argval, int) for a, b in pairs)
 
 
 def holds_symbols(frame: types.FrameType) -> bool:

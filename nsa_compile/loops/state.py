@@ -14,6 +14,7 @@ import functools
 import logging
 import operator
 import pickle
+import struct
 import types
 import weakref
 from collections.abc import Collection
@@ -473,4 +474,9 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 def equal(a: Any, b: Any) -> bool:
     """Whether two leaves that are no tensors are the same constant."""
-    return a is b or (type(a) is type(b) and isinstance(a, (*PLAIN, enum.Enum)) and a == b)
+    return a is b or (type(a) is type(b) and isinstance(a, (*PLAIN, enum.Enum)) and distinct(a) == distinct(b))
+
+
+def distinct(value: Any) -> Any:
+    """A constant by itself; a float or complex number by its bits, for 0.0 equals -0.0, and nan does not equal nan."""
+    return struct.pack("2d", value.real, value.imag) if isinstance(value, float | complex) else value

@@ -27,7 +27,14 @@ from nsa_compile.loops import intercepted
 from nsa_compile.loops.effects import refused_effects
 from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import Number, as_number
-from nsa_compile.loops.python_numbers import SYMBOLIC, NotHashable, is_symbolic, numbers_as_in_python, unnoted
+from nsa_compile.loops.python_numbers import (
+    SYMBOLIC,
+    NotHashable,
+    frame_of_loop,
+    is_symbolic,
+    stand_ins_unseen,
+    unnoted,
+)
 from nsa_compile.loops.state import PLAIN, NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
 
 
@@ -250,6 +257,8 @@ class _Rewritten(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in intercepted.REFUSED:
             raise NotFollowed(intercepted.REFUSED[func])
+        if func in intercepted.NOT_ASKED and isinstance(args[0], FunctionalTensor) and frame_of_loop(sys._getframe(1)):
+            raise NotFollowed(intercepted.NOT_ASKED[func])
         args, kwargs = self.outside.lifted(args), self.outside.lifted(kwargs or {})
         replacement = intercepted.REPLACED.get(func)
         try:
@@ -304,7 +313,7 @@ def trace_step(
             trace.came = {_memory(x): path for path, x in wrapped.items() if isinstance(x, FunctionalTensor)}
             before.install({**wrapped, **grown})
             drop(cells, temporary)
-            with outside, _Rewritten(outside), refused_effects(), numbers_as_in_python():
+            with outside, _Rewritten(outside), refused_effects(), stand_ins_unseen():
                 handed = _begin_lists(before)
                 with noted():
                     step(position)
@@ -383,6 +392,9 @@ def _note_results(
     results += [("a tensor from outside the loop", x) for _, _, x in outside.known.values()]
     for owner, x in results:
         if isinstance(x, FunctionalTensor):
+            if vars(x).keys() - _ATTRIBUTES:
+                what = f"sets .{min(vars(x).keys() - _ATTRIBUTES)} of a tensor that it leaves"
+                raise NotFollowed(f"it {what}; keep it beside the tensor")
             trace.memory.setdefault(owner, []).append(_memory(x))
         if isinstance(owner, tuple) and x is wrapped.get(owner):
             trace.same.add(owner)
@@ -404,6 +416,10 @@ def _note_results(
             trace.outside[ref] = lifted[id(fake)]
             if id(lifted[id(fake)]) in outside.literals:
                 trace.literals.add(ref)
+
+
+# What torch's stand-in for a tensor has of its own.
+_ATTRIBUTES = frozenset({"elem", "_inductor_storage_resized_counter", "_is_functional_tensor"})
 
 
 def _numbers_of(leaf: torch.Size | slice) -> tuple[Any, ...]:

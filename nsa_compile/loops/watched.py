@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from nsa_compile.loops.effects import effect_of
-from nsa_compile.loops.python_numbers import frame_of_loop, holds_symbols, may_ask_for_a_kind
+from nsa_compile.loops.python_numbers import PythonType, frame_of_loop, holds_symbols, may_ask_for_a_kind
 from nsa_compile.loops.state import GLOBAL, PLAIN, NotFollowed, Snapshot, in_words, survey
 
 __all__ = ["Changed", "Watched"]
@@ -52,7 +52,8 @@ class Watched:
 
         Raises:
             Changed: something has changed that is none of the loop's variables.
-            NotFollowed: a function that is called assigns to variables of its module, or asks for the type of a number.
+            NotFollowed: a function that is called assigns to variables of its module, or asks whether a number `is`
+                another.
         """
         self.unseen.known.update(map(id, reached))
         notes = _Notes(self.unseen, objects)
@@ -198,9 +199,10 @@ class _Notes:
         self.holders: set[Any] = {y for x in objects for y in (x.__mro__ if isinstance(x, type) else type(x).__mro__)}
         self.holders |= {x for x in objects if isinstance(x, types.ModuleType)}
         self.assigned: list[tuple[dict[str, Any], str, Any, str]] = []
+        self.lent: list[dict[str, Any]] = []  # variables of modules that `type` is put into while a step is followed
         # By address: to hash a code takes longer than to call it.
         self.libraries: dict[int, types.CodeType] = {}
-        self.asking: dict[int, types.CodeType] = {}  # functions that may ask for the type of a number
+        self.asking: dict[int, types.CodeType] = {}  # functions that may ask whether a number `is` another
         self.asked: list[str] = []
         self.harmless = set[type]()  # whose methods written in C have no effect
         self.harmless_functions = set[Any]()
@@ -217,6 +219,9 @@ class _Notes:
                 sys.setprofile(before)
             else:
                 before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
+            for variables in self.lent:
+                del variables["type"]
+            self.lent.clear()
 
     def note(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """What `sys.setprofile` calls.
@@ -246,6 +251,9 @@ class _Notes:
                 self.asking[id(code)] = code
             if frame_of_loop(frame) is not None:
                 self.unseen.look(frame)
+            if "type" in code.co_names and "type" not in variables:
+                variables["type"] = PythonType
+                self.lent.append(variables)
             names = _variables(code)[1]
             self.assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in names)
 
@@ -264,15 +272,15 @@ class _Notes:
 
         Raises:
             Changed: something else has changed; it is left as it is.
-            NotFollowed: a function has assigned to such a variable, or asked for the type of a number; everything is
+            NotFollowed: a function has assigned to such a variable, or asked whether a number `is` another; everything
                 put back.
         """
         assigned = self._take_back_assignments()
         if self.asked or assigned:
             self.unseen.put_back()
         for place in self.asked:
-            why = "it compares the type of a number that changes from step to step, or asks whether it `is` True"
-            raise NotFollowed(f"{why}; ask isinstance(…), or compare it by ==", place)
+            why = "it asks whether a number that changes from step to step `is` another"
+            raise NotFollowed(f"{why}; compare it by ==", place)
         for name, function in assigned:
             raise NotFollowed(f"{function} assigns to {name}, a variable of its module")
         if (what := self.unseen.changed()) is not None:

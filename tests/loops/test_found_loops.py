@@ -11,6 +11,7 @@ import functools
 import io
 import itertools
 import logging
+import math
 import random
 import re
 import time
@@ -292,7 +293,41 @@ def searched_list_of_numbers(x):
     return torch.stack(ys), found
 
 
+@mapped
+def the_type_itself(x, t):
+    return x[t] if type(t) is int else x[t] * 2
+
+
+@mapped
+def the_type_of_a_tensor(x, t):
+    y = x[: t + 1]
+    return x[t] * (2 if type(y) is torch.Tensor else 1) + {torch.Tensor: y.sum(0)}.get(y.__class__, 0)
+
+
+@mapped
+def kinds_of_kinds(x, t):
+    return x[t] * (isinstance(type(x), type) + isinstance(t, type) + len(type("Made", (), {"n": 3}).__name__))
+
+
+@mapped
+def norms_of_all_rows(x, t):
+    y = x[: t + 1]
+    return x[t] * (y.norm(p=1) + torch.linalg.vector_norm(y, 3) + torch.linalg.vector_norm(y[:, 0], torch.inf))
+
+
+@mapped
+def one_row_squeezed(x, t):
+    return x[t] * x[: t + 1].squeeze().softmax(0).sum()
+
+
+@mapped
+def one_row_squeezed_by_name(x, t):
+    return x[t] * x[t:].squeeze(0).dim()
+
+
 COMPILED = [
+    one_row_squeezed, one_row_squeezed_by_name, the_type_itself, the_type_of_a_tensor, kinds_of_kinds,
+    norms_of_all_rows,
     divided_by_zero_at_a_step, shifted_by_a_negative_number, large_on_the_way, a_truth_or_a_number,
     searched_list_of_numbers,
     state_that_is_promoted, state_of_integers_that_is_promoted, read_by_a_lambda, asked_for_its_type,
@@ -344,14 +379,68 @@ def a_key_of_a_method(x, t):
 
 
 @mapped
-def the_type_itself(x, t):
-    return x[t] if type(t) is int else x[t] * 2
-
-
-@mapped
 def a_truth_itself(x, t):
     late = t > 3
     return x[t] if late is True else x[t] * 2
+
+
+@mapped
+def a_number_itself(x, t):
+    nothing = t if t else 0
+    return x[t] if nothing is 0 else x[t] * 2  # noqa: F632
+
+
+@mapped
+def a_norm_of_a_negative_order(x, t):
+    return torch.linalg.vector_norm(x[: t + 1].abs() + 1, -1, dim=0)
+
+
+@mapped
+def the_text_of_a_tensor(x, t):
+    return x[t] * len(repr(x[: t + 1]))
+
+
+@mapped
+def a_tensor_in_a_text(x, t):
+    return x[t] * len(f"{x[t]}")
+
+
+@mapped
+def what_a_tensor_is_a_view_of(x, t):
+    return x[t] if x[: t + 1]._base is x else x[t] * 2
+
+
+@mapped
+def whether_a_tensor_is_a_leaf(x, t):
+    return x[t] if x[t].is_leaf else x[t] * 2
+
+
+@mapped
+def what_made_a_tensor(x, t):
+    return x[t] if x[t].grad_fn is None else x[t] * 2
+
+
+def whether_a_state_requires_a_gradient(x):
+    h, ys = torch.zeros(D, dtype=x.dtype), []
+    for t in range(len(x)):
+        ys.append(h * (2 if h.requires_grad else 1) + x[t])
+        h = h * 0.5 + x[t]
+    return torch.stack(ys)
+
+
+def the_layout_of_a_state(x):
+    h, ys = torch.zeros(D, D, dtype=x.dtype), []
+    for t in range(len(x)):
+        ys.append(x[t] * (2 if h.is_contiguous() else 1))
+        h = (h + x[t]).t()
+    return torch.stack(ys)
+
+
+def an_attribute_of_what_is_left(x):
+    for t in range(len(x)):
+        y = x[t] * 2
+        y.tag = t
+    return y * (2 if hasattr(y, "tag") else 1)
 
 
 @mapped
@@ -513,8 +602,17 @@ DECLINED = {
     an_iterator: "is an iterator",
     a_key_of_a_method: "changes NAMES",
     an_iterator_of_a_helper: "NUMBERS is an iterator",
-    the_type_itself: "compares the type of a number that changes",
-    a_truth_itself: "asks whether it `is` True",
+    a_truth_itself: "asks whether a number that changes from step to step `is` another",
+    a_number_itself: "asks whether a number that changes from step to step `is` another",
+    a_norm_of_a_negative_order: "a norm of a negative order",
+    the_text_of_a_tensor: "makes text of a tensor",
+    a_tensor_in_a_text: "makes text of a tensor",
+    what_a_tensor_is_a_view_of: r"reads \._base",
+    whether_a_tensor_is_a_leaf: r"reads \.is_leaf",
+    what_made_a_tensor: r"reads \.grad_fn",
+    whether_a_state_requires_a_gradient: "asks whether a tensor requires a gradient",
+    the_layout_of_a_state: "asks for the layout of a tensor",
+    an_attribute_of_what_is_left: r"sets \.tag of a tensor that it leaves",
     the_text_of_a_position: "makes text of a number that changes",
     a_place_in_a_dict: "looks up a number that changes",
     an_attribute_of_int: "asks for .real of a number that changes",
@@ -646,3 +744,17 @@ def test_gradients_on_within_a_loop_without(caplog):
         y = looped(x)
     assert "turns gradients on" in caplog.text
     assert not y.requires_grad  # the stack around the step
+
+
+def test_zero_and_minus_zero_are_two_numbers():
+    def run(x, scale):
+        ys = []
+        for t in range(len(x)):
+            ys.append(x[t] * math.copysign(1, scale))
+            scale = -scale
+        return torch.stack(ys)
+
+    looped = loop(run, nested="eager", cache=False)
+    x = torch.randn(S, D)
+    for scale in (0.0, -0.0, math.nan, -math.nan):
+        torch.testing.assert_close(looped(x, scale), run(x, scale))
