@@ -78,7 +78,11 @@ def _definition(function: types.FunctionType) -> tuple[ast.FunctionDef, int]:
         lines, first_line = inspect.getsourcelines(function)
     except (OSError, TypeError) as error:
         raise NotALoop("its source cannot be read") from error
-    for parsed in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
+    try:
+        module = ast.parse(textwrap.dedent("".join(lines)))
+    except SyntaxError as error:  # the line of a lambda may begin in the middle of a statement
+        raise NotALoop("it is no function with a def statement") from error
+    for parsed in ast.walk(module):
         if isinstance(parsed, ast.FunctionDef):
             return parsed, max(first_line, 1)
     raise NotALoop("it is no function with a def statement")

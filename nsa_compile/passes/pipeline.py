@@ -11,9 +11,10 @@ import hashlib
 import importlib
 import inspect
 import logging
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -131,6 +132,8 @@ class Options:
     cache: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.disable, str) or not isinstance(self.disable, Iterable):
+            raise ValueError(f"disable is {self.disable!r}; it must be a list or tuple of names of passes")
         object.__setattr__(self, "disable", tuple(self.disable))
         names = [p.name for p in pipeline()]
         for name in self.disable:
@@ -142,8 +145,10 @@ class Options:
         _require_choice("check", self.check, (False, True, "passes", "first"))
         for name in ("stop_after", "max_guard_bytes", "tile_bytes"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
+            if (value is not None or name != "stop_after") and (not isinstance(value, int) or value < 0):
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 0 or more")
+        if not isinstance(self.dump_dir, str | os.PathLike | None):
+            raise ValueError(f"dump_dir is {self.dump_dir!r}; it must be the path of a folder")
 
     @property
     def checks_passes(self) -> bool:
@@ -219,7 +224,10 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
     context = PassContext(options, report)
     expected = verifier.Signature.of(gm)
     if options.dump_dir is not None:
-        Path(options.dump_dir).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(options.dump_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ScanNotCompiled(f"dump_dir is {str(options.dump_dir)!r}: {error.strerror}; name a folder") from error
     established: set[str] = set()
     carry_names: dict[str, list[str]] = {}  # of each scan, in the last form its body had
     for index, p in enumerate(pipeline()):

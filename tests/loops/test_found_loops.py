@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
 from nsa_compile import loop
+from nsa_compile.loops import LoopDeclined
 
 S, D = 7, 3
 LOG: list = []
@@ -758,3 +759,9 @@ def test_zero_and_minus_zero_are_two_numbers():
     x = torch.randn(S, D)
     for scale in (0.0, -0.0, math.nan, -math.nan):
         torch.testing.assert_close(looped(x, scale), run(x, scale))
+
+
+def test_a_lambda_whose_line_is_half_a_statement():
+    for made in (lambda x: x, lambda x: -x):
+        with pytest.raises(LoopDeclined, match="it is no function with a def statement"):
+            loop(made)

@@ -19,6 +19,7 @@ from torch import fx
 
 import nsa_compile
 from nsa_compile.cache import cache_key
+from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.passes import batch_prefill
 from nsa_compile.passes.pipeline import (
     Options,
@@ -169,6 +170,10 @@ def test_guards_are_told_by_carry():
         ({"nested": "tvm"}, "nested is 'tvm'"),
         ({"stop_after": -1}, "stop_after is -1"),
         ({"dispable": []}, "unknown option 'dispable'"),
+        ({"disable": "batch_prefill"}, "disable is 'batch_prefill'; it must be a list or tuple"),
+        ({"disable": None}, "disable is None; it must be a list or tuple"),
+        ({"tile_bytes": None}, "tile_bytes is None; it must be a whole number"),
+        ({"dump_dir": 5}, "dump_dir is 5; it must be the path of a folder"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
@@ -186,6 +191,12 @@ def test_check_compares_values_on_the_first_inputs(monkeypatch):
     monkeypatch.setattr(batch_prefill.BatchedBody, "_constant", lambda self, v: torch.from_numpy(healthy(v) * 0))
     with pytest.raises(Exception, match="pass batch_prefill: it changed values on real inputs"):
         run(cumulative, x, 5, check=True)
+
+
+def test_a_folder_for_dumps_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ScanNotCompiled, match=r"^dump_dir is '.*file': File exists; name a folder"):
+        run(cumulative, torch.randn(5, 2), 5, dump_dir=str(tmp_path / "file"))
 
 
 def test_dumps_are_numbered_readable_python(tmp_path):
