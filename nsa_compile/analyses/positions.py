@@ -96,7 +96,7 @@ def find_write(node: fx.Node, record: ScanRecord) -> Write | None:
         return None
     condition, source, cache = cast(Any, node.args)
     shape, equal = example(node).shape, condition
-    if example(cache).shape != shape or example(source).dtype != example(cache).dtype:
+    if example(cache).shape != shape or not shape.numel() or example(source).dtype != example(cache).dtype:
         return None
     while equal.target in MOVES and len(equal.all_input_nodes) == 1:
         equal = equal.args[0]

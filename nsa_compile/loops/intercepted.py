@@ -213,6 +213,7 @@ REFUSED: dict[Any, str] = {
     Tensor.register_hook: "it registers a hook",
     Tensor.data_ptr: "it asks for an address",
     Tensor.__format__: "it makes text of a tensor",
+    Tensor.__reduce_ex__: "it copies a tensor by copy.copy, or pickles one; write x.clone() or x.detach()",
     torch.autograd.grad: "it calls torch.autograd.grad",
 }
 

@@ -143,9 +143,13 @@ class Options:
         _require_choice("attention", self.attention, ("auto", "sparse", "dense"))
         _require_choice("on_decline", self.on_decline, ("warn", "error"))
         _require_choice("check", self.check, (False, True, "passes", "first"))
+        for name in ("estimate", "nvtx", "cache"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} is {value!r}; it must be True or False")
         for name in ("stop_after", "max_guard_bytes", "tile_bytes"):
             value = getattr(self, name)
-            if (value is not None or name != "stop_after") and (not isinstance(value, int) or value < 0):
+            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            if not is_number and (name != "stop_after" or value is not None):
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 0 or more")
         if not isinstance(self.dump_dir, str | os.PathLike | None):
             raise ValueError(f"dump_dir is {self.dump_dir!r}; it must be the path of a folder")

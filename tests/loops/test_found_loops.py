@@ -7,6 +7,7 @@ import array
 import bisect
 import collections
 import contextvars
+import copy
 import functools
 import io
 import itertools
@@ -397,6 +398,20 @@ def a_norm_of_a_negative_order(x, t):
 
 
 @mapped
+def a_copy_by_the_module_copy(x, t):
+    return x[t] * copy.copy(x[t] * 1)
+
+
+def an_attribute_of_what_is_appended(x):
+    ys = []
+    for t in range(len(x)):
+        y = x[t] * 2
+        y.tag = t
+        ys.append(y)
+    return [y * (1 + getattr(y, "tag", 9)) for y in ys]
+
+
+@mapped
 def the_text_of_a_tensor(x, t):
     return x[t] * len(repr(x[: t + 1]))
 
@@ -606,6 +621,8 @@ DECLINED = {
     a_truth_itself: "asks whether a number that changes from step to step `is` another",
     a_number_itself: "asks whether a number that changes from step to step `is` another",
     a_norm_of_a_negative_order: "a norm of a negative order",
+    a_copy_by_the_module_copy: r"copies a tensor by copy\.copy",
+    an_attribute_of_what_is_appended: r"sets \.tag of a tensor that it leaves",
     the_text_of_a_tensor: "makes text of a tensor",
     a_tensor_in_a_text: "makes text of a tensor",
     what_a_tensor_is_a_view_of: r"reads \._base",

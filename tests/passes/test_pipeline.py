@@ -174,6 +174,8 @@ def test_guards_are_told_by_carry():
         ({"disable": None}, "disable is None; it must be a list or tuple"),
         ({"tile_bytes": None}, "tile_bytes is None; it must be a whole number"),
         ({"dump_dir": 5}, "dump_dir is 5; it must be the path of a folder"),
+        ({"stop_after": True}, "stop_after is True; it must be a whole number"),
+        ({"cache": "no"}, "cache is 'no'; it must be True or False"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

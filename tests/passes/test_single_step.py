@@ -496,3 +496,18 @@ def test_weights_that_somebody_reads_are_not_computed_twice():
     with torch.no_grad():
         torch.testing.assert_close(fast(torch.tensor(5), q, k), step(torch.tensor(5), q, k))
     assert not last_report().attention
+
+
+@pytest.mark.parametrize("room", [1, 3])
+def test_a_model_with_room_for_less_than_a_block_decodes(room):
+    """Its cache of compressed rows has none."""
+    model = tiny_model()
+    assert room < model.config.pattern.compress_block
+    tokens = tokens_for(model, 2, room)
+    step = nsa_compile.compile_decode_step(model, nested="eager", cache=False)
+    state, expected = (model.init_state(2, room) for _ in range(2))
+    with torch.no_grad():
+        for t in range(room):
+            state, logits = step(state, tokens[:, t])
+            expected, due = model.decode_step(expected, tokens[:, t])
+            torch.testing.assert_close(logits, due)
