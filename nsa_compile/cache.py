@@ -130,7 +130,7 @@ def _digest_held(digest: Any, name: str, held: Any) -> None:
     with unset_fake_temporarily():  # what is held is real
         content = held.detach().resolve_conj().resolve_neg().cpu()
         # A tensor of one element is contiguous whatever its strides, and only a stride of 1 can be read as bytes.
-        content = torch.empty(content.numel(), dtype=content.dtype).copy_(content.reshape(-1))
+        content = content.new_empty(content.numel()).copy_(content.reshape(-1))
         digest.update(content.view(torch.uint8).numpy())
 
 

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import fx
 
+from nsa_compile.ir.scans import first_line
 from nsa_compile.loops.body import Axis, Body, Dim, Segment, Table, Val
+from nsa_compile.loops.lists import IsRead
 from nsa_compile.loops.merged import Node
 from nsa_compile.loops.numbers import Number
 from nsa_compile.loops.state import NotFollowed
@@ -48,7 +50,12 @@ def convert(body: Body, node: Node) -> list[Val | None]:
     schema = [(a.name, a.default_value) for a in node.func._schema.arguments]
     arguments = {name: named.get(name, default) for name, default in schema}
     arguments.update(zip((name for name, _ in schema), positional, strict=False))
-    result = rule(body, SimpleNamespace(func=node.func, shapes=shapes, **arguments))
+    try:
+        result = rule(body, SimpleNamespace(func=node.func, shapes=shapes, **arguments))
+    except (NotFollowed, IsRead):
+        raise
+    except Exception as error:  # of numpy, say, where an argument that no author of a rule thought of varies
+        raise NotFollowed(f"has no rule for what it is given: {first_line(error)}") from error
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
@@ -584,6 +591,10 @@ def _operands(body: Body, a: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def _number(body: Body, table: Table, dtype: torch.dtype, device: torch.device) -> Any:
     """A number that is known at each step, as a tensor of a dtype."""
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        here = torch.from_numpy(table[body.at].astype(np.float64))
+        if not torch.equal(here.to(dtype).double(), here):  # torch computes with it in float32
+            raise NotFollowed(f"computes with a number that changes from step to step, and {dtype} does not hold it")
     known = body.known(table if table.dtype.kind != "f" else table.astype(np.float64))
     if isinstance(known, int) and table.dtype.kind == "f":
         return float(table[0])
@@ -844,11 +855,17 @@ def _reduction(body: Body, a: Any) -> Val:
     zero = frozenset(z for z in zero if isinstance(kept[z], Axis)) if packet in (aten.sum, aten.mean) else frozenset()
     extra = {"dtype": a.dtype} if getattr(a, "dtype", None) is not None else {}
     if packet is aten.mean and growing:
+        kind = extra.get("dtype", value.example.dtype)
+        if kind.itemsize < 4:  # what is divided is not rounded
+            extra = {"dtype": torch.float32}
         total = body.emit(aten.sum.dim_IntList, value.node, dims, keepdim, **extra)
         count = np.prod([body.count_of(value.dims[d]) for d in dims], axis=0)
         count = np.where(body.at, count, np.maximum(count, 1))
         number = _number(body, count, total.meta["example_value"].dtype, value.example.device)
-        return Val(body.emit(aten.div.Tensor, total, number), tuple(kept), zero)
+        mean = body.emit(aten.div.Tensor, total, number)
+        return Val(
+            mean if kind.itemsize >= 4 else body.emit(aten._to_copy.default, mean, dtype=kind), tuple(kept), zero
+        )
     if not asked:
         order = {"ord": a.ord} if packet is aten.linalg_vector_norm else {}
         node = body.emit(a.func, value.node, **order, **extra)

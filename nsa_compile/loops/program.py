@@ -478,14 +478,20 @@ def _planned(
     container: Container, path: Path, plan: Callable[[Path], Any], before: dict[int, Path], built: dict[Path, Any]
 ) -> Any:
     was = before.get(id(container.value)) if container.kind != "tuple" else None
-    made = Made(was, container.kind, type(container.value), container.keys, ())
-    if container.kind in ("function", "method", "partial") and was is None:
-        raise NotFollowed(f"{in_words(path)} becomes a function that the loop has made")
+    made = Made(was, container.kind, container.type, container.keys, ())
+    if container.kind in ("function", "method", "partial", "reference") and was is None:
+        raise NotFollowed(f"{in_words(path)} becomes a {container.kind} that the loop has made")
     built[path] = made  # it may hold itself
     made.children = tuple(plan((*path, key)) for key in container.keys)
-    if was is None and container.kind == "dict" and made.type is not dict:
+    if was is None and container.kind in ("dict", "list", "set") and made.type not in (dict, list, set):
         made.template = copy.copy(container.value)
-        dict.clear(made.template)
+        made.template.clear()
+    if was is None and container.kind == "object":
+        try:
+            _new(made)
+        except TypeError as error:
+            kind = made.type.__name__
+            raise NotFollowed(f"{in_words(path)} becomes a {kind} that the loop has made") from error
     return made
 
 
@@ -496,7 +502,7 @@ def _carry_out(
     lists: dict[Path, list[Tensor]],
     cells: dict[str, types.CellType],
 ) -> None:
-    from nsa_compile.loops.state import _fill
+    from nsa_compile.loops.state import _fill, take_class
 
     made: dict[int, Any] = {}
 
@@ -520,6 +526,7 @@ def _carry_out(
             else:
                 value = now.containers[what.was].value if what.was is not None else _new(what)
                 made[id(what)] = value
+                take_class(value, what.type)
                 _fill(value, what.kind, what.keys, tuple(map(build, what.children)))
         return made[id(what)]
 

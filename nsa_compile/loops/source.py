@@ -341,9 +341,11 @@ def _many(statements: Any) -> list[ast.stmt]:
 
 def _compiled(definition: ast.FunctionDef, free: list[str], filename: str) -> types.CodeType:
     """The code of a function whose free variables are those named."""
+    name, definition.name = definition.name, "__nsa_function"  # its own name is a variable of its module in it
     bound = [ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)) for name in free]
     around = ast.FunctionDef("around", ast.arguments([], [], None, [], [], None, []), [*bound, definition], [], None)
     module = ast.fix_missing_locations(ast.Module([around], []))
     code = compile(module, filename, "exec", dont_inherit=True)
     outer = next(c for c in code.co_consts if isinstance(c, types.CodeType))
-    return next(c for c in outer.co_consts if isinstance(c, types.CodeType) and c.co_name == definition.name)
+    inner = next(c for c in outer.co_consts if isinstance(c, types.CodeType) and c.co_name == definition.name)
+    return inner.replace(co_name=name)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import array
 import collections
+import collections.abc
+import contextlib
 import dis
 import enum
 import functools
@@ -50,6 +52,7 @@ class Container:
     """An object that holds others, as it was when it was looked at."""
 
     value: Any
+    type: Any  # its class then: a step may assign to `__class__`
     kind: str
     keys: tuple[Any, ...]
     children: tuple[Any, ...]
@@ -114,6 +117,7 @@ class Snapshot:
             built[path] = values[path]
         elif (container := self.containers.get(path)) is not None:
             built[path] = container.value
+            take_class(container.value, container.type)
             children = tuple(self._build((*path, key), values, built) for key in container.keys)
             if container.kind == "tuple":
                 if any(a is not b for a, b in zip(children, container.children, strict=True)):
@@ -134,7 +138,7 @@ class Snapshot:
             return "same", self.same[path]
         container = self.containers[path]
         keys = len(container.keys) if container.kind in ("list", "tuple") else container.keys
-        return container.kind, type(container.value), keys
+        return container.kind, container.type, keys
 
     def structure(self) -> dict[Path, Any]:
         """All paths that are no leaves, and what they are."""
@@ -191,7 +195,9 @@ def _survey(
         kind, keys, children = parts
         if kind != "tuple":
             first[id(value)] = path
-        snapshot.containers[path] = Container(value, kind, keys, children)
+        if not of_library and kind in ("list", "tuple", "set", "partial") and _may_hold_more(value):
+            raise NotFollowed(f"{in_words(path)} is a {type(value).__name__}, which may have attributes of its own")
+        snapshot.containers[path] = Container(value, type(value), kind, keys, children)
         if keep:
             snapshot.held.append((value, _held_by(value)))
         waiting += [((*path, key), child) for key, child in reversed(list(zip(keys, children, strict=True)))]
@@ -203,11 +209,17 @@ def _survey(
 def _refuse_hidden_state(value: Any, path: Path) -> None:
     if hasattr(value, "__next__"):
         raise NotFollowed(f"{in_words(path)} is an iterator ({type(value).__name__}), whose state cannot be seen")
+    hides = isinstance(value, _VIEWS) or (isinstance(value, frozenset) and not all(isinstance(x, PLAIN) for x in value))
+    if hides:
+        raise NotFollowed(
+            f"{in_words(path)} is a {type(value).__name__}, through which a step may change what it shows"
+        )
     owner = getattr(value, "__self__", None)
     if isinstance(value, types.BuiltinMethodType) and isinstance(owner, list | dict | set | collections.deque):
         raise NotFollowed(f"{in_words(path)} is a method of a {type(owner).__name__}; call it by the name of that")
 
 
+_VIEWS = (types.MappingProxyType, collections.abc.KeysView, collections.abc.ValuesView, collections.abc.ItemsView)
 _ARRAYS = (numpy.ndarray, bytearray, array.array)
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState)
 
@@ -325,13 +337,40 @@ def _parts_of_partial(value: functools.partial[Any]) -> tuple[str, tuple[Any, ..
     return "partial", ("def", "args", "named"), (value.func, value.args, value.keywords)
 
 
+def take_class(value: Any, kind: type) -> None:
+    """Let an object be of a class again that it was of."""
+    if type(value) is not kind:
+        value.__class__ = kind
+
+
+def _may_hold_more(value: Any) -> bool:
+    """Whether a list, a tuple or the like may have attributes beside what it holds."""
+    return bool(_attributes(value)) if type(value) is functools.partial else hasattr(value, "__dict__")
+
+
 def _attributes(value: Any) -> dict[str, Any]:
     found = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        for name in (slots,) if isinstance(slots := vars(kind).get("__slots__", ()), str) else slots:
-            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
-                found.setdefault(name, getattr(value, name))
+    for name, slot in _slots_of(value).items():
+        with contextlib.suppress(AttributeError):  # nothing may be in it
+            found.setdefault(name, slot.__get__(value))
     return {name: x for name, x in found.items() if not hasattr(x, "__torch_frozen__")}
+
+
+def _slots_of(value: Any) -> dict[str, types.MemberDescriptorType]:
+    """The slots of an object whose class Python's code has defined, by the names of their attributes."""
+    kind: Any = type(value)
+    return _slots(kind)
+
+
+@functools.cache
+def _slots(kind: Any) -> dict[str, types.MemberDescriptorType]:
+    return {
+        name: member
+        for base in reversed(kind.__mro__)
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    }
 
 
 def _parts_of_function(value: types.FunctionType, module: dict[str, Any]) -> Any:
@@ -443,7 +482,7 @@ def _fill_attributes(value: Any, attributes: dict[str, Any]) -> None:
         own.pop(name, None) if name in own else object.__delattr__(value, name)
     for name, x in wanted.items():
         if name not in now or now[name] is not x:
-            if name in own or hasattr(value, "__dict__"):
+            if hasattr(value, "__dict__") and name not in _slots_of(value):
                 own[name] = x
             else:
                 object.__setattr__(value, name, x)

@@ -56,6 +56,7 @@ class Watched:
                 another.
         """
         self.unseen.known.update(map(id, reached))
+        self.unseen.look_at(objects)
         notes = _Notes(self.unseen, objects)
         collects = gc.isenabled()
         gc.disable()  # what a finalizer does, wherever it happens to run, is no effect of the step
@@ -127,7 +128,7 @@ class _Unseen:
         self.known = set[int]()  # addresses of what is looked at
         self.surveys: list[Snapshot] = []
         self.of_libraries: list[Snapshot] = []  # checked in the first trace that calls what reads them
-        self.classes: dict[type, dict[str, Any]] = {}
+        self.holders: dict[Any, dict[str, Any]] = {}  # classes and modules, and their attributes
 
     def look(self, frame: types.FrameType) -> None:
         """Note what a function that has just been called may change."""
@@ -135,16 +136,25 @@ class _Unseen:
         held = self.of_libraries if "-packages" in code.co_filename else self.surveys
         names = [n for n in _variables(code)[0] if not (variables is self.module and n in self.seen)]
         self._survey({f"{GLOBAL}{n}": variables[n] for n in names if n in variables}, held)
+        self.look_at([variables[n] for n in names if isinstance(variables.get(n), types.ModuleType)])
         if code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
             kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
-            self._survey({k.__name__: k for k in kinds if k not in self.classes}, held)
+            self._survey({k.__name__: k for k in kinds if k not in self.holders}, held)
+
+    def look_at(self, objects: Collection[Any]) -> None:
+        """Note the classes and modules among them that no library has."""
+        for x in objects:
+            if isinstance(x, type):
+                self._survey({x.__name__: x}, self.surveys)
+            elif isinstance(x, types.ModuleType) and not _is_installed(x) and vars(x) is not self.module:
+                self.holders.setdefault(x, dict(vars(x)))
 
     def _survey(self, values: dict[str, Any], held: list[Snapshot]) -> None:
         new = {name: x for name, x in values.items() if id(x) not in self.known and not isinstance(x, types.ModuleType)}
         self.known.update(map(id, new.values()))
         for kind in (x for x in new.values() if isinstance(x, type) and _root(x) not in _LIBRARIES):
-            self.classes[kind] = dict(vars(kind))
+            self.holders[kind] = dict(vars(kind))
             inside = {f"{kind.__name__}.{name}": x for name, x in vars(kind).items() if not name.startswith("__")}
             self._survey(inside, held)
         found = {name: x for name, x in new.items() if not isinstance(x, type)}
@@ -153,7 +163,7 @@ class _Unseen:
 
     def changed(self) -> str | None:
         """What is other than it was, in words."""
-        for kind in self.classes:
+        for kind in self.holders:
             for name in self._changed_in(kind):
                 return f"{kind.__name__}.{name}"
         for held in (*self.surveys, *self.of_libraries):
@@ -164,14 +174,14 @@ class _Unseen:
 
     def accept(self) -> None:
         """Take everything as it is now."""
-        self.classes = {kind: dict(vars(kind)) for kind in self.classes}
+        self.holders = {kind: dict(vars(kind)) for kind in self.holders}
         self.surveys, self.of_libraries = (
             [survey(held.roots(), of_library=True) for held in surveys] for surveys in (self.surveys, self.of_libraries)
         )
 
     def put_back(self) -> None:
         """Everything as it was."""
-        for kind, before in self.classes.items():
+        for kind, before in self.holders.items():
             for name in self._changed_in(kind):
                 if name in before:
                     setattr(kind, name, before[name])
@@ -181,7 +191,7 @@ class _Unseen:
             held.restore()
 
     def _changed_in(self, kind: type) -> list[str]:
-        before, now = self.classes[kind], dict(vars(kind))
+        before, now = self.holders[kind], dict(vars(kind))
         return [n for n in {**before, **now} if now.get(n, _MISSING) is not before.get(n, _MISSING)]
 
 
@@ -299,6 +309,10 @@ class _Notes:
             if value is _MISSING:
                 del variables[name]
         return found
+
+
+def _is_installed(module: types.ModuleType) -> bool:
+    return _root(module) in _LIBRARIES or "-packages" in (getattr(module, "__file__", None) or "")
 
 
 def _root(value: types.ModuleType | type) -> str:

@@ -16,6 +16,7 @@ import math
 import random
 import re
 import time
+import types
 import weakref
 
 import numpy
@@ -327,7 +328,26 @@ def one_row_squeezed_by_name(x, t):
     return x[t] * x[t:].squeeze(0).dim()
 
 
+@mapped
+def numbers_that_bfloat16_holds(x, t):
+    return x[t].bfloat16() * t
+
+
+def a_deque_with_a_length(x):
+    for t in range(len(x)):
+        made = collections.deque([x[t], t], maxlen=5)
+    return made[0] * made.maxlen, len(made)
+
+
+def an_ordered_dict_that_is_made(x):
+    for t in range(len(x)):
+        made = collections.OrderedDict(h=x[t], n=t)
+    made.move_to_end("h")
+    return made["h"], list(made)
+
+
 COMPILED = [
+    numbers_that_bfloat16_holds, a_deque_with_a_length, an_ordered_dict_that_is_made,
     one_row_squeezed, one_row_squeezed_by_name, the_type_itself, the_type_of_a_tensor, kinds_of_kinds,
     norms_of_all_rows,
     divided_by_zero_at_a_step, shifted_by_a_negative_number, large_on_the_way, a_truth_or_a_number,
@@ -395,6 +415,34 @@ def a_number_itself(x, t):
 @mapped
 def a_norm_of_a_negative_order(x, t):
     return torch.linalg.vector_norm(x[: t + 1].abs() + 1, -1, dim=0)
+
+
+@mapped
+def a_number_that_bfloat16_does_not_hold(x, t):
+    return x[t].bfloat16() * (t + 257)
+
+
+@mapped
+def an_order_that_changes(x, t):
+    return x[t].norm(p=t + 1)
+
+
+def an_error_that_is_kept(x):
+    ys, error = [], None
+    for t in range(len(x)):
+        try:
+            if t > 1:
+                raise KeyError(t)
+        except KeyError as raised:
+            error = raised
+        ys.append(x[t])
+    return torch.stack(ys) * len(repr(error))
+
+
+def a_namespace_that_is_made(x):
+    for t in range(len(x)):
+        made = types.SimpleNamespace(h=x[t])
+    return made.h
 
 
 @mapped
@@ -611,7 +659,153 @@ def an_integer_that_becomes_a_fraction(x):
     return torch.stack(ys), w
 
 
+class Rows(list):
+    pass
+
+
+class Waiting(collections.deque):
+    pass
+
+
+class Pair(tuple):
+    pass
+
+
+class First:
+    pass
+
+
+class Second:
+    pass
+
+
+class Private:
+    __slots__ = ("__count", "last")
+
+    def __init__(self):
+        self.__count = 0
+
+    def count(self):
+        self.__count += 1
+        return self.__count
+
+
+class Slot:
+    __slots__ = ("h",)
+
+
+class SlotAndMore(Slot):
+    pass
+
+
+MODULE = types.ModuleType("of_a_user")
+
+
+def counting(make):
+    """A loop that counts in an attribute of what `make` gives."""
+
+    def run(x):
+        made, ys = make(x), []
+        made.n = 0
+        for t in range(len(x)):
+            made.n += 1
+            ys.append(x[t] * made.n)
+        return torch.stack(ys), made.n
+
+    run.__name__ = f"counting_in_a_{type(make(torch.zeros(1))).__name__}"
+    return run
+
+
+def counting_in_a_module_of_the_module(x):
+    MODULE.n, ys = 0, []
+    for t in range(len(x)):
+        MODULE.n += 1
+        ys.append(x[t] * MODULE.n)
+    return torch.stack(ys), MODULE.n
+
+
+def counting_in_a_class_of_the_function(x):
+    class Local:
+        n = 0
+
+    ys = []
+    for t in range(len(x)):
+        Local.n += 1
+        ys.append(x[t] * Local.n)
+    return torch.stack(ys), Local.n
+
+
+def counting_behind_a_view(x):
+    held, ys = First(), []
+    held.n, view = 0, types.MappingProxyType({"held": held})
+    for t in range(len(x)):
+        view["held"].n += 1
+        ys.append(x[t] * held.n)
+    return torch.stack(ys), held.n
+
+
+def a_list_with_an_attribute_that_is_made(x):
+    for t in range(len(x)):
+        made = Rows([x[t]])
+        made.n = t
+    return made[0] * made.n
+
+
+def a_reference_that_is_made(x):
+    held, ys = First(), []
+    for t in range(len(x)):
+        reference = weakref.ref(held)
+        ys.append(x[t])
+    return torch.stack(ys), reference() is held
+
+
+def another_class_at_a_step(x):
+    held, ys = First(), []
+    for t in range(len(x)):
+        if t == 1:
+            held.__class__ = Second
+        ys.append(x[t])
+    return torch.stack(ys), type(held).__name__
+
+
+def counting_in_a_private_slot(x):
+    held, ys = Private(), []
+    for t in range(len(x)):
+        ys.append(x[t] * held.count())
+    return torch.stack(ys), held.count()
+
+
+def a_slot_of_a_base(x):
+    held, ys = SlotAndMore(), []
+    held.h = 0
+    for t in range(len(x)):
+        held.h = held.h + x[t]
+        ys.append(held.h)
+        made = SlotAndMore()
+        made.h, made.more = x[t], t
+    return torch.stack(ys), held.h, made.h, made.more
+
+
+def calling_itself(x, depth=1):
+    ys = []
+    for t in range(len(x)):
+        ys.append(x[t] + (calling_itself(x, depth - 1).sum() if depth else 0))
+    return torch.stack(ys)
+
+
+COMPILED += [another_class_at_a_step, counting_in_a_private_slot, a_slot_of_a_base, calling_itself]
+COUNTING = [
+    counting(make)
+    for make in (lambda x: Rows(), lambda x: Waiting(), lambda x: Pair([1]), lambda x: functools.partial(len))
+]
 DECLINED = {
+    **dict.fromkeys(COUNTING, "which may have attributes of its own"),
+    counting(lambda x: types.ModuleType("made")): "changes made.n",
+    counting_in_a_module_of_the_module: "changes of_a_user.n",
+    counting_in_a_class_of_the_function: "changes Local.n",
+    counting_behind_a_view: "view is a mappingproxy, through which a step may change",
+    a_list_with_an_attribute_that_is_made: "which may have attributes of its own",
+    a_reference_that_is_made: "reference becomes a reference that the loop has made",
     rounded_to_tens: "rounds a number that changes from step to step to tens",
     an_integer_beyond_64_bits: "beyond 64 bits",
     an_integer_that_becomes_a_fraction: "w is an integer at some steps, and none at others",
@@ -621,6 +815,10 @@ DECLINED = {
     a_truth_itself: "asks whether a number that changes from step to step `is` another",
     a_number_itself: "asks whether a number that changes from step to step `is` another",
     a_norm_of_a_negative_order: "a norm of a negative order",
+    a_number_that_bfloat16_does_not_hold: "bfloat16 does not hold it",
+    an_order_that_changes: "has no rule for what it is given",
+    an_error_that_is_kept: "error becomes a KeyError that the loop has made",
+    a_namespace_that_is_made: "made becomes a SimpleNamespace that the loop has made",
     a_copy_by_the_module_copy: r"copies a tensor by copy\.copy",
     an_attribute_of_what_is_appended: r"sets \.tag of a tensor that it leaves",
     the_text_of_a_tensor: "makes text of a tensor",
