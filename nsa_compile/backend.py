@@ -17,10 +17,11 @@ from nsa_compile import cache, inductor_files, modes
 from nsa_compile.cache import constants_digest
 from nsa_compile.capture import mend_dynamo
 from nsa_compile.capture.refusals import ScanNotCompiled
+from nsa_compile.capture.scans import turns_gradients_on
 from nsa_compile.compiler_cache import errors_named
 from nsa_compile.inductor_kernels import compile_kernels_together, simplify_plain_indices_by_expanding
 from nsa_compile.ir import markers
-from nsa_compile.ir.scans import VALUE, WRITTEN, Declined, turns_gradients_on
+from nsa_compile.ir.scans import VALUE, WRITTEN, Declined
 from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline, sources_digest
 from nsa_compile.passes.report import Report

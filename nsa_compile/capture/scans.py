@@ -58,6 +58,12 @@ def take_rows_of_any_dtype() -> None:
     utils.first_slice_copy = first_row
 
 
+def turns_gradients_on(gm: fx.GraphModule) -> fx.Node | None:
+    """The node of a captured graph that turns gradients on, if there is one."""
+    nodes = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    return next((n for n in nodes if n.args[0]), None)
+
+
 def _results_of_scan(
     combine: fx.GraphModule, init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Any]
 ) -> tuple[list[Tensor], tuple[int, ...]]:

@@ -42,6 +42,7 @@ from nsa_compile.capture.refusals import (
     refusal,
     why_not_traced,
 )
+from nsa_compile.capture.scans import turns_gradients_on
 from nsa_compile.trees import put_together, taken_apart
 
 
@@ -109,9 +110,8 @@ def _memory(node: fx.Node) -> StorageWeakRef:
 def _turns_gradients_on(scan: fx.Node, body: fx.GraphModule) -> bool:
     """Whether a step computes with gradients of its own accord, of what has one."""
     inputs = [n.meta["example_value"] for n in pytree.tree_leaves(scan.args[1:]) if isinstance(n, fx.Node)]
-    graphs = [x.graph for x in body.modules() if isinstance(x, fx.GraphModule)]
-    turned = [n for g in graphs for n in g.find_nodes(op="call_function", target=torch._C._set_grad_enabled)]
-    return any(n.args[0] for n in turned) and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    graphs = [x for x in body.modules() if isinstance(x, fx.GraphModule)]
+    return any(map(turns_gradients_on, graphs)) and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 def _moved(scan: fx.Node, body: fx.GraphModule) -> set[StorageWeakRef]:

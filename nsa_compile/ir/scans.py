@@ -168,12 +168,6 @@ def scan_results(node: fx.Node) -> list[Tensor]:
     return list(value if value is not None else node.meta["val"])
 
 
-def turns_gradients_on(gm: fx.GraphModule) -> fx.Node | None:
-    """The node of a captured graph that turns gradients on, if there is one."""
-    nodes = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
-    return next((n for n in nodes if n.args[0]), None)
-
-
 def subgraphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """The graph and the bodies it calls, each once: a checkpointed region hides its scans in one, equal regions share
     one."""

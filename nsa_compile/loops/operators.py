@@ -14,7 +14,6 @@ from torch import fx
 
 from nsa_compile.ir.scans import first_line
 from nsa_compile.loops.body import Axis, Body, Dim, Segment, Table, Val
-from nsa_compile.loops.lists import IsRead
 from nsa_compile.loops.merged import Node
 from nsa_compile.loops.numbers import Number
 from nsa_compile.loops.state import NotFollowed
@@ -52,8 +51,6 @@ def convert(body: Body, node: Node) -> list[Val | None]:
     arguments.update(zip((name for name, _ in schema), positional, strict=False))
     try:
         result = rule(body, SimpleNamespace(func=node.func, shapes=shapes, **arguments))
-    except (NotFollowed, IsRead):
-        raise
     except Exception as error:  # of numpy, say, where an argument that no author of a rule thought of varies
         raise NotFollowed(f"has no rule for what it is given: {first_line(error)}") from error
     return list(result) if isinstance(result, list | tuple) else [result]
@@ -863,9 +860,9 @@ def _reduction(body: Body, a: Any) -> Val:
         count = np.where(body.at, count, np.maximum(count, 1))
         number = _number(body, count, total.meta["example_value"].dtype, value.example.device)
         mean = body.emit(aten.div.Tensor, total, number)
-        return Val(
-            mean if kind.itemsize >= 4 else body.emit(aten._to_copy.default, mean, dtype=kind), tuple(kept), zero
-        )
+        if kind.itemsize < 4:
+            mean = body.emit(aten._to_copy.default, mean, dtype=kind)
+        return Val(mean, tuple(kept), zero)
     if not asked:
         order = {"ord": a.ord} if packet is aten.linalg_vector_norm else {}
         node = body.emit(a.func, value.node, **order, **extra)

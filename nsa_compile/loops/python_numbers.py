@@ -228,7 +228,7 @@ def _asks(file: str) -> bool | None:
 
 
 @functools.cache
-def may_ask_for_a_kind(code: types.CodeType) -> bool:
+def may_ask_what_it_is(code: types.CodeType) -> bool:
     """Whether a function may ask what a number is in a way that no symbol can answer: `flag is True`, `t is 0`."""
     pairs = itertools.pairwise(dis.get_instructions(code))
     return any(b.opname == "IS_OP" and a.opname == "LOAD_CONST" and isinstance(a.argval, int) for a, b in pairs)

@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any
 
 from nsa_compile.loops.effects import effect_of
-from nsa_compile.loops.python_numbers import PythonType, frame_of_loop, holds_symbols, may_ask_for_a_kind
-from nsa_compile.loops.state import GLOBAL, PLAIN, NotFollowed, Snapshot, in_words, survey
+from nsa_compile.loops.python_numbers import PythonType, frame_of_loop, holds_symbols, may_ask_what_it_is
+from nsa_compile.loops.state import GLOBAL, PLAIN, NotFollowed, Snapshot, distinct, in_words, survey
 
 __all__ = ["Changed", "Watched"]
 
@@ -163,9 +163,9 @@ class _Unseen:
 
     def changed(self) -> str | None:
         """What is other than it was, in words."""
-        for kind in self.holders:
-            for name in self._changed_in(kind):
-                return f"{kind.__name__}.{name}"
+        for holder in self.holders:
+            for name in self._changed_in(holder):
+                return f"{holder.__name__}.{name}"
         for held in (*self.surveys, *self.of_libraries):
             if (path := held.change()) is not None:
                 return in_words(path)
@@ -174,24 +174,24 @@ class _Unseen:
 
     def accept(self) -> None:
         """Take everything as it is now."""
-        self.holders = {kind: dict(vars(kind)) for kind in self.holders}
+        self.holders = {holder: dict(vars(holder)) for holder in self.holders}
         self.surveys, self.of_libraries = (
             [survey(held.roots(), of_library=True) for held in surveys] for surveys in (self.surveys, self.of_libraries)
         )
 
     def put_back(self) -> None:
         """Everything as it was."""
-        for kind, before in self.holders.items():
-            for name in self._changed_in(kind):
+        for holder, before in self.holders.items():
+            for name in self._changed_in(holder):
                 if name in before:
-                    setattr(kind, name, before[name])
+                    setattr(holder, name, before[name])
                 else:
-                    delattr(kind, name)
+                    delattr(holder, name)
         for held in (*self.surveys, *self.of_libraries):
             held.restore()
 
-    def _changed_in(self, kind: type) -> list[str]:
-        before, now = self.holders[kind], dict(vars(kind))
+    def _changed_in(self, holder: Any) -> list[str]:
+        before, now = self.holders[holder], dict(vars(holder))
         return [n for n in {**before, **now} if now.get(n, _MISSING) is not before.get(n, _MISSING)]
 
 
@@ -230,7 +230,7 @@ class _Notes:
             else:
                 before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
             for variables in self.lent:
-                del variables["type"]
+                variables.pop("type", None)
             self.lent.clear()
 
     def note(self, frame: types.FrameType, event: str, argument: Any) -> None:
@@ -257,15 +257,15 @@ class _Notes:
             self.holders.update(type(frame.f_locals.get(code.co_varnames[0])).__mro__)
         if code not in self.called:
             self.called[code] = variables
-            if may_ask_for_a_kind(code):
+            if may_ask_what_it_is(code):
                 self.asking[id(code)] = code
             if frame_of_loop(frame) is not None:
                 self.unseen.look(frame)
+            names = _variables(code)[1]
+            self.assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in names)
             if "type" in code.co_names and "type" not in variables:
                 variables["type"] = PythonType
                 self.lent.append(variables)
-            names = _variables(code)[1]
-            self.assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in names)
 
     def _refuse_effects(self, frame: types.FrameType, function: Any, kind: type) -> None:
         effect = effect_of(function, frame.f_code.co_filename)
@@ -282,8 +282,8 @@ class _Notes:
 
         Raises:
             Changed: something else has changed; it is left as it is.
-            NotFollowed: a function has assigned to such a variable, or asked whether a number `is` another; everything
-                put back.
+            NotFollowed: a function has assigned to such a variable, or asked whether a number `is` another; all is put
+                back.
         """
         assigned = self._take_back_assignments()
         if self.asked or assigned:
@@ -350,4 +350,4 @@ def _same(now: Any, before: Any) -> bool:
         return len(now) == len(before) and all(map(_same, now, before))
     if isinstance(now, dict):
         return list(now) == list(before) and all(map(_same, now.values(), before.values()))
-    return bool(now == before)
+    return bool(distinct(now) == distinct(before))

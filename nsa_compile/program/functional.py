@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
 from nsa_compile.capture.refusals import ScanNotCompiled
+from nsa_compile.capture.scans import turns_gradients_on
 from nsa_compile.ir.aten import aten, is_inexact
 from nsa_compile.ir.lowering import BodyInterpreter, applies_functorch, escaping, refuse_strided_writes, trace_to_aten
 from nsa_compile.ir.rewriting import KEPT, replace_graph
@@ -47,7 +48,6 @@ from nsa_compile.ir.scans import (
     results,
     scan_results,
     subgraphs,
-    turns_gradients_on,
 )
 from nsa_compile.ir.zero_gradients import has_gradient, match_outputs
 from nsa_compile.passes.verifier import snapshot

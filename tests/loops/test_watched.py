@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 
 import pytest
@@ -96,6 +97,16 @@ def test_attributes_of_modules_and_classes(other):
         return torch.stack(rows)
 
     compare(run, lambda: setattr(other, "SCALE", 5.0), lambda: setattr(other.Settings, "gain", 7.0))
+
+
+def test_zero_and_minus_zero_of_another_module(other):
+    def run(x):
+        rows = []
+        for t in range(len(x)):
+            rows.append(x[t] * math.copysign(1.0, other.SCALE))
+        return torch.stack(rows)
+
+    compare(run, lambda: setattr(other, "SCALE", 0.0), lambda: setattr(other, "SCALE", -0.0))
 
 
 def test_attributes_of_the_class_of_an_object(other):
