@@ -8,6 +8,9 @@ Garbage is collected seldom: going over the objects of torch's compiler took a f
 Dynamo does not time its guards after flushing the processor's caches, and no `FakeTensorMode` keeps the stack that it
 was made in: both serve logs that no test reads, and took a tenth of the time of compiling.
 
+Torch traces nothing. pytest hands its handlers to every logger that does not propagate (since 9.2), torch's trace among
+them, and torch takes any handler of that for a wish to write out each graph.
+
 ``FAULT=<what>@<rank>:<step>`` plants a fault, while the file ``FAULT_ONCE`` exists. It is removed when the fault
 strikes, so that the run goes on without it. The rank ``LINGER`` takes three seconds to leave.
 """
@@ -124,10 +127,22 @@ def keep_no_stacks(module):
     module.traceback = Traceback("traceback")
 
 
+def trace_nothing(module):
+    start = module._init_logs
+
+    def start_without_trace(*arguments):
+        start(*arguments)
+        module.trace_log.propagate = True
+        module.trace_log.handlers.clear()
+
+    module._init_logs = start_without_trace
+
+
 CHANGES = {
     "nsa_compile.machine.matmul_rate": measure_briefly,
     "torch._dynamo.guards": time_no_guards,
     "torch._subclasses.fake_tensor": keep_no_stacks,
+    "torch._logging._internal": trace_nothing,
 }
 if "FAULT" in os.environ:
     FAULTY = ("nsa_compile.train.steps", "nsa_compile.data.sampling", "nsa_compile.train.watch.heartbeat")
