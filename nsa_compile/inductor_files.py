@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
+import platform
 import struct
 import sys
 import threading
@@ -35,6 +37,7 @@ def prepare() -> Path:
     """
     directory = compiler_cache.directory()
     _write_whole_files()
+    _try_vectors_until_some_work()
     _keep_headers_in(header_directory(directory))
     if directory not in _mended:
         _mended.add(directory)
@@ -67,6 +70,31 @@ def _write_whole_files() -> None:
             Path(unfinished).unlink(missing_ok=True)
 
     CppBuilder.build = build  # type: ignore[method-assign]
+
+
+@functools.cache
+def _try_vectors_until_some_work() -> None:
+    """Find the widest vectors that the processor and the compiler know, and look no further.
+
+    Inductor compiles and loads trials of all that the processor has, up to ten of nearly a second each, and takes the
+    widest that work; each process loads them once more (torch 2.13).
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    all_that_work = cpu_vec_isa.valid_vec_isa_list
+
+    @functools.cache
+    def widest() -> list[Any]:
+        of_processor = set(cpu_vec_isa.x86_isa_checker())
+        known = (isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= of_processor)
+        return list(itertools.islice(filter(None, known), 1))
+
+    @functools.wraps(all_that_work)
+    def list_vectors() -> list[Any]:
+        chosen = config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
+        return all_that_work() if chosen or platform.machine() not in ("x86_64", "AMD64") else widest()
+
+    cpu_vec_isa.valid_vec_isa_list = list_vectors  # type: ignore[assignment]
 
 
 def _keep_headers_in(directory: Path) -> None:

@@ -324,3 +324,57 @@ def test_a_compilation_that_fails_leaves_the_builder_as_it_was(tmp_path):
     builder.build()
     assert ctypes.CDLL(builder.get_target_file_path()).answer() == 42
     assert sorted(path.name for path in tmp_path.glob("*.so*")) == ["bad.so"]
+
+
+class Vectors:
+    """A set of instructions as Inductor has them: named by flags of processors, true if a trial of it works."""
+
+    def __init__(self, flags: str, works: bool, tried: list[str]):
+        self.flags, self.works, self.tried = flags, works, tried
+
+    def __str__(self):
+        return self.flags
+
+    def __bool__(self):
+        self.tried.append(self.flags)
+        return self.works
+
+
+@pytest.mark.parametrize(
+    ("working", "found", "tried"),
+    [
+        ("avx512 amx_tile, avx512, avx2", "avx512 amx_tile", ["avx512 amx_tile"]),
+        ("avx512, avx2", "avx512", ["avx512 amx_tile", "avx512"]),
+        ("", None, ["avx512 amx_tile", "avx512", "avx2"]),
+    ],
+)
+def test_vectors_are_tried_until_some_work(working, found, tried, monkeypatch):
+    from torch._inductor import config, cpu_vec_isa
+
+    trials: list[str] = []
+    known = [Vectors(flags, flags in working.split(", "), trials) for flags in ("avx512 amx_tile", "avx512", "avx2")]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Vectors("avx10", True, trials), *known])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512", "amx_tile"])
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: ["all that work"])
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    inductor_files._try_vectors_until_some_work.__wrapped__()
+    for _ in range(2):
+        assert [str(vectors) for vectors in cpu_vec_isa.valid_vec_isa_list()] == ([found] if found else [])
+    assert trials == tried
+    with config.patch({"cpp.simdlen": 256}):
+        assert cpu_vec_isa.valid_vec_isa_list() == ["all that work"], "the width is chosen among them"
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert cpu_vec_isa.valid_vec_isa_list() == ["all that work"]
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert cpu_vec_isa.valid_vec_isa_list() == ["all that work"]
+
+
+def test_the_vectors_are_those_that_inductor_takes():
+    from torch._inductor import cpu_vec_isa
+
+    inductor_files.prepare()
+    ours = cpu_vec_isa.pick_vec_isa()
+    theirs = cpu_vec_isa.valid_vec_isa_list.__wrapped__()  # all that work, from the widest
+    assert ours == next(iter(theirs), cpu_vec_isa.invalid_vec_isa)
