@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
 from nsa_compile.loops.paths import Explorer
 from nsa_compile.loops.program import Program, compile_loop, run_program
 from nsa_compile.loops.source import ITEMS, NotALoop, Variables, cut_out_loop
-from nsa_compile.loops.state import NotFollowed, Path, Same, Snapshot, cells_of, distinct, drop, in_words, look
+from nsa_compile.loops.state import NotFollowed, Path, Same, Snapshot, Unseen, cells_of, distinct, drop, in_words, look
 from nsa_compile.modes import unobserved
 
 __all__ = ["LoopDeclined", "loop"]
@@ -79,7 +80,11 @@ def _under_dynamo_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(run, reason=why)
 
 
-class _Runner:
+# One trace at a time: it lends stand-ins to the functions and classes that all threads call.
+_tracing = threading.RLock()
+
+
+class _Runner(Unseen):
     """Runs the loop of one function, as a program where there is one."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -106,14 +111,21 @@ class _Runner:
                 self.programs[why.reason] = self._declined(why)
             _as_written(items, step)
             return
-        program = self.programs.get(key)
-        if program is None or (isinstance(program, Program) and program.watched.has_changed()):
-            program = self.programs[key] = self._compiled(key, items, now, step, variables)
+        program = self._known(key)
+        if program is None:
+            with _tracing:
+                program = self._known(key)  # another thread may have compiled it meanwhile
+                if program is None:
+                    program = self.programs[key] = self._compiled(key, items, now, step, variables)
         if isinstance(program, NotFollowed):
             _as_written(items, step)
             return
         with _as_rows(now, self.rows[key], step) as given:
-            run_program(program, given, step, len(items))
+            run_program(program, given, len(items))
+
+    def _known(self, key: Any) -> Program | NotFollowed | None:
+        program = self.programs.get(key)
+        return None if isinstance(program, Program) and program.watched.has_changed() else program
 
     def _compiled(
         self, key: Any, items: Items, now: Snapshot, step: types.FunctionType, variables: Variables
@@ -131,7 +143,7 @@ class _Runner:
                     exploration = explorer.explore()
                     if lists and exploration.mutated():
                         raise NotFollowed("it goes over a list of tensors, and writes in place, perhaps to one of them")
-                    program = compile_loop(exploration, explorer.watched, self.options)
+                    program = compile_loop(exploration, explorer.watched, self.options, copied=bool(lists))
                 self.rows[key] = rows
                 return program
             except NotRows as error:

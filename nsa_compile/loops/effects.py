@@ -11,6 +11,7 @@ import datetime
 import io
 import logging
 import random
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -56,15 +57,23 @@ def effect_of(function: Any, caller: str) -> str | None:
 
 @contextlib.contextmanager
 def refused_effects() -> Iterator[None]:
-    """Inside this context a step may not print, draw random numbers, or leave a switch of torch's as it did not find
-    it. `len` and `sum` of a list that grows are its own."""
+    """Inside this context a step may not print, draw random numbers, compile, or leave a switch of torch's as it did
+    not find it. `len` and `sum` of a list that grows are its own."""
+
+    tracing = threading.get_ident()
 
     def refuse(*values: Any, file: Any = None, **how: Any) -> None:
-        if file is None:
+        if file is None and threading.get_ident() == tracing:
             raise NotFollowed("it prints, which a program of all steps would not do")
         own(*values, file=file, **how)
 
-    own, own_len, own_sum, own_seed = builtins.print, builtins.len, builtins.sum, torch.manual_seed
+    def compiled(*given: Any, **named: Any) -> Any:
+        if threading.get_ident() == tracing:  # what Dynamo finds out in a trace, it would go by afterwards
+            raise NotFollowed("it calls torch.compile, or a function of torch that does so, such as torch.cond")
+        return own_compile(*given, **named)
+
+    own, own_len, own_sum = builtins.print, builtins.len, builtins.sum
+    own_seed, own_compile = torch.manual_seed, torch.compile
     of_numpy: Any = numpy.random.get_state.__self__  # type: ignore[attr-defined]
     drawn, drawn_by_numpy, switches = random.getstate(), content_of(of_numpy), _switches()
 
@@ -74,11 +83,14 @@ def refused_effects() -> Iterator[None]:
     def added(x: Any, /, start: Any = 0) -> Any:
         return x.added(start) if isinstance(x, GrowingList) else own_sum(x, start)
 
-    def seed(*_: Any) -> None:
-        raise NotFollowed("it calls torch.manual_seed")
+    def seed(*numbers: Any) -> Any:
+        if threading.get_ident() == tracing:
+            raise NotFollowed("it calls torch.manual_seed")
+        return own_seed(*numbers)
 
     builtins.print, builtins.len, builtins.sum = refuse, length, added
     torch.manual_seed = torch.random.manual_seed = seed  # type: ignore[assignment]
+    torch.compile = compiled
     # Of an error that a step raises, it would log a traceback; the loop as written raises it again.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level, log.level = log.level, logging.CRITICAL
@@ -87,6 +99,7 @@ def refused_effects() -> Iterator[None]:
     finally:
         builtins.print, builtins.len, builtins.sum = own, own_len, own_sum
         torch.manual_seed = torch.random.manual_seed = own_seed
+        torch.compile = own_compile
         log.level = level
         by_numpy = content_of(of_numpy) != drawn_by_numpy
         changed, switched = random.getstate() != drawn or by_numpy, _switches() != switches

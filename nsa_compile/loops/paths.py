@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 from nsa_compile.loops.lists import Appended, IsRead, NotRows, may_be_rows
+from nsa_compile.loops.memos import Memos
 from nsa_compile.loops.numbers import Number, text_of
 from nsa_compile.loops.source import Variables
 from nsa_compile.loops.state import (
@@ -78,6 +79,7 @@ class Exploration:
     present: dict[Path, np.ndarray]  # at which steps a tensor is part of the state
     first: Snapshot
     lists: set[Path]
+    unread: frozenset[str]  # variables that nobody reads after the loop
 
     def mutated(self) -> set[Path]:
         """The tensors of the state that steps write to in place.
@@ -147,8 +149,8 @@ class Explorer:
         self.lists: set[Path] = set()
         self.plain: set[Path] = set()  # lists that are read
         self.watched = Watched(module_variables(step), step.__globals__)
+        self.memos = Memos()
         self.traced = 0
-        self.writes = False
 
     def explore(self) -> Exploration:
         """Trace until every step has a way. The variables are left as they were.
@@ -227,6 +229,7 @@ class Explorer:
             present,
             first,
             self.lists,
+            frozenset(cells_of(self.step)) - self.variables.read_after,
         )
 
     def _intern(
@@ -326,7 +329,8 @@ class Explorer:
         traces: list[Trace] = []
 
         def follow() -> None:
-            with self.watched.noting(objects, [c.value for c in first.containers.values()]) as noted:
+            reached = [c.value for c in first.containers.values()]
+            with self.memos.emptied(), self.watched.noting(objects, reached) as noted:
                 of, lists = self.variables, self.lists
                 traces.append(trace_step(self.step, t, before, given, lists, of.temporary, of.read_after, noted))
 

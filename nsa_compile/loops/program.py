@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,13 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.scan import scan_op
 
 from nsa_compile.backend import nsa_compile_backend
+from nsa_compile.loops.aliases import Place, find_shared, share
 from nsa_compile.loops.body import Axis, Body, Carry, Table, Val
 from nsa_compile.loops.merged import Merged, Source, leaf_results, merge
 from nsa_compile.loops.numbers import Number
 from nsa_compile.loops.operators import convert
 from nsa_compile.loops.paths import Exploration, type_of
-from nsa_compile.loops.state import GLOBAL, Container, NotFollowed, Path, Snapshot, cells_of, in_words, is_global
+from nsa_compile.loops.state import GLOBAL, Container, NotFollowed, Path, Snapshot, in_words, is_global
 from nsa_compile.loops.trace import Ref
 from nsa_compile.loops.watched import Watched
 
@@ -54,16 +54,17 @@ class Program:
     lists: dict[Path, Rows]
     mutated: set[Path]  # tensors written in place, which others may hold, too
     plan: dict[Path, Any]  # what the variables hold afterwards
+    shared: dict[Place, Any]  # results that are tensors which were there before, or others, or views of these
     watched: Watched
 
 
-def compile_loop(exploration: Exploration, watched: Watched, options: dict[str, Any]) -> Program:
-    """The program of an explored loop.
+def compile_loop(exploration: Exploration, watched: Watched, options: dict[str, Any], *, copied: bool) -> Program:
+    """The program of an explored loop. `copied`: whether the rows of a list that it goes over are copies.
 
     Raises:
         NotFollowed: an operator has no form in which sizes may change.
     """
-    mutated = exploration.mutated()
+    mutated, shared = exploration.mutated(), find_shared(exploration, copied=copied)
     merged = merge(exploration)
     starts: dict[Any, Table] = {}
     for _ in range(3):
@@ -75,7 +76,7 @@ def compile_loop(exploration: Exploration, watched: Watched, options: dict[str, 
         starts = found
     else:
         raise NotFollowed("where its caches begin cannot be settled")
-    return _Assembly(body).program(mutated, watched, options)
+    return _Assembly(body).program(mutated, shared, watched, options)
 
 
 def _starts(body: Body) -> dict[Any, Table]:
@@ -115,7 +116,9 @@ class _Assembly:
         self.nodes: dict[Path, fx.Node] = {}
         self.path_of = {id(x): path for path, x in self.exploration.first.leaves.items() if isinstance(x, Tensor)}
 
-    def program(self, mutated: set[Path], watched: Watched, options: dict[str, Any]) -> Program:
+    def program(
+        self, mutated: set[Path], shared: dict[Place, Any], watched: Watched, options: dict[str, Any]
+    ) -> Program:
         body = self.body
         carries = list(body.carries.values())
         updates = [self._update(carry) for carry in carries]
@@ -150,7 +153,7 @@ class _Assembly:
             for path, columns in lists.items()
         }
         plan = plan_after(self.exploration)
-        return Program(run, self.inputs, finals, shifted, mutated, plan, watched)
+        return Program(run, self.inputs, finals, shifted, mutated, plan, shared, watched)
 
     # -- what the step yields
 
@@ -360,7 +363,7 @@ def without_autocast() -> Any:
     return stack
 
 
-def run_program(program: Program, now: Snapshot, step: types.FunctionType, length: int) -> None:
+def run_program(program: Program, now: Snapshot, length: int) -> None:
     """Run a compiled loop, and let its variables hold what they do after it."""
     with without_autocast():
         inputs = {path: now.leaves[path] for path in program.inputs}
@@ -373,7 +376,8 @@ def run_program(program: Program, now: Snapshot, step: types.FunctionType, lengt
         before = now.leaves.get(path)
         finals[path] = before.copy_(x) if path in program.mutated and isinstance(before, Tensor) else x
     lists = {path: _appended(rows, results, length) for path, rows in program.lists.items()}
-    _carry_out(program.plan, now, finals, lists, cells_of(step))
+    share(program.shared, now, finals, lists)
+    _carry_out(program.plan, now, finals, lists)
 
 
 def _appended(rows: Rows, results: Any, length: int) -> list[Tensor]:
@@ -500,7 +504,6 @@ def _carry_out(
     now: Snapshot,
     finals: dict[Path, Tensor],
     lists: dict[Path, list[Tensor]],
-    cells: dict[str, types.CellType],
 ) -> None:
     from nsa_compile.loops.state import _fill, take_class
 

@@ -55,6 +55,7 @@ def cut_out_loop(
     loop = _find_loop(definition, over)
     place = f"{function.__code__.co_filename}:{first_line + loop.lineno - 1}"
     outside = {id(n) for n in ast.walk(definition)} - {id(n) for n in ast.walk(loop)}
+    _refuse_names_by_text(definition)
     variables = _variables(definition, loop, outside)
     replaced = _Replaced(loop, variables[0])
     definition.body = [s for statement in definition.body for s in _many(replaced.visit(statement))]
@@ -121,6 +122,20 @@ def _find_loop(definition: ast.FunctionDef, over: str | None) -> ast.For:
     if any(isinstance(node, ast.Break) for node in _of_this_loop(loop.body)):
         raise NotALoop("the loop has a break; how far it runs would depend on more than its range")
     return loop
+
+
+def _refuse_names_by_text(definition: ast.FunctionDef) -> None:
+    """What looks for variables in the function that it stands in would find those of the step."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name, alone = node.func.id, not node.args
+            if name in ("eval", "exec", "locals") or (name in ("vars", "dir") and alone):
+                raise NotALoop(f"line {node.lineno} of the function calls {name}, which looks for variables by name")
+        if isinstance(node, ast.Name) and node.id == "UnboundLocalError":
+            raise NotALoop(
+                f"line {node.lineno} of the function asks for an UnboundLocalError; a variable of the loop that has no "
+                "value raises a NameError"
+            )
 
 
 def _of_this_loop(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -282,7 +297,8 @@ class _Replaced(ast.NodeTransformer):
         body += [ast.Global(of_module)] if of_module else []
         at = ast.Attribute(_name(ITEMS), "at", ast.Load())
         body.append(ast.Assign([node.target], _call(at, _name(POSITION))))
-        body += [s for statement in node.body for s in _many(_Continues().visit(statement))]
+        statements = [s for statement in node.body for s in _many(_Continues().visit(statement))]
+        body += [s for statement in statements for s in _many(_Unannotated().visit(statement))]
         arguments = ast.arguments([], [ast.arg(POSITION)], None, [], [], None, [])
         step = ast.FunctionDef(STEP, arguments, body, [], None)
         # Never run: it makes them variables of this function, which the step may then share.
@@ -332,6 +348,22 @@ class _Continues(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        return node
+
+
+class _Unannotated(ast.NodeTransformer):
+    """Variables without their annotations, which Python does not evaluate, and does not take beside `nonlocal`."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        if not isinstance(node.target, ast.Name):
+            return node
+        made = ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
+        return ast.copy_location(made, node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         return node
 
 

@@ -269,10 +269,14 @@ class Same:
         return isinstance(other, Same) and self.value is other.value
 
 
+class Unseen:
+    """An object of this package's own, which is no state of a loop."""
+
+
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _OPAQUE = (
     *_NUMBERS, types.ModuleType, type, enum.Enum, torch.Size, torch.device, torch.dtype, torch.Generator,
-    logging.Logger, logging.Handler,
+    logging.Logger, logging.Handler, Unseen,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -67,6 +68,16 @@ class TensorType:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class Held:
+    """A tensor that a step leaves behind. Objects and memory are numbered within the trace."""
+
+    object: int
+    memory: int
+    geometry: tuple[tuple[Any, ...], tuple[Any, ...], Any]  # sizes, strides and offset in that memory: ints and Numbers
+    ref: Ref
+
+
 @dataclass
 class Trace:
     """A path through the step."""
@@ -88,6 +99,10 @@ class Trace:
     same: set[Path] = field(default_factory=set)  # where it has left the tensor that it was given
     memory: dict[Path | str, list[int]] = field(default_factory=dict)  # whose elements results and appended tensors are
     came: dict[int, Path] = field(default_factory=dict)  # the tensor of the state whose memory that was
+    outside_memory: dict[int, Tensor] = field(default_factory=dict)  # the tensor from outside whose memory that was
+    given: dict[int, Path] = field(default_factory=dict)  # the objects of the state
+    held: dict[Path, Held] = field(default_factory=dict)  # the tensors among the results
+    held_in_lists: dict[Path, list[Held]] = field(default_factory=dict)  # those appended
 
     def describe(self) -> Any:
         """What a step computes: equal for two traces of one that does the same."""
@@ -396,8 +411,13 @@ def _note_results(
                 what = f"sets .{min(vars(x).keys() - _ATTRIBUTES)} of a tensor that it leaves"
                 raise NotFollowed(f"it {what}; keep it beside the tensor")
             trace.memory.setdefault(owner, []).append(_memory(x))
+        if isinstance(owner, tuple) and isinstance(x, FunctionalTensor):
+            trace.held[owner] = _held(x, recorder)
         if isinstance(owner, tuple) and x is wrapped.get(owner):
             trace.same.add(owner)
+    trace.given = {id(x): path for path, x in wrapped.items()}
+    known = [(x, functional) for x, _, functional in outside.known.values() if id(x) not in outside.literals]
+    trace.outside_memory = {_memory(functional): x for x, functional in known}
     for path, list_ in grown.items():
         if trace.after.leaves.get(path) is not list_:
             raise NotFollowed(f"another list takes the place of {in_words(path)}, or it gets another name")
@@ -411,6 +431,7 @@ def _note_results(
             if not isinstance(x, FunctionalTensor):
                 raise IsRead(path)
         trace.appended[path] = [recorder.ref(_value_of(x)) for x in items.items]
+        trace.held_in_lists[path] = [_held(x, recorder) for x in items.items]
     for fake, ref in list(recorder.refs.values()):
         if id(fake) in lifted:
             trace.outside[ref] = lifted[id(fake)]
@@ -464,6 +485,11 @@ def _value_of(x: Any) -> Any:
     return torch._from_functional_tensor(x.elem)
 
 
+def _held(x: FunctionalTensor, recorder: _Recorder) -> Held:
+    sizes, strides = (tuple(map(as_number, numbers)) for numbers in (x.shape, x.stride()))
+    return Held(id(x), _memory(x), (sizes, strides, as_number(x.storage_offset())), recorder.ref(_value_of(x)))
+
+
 def _memory(x: FunctionalTensor) -> int:
     return x.elem.untyped_storage()._cdata
 
@@ -472,15 +498,19 @@ def _memory(x: FunctionalTensor) -> int:
 def _no_custom_gradients() -> Iterator[None]:
     """A trace below autograd would lose the gradients that a `torch.autograd.Function` defines."""
 
-    def apply(cls: Any, *_: Any, **__: Any) -> Any:
-        raise NotFollowed(f"it applies {cls.__name__}, a torch.autograd.Function")
+    tracing = threading.get_ident()
 
-    own = torch.autograd.Function.__dict__.get("apply")
+    def apply(cls: Any, *inputs: Any, **named: Any) -> Any:
+        if threading.get_ident() == tracing:
+            raise NotFollowed(f"it applies {cls.__name__}, a torch.autograd.Function")
+        return own.__get__(None, cls)(*inputs, **named)
+
+    own: Any = torch.autograd.Function.__dict__.get("apply")
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = own  # type: ignore[assignment]
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 def _line_of(error: BaseException, step: types.FunctionType) -> str | None:

@@ -16,7 +16,7 @@ from nsa_compile.loops.effects import effect_of
 from nsa_compile.loops.python_numbers import PythonType, frame_of_loop, holds_symbols, may_ask_what_it_is
 from nsa_compile.loops.state import GLOBAL, PLAIN, NotFollowed, Snapshot, distinct, in_words, survey
 
-__all__ = ["Changed", "Watched"]
+__all__ = ["Changed", "Watched", "is_of_library"]
 
 # Modules whose variables no author of a loop changes.
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
@@ -95,7 +95,7 @@ class Watched:
         waiting, seen = list(holders), set(holders)
         while waiting:
             holder = waiting.pop()
-            if _root(holder) in _LIBRARIES:
+            if is_of_library(holder):
                 continue
             found = {name: vars(holder)[name] for name in names if name in vars(holder)}
             self.values += [(holder, name, _kept(value)) for name, value in found.items()]
@@ -153,7 +153,7 @@ class _Unseen:
     def _survey(self, values: dict[str, Any], held: list[Snapshot]) -> None:
         new = {name: x for name, x in values.items() if id(x) not in self.known and not isinstance(x, types.ModuleType)}
         self.known.update(map(id, new.values()))
-        for kind in (x for x in new.values() if isinstance(x, type) and _root(x) not in _LIBRARIES):
+        for kind in (x for x in new.values() if isinstance(x, type) and not is_of_library(x)):
             self.holders[kind] = dict(vars(kind))
             inside = {f"{kind.__name__}.{name}": x for name, x in vars(kind).items() if not name.startswith("__")}
             self._survey(inside, held)
@@ -312,10 +312,15 @@ class _Notes:
 
 
 def _is_installed(module: types.ModuleType) -> bool:
-    return _root(module) in _LIBRARIES or "-packages" in (getattr(module, "__file__", None) or "")
+    return is_of_library(module) or "-packages" in (getattr(module, "__file__", None) or "")
 
 
-def _root(value: types.ModuleType | type) -> str:
+def is_of_library(value: Any) -> bool:
+    """Whether a function or class is one of the libraries that no author of a loop changes."""
+    return _root(value) in _LIBRARIES
+
+
+def _root(value: Any) -> str:
     name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     return name.partition(".")[0]
 

@@ -1,0 +1,331 @@
+"""Which tensors share memory after a loop, as a write to one of them would show.
+
+A program gives each of its results memory of its own. The loop as it is written may leave one tensor under two names,
+in a list and in a variable say, a row of an input, or a view of another result. These are made one tensor, or views,
+again; where that cannot be done, the loop is declined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from nsa_compile.loops.numbers import Number, at_all_steps
+from nsa_compile.loops.paths import Exploration
+from nsa_compile.loops.source import ITEMS
+from nsa_compile.loops.state import NotFollowed, Path, Snapshot, in_words
+from nsa_compile.loops.trace import Held, Op, Ref, Trace
+
+__all__ = ["Place", "find_shared", "share"]
+
+# Elements up to which it is found out whether two views have any in common; larger ones are taken to have.
+_MOST_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor that the loop leaves: a leaf of its variables, or what it has appended to a list."""
+
+    path: Path
+    index: int | None = None  # among the tensors appended
+
+    def __str__(self) -> str:
+        words = in_words(self.path)
+        return words if self.index is None else f"what is appended to {words}"
+
+
+@dataclass(frozen=True)
+class Before:
+    """A tensor that was there before the loop."""
+
+    path: Path
+
+
+@dataclass
+class View:
+    """A view of another tensor, by the operators that make it."""
+
+    of: Place | Before
+    operators: list[tuple[Op, Ref, int]]  # the result that is meant, and the step
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a tensor has come from: which object it is, whose memory it has, and the step that made it."""
+
+    object: Any
+    memory: Any
+    step: int
+    held: Held | None
+
+
+def find_shared(exploration: Exploration, *, copied: bool) -> dict[Place, Any]:
+    """What must not be a tensor of its own: the place that it is the tensor of (`Place`, `Before`), or a function from
+    the tensor that it is a view of (`of`) to it.
+
+    Args:
+        copied: whether the rows of a list that the loop goes over are copies.
+
+    Raises:
+        NotFollowed: two results share memory, and neither is a view of the other.
+    """
+    finder = _Finder(exploration)
+    found = finder.found()
+    for place, what in found.items():
+        root = what.of if isinstance(what, View) else what
+        if copied and isinstance(root, Before) and root.path[0] == ITEMS:
+            raise NotFollowed(f"it keeps an element of the list that it goes over, as {place}; keep a copy, .clone()")
+    return {
+        place: (what.of, [finder.replayed(*operator) for operator in what.operators])
+        if isinstance(what, View)
+        else what
+        for place, what in found.items()
+    }
+
+
+def share(
+    shared: Mapping[Place, Any], now: Snapshot, finals: dict[Path, Tensor], lists: Mapping[Path, list[Tensor]]
+) -> None:
+    """Let the results of a program share memory as those of the loop do, in place."""
+
+    def put(place: Place) -> Tensor:
+        what = shared.get(place)
+        x = finals[place.path] if place.index is None else lists[place.path][place.index]
+        if what is None:
+            return x
+        if isinstance(what, tuple):
+            root, operators = what
+            x = root_of(root)
+            for operator in operators:
+                x = operator(x)
+        else:
+            x = root_of(what)
+        if place.index is None:
+            finals[place.path] = x
+        else:
+            lists[place.path][place.index] = x
+        return x
+
+    def root_of(what: Place | Before) -> Tensor:
+        return now.leaves[what.path] if isinstance(what, Before) else put(what)
+
+    for place in shared:
+        if place.index is not None or place.path in finals:
+            put(place)
+
+
+class _Finder:
+    def __init__(self, exploration: Exploration) -> None:
+        self.exploration = exploration
+        self.known: dict[tuple[Path, int], _Origin | None] = {}
+        tensors = [(path, x) for path, x in exploration.first.leaves.items() if isinstance(x, Tensor)]
+        self.before = {id(x): path for path, x in tensors}
+        self.numbers: dict[tuple[int, Number], np.ndarray] = {}
+
+    def trace(self, step: int) -> Trace:
+        return self.exploration.ways[int(self.exploration.way_of[step])].trace
+
+    # -- where tensors have come from
+
+    def origin(self, path: Path, step: int) -> _Origin | None:
+        """That of a leaf after a step; step -1 is before the loop. None where it is no tensor."""
+        passed: list[tuple[Path, int]] = []
+        while (path, step) not in self.known:
+            passed.append((path, step))
+            if step < 0:
+                found = self._of_before(self.exploration.first.leaves.get(path))
+                break
+            trace = self.trace(step)
+            held = trace.held.get(path)
+            if held is None:
+                found = self._of_before(trace.results.get(path))
+                break
+            if (given := trace.given.get(held.object)) is None:
+                found = self.made(held, step)
+                break
+            path, step = given, step - 1
+        else:
+            found = self.known[path, step]
+        self.known.update(dict.fromkeys(passed, found))
+        return found
+
+    def _of_before(self, x: Any) -> _Origin | None:
+        if not isinstance(x, Tensor):
+            return None
+        return _Origin(Before(self.before[id(x)]) if id(x) in self.before else id(x), _memory(x), -1, None)
+
+    def made(self, held: Held, step: int) -> _Origin:
+        """The origin of a tensor that a step has made, or was given."""
+        trace = self.trace(step)
+        if (given := trace.given.get(held.object)) is not None and (found := self.origin(given, step - 1)) is not None:
+            return found
+        memory: Any = (step, held.memory)
+        if (came := trace.came.get(held.memory)) is not None and (found := self.origin(came, step - 1)) is not None:
+            memory = found.memory
+        elif (outside := trace.outside_memory.get(held.memory)) is not None:
+            memory = _memory(outside)
+        return _Origin((step, held.object), memory, step, held)
+
+    # -- the results
+
+    def found(self) -> dict[Place, Any]:
+        shared: dict[Place, Any] = {}
+        by_object: dict[Any, tuple[Place, _Origin]] = {}
+        for place, origin in itertools.chain(self._finals(), self._appended()):
+            if isinstance(origin.object, Before):
+                shared[place] = origin.object
+            elif origin.object in by_object:
+                shared[place] = by_object[origin.object][0]
+            else:
+                by_object[origin.object] = place, origin
+        groups: dict[Any, list[tuple[Place, _Origin]]] = {}
+        for place, origin in by_object.values():
+            groups.setdefault(origin.memory, []).append((place, origin))
+        for memory, group in groups.items():
+            of_before = not isinstance(memory, tuple)
+            if of_before or len(group) > 1:
+                self._settle(group, of_before, shared)
+        return shared
+
+    def _finals(self) -> Any:
+        last = self.exploration.length - 1
+        trace = self.trace(last)
+        assert trace.after is not None
+        under_two_names = set(trace.after.same.values())
+        for path in trace.held:
+            variable = path[0] if path[1:] in ((), ("",)) else None
+            gone = variable in self.exploration.unread and path not in under_two_names
+            if not gone and (origin := self.origin(path, last)) is not None:
+                yield Place(path), origin
+
+    def _appended(self) -> Any:
+        """Those that may share memory with others."""
+        for path in self.exploration.lists:
+            index = 0
+            which = [_which_may_share(way.trace, path) for way in self.exploration.ways]
+            for step, way in enumerate(self.exploration.way_of):
+                items = self.trace(step).held_in_lists.get(path, [])
+                for k in which[int(way)]:
+                    yield Place(path, index + k), self.made(items[k], step)
+                index += len(items)
+
+    def _settle(self, group: list[tuple[Place, _Origin]], of_before: bool, shared: dict[Place, Any]) -> None:
+        """Make views of those tensors of a group with one memory that are views."""
+        places = {origin.object: place for place, origin in group}
+        by_ref = {(origin.step, origin.held.ref): place for place, origin in group if origin.held is not None}
+        alone: list[tuple[Place, _Origin]] = []
+        for place, origin in group:
+            if (view := self._derived(place, origin, places, by_ref)) is not None:
+                shared[place] = view
+            elif of_before:
+                raise NotFollowed(
+                    f"{place} shares its memory with what was there before the loop; keep a copy, .clone()"
+                )
+            else:
+                alone.append((place, origin))
+        for (one, a), (other, b) in itertools.combinations(alone, 2):
+            if _overlap(self._geometry(a), self._geometry(b)):
+                raise NotFollowed(f"{one} and {other} share memory after the loop; keep a copy of one, .clone()")
+
+    def _derived(
+        self, place: Place, origin: _Origin, places: dict[Any, Place], by_ref: dict[tuple[int, Ref], Place]
+    ) -> View | None:
+        """How a tensor is a view of another one of these places, or of one that was there before."""
+        operators: list[tuple[Op, Ref, int]] = []
+        assert origin.held is not None
+        step, ref = origin.step, origin.held.ref
+        while True:
+            if (of := by_ref.get((step, ref), place)) != place:
+                return View(of, operators[::-1])
+            trace = self.trace(step)
+            if (outside := trace.outside.get(ref)) is not None:
+                path = self.before.get(id(outside))
+                return None if path is None else View(Before(path), operators[::-1])
+            given = next((path for path, state in trace.state.items() if state == ref), None)
+            if given is not None:
+                before = self.origin(given, step - 1)
+                if before is None:
+                    return None
+                if isinstance(before.object, Before):
+                    return View(before.object, operators[::-1])
+                if (of := places.get(before.object, place)) != place:
+                    return View(of, operators[::-1])
+                assert before.held is not None
+                step, ref = before.step, before.held.ref
+                continue
+            op = next((op for op in trace.ops if ref in op.outs), None)
+            if op is None or not _is_view(op) or not isinstance(op.args[0], Ref):
+                return None
+            operators.append((op, ref, step))
+            ref = op.args[0]
+
+    # -- numbers
+
+    def _value(self, number: Any, step: int) -> Any:
+        if not isinstance(number, Number):
+            return number
+        way = int(self.exploration.way_of[step])
+        if (way, number) not in self.numbers:
+            given = {
+                str(symbol): np.arange(self.exploration.length) if what == "t" else self.exploration.before[what]
+                for symbol, what in self.trace(step).symbols.items()
+            }
+            self.numbers[way, number] = at_all_steps(number, given, self.exploration.length)
+        return self.numbers[way, number][step].item()
+
+    def _geometry(self, origin: _Origin) -> Any:
+        assert origin.held is not None
+        return torch.utils._pytree.tree_map(lambda n: self._value(n, origin.step), origin.held.geometry)
+
+    def replayed(self, op: Op, ref: Ref, step: int) -> Any:
+        """The function from the first argument of an operator to one of its results."""
+        place = op.outs.index(ref)
+        args, kwargs = (
+            fx.node.map_aggregate(given, lambda n: self._value(n, step)) for given in (op.args[1:], op.kwargs)
+        )
+
+        def view(x: Tensor) -> Tensor:
+            with torch.no_grad() if op.no_grad else contextlib.nullcontext():
+                made = op.func(x, *args, **kwargs)
+            return made if isinstance(made, Tensor) else made[place]
+
+        return view
+
+
+def _which_may_share(trace: Trace, path: Path) -> list[int]:
+    """Which of the tensors that a step appends to a list may have the memory of another tensor."""
+    every = [held.memory for held in itertools.chain(trace.held.values(), *trace.held_in_lists.values())]
+    items = trace.held_in_lists.get(path, [])
+    old = trace.came.keys() | trace.outside_memory.keys()
+    return [k for k, held in enumerate(items) if held.memory in old or every.count(held.memory) > 1]
+
+
+def _is_view(op: Op) -> bool:
+    returns = op.func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _memory(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """Whether two views of one memory have elements in common."""
+    one, other = (_elements(*geometry) for geometry in (a, b))
+    return one is None or other is None or bool(np.intersect1d(one, other).size)
+
+
+def _elements(sizes: Any, strides: Any, offset: int) -> np.ndarray | None:
+    if np.prod(sizes) > _MOST_ELEMENTS:
+        return None
+    found = np.array(offset)
+    for size, stride in zip(sizes, strides, strict=True):
+        found = np.add.outer(found, np.arange(size) * stride)
+    return found.ravel()

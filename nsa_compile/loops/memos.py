@@ -1,0 +1,52 @@
+"""Results that `functools.lru_cache` keeps. Those of a trace are stand-ins for tensors, and must not outlive it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from nsa_compile.loops.python_numbers import SYMBOLIC
+from nsa_compile.loops.watched import is_of_library
+
+__all__ = ["Memos"]
+
+# From a cache to what a result of a function holds: its links or values, an object, its attributes, a list, a tensor.
+_DEPTH = 6
+
+
+class Memos:
+    """The functions with a cache that are there, but for those of libraries."""
+
+    def __init__(self) -> None:
+        found = [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]
+        self.functions = [x for x in found if not is_of_library(x)]
+
+    @contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Caches that are filled with stand-ins inside this context are empty after it: what they are for is computed
+        again, in the next trace or in the loop."""
+        before = [x.cache_info().misses for x in self.functions]
+        try:
+            yield
+        finally:
+            for function, misses in zip(self.functions, before, strict=True):
+                if function.cache_info().misses != misses and _holds_stand_ins(function):
+                    function.cache_clear()
+
+
+def _holds_stand_ins(function: Any) -> bool:
+    plain = (function.__wrapped__, function.__dict__)
+    found = [x for x in gc.get_referents(function) if not any(x is y for y in plain)]
+    seen = set(map(id, found))
+    for _ in range(_DEPTH):
+        if any(isinstance(x, (FunctionalTensor, FakeTensor, *SYMBOLIC)) for x in found):
+            return True
+        found = [x for x in gc.get_referents(*found) if not isinstance(x, type) and id(x) not in seen]
+        seen.update(map(id, found))
+    return False
