@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa_compile.backend import IS_LOOPED, parse_options
+from nsa_compile.loops.aliases import share
 from nsa_compile.loops.items import Anything, Items
 from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
 from nsa_compile.loops.paths import Explorer
@@ -121,7 +122,9 @@ class _Runner(Unseen):
             _as_written(items, step)
             return
         with _as_rows(now, self.rows[key], step) as given:
-            run_program(program, given, len(items))
+            finals = run_program(program, given, len(items))
+        rows = {path: now.containers[path].value for path in self.rows[key]}
+        share({place: what for place, what in program.shared.items() if place.path in rows}, now, finals, rows)
 
     def _known(self, key: Any) -> Program | NotFollowed | None:
         program = self.programs.get(key)

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from nsa_compile.loops.trace import Held, Op, Ref, Trace
 
 __all__ = ["Place", "find_shared", "share"]
 
+_COPY = "keep a copy, .clone()"
 # Elements up to which it is found out whether two views have any in common; larger ones are taken to have.
 _MOST_ELEMENTS = 2**22
 
@@ -34,7 +35,7 @@ class Place:
     """A tensor that the loop leaves: a leaf of its variables, or what it has appended to a list."""
 
     path: Path
-    index: int | None = None  # among the tensors appended
+    index: int | None = None  # among the tensors appended, counted back from the last one: -1
 
     def __str__(self) -> str:
         words = in_words(self.path)
@@ -81,7 +82,7 @@ def find_shared(exploration: Exploration, *, copied: bool) -> dict[Place, Any]:
     for place, what in found.items():
         root = what.of if isinstance(what, View) else what
         if copied and isinstance(root, Before) and root.path[0] == ITEMS:
-            raise NotFollowed(f"it keeps an element of the list that it goes over, as {place}; keep a copy, .clone()")
+            raise NotFollowed(f"it keeps an element of the list that it goes over, as {place}; {_COPY}")
     return {
         place: (what.of, [finder.replayed(*operator) for operator in what.operators])
         if isinstance(what, View)
@@ -93,7 +94,8 @@ def find_shared(exploration: Exploration, *, copied: bool) -> dict[Place, Any]:
 def share(
     shared: Mapping[Place, Any], now: Snapshot, finals: dict[Path, Tensor], lists: Mapping[Path, list[Tensor]]
 ) -> None:
-    """Let the results of a program share memory as those of the loop do, in place."""
+    """Let the results of a program share memory as those of the loop do, in place. Lists that are not among these are
+    left alone."""
 
     def put(place: Place) -> Tensor:
         what = shared.get(place)
@@ -117,7 +119,7 @@ def share(
         return now.leaves[what.path] if isinstance(what, Before) else put(what)
 
     for place in shared:
-        if place.index is not None or place.path in finals:
+        if place.path in (finals if place.index is None else lists):
             put(place)
 
 
@@ -164,6 +166,8 @@ class _Finder:
     def made(self, held: Held, step: int) -> _Origin:
         """The origin of a tensor that a step has made, or was given."""
         trace = self.trace(step)
+        if (outside := trace.outside_objects.get(held.object)) is not None:
+            return cast(_Origin, self._of_before(outside))
         if (given := trace.given.get(held.object)) is not None and (found := self.origin(given, step - 1)) is not None:
             return found
         memory: Any = (step, held.memory)
@@ -192,23 +196,42 @@ class _Finder:
             of_before = not isinstance(memory, tuple)
             if of_before or len(group) > 1:
                 self._settle(group, of_before, shared)
+        self._check_lists_that_are_read(shared)
         return shared
+
+    def _check_lists_that_are_read(self, shared: dict[Place, Any]) -> None:
+        """They are lists again after the program, when its other results are there."""
+        moved = {path for way in self.exploration.ways for path in way.trace.moved}
+        for place, what in shared.items():
+            of = what.of if isinstance(what, View) else what
+            for one in (place, of):
+                if isinstance(one, Place) and one.index is not None and one.path in moved:
+                    raise NotFollowed(f"{one} shares its memory, and the loop takes elements from the list; {_COPY}")
+            if self._is_read(of) and not self._is_read(place):
+                raise NotFollowed(f"{place} shares its memory with {of}, which the loop reads; {_COPY}")
+
+    def _is_read(self, of: Place | Before) -> bool:
+        """Whether it is an element of a list that the loop reads."""
+        return isinstance(of, Place) and of.index is not None and of.path not in self.exploration.lists
 
     def _finals(self) -> Any:
         last = self.exploration.length - 1
-        trace = self.trace(last)
-        assert trace.after is not None
-        under_two_names = set(trace.after.same.values())
-        for path in trace.held:
-            variable = path[0] if path[1:] in ((), ("",)) else None
-            gone = variable in self.exploration.unread and path not in under_two_names
-            if not gone and (origin := self.origin(path, last)) is not None:
+        for path in self.trace(last).held:
+            if not self._is_gone(path) and (origin := self.origin(path, last)) is not None:
                 yield Place(path), origin
 
+    def _is_gone(self, path: Path) -> bool:
+        """Whether a path is a variable that nobody reads after the loop."""
+        after = self.trace(self.exploration.length - 1).after
+        assert after is not None
+        of_variable = path[1:] in ((), ("",)) and path[0] in self.exploration.unread
+        return of_variable and path not in after.same.values()
+
     def _appended(self) -> Any:
-        """Those that may share memory with others."""
-        for path in self.exploration.lists:
-            index = 0
+        """Those that may share memory with others; those of lists that are read come last."""
+        lists = {p for way in self.exploration.ways for p in way.trace.held_in_lists if not self._is_gone(p)}
+        for path in sorted(lists, key=lambda path: (path not in self.exploration.lists, str(path))):
+            index = -sum(len(self.trace(t).held_in_lists.get(path, ())) for t in range(self.exploration.length))
             which = [_which_may_share(way.trace, path) for way in self.exploration.ways]
             for step, way in enumerate(self.exploration.way_of):
                 items = self.trace(step).held_in_lists.get(path, [])
@@ -232,7 +255,7 @@ class _Finder:
                 alone.append((place, origin))
         for (one, a), (other, b) in itertools.combinations(alone, 2):
             if _overlap(self._geometry(a), self._geometry(b)):
-                raise NotFollowed(f"{one} and {other} share memory after the loop; keep a copy of one, .clone()")
+                raise NotFollowed(f"{one} and {other} share memory after the loop; {_COPY}")
 
     def _derived(
         self, place: Place, origin: _Origin, places: dict[Any, Place], by_ref: dict[tuple[int, Ref], Place]

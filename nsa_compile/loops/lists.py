@@ -74,6 +74,7 @@ class GrowingList(list):
 
     Attributes:
         rows: `[n, …]`, or None as long as there was no element.
+        appended: the tensors appended in this step.
         cut: whether elements have been taken away.
     """
 
@@ -86,6 +87,7 @@ class GrowingList(list):
         elements = list(elements)
         self.rows: Any = torch.stack(elements) if elements else None
         self.cut = False
+        self.appended: list[Tensor] = []
 
     @property
     def _why(self) -> IsRead:
@@ -93,12 +95,13 @@ class GrowingList(list):
 
     @property
     def waiting(self) -> list[Any]:
-        """The tensors appended in this step."""
+        """Those of them that are not in the rows yet."""
         return list.__getitem__(self, slice(1, None))
 
     def begin(self) -> None:
-        """Forget what a step that was given up has appended."""
+        """Forget what was appended before, by a step that was given up as well."""
         list.__delitem__(self, slice(1, None))
+        self.appended = []
         if self.rows is not None:
             self.handed.append(self.rows)
 
@@ -115,6 +118,7 @@ class GrowingList(list):
     def settle(self) -> None:
         """Take what waits into the rows."""
         self.rows = self.all_rows()
+        self.appended += self.waiting
         list.__delitem__(self, slice(1, None))
 
     def length(self) -> Any:

@@ -102,7 +102,9 @@ class Trace:
     outside_memory: dict[int, Tensor] = field(default_factory=dict)  # the tensor from outside whose memory that was
     given: dict[int, Path] = field(default_factory=dict)  # the objects of the state
     held: dict[Path, Held] = field(default_factory=dict)  # the tensors among the results
-    held_in_lists: dict[Path, list[Held]] = field(default_factory=dict)  # those appended
+    held_in_lists: dict[Path, list[Held]] = field(default_factory=dict)  # those appended, also to lists that are read
+    moved: set[Path] = field(default_factory=set)  # lists that are read, if elements were taken or it is another now
+    outside_objects: dict[int, Tensor] = field(default_factory=dict)  # what a tensor from outside is in the trace
 
     def describe(self) -> Any:
         """What a step computes: equal for two traces of one that does the same."""
@@ -339,7 +341,7 @@ def trace_step(
                 leaf = before.leaves[path]
                 if path not in given and trace.after.contents.get(path) != content:
                     raise NotFollowed(f"it changes {in_words(path)}, a {type(leaf).__name__}, in place")
-            _note_results(trace, recorder, outside, leaves, wrapped, grown)
+            _note_results(trace, recorder, outside, before, leaves, wrapped, grown)
     except NotFollowed as why:
         raise NotFollowed(why.reason, why.place or _line_of(why, step)) from why
     except IsRead:
@@ -380,6 +382,7 @@ def _note_results(
     trace: Trace,
     recorder: _Recorder,
     outside: _Outside,
+    before: Snapshot,
     leaves: dict[Path, Any],
     wrapped: dict[Path, Any],
     grown: dict[Path, Appended],
@@ -402,6 +405,9 @@ def _note_results(
     for path, x in wrapped.items():
         if isinstance(x, Tensor) and _value_of(x) is not leaves[path]:
             trace.mutated.add(path)
+    for list_ in grown.values():
+        items = [outside.lift(x) if isinstance(x, Tensor) else x for x in list_.items]
+        list.__setitem__(list_, slice(1, None), items)
     results: list[tuple[Path | str, Any]] = list(trace.after.leaves.items())
     results += [(f"the tensors appended to {in_words(path)}", x) for path, list_ in grown.items() for x in list_.items]
     results += [("a tensor from outside the loop", x) for _, _, x in outside.known.values()]
@@ -415,9 +421,20 @@ def _note_results(
             trace.held[owner] = _held(x, recorder)
         if isinstance(owner, tuple) and x is wrapped.get(owner):
             trace.same.add(owner)
+    for path, container in trace.after.containers.items():
+        if isinstance(container.value, GrowingList):
+            appended = [x for x in container.value.appended if isinstance(x, FunctionalTensor)]
+            trace.held_in_lists[path] = [_held(x, recorder) for x in appended]
+            if container.value.cut:
+                trace.moved.add(path)
+    for path in before.containers.keys() | trace.after.containers.keys():
+        was, now = (x.containers[path].value if path in x.containers else None for x in (before, trace.after))
+        if was is not now and (isinstance(was, GrowingList) or isinstance(now, GrowingList)):
+            trace.moved.add(path)
     trace.given = {id(x): path for path, x in wrapped.items()}
     known = [(x, functional) for x, _, functional in outside.known.values() if id(x) not in outside.literals]
     trace.outside_memory = {_memory(functional): x for x, functional in known}
+    trace.outside_objects = {id(functional): x for x, functional in known}
     for path, list_ in grown.items():
         if trace.after.leaves.get(path) is not list_:
             raise NotFollowed(f"another list takes the place of {in_words(path)}, or it gets another name")

@@ -1,0 +1,444 @@
+"""What a loop shares with the program around it: memory, caches of functions, threads, names."""
+
+import functools
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from nsa_compile import loop
+from nsa_compile.loops import LoopDeclined
+
+S, D = 6, 4
+
+
+def rows_that_are_kept(x):
+    rows, last, total = [], None, torch.zeros(D)
+    for t in range(S):
+        last = x[t]
+        total = total + last
+        rows.append(last)
+    x.mul_(3)
+    return last, torch.stack(rows), total
+
+
+def a_row_that_is_written_to(x):
+    for t in range(S):
+        row = x[S - 1 - t]
+    row.zero_()
+    return x
+
+
+def one_tensor_in_a_list_and_a_variable(x):
+    h, hs = torch.zeros(D), []
+    for t in range(S):
+        h = 0.5 * h + x[t]
+        hs.append(h)
+    h.mul_(10)
+    return torch.stack(hs), h
+
+
+def one_tensor_in_two_lists(x):
+    a, b = [], []
+    for t in range(S):
+        y = x[t] * 2
+        a.append(y)
+        b.append(y)
+    a[0].add_(5)
+    return torch.stack(b)
+
+
+def one_tensor_at_several_places_of_a_list(x):
+    found, y = [], x[0] + 1
+    for t in range(S):
+        if t % 3 == 2:
+            y = x[t] * 2
+        found.append(y)
+    found[0].add_(1)
+    found[-1].mul_(2)
+    return torch.stack(found)
+
+
+def a_view_of_the_state(x):
+    h, v = torch.zeros(D), None
+    for t in range(S):
+        h = 0.5 * h + x[t]
+        v = h[:2]
+    v.mul_(10)
+    return h
+
+
+def a_view_of_the_state_in_a_list(x):
+    h, hs = torch.zeros(D), []
+    for t in range(S):
+        h = 0.5 * h + x[t]
+        hs.append(h.unsqueeze(1))
+    h.mul_(10)
+    return torch.cat(hs, 1)
+
+
+def the_state_of_the_step_before(x):
+    before, h = None, torch.zeros(D)
+    for t in range(S):
+        before = h
+        h = h + x[t]
+    before.add_(1)
+    return before, h
+
+
+def rows_handed_on(x):
+    before, row = x[0], x[0]
+    for t in range(1, S):
+        before, row = row, x[t]
+    before.fill_(7)
+    row.add_(1)
+    return x, before
+
+
+def what_was_there_before(x):
+    first, h, others = x + 1, x[0], []
+    best = first
+    for t in range(S):
+        h = h * 0.5 + x[t]
+        if t > S:
+            best = h
+        others.append(best)
+    best.add_(1)
+    return first, others[0], h
+
+
+def rows_of_a_transposed_input(x):
+    columns = []
+    for t in range(D):
+        columns.append(x.T[t][1:])
+    x[2] = 0
+    return torch.stack(columns)
+
+
+def rows_that_a_loop_goes_over(x):
+    kept = []
+    for i, row in enumerate(x):
+        kept.append(row[::2] if i else row[:2])
+    x.add_(1)
+    return torch.cat(kept)
+
+
+def parts_that_do_not_overlap(x):
+    a, b = [], []
+    for t in range(S):
+        one, other = (x[t] * 2).chunk(2)
+        a.append(one)
+        b.append(other)
+    a[0].add_(1)
+    return torch.stack(a), torch.stack(b)
+
+
+class Cache:
+    def __init__(self):
+        self.k = torch.zeros(0, D)
+        self.last = None
+
+    def add(self, row):
+        self.k = torch.cat([self.k, row[None]])
+        self.last = self.k[-1:]
+
+
+def a_view_in_an_object(x):
+    cache = Cache()
+    for t in range(S):
+        cache.add(x[t])
+    cache.last.mul_(10)
+    return cache.k, cache.last
+
+
+SHARING = [
+    rows_that_are_kept,
+    a_row_that_is_written_to,
+    one_tensor_in_a_list_and_a_variable,
+    one_tensor_in_two_lists,
+    one_tensor_at_several_places_of_a_list,
+    a_view_of_the_state,
+    a_view_of_the_state_in_a_list,
+    the_state_of_the_step_before,
+    rows_handed_on,
+    what_was_there_before,
+    rows_of_a_transposed_input,
+    rows_that_a_loop_goes_over,
+    parts_that_do_not_overlap,
+    a_view_in_an_object,
+]
+
+
+@pytest.mark.parametrize("run", SHARING, ids=lambda run: run.__name__)
+def test_a_write_after_the_loop_is_seen_where_it_is_in_the_loop(run):
+    looped = loop(run, nested="eager", cache=False, on_decline="error")
+    for seed in range(2):
+        x = torch.randn(S, D, generator=torch.manual_seed(seed))
+        ours, theirs = x.clone(), x.clone()
+        torch.testing.assert_close(looped(ours), run(theirs))
+        torch.testing.assert_close(ours, theirs)
+
+
+def gradients_of(run, x, *, write):
+    leaf = x.clone().requires_grad_()
+    found = run(leaf * 1, write)
+    loss = sum((y * (i + 1)).square().sum() for i, y in enumerate(found) if y.requires_grad)
+    return [*found, torch.autograd.grad(loss, leaf)[0], *(torch.tensor(y.requires_grad) for y in found)]
+
+
+def shared_by_a_variable(x, write):
+    h, hs, row = x[0] * 0, [], None
+    for t in range(S):
+        row = x[t]
+        h = h * 0.5 + row
+        hs.append(h[None])
+    if write:
+        h.mul_(2)
+        row.add_(1)
+    return torch.cat(hs), h, row, x
+
+
+def a_view_without_gradients(x, write):
+    h, v = x[0] * 0, None
+    for t in range(S):
+        h = h * 0.5 + x[t]
+        v = h.detach()
+    if write:
+        v.add_(1)
+    return h, v
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("run", [shared_by_a_variable, a_view_without_gradients])
+def test_gradients_go_through_what_is_shared(run, write):
+    looped = loop(run, nested="aot_eager", cache=False, on_decline="error")
+    x = torch.randn(S, D, dtype=torch.float64)
+    torch.testing.assert_close(*(gradients_of(f, x, write=write) for f in (looped, run)))
+
+
+def overlapping_parts(x):
+    a, b = None, None
+    for t in range(S):
+        y = x[t] * 2
+        a, b = y[:2], y[1:]
+    a.add_(1)
+    return a, b
+
+
+def an_element_of_a_list(x):
+    last = None
+    for row in list(x.unbind()):
+        last = row * 1 if row is None else row
+    last.add_(1)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (overlapping_parts, "[ab] and [ab] share memory after the loop"),
+        (an_element_of_a_list, "keeps an element of the list that it goes over, as last"),
+    ],
+)
+def test_what_cannot_be_shared_again_is_declined(run, why):
+    x = torch.randn(S, D)
+    with pytest.raises(LoopDeclined, match=why):
+        loop(run, nested="eager", on_decline="error")(x.clone())
+    ours, theirs = x.clone(), x.clone()
+    torch.testing.assert_close(loop(run, nested="eager")(ours), run(theirs))
+    torch.testing.assert_close(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------------- caches of functions
+
+
+@functools.cache
+def table(n):
+    return torch.arange(n) * 1.0
+
+
+@functools.lru_cache(maxsize=4)
+def mask(n):
+    return {"kept": [torch.ones(n, n, dtype=torch.bool).tril()]}
+
+
+@functools.cache
+def factor(n):
+    return n**-0.5
+
+
+def cached_tensors(x):
+    found = []
+    for t in range(S):
+        scores = (x @ x[t]).masked_fill(~mask(S)["kept"][0][t], -torch.inf)
+        found.append(scores.softmax(0) @ x * factor(D) + table(D))
+    return torch.stack(found)
+
+
+def test_caches_of_functions_hold_no_stand_ins():
+    x = torch.randn(S, D)
+    looped = loop(cached_tensors, nested="eager", cache=False, on_decline="error")
+    torch.testing.assert_close(looped(x), cached_tensors(x))
+    assert type(table(D)) is torch.Tensor
+    torch.testing.assert_close(looped(x), cached_tensors(x))
+    assert factor.cache_info().currsize, "a number stays"
+
+
+# --------------------------------------------------------------------------------------------------------- threads
+
+
+def decayed(x):
+    h, found = torch.zeros(D), []
+    for t in range(S):
+        h = h * 0.5 + x[t]
+        found.append(h)
+    return torch.stack(found)
+
+
+def test_threads_may_make_the_first_call_at_once(caplog, capsys):
+    looped, x, found = loop(decayed, nested="aot_eager", cache=False), torch.randn(S, D), {}
+
+    def call(number):
+        found[number] = looped(x * number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(4):
+        torch.testing.assert_close(found[number], decayed(x * number))
+    assert not caplog.records
+    print("seen")
+    torch.manual_seed(0)
+    assert capsys.readouterr().out == "seen\n"
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_other_threads_print_and_apply_functions_while_loops_are_traced(capsys):
+    stop, errors, acts = threading.Event(), [], []
+
+    def elsewhere():
+        while not stop.is_set():
+            try:
+                print("elsewhere")
+                torch.manual_seed(3)
+                Doubled.apply(torch.ones(1, requires_grad=True)).backward()
+                torch.compile(lambda x: x, backend="eager")
+            except BaseException as error:
+                errors.append(error)
+            acts.append(None)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    x = torch.randn(S, D)
+    for _ in range(3):
+        before = len(acts)
+        torch.testing.assert_close(loop(decayed, nested="eager", cache=False)(x), decayed(x))
+        assert len(acts) > before
+    stop.set()
+    thread.join()
+    assert errors == []
+    assert set(capsys.readouterr().out.splitlines()) == {"elsewhere"}
+
+
+# ----------------------------------------------------------------------------------------------------------- names
+
+
+def test_annotations(caplog):
+    def run(x):
+        found: list[torch.Tensor] = []
+        h: torch.Tensor = torch.zeros(D)
+        holder = types.SimpleNamespace()
+        for t in range(S):
+            y: torch.Tensor = x[t] * 2
+            z: torch.Tensor
+            for i in range(2):
+                z: torch.Tensor = y + i
+            holder.h: torch.Tensor = h + z
+            h = holder.h
+            found.append(h)
+        return torch.stack(found)
+
+    x = torch.randn(S, D)
+    torch.testing.assert_close(loop(run, nested="eager")(x), run(x))
+    assert not caplog.records
+
+
+def by_text(x):
+    found = []
+    for t in range(S):
+        found.append(eval("x[t] * 2") + t)
+    return torch.stack(found)
+
+
+def by_locals(x):
+    for t in range(S):
+        y = locals()["x"][t]
+    return y
+
+
+def unbound(x):
+    for t in range(S):
+        try:
+            h = h + x[t]  # noqa: F821
+        except UnboundLocalError:
+            h = x[t]
+    return h
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [(by_text, "calls eval"), (by_locals, "calls locals"), (unbound, "asks for an UnboundLocalError")],
+)
+def test_what_looks_for_variables_by_name_is_refused(run, why):
+    with pytest.raises(LoopDeclined, match=f"cannot be compiled: line [0-9]+ of the function {why}"):
+        loop(run)
+
+
+def test_cond_runs_as_it_is_written(caplog):
+    def run(x):
+        found = []
+        for t in range(S):
+            found.append(torch.cond(x[t].sum() > 0, lambda z: z * 2, lambda z: z.sin(), (x[t],)))
+        return torch.stack(found)
+
+    x = torch.randn(S, D)
+    torch.testing.assert_close(loop(run, nested="eager")(x), run(x))
+    assert "it calls torch.compile, or a function of torch that does so" in caplog.text
+
+
+class Base:
+    def updated(self, row):
+        self.h = self.h * 0.5 + row
+        return self.h
+
+
+class Derived(Base):
+    def __init__(self):
+        self.h = torch.zeros(D)
+
+    @loop(nested="eager", cache=False, on_decline="error")
+    def run(self, x):
+        found = []
+        for t in range(len(x)):
+            found.append(super().updated(x[t]))
+        return torch.stack(found)
+
+
+def test_the_class_of_a_method_may_change_its_own_programs():
+    one = Derived()
+    for length in (4, 5, 4):
+        one.run(torch.ones(length, D))
+    assert sys.getprofile() is None
