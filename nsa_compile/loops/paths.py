@@ -229,7 +229,7 @@ class Explorer:
             present,
             first,
             self.lists,
-            frozenset(cells_of(self.step)) - self.variables.read_after,
+            self.variables.not_read,
         )
 
     def _intern(

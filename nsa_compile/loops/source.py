@@ -40,6 +40,7 @@ class Variables:
 
     temporary: frozenset[str]  # a step assigns each before it reads it
     read_after: frozenset[str]  # somebody outside the loop reads them
+    not_read: frozenset[str]  # the loop assigns them, and nobody does
 
 
 def cut_out_loop(
@@ -197,7 +198,8 @@ def _variables(
     # What some steps leave as it was counts if somebody reads it after the loop.
     read |= (loaded - always) | {name for f in functions for name in _loaded(f)}
     temporary = frozenset(names) - read - shared
-    return (names, sorted(assigned & declared)), Variables(temporary, frozenset(names) & (loaded | shared))
+    after = frozenset(names) & (loaded | shared)
+    return (names, sorted(assigned & declared)), Variables(temporary, after, frozenset(names) - after)
 
 
 def _loaded(node: ast.AST | None) -> set[str]:
