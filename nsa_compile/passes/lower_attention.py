@@ -272,11 +272,13 @@ def _dense(node: fx.Node, call: Call) -> Implementation:
 
 def _sdpa(call: AttentionCall[Tensor], keep: Tensor | None, *, is_causal: bool) -> Tensor:
     heads = call.q.shape[2]
+    # One query for several places makes torch lay out the output so that its kernel for the CPU, which takes features
+    # to lie side by side, writes elsewhere (torch 2.13).
+    repeated = any(size > 1 and stride == 0 for size, stride in zip(call.q.shape, call.q.stride(), strict=True))
+    q = (call.q.contiguous() if repeated else call.q).transpose(1, 2)
     k, v = (x.unsqueeze(1).expand(-1, heads, -1, -1) for x in (call.k, call.v))
     keep = None if keep is None else keep.transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        call.q.transpose(1, 2), k, v, attn_mask=keep, is_causal=is_causal, scale=call.scale
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=keep, is_causal=is_causal, scale=call.scale)
     return out.transpose(1, 2)
 
 

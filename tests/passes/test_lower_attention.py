@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch.utils import _pytree as pytree
 
+import nsa_compile
 from nsa_compile.analyses import attention_costs
 from nsa_compile.ir import attention as nodes
 from nsa_compile.ir.aten import aten
@@ -407,3 +408,27 @@ def test_blocks_are_ranked_as_on_paper(seed, d, ratio, n, initial, local):
         scores = importance(weights, blocks, l, d, block, "minus")
         expected = select(scores.tolist(), t, block, n, initial, local)
         assert sorted(i for i in actual[0, t].tolist() if i >= 0) == expected
+
+
+@pytest.mark.parametrize("attention_is", ["dense", "sparse"])
+def test_one_query_for_all_steps(attention_is):
+    """torch's SDPA for the CPU writes beside its output where a query is repeated, one head of an odd width."""
+    n, d = 6, 3
+
+    def pooled(query, rows):
+        def step(carry, row):
+            cache, t = carry
+            cache = torch.where((torch.arange(n) == t)[:, None], row, cache)
+            scores = (cache @ query).masked_fill(torch.arange(n) > t, -torch.inf)
+            return (cache, t + 1), scores.softmax(0) @ cache
+
+        return nsa_scan(step, (torch.zeros(n, d), torch.tensor(0)), rows)[1]
+
+    def yields(run):
+        query, rows = (torch.randn(size, generator=torch.manual_seed(0)).requires_grad_() for size in ((d,), (n, d)))
+        out = run(query, rows)
+        return out, *torch.autograd.grad(out.square().sum(), (query, rows))
+
+    compiled = nsa_compile.compile(pooled, nested="aot_eager", attention=attention_is, cache=False)
+    torch.testing.assert_close(yields(compiled), yields(pooled))
+    assert nsa_compile.last_report().scans[0].batched
