@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as modules
 
 from nsa_compile.backend import IS_LOOPED, parse_options
 from nsa_compile.loops.aliases import share
@@ -81,6 +82,8 @@ def _under_dynamo_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(run, reason=why)
 
 
+# A loop that reads what changes at every call would be compiled at every call.
+MOST_RENEWED = 8
 # One trace at a time: it lends stand-ins to the functions and classes that all threads call.
 _tracing = threading.RLock()
 
@@ -92,6 +95,7 @@ class _Runner(Unseen):
         self.options, self.place = options, ""
         self.programs: dict[Any, Program | NotFollowed] = {}
         self.rows: dict[Any, set[Path]] = {}  # the lists that a program takes as rows
+        self.renewed: dict[Any, int] = {}  # how often a program was made again, because something else had changed
 
     def __call__(self, items: Items, step: types.FunctionType, variables: Variables) -> None:
         if _is_traced() or (not isinstance(items, Anything) and len(items) < 2):
@@ -128,7 +132,13 @@ class _Runner(Unseen):
 
     def _known(self, key: Any) -> Program | NotFollowed | None:
         program = self.programs.get(key)
-        return None if isinstance(program, Program) and program.watched.has_changed() else program
+        if not isinstance(program, Program) or (what := program.watched.changed()) is None:
+            return program
+        self.renewed[key] = self.renewed.get(key, 0) + 1
+        if self.renewed[key] <= MOST_RENEWED:
+            return None
+        self.programs[key] = found = self._declined(NotFollowed(f"{what}, which it reads, changes from call to call"))
+        return found
 
     def _compiled(
         self, key: Any, items: Items, now: Snapshot, step: types.FunctionType, variables: Variables
@@ -204,6 +214,13 @@ def _is_traced() -> bool:
     return bool(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
 
 
+# Of all modules at once.
+_HOOKS: tuple[dict[int, Any], ...] = (
+    modules._global_forward_hooks, modules._global_forward_pre_hooks,
+    modules._global_backward_hooks, modules._global_backward_pre_hooks,
+)  # fmt: skip
+
+
 def _key(now: Snapshot, length: int) -> Any:
     """What a program depends on: everything that the variables hold, but the elements of tensors."""
     leaves = []
@@ -225,4 +242,5 @@ def _key(now: Snapshot, length: int) -> Any:
         leaves.append((path, kind))
     autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast
-    return length, tuple(leaves), tuple(now.structure().items()), modes
+    settings = torch.are_deterministic_algorithms_enabled(), tuple(Same(x) for of in _HOOKS for x in of.values())
+    return length, tuple(leaves), tuple(now.structure().items()), modes, settings

@@ -10,6 +10,7 @@ import array
 import collections
 import collections.abc
 import contextlib
+import ctypes
 import dis
 import enum
 import functools
@@ -195,6 +196,8 @@ def _survey(
         kind, keys, children = parts
         if kind != "tuple":
             first[id(value)] = path
+        if not of_library and isinstance(value, collections.defaultdict):
+            _refuse_hidden_state(value.default_factory, path)
         if not of_library and kind in ("list", "tuple", "set", "partial") and _may_hold_more(value):
             raise NotFollowed(f"{in_words(path)} is a {type(value).__name__}, which may have attributes of its own")
         snapshot.containers[path] = Container(value, type(value), kind, keys, children)
@@ -215,12 +218,15 @@ def _refuse_hidden_state(value: Any, path: Path) -> None:
             f"{in_words(path)} is a {type(value).__name__}, through which a step may change what it shows"
         )
     owner = getattr(value, "__self__", None)
+    if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType) and hasattr(owner, "__next__"):
+        what = f"a method of an iterator ({type(owner).__name__})"
+        raise NotFollowed(f"{in_words(path)} is {what}, whose state cannot be seen")
     if isinstance(value, types.BuiltinMethodType) and isinstance(owner, list | dict | set | collections.deque):
         raise NotFollowed(f"{in_words(path)} is a method of a {type(owner).__name__}; call it by the name of that")
 
 
 _VIEWS = (types.MappingProxyType, collections.abc.KeysView, collections.abc.ValuesView, collections.abc.ItemsView)
-_ARRAYS = (numpy.ndarray, bytearray, array.array)
+_ARRAYS = (numpy.ndarray, bytearray, array.array, memoryview, ctypes._SimpleCData)
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState)
 
 
@@ -230,7 +236,7 @@ def content_of(value: Any) -> Any:
     if isinstance(value, _GENERATORS):
         return pickle.dumps(_bits_of(value).state)
     if isinstance(value, _ARRAYS) and not (isinstance(value, numpy.ndarray) and value.dtype.hasobject):
-        return bytes(value.tobytes() if hasattr(value, "tobytes") else value)
+        return bytes(value.tobytes() if hasattr(value, "tobytes") else value)  # those of ctypes lie in memory, too
     if type(value) in (Tensor, torch.nn.Parameter) and vars(value):
         return tuple((name, Same(x)) for name, x in vars(value).items())
     return None
@@ -252,6 +258,8 @@ def write_content(value: Any, content: Any) -> None:
         value[...] = numpy.frombuffer(content, value.dtype).reshape(value.shape)
     elif isinstance(value, array.array):
         value[:] = array.array(value.typecode, content)
+    elif isinstance(value, memoryview | ctypes._SimpleCData):
+        memoryview(value).cast("B")[:] = content
     else:
         value[:] = content
 
@@ -276,7 +284,7 @@ class Unseen:
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _OPAQUE = (
     *_NUMBERS, types.ModuleType, type, enum.Enum, torch.Size, torch.device, torch.dtype, torch.Generator,
-    logging.Logger, logging.Handler, Unseen,
+    logging.Logger, logging.Handler, ctypes._SimpleCData, Unseen,
 )  # fmt: skip
 
 

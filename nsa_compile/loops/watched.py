@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dis
 import gc
+import os
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from nsa_compile.loops.effects import effect_of
@@ -95,17 +96,18 @@ class Watched:
         waiting, seen = list(holders), set(holders)
         while waiting:
             holder = waiting.pop()
-            if is_of_library(holder):
-                continue
             found = {name: vars(holder)[name] for name in names if name in vars(holder)}
             self.values += [(holder, name, _kept(value)) for name, value in found.items()]
+            if is_of_library(holder):
+                continue
             inner = {x for x in found.values() if isinstance(x, types.ModuleType | type)} - seen
             waiting += inner
             seen |= inner
 
-    def has_changed(self) -> bool:
-        """Whether one of them is something else now."""
-        return any(not _same(_now(holder, name), value) for holder, name, value in self.values)
+    def changed(self) -> str | None:
+        """What is something else now, in words."""
+        found = (name for holder, name, value in self.values if not _same(_now(holder, name), value))
+        return next(found, None) or self.unseen.changed_since()
 
 
 class Changed(NotFollowed):
@@ -136,18 +138,25 @@ class _Unseen:
         held = self.of_libraries if "-packages" in code.co_filename else self.surveys
         names = [n for n in _variables(code)[0] if not (variables is self.module and n in self.seen)]
         self._survey({f"{GLOBAL}{n}": variables[n] for n in names if n in variables}, held)
-        self.look_at([variables[n] for n in names if isinstance(variables.get(n), types.ModuleType)])
+        modules = [variables[n] for n in names if isinstance(variables.get(n), types.ModuleType)]
+        self.look_at(modules, of_libraries=held is self.surveys)
+        for module in (m for m in modules if not _is_installed(m)):
+            named = {f"{module.__name__}.{n}": vars(module)[n] for n in code.co_names if n in vars(module)}
+            self._survey(named, held)
+        if os in modules and {"environ", "getenv", "putenv"} & set(code.co_names):
+            self._survey({"os.environ": os.environ._data}, held)  # type: ignore[attr-defined]
         if code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
             kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
             self._survey({k.__name__: k for k in kinds if k not in self.holders}, held)
 
-    def look_at(self, objects: Collection[Any]) -> None:
-        """Note the classes and modules among them that no library has."""
+    def look_at(self, objects: Collection[Any], *, of_libraries: bool = False) -> None:
+        """Note the classes among them, and of the others, and the modules, those of libraries if that is asked for."""
         for x in objects:
-            if isinstance(x, type):
-                self._survey({x.__name__: x}, self.surveys)
-            elif isinstance(x, types.ModuleType) and not _is_installed(x) and vars(x) is not self.module:
+            if not isinstance(x, types.ModuleType):
+                kinds = x.__mro__ if isinstance(x, type) else type(x).__mro__
+                self._survey({k.__name__: k for k in kinds if k not in self.holders}, self.surveys)
+            elif (of_libraries or not _is_installed(x)) and vars(x) is not self.module:
                 self.holders.setdefault(x, dict(vars(x)))
 
     def _survey(self, values: dict[str, Any], held: list[Snapshot]) -> None:
@@ -155,7 +164,7 @@ class _Unseen:
         self.known.update(map(id, new.values()))
         for kind in (x for x in new.values() if isinstance(x, type) and not is_of_library(x)):
             self.holders[kind] = dict(vars(kind))
-            inside = {f"{kind.__name__}.{name}": x for name, x in vars(kind).items() if not name.startswith("__")}
+            inside = {f"{kind.__name__}.{name}": y for name, x in vars(kind).items() for y in _within(name, x)}
             self._survey(inside, held)
         found = {name: x for name, x in new.items() if not isinstance(x, type)}
         if found:
@@ -171,6 +180,11 @@ class _Unseen:
                 return in_words(path)
         self.of_libraries.clear()
         return None
+
+    def changed_since(self) -> str | None:
+        """What is other than it was after the last trace, in words; of what libraries hold, nothing is."""
+        found = (held.change() for held in self.surveys)
+        return next((in_words(path) for path in found if path is not None), None)
 
     def accept(self) -> None:
         """Take everything as it is now."""
@@ -192,7 +206,12 @@ class _Unseen:
 
     def _changed_in(self, holder: Any) -> list[str]:
         before, now = self.holders[holder], dict(vars(holder))
-        return [n for n in {**before, **now} if now.get(n, _MISSING) is not before.get(n, _MISSING)]
+        found = [n for n in {**before, **now} if now.get(n, _MISSING) is not before.get(n, _MISSING)]
+        # What a trace has imported, or lent to a module.
+        passing = {
+            n for n in found for x in (before.get(n), now.get(n)) if isinstance(x, types.ModuleType) or _is_lent(x)
+        }
+        return [n for n in found if n not in passing]
 
 
 class _Notes:
@@ -259,7 +278,7 @@ class _Notes:
             self.called[code] = variables
             if may_ask_what_it_is(code):
                 self.asking[id(code)] = code
-            if frame_of_loop(frame) is not None:
+            if frame_of_loop(frame) is not None or code.co_name == "__del__":
                 self.unseen.look(frame)
             names = _variables(code)[1]
             self.assigned.extend((variables, n, variables.get(n, _MISSING), code.co_name) for n in names)
@@ -309,6 +328,21 @@ class _Notes:
             if value is _MISSING:
                 del variables[name]
         return found
+
+
+def _is_lent(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).startswith("nsa_compile.loops")
+
+
+def _within(name: str, value: Any) -> list[Any]:
+    """What an attribute of a class holds: functions, with two underscores as well, and what is not Python's own."""
+    if isinstance(value, property):
+        return [x for x in (value.fget, value.fset, value.fdel) if x is not None]
+    if isinstance(value, classmethod | staticmethod):
+        return [value.__func__]
+    if isinstance(value, cached_property):
+        return [value.func]
+    return [value] if isinstance(value, types.FunctionType) or not name.startswith("__") else []
 
 
 def _is_installed(module: types.ModuleType) -> bool:
