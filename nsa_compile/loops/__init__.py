@@ -113,7 +113,7 @@ class _Runner(Unseen):
             key = _key(now, len(items))
         except NotFollowed as why:
             if why.reason not in self.programs:
-                self.programs[why.reason] = self._declined(why)
+                self.programs[why.reason] = self._declined(NotFollowed(why.reason, why.place))
             _as_written(items, step)
             return
         program = self._known(key)
@@ -165,7 +165,8 @@ class _Runner(Unseen):
             except IsRead as error:
                 rows.add(error.path)
             except NotFollowed as why:
-                first = first or why
+                # Without its traceback, which would keep this frame and the tensors of this call alive.
+                first = first or NotFollowed(why.reason, why.place)
                 if not rows:
                     return self._declined(first)
                 never, rows = never | rows, set()  # a list of few elements may do as it is

@@ -1,6 +1,11 @@
 """What a loop shares with the program around it: memory, caches of functions, threads, names."""
 
+import collections
+import ctypes
 import functools
+import itertools
+import json
+import os
 import sys
 import threading
 import types
@@ -442,3 +447,231 @@ def test_the_class_of_a_method_may_change_its_own_programs():
     for length in (4, 5, 4):
         one.run(torch.ones(length, D))
     assert sys.getprofile() is None
+
+
+# ------------------------------------------------------------------------------------- state that no variable leads to
+
+
+def counted_by_a_class():
+    n = 0
+
+    class Token:
+        def __init__(self, row):
+            nonlocal n
+            n += 1
+            self.row, self.number = row, n
+
+    def run(x):
+        found = []
+        for t in range(S):
+            token = Token(x[t])
+            found.append(token.row * token.number)
+        return torch.stack(found)
+
+    return run, lambda: n
+
+
+def counted_by_a_property():
+    counts = [0]
+
+    class Counter:
+        @property
+        def next(self):
+            counts[0] += 1
+            return counts[0]
+
+    counter = Counter()
+
+    def run(x):
+        found = []
+        for t in range(S):
+            found.append(x[t] * counter.next)
+        return torch.stack(found)
+
+    return run, lambda: counts[0]
+
+
+def counted_by_a_descriptor():
+    class Calls:
+        n = 0
+
+        def __get__(self, owner, kind):
+            self.n += 1
+            return self.n
+
+    class Owner:
+        calls = Calls()
+
+    owner = Owner()
+
+    def run(x):
+        found = []
+        for t in range(S):
+            found.append(x[t] * owner.calls)
+        return torch.stack(found)
+
+    return run, lambda: vars(Owner)["calls"].n
+
+
+def counted_by_a_default():
+    numbers = collections.defaultdict(itertools.count(1).__next__)
+
+    def run(x):
+        found = []
+        for t in range(S):
+            found.append(x[t] * numbers["ab"[t % 2]])
+        return torch.stack(found)
+
+    return run, lambda: dict(numbers)
+
+
+def counted_in_a_library():
+    json.steps = 0
+
+    def run(x):
+        found = []
+        for t in range(S):
+            json.steps = json.steps + 1
+            found.append(x[t] * json.steps)
+        return torch.stack(found)
+
+    return run, lambda: json.steps
+
+
+def counted_in_memory():
+    seen, number = memoryview(bytearray(1)), ctypes.c_int(0)
+
+    def run(x):
+        found = []
+        for t in range(S):
+            if t % 2:
+                seen[0] += 1
+            else:
+                number.value += 2
+            found.append(x[t] * seen[0] * number.value)
+        return torch.stack(found)
+
+    return run, lambda: (seen[0], number.value)
+
+
+def counted_at_the_end_of_an_object():
+    ended = []
+
+    class Object:
+        def __del__(self):
+            ended.append(1)
+
+    def run(x):
+        found = []
+        for t in range(S):
+            one = Object()
+            found.append(x[t] * bool(one))
+        return torch.stack(found)
+
+    return run, lambda: len(ended)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        counted_by_a_class, counted_by_a_property, counted_by_a_descriptor, counted_by_a_default, counted_in_a_library,
+        counted_in_memory, counted_at_the_end_of_an_object,
+    ],
+)  # fmt: skip
+def test_what_counts_out_of_sight_runs_as_it_is_written(make, caplog):
+    (run, left), (other, left_by_other) = make(), make()
+    looped, x = loop(other, nested="eager", cache=False), torch.randn(S, D)
+    if make is counted_in_a_library:  # there is one
+        expected = run(x), left()
+        json.steps = 0
+        torch.testing.assert_close((looped(x), left()), expected)
+    else:
+        for _ in range(2):
+            torch.testing.assert_close(looped(x), run(x))
+            assert left_by_other() == left()
+    assert "runs as it is written" in caplog.text
+
+
+def scaled(scale):
+    def run(x):
+        found = []
+        for t in range(S):
+            found.append(scale(x[t]))
+        return torch.stack(found)
+
+    return run
+
+
+def of_a_method():
+    numbers = [2.0]
+
+    class Scale:
+        def __call__(self, row):
+            return row * numbers[0]
+
+    return scaled(Scale()), lambda n: numbers.__setitem__(0, n)
+
+
+def of_an_object_of_a_module(module):
+    module.box = types.SimpleNamespace(v=2.0)
+    return scaled(module.scale), lambda n: setattr(module.box, "v", n)
+
+
+def of_a_module_of_the_loop(module):
+    module.box = types.SimpleNamespace(v=2.0)
+    return scaled(lambda row: row * helper.box.v), lambda n: setattr(helper.box, "v", n)
+
+
+def of_a_hook_of_all_modules():
+    handles = []
+
+    def change(n):
+        for handle in handles:
+            handle.remove()
+        handles[:] = [torch.nn.modules.module.register_module_forward_hook(lambda *_: _[2] * n)] if n != 2.0 else []
+
+    return scaled(torch.nn.Identity()), change
+
+
+def of_the_environment():
+    os.environ["NSA_TEST_SCALE"] = "2.0"
+    return (
+        scaled(lambda row: row * float(os.environ["NSA_TEST_SCALE"])),
+        lambda n: os.environ.update(NSA_TEST_SCALE=str(n)),
+    )
+
+
+helper = types.ModuleType("helper_of_the_loop")
+exec("def scale(row):\n    return row * box.v\n", vars(helper))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        of_a_method,
+        functools.partial(of_an_object_of_a_module, helper),
+        functools.partial(of_a_module_of_the_loop, helper),
+        of_a_hook_of_all_modules,
+        of_the_environment,
+    ],
+    ids=["method", "object of a module", "module", "hook", "environment"],
+)
+def test_what_changes_between_two_calls_is_seen(make):
+    run, change = make()
+    looped, x = loop(run, nested="eager", cache=False, on_decline="error"), torch.randn(S, D)
+    try:
+        for number in (2.0, 3.0, 2.0):
+            change(number)
+            torch.testing.assert_close(looped(x), run(x))
+    finally:
+        change(2.0)
+
+
+def test_a_loop_that_reads_what_always_changes_is_not_compiled_for_ever(caplog):
+    run, change = of_a_method()
+    looped, x = loop(run, nested="eager", cache=False), torch.randn(S, D)
+    for number in range(12):
+        change(float(number))
+        torch.testing.assert_close(looped(x), run(x))
+    (line,) = (r.message for r in caplog.records)
+    assert "which it reads, changes from call to call" in line
