@@ -151,7 +151,7 @@ class _Runner(Unseen):
         first: NotFollowed | None = None
         while True:
             try:
-                with unobserved(), _as_rows(now, rows, step):
+                with unobserved(), _without_inference_mode(), _as_rows(now, rows, step):
                     explorer = Explorer(step, len(items), variables, never)
                     exploration = explorer.explore()
                     if lists and exploration.mutated():
@@ -179,6 +179,14 @@ class _Runner(Unseen):
             raise LoopDeclined(line.replace("runs as it is written", "cannot be compiled")) from why
         log.warning(line)
         return why
+
+
+@contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """Its tensors count no writes, by which the passes tell some of them apart; gradients stay as they are."""
+    gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        yield
 
 
 @contextmanager

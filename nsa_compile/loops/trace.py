@@ -549,6 +549,8 @@ def _in_a_line(error: Exception) -> str:
         return str(error)
     if "DataDependent" in kind or "unbacked" in str(error).lower():
         return "it reads a number out of a tensor, so that its way depends on data"
+    if "_linalg_check_errors" in str(error):
+        return "it inverts or factorizes a matrix, and torch looks at each step whether that can be done"
     if "SymIntArrayRef" in str(error):
         return "it calls a function of torch that takes no size that changes from step to step"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")

@@ -358,6 +358,18 @@ def test_other_threads_print_and_apply_functions_while_loops_are_traced(capsys):
     assert set(capsys.readouterr().out.splitlines()) == {"elsewhere"}
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_loops_without_gradients(mode):
+    looped = loop(one_tensor_in_a_list_and_a_variable, nested="eager", cache=False, on_decline="error")
+    with mode():
+        for _ in range(2):
+            x = torch.randn(S, D)
+            ours, theirs = looped(x.clone()), one_tensor_in_a_list_and_a_variable(x.clone())
+            torch.testing.assert_close(ours, theirs)
+            assert [y.is_inference() for y in ours] == [y.is_inference() for y in theirs]
+            assert not any(y.requires_grad for y in ours)
+
+
 # ----------------------------------------------------------------------------------------------------------- names
 
 
