@@ -126,9 +126,10 @@ class _Runner(Unseen):
             _as_written(items, step)
             return
         with _as_rows(now, self.rows[key], step) as given:
-            finals = run_program(program, given, len(items))
+            finals, lists = run_program(program, given, len(items))
         rows = {path: now.containers[path].value for path in self.rows[key]}
-        share({place: what for place, what in program.shared.items() if place.path in rows}, now, finals, rows)
+        late = {place: what for place, what in program.shared.items() if place.path in rows}
+        share(late, now, finals, {**lists, **rows})
 
     def _known(self, key: Any) -> Program | NotFollowed | None:
         program = self.programs.get(key)

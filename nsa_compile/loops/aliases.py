@@ -57,6 +57,13 @@ class View:
     operators: list[tuple[Op, Ref, int]]  # the result that is meant, and the step
 
 
+@dataclass
+class Spread:
+    """A tensor of its own whose elements along some dimensions are one."""
+
+    dims: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class _Origin:
     """Where a tensor has come from: which object it is, whose memory it has, and the step that made it."""
@@ -68,8 +75,9 @@ class _Origin:
 
 
 def find_shared(exploration: Exploration, *, copied: bool) -> dict[Place, Any]:
-    """What must not be a tensor of its own: the place that it is the tensor of (`Place`, `Before`), or a function from
-    the tensor that it is a view of (`of`) to it.
+    """What must not be a tensor with memory of its own for each element: the place that it is the tensor of (`Place`,
+    `Before`), that of which it is a view with the functions that lead there, or the dimensions along which its elements
+    are one (`Spread`).
 
     Args:
         copied: whether the rows of a list that the loop goes over are copies.
@@ -97,22 +105,27 @@ def share(
     """Let the results of a program share memory as those of the loop do, in place. Lists that are not among these are
     left alone."""
 
+    done: dict[Place, Tensor] = {}
+
     def put(place: Place) -> Tensor:
+        if place in done:
+            return done[place]
         what = shared.get(place)
-        x = finals[place.path] if place.index is None else lists[place.path][place.index]
-        if what is None:
-            return x
         if isinstance(what, tuple):
             root, operators = what
             x = root_of(root)
             for operator in operators:
                 x = operator(x)
-        else:
+        elif isinstance(what, Place | Before):
             x = root_of(what)
+        else:
+            x = finals[place.path] if place.index is None else lists[place.path][place.index]
+            x = _spread(x, what.dims) if isinstance(what, Spread) else x
         if place.index is None:
             finals[place.path] = x
         else:
             lists[place.path][place.index] = x
+        done[place] = x
         return x
 
     def root_of(what: Place | Before) -> Tensor:
@@ -123,6 +136,13 @@ def share(
             put(place)
 
 
+def _spread(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    one = x
+    for d in dims:
+        one = one.narrow(d, 0, 1)
+    return one.expand(x.shape)
+
+
 class _Finder:
     def __init__(self, exploration: Exploration) -> None:
         self.exploration = exploration
@@ -130,6 +150,7 @@ class _Finder:
         tensors = [(path, x) for path, x in exploration.first.leaves.items() if isinstance(x, Tensor)]
         self.before = {id(x): path for path, x in tensors}
         self.numbers: dict[tuple[int, Number], np.ndarray] = {}
+        self.rows = {path for way in exploration.ways for path in way.trace.rows}
 
     def trace(self, step: int) -> Trace:
         return self.exploration.ways[int(self.exploration.way_of[step])].trace
@@ -183,6 +204,7 @@ class _Finder:
         shared: dict[Place, Any] = {}
         by_object: dict[Any, tuple[Place, _Origin]] = {}
         for place, origin in itertools.chain(self._finals(), self._appended()):
+            self._refuse_elements(place, origin)
             if isinstance(origin.object, Before):
                 shared[place] = origin.object
             elif origin.object in by_object:
@@ -196,8 +218,25 @@ class _Finder:
             of_before = not isinstance(memory, tuple)
             if of_before or len(group) > 1:
                 self._settle(group, of_before, shared)
+        for place, origin in by_object.values():
+            sizes, strides, _ = self._geometry(origin) if origin.held is not None else ((), (), 0)
+            dims = tuple(d for d, size in enumerate(sizes) if size > 1 and strides[d] == 0)
+            if dims and place not in shared:
+                shared[place] = Spread(dims)
         self._check_lists_that_are_read(shared)
         return shared
+
+    def _refuse_elements(self, place: Place, origin: _Origin) -> None:
+        """An element that a step has read from a list is a view of rows here, and the list has others in the end."""
+        if origin.held is None:
+            return
+        for path in self.rows:
+            own = place.index is None and place.path == path
+            found = {
+                of.memory for step in (origin.step - 1, origin.step) if (of := self.origin(path, step)) is not None
+            }
+            if origin.memory in found and not own:
+                raise NotFollowed(f"{place} is what the loop has read from the list {in_words(path[:-1])}; {_COPY}")
 
     def _check_lists_that_are_read(self, shared: dict[Place, Any]) -> None:
         """They are lists again after the program, when its other results are there."""
@@ -224,6 +263,7 @@ class _Finder:
         """Whether a path is a variable that nobody reads after the loop."""
         after = self.trace(self.exploration.length - 1).after
         assert after is not None
+        path = path[:-1] if path in self.rows else path
         of_variable = path[1:] in ((), ("",)) and path[0] in self.exploration.unread
         return of_variable and path not in after.same.values()
 
@@ -327,7 +367,8 @@ def _which_may_share(trace: Trace, path: Path) -> list[int]:
     every = [held.memory for held in itertools.chain(trace.held.values(), *trace.held_in_lists.values())]
     items = trace.held_in_lists.get(path, [])
     old = trace.came.keys() | trace.outside_memory.keys()
-    return [k for k, held in enumerate(items) if held.memory in old or every.count(held.memory) > 1]
+    spread = [0 in held.geometry[1] for held in items]
+    return [k for k, held in enumerate(items) if spread[k] or held.memory in old or every.count(held.memory) > 1]
 
 
 def _is_view(op: Op) -> bool:

@@ -88,6 +88,7 @@ class GrowingList(list):
         self.rows: Any = torch.stack(elements) if elements else None
         self.cut = False
         self.appended: list[Tensor] = []
+        self._joined: Any = None
 
     @property
     def _why(self) -> IsRead:
@@ -101,7 +102,7 @@ class GrowingList(list):
     def begin(self) -> None:
         """Forget what was appended before, by a step that was given up as well."""
         list.__delitem__(self, slice(1, None))
-        self.appended = []
+        self.appended, self._joined = [], None
         if self.rows is not None:
             self.handed.append(self.rows)
 
@@ -109,11 +110,14 @@ class GrowingList(list):
         """The elements, stacked; None where there are none."""
         if not self.waiting:
             return self.rows
-        new = torch.stack(self.waiting)
-        if self.rows is not None:
-            new = torch.cat([self.rows, new])
-        self.handed.append(new)
-        return new
+        of = len(self.waiting), self.rows
+        if self._joined is None or any(a is not b for a, b in zip(of, self._joined[0], strict=True)):
+            new = torch.stack(self.waiting)
+            if self.rows is not None:
+                new = torch.cat([self.rows, new])
+            self.handed.append(new)
+            self._joined = of, new  # asked for again, it is the same tensor
+        return self._joined[1]
 
     def settle(self) -> None:
         """Take what waits into the rows."""

@@ -363,8 +363,9 @@ def without_autocast() -> Any:
     return stack
 
 
-def run_program(program: Program, now: Snapshot, length: int) -> dict[Path, Tensor]:
-    """Run a compiled loop, and let its variables hold what they do after it. Returns the tensors among these."""
+def run_program(program: Program, now: Snapshot, length: int) -> tuple[dict[Path, Tensor], dict[Path, list[Tensor]]]:
+    """Run a compiled loop, and let its variables hold what they do after it. Returns the tensors among these, and those
+    that it has appended to lists."""
     with without_autocast():
         inputs = {path: now.leaves[path] for path in program.inputs}
         results = program.run(*(x.clone() if path in program.mutated else x for path, x in inputs.items()))
@@ -378,7 +379,7 @@ def run_program(program: Program, now: Snapshot, length: int) -> dict[Path, Tens
     lists = {path: _appended(rows, results, length) for path, rows in program.lists.items()}
     share(program.shared, now, finals, lists)
     _carry_out(program.plan, now, finals, lists)
-    return finals
+    return finals, lists
 
 
 def _appended(rows: Rows, results: Any, length: int) -> list[Tensor]:

@@ -210,7 +210,7 @@ def _survey(
 
 
 def _refuse_hidden_state(value: Any, path: Path) -> None:
-    if hasattr(value, "__next__"):
+    if hasattr(value, "__next__") and not isinstance(value, type):
         raise NotFollowed(f"{in_words(path)} is an iterator ({type(value).__name__}), whose state cannot be seen")
     hides = isinstance(value, _VIEWS) or (isinstance(value, frozenset) and not all(isinstance(x, PLAIN) for x in value))
     if hides:

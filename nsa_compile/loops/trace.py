@@ -103,6 +103,7 @@ class Trace:
     given: dict[int, Path] = field(default_factory=dict)  # the objects of the state
     held: dict[Path, Held] = field(default_factory=dict)  # the tensors among the results
     held_in_lists: dict[Path, list[Held]] = field(default_factory=dict)  # those appended, also to lists that are read
+    rows: set[Path] = field(default_factory=set)  # of lists that are read
     moved: set[Path] = field(default_factory=set)  # lists that are read, if elements were taken or it is another now
     outside_objects: dict[int, Tensor] = field(default_factory=dict)  # what a tensor from outside is in the trace
 
@@ -423,6 +424,7 @@ def _note_results(
             trace.same.add(owner)
     for path, container in trace.after.containers.items():
         if isinstance(container.value, GrowingList):
+            trace.rows.add((*path, ".rows"))
             appended = [x for x in container.value.appended if isinstance(x, FunctionalTensor)]
             trace.held_in_lists[path] = [_held(x, recorder) for x in appended]
             if container.value.cut:

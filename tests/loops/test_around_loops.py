@@ -158,7 +158,43 @@ def a_view_in_an_object(x):
     return cache.k, cache.last
 
 
+def one_tensor_in_a_list_that_is_read(x):
+    a, b, found = [], [], []
+    for t in range(S):
+        h = x[t] * 2
+        a.append(h)
+        b.append(a[-1])
+        found.append(torch.stack(a).sum(0))
+    b[1].mul_(10)
+    a[0].add_(1)
+    return torch.stack(a), torch.stack(b), torch.stack(found)
+
+
+def repeated_elements(x):
+    found = []
+    for t in range(S):
+        wide = (x[t : t + 1] * 2).expand(3, D)
+        found.append(wide)
+    found[0][1].mul_(10)
+    wide[2].add_(1)
+    return torch.stack(found)
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def a_named_tuple(x):
+    pair = Pair(x[0], x[0])
+    for t in range(S):
+        pair = Pair(pair.a * 0.5 + x[t], pair.b + x[t])
+    pair.a.mul_(2)
+    return pair
+
+
 SHARING = [
+    one_tensor_in_a_list_that_is_read,
+    repeated_elements,
+    a_named_tuple,
     rows_that_are_kept,
     a_row_that_is_written_to,
     one_tensor_in_a_list_and_a_variable,
@@ -240,15 +276,48 @@ def an_element_of_a_list(x):
     return x
 
 
+def an_element_that_was_read(x):
+    found = []
+    for t in range(x.shape[0]):
+        found.append(x[t] * 2)
+        first = found[0]
+    first.mul_(10)
+    return torch.stack(found)
+
+
+def elements_that_were_read(x):
+    found = []
+    for t in range(x.shape[0]):
+        found.append(x[t] * 2)
+        last = found[-2:]
+    last[0].zero_()
+    return torch.stack(found)
+
+
+def test_one_object_is_one_object():
+    def run(x):
+        found, row = [], x[0]
+        for t in range(S):
+            if t % 3 == 0:
+                row = x[t]
+            found.append(row)
+        return found
+
+    found = loop(run, nested="eager", cache=False, on_decline="error")(torch.randn(S, D))
+    assert [found[t] is found[t - 1] for t in range(1, S)] == [t % 3 != 0 for t in range(1, S)]
+
+
 @pytest.mark.parametrize(
     ("run", "why"),
     [
+        (an_element_that_was_read, "first is what the loop has read from the list found"),
+        (elements_that_were_read, "last.* is what the loop has read from the list found"),
         (overlapping_parts, "[ab] and [ab] share memory after the loop"),
         (an_element_of_a_list, "keeps an element of the list that it goes over, as last"),
     ],
 )
 def test_what_cannot_be_shared_again_is_declined(run, why):
-    x = torch.randn(S, D)
+    x = torch.randn(64, D)  # a shorter list would be unrolled
     with pytest.raises(LoopDeclined, match=why):
         loop(run, nested="eager", on_decline="error")(x.clone())
     ours, theirs = x.clone(), x.clone()
