@@ -231,10 +231,13 @@ class _Finder:
         if origin.held is None:
             return
         for path in self.rows:
-            own = place.index is None and place.path == path
+            own = place == Place(path)
             found = {
                 of.memory for step in (origin.step - 1, origin.step) if (of := self.origin(path, step)) is not None
             }
+            if origin.memory in found and not own and place.path in self.rows:
+                lists = f"the lists {in_words(place.path[:-1])} and {in_words(path[:-1])}"
+                raise NotFollowed(f"{lists} hold the same tensors after the loop; keep copies, .clone()")
             if origin.memory in found and not own:
                 raise NotFollowed(f"{place} is what the loop has read from the list {in_words(path[:-1])}; {_COPY}")
 
