@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["Appended", "GrowingList", "IsRead", "NotRows", "elements_of", "may_be_rows"]
+__all__ = ["Appended", "GrowingList", "IsRead", "NotRows", "elements_of", "may_be_rows", "taken_apart"]
 
 Path = tuple[Any, ...]
 
@@ -229,8 +229,29 @@ def may_be_rows(value: Any) -> bool:
 
 def elements_of(found: GrowingList, before: list[Any]) -> list[Any]:
     """The tensors of the list, given those that it began with."""
-    rows = [] if found.rows is None else list(found.rows.unbind(0))
+    rows = [] if found.rows is None else taken_apart(found.rows)
     return rows if found.cut else [*before, *rows[len(before) :]]
+
+
+class _Apart(torch.autograd.Function):
+    """Rows as tensors that are no views: torch refuses to write in place to one of several views with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Any:
+        own = rows.clone(memory_format=torch.contiguous_format)
+        memory, first, step = own.untyped_storage(), own.storage_offset(), own.stride(0)
+        layout = own.shape[1:], own.stride()[1:]
+        return tuple(own.new_empty(0).set_(memory, first + t * step, *layout) for t in range(len(own)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return torch.stack(gradients)
+
+
+def taken_apart(rows: Tensor) -> list[Tensor]:
+    """The rows of a tensor, each for itself."""
+    wanted = rows.requires_grad and torch.is_grad_enabled() and len(rows) > 0
+    return list(_Apart.apply(rows) if wanted else rows.unbind(0))
 
 
 def _raise(read: Any, *_: Any, **__: Any) -> Any:

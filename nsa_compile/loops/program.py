@@ -17,6 +17,7 @@ from torch._higher_order_ops.scan import scan_op
 from nsa_compile.backend import nsa_compile_backend
 from nsa_compile.loops.aliases import Place, find_shared, share
 from nsa_compile.loops.body import Axis, Body, Carry, Table, Val
+from nsa_compile.loops.lists import taken_apart
 from nsa_compile.loops.merged import Merged, Source, leaf_results, merge
 from nsa_compile.loops.numbers import Number
 from nsa_compile.loops.operators import convert
@@ -384,7 +385,7 @@ def run_program(program: Program, now: Snapshot, length: int) -> tuple[dict[Path
 
 def _appended(rows: Rows, results: Any, length: int) -> list[Tensor]:
     """The tensors that the steps append to a list, in order."""
-    columns = [(results[place].unbind(0), order, parts) for place, order, parts in rows.columns]
+    columns = [(taken_apart(results[place]), order, parts) for place, order, parts in rows.columns]
     if len(columns) == 1 and (columns[0][1] >= 0).all() and not columns[0][2]:
         return list(columns[0][0])
     found = []

@@ -251,8 +251,22 @@ def a_view_without_gradients(x, write):
     return h, v
 
 
+def elements_that_are_written_to(x, write):
+    h, hs, read = x[0] * 0, [], []
+    for t in range(S):
+        h = h * 0.5 + x[t]
+        hs.append(h)
+        read.append(h * 2)
+        y = torch.stack(read[-2:]).sum(0)
+    if write:
+        hs[2].mul_(2)
+        hs[-1].exp_()
+        read[1].add_(h)
+    return torch.stack(hs), h, y, torch.stack(read)
+
+
 @pytest.mark.parametrize("write", [False, True])
-@pytest.mark.parametrize("run", [shared_by_a_variable, a_view_without_gradients])
+@pytest.mark.parametrize("run", [shared_by_a_variable, a_view_without_gradients, elements_that_are_written_to])
 def test_gradients_go_through_what_is_shared(run, write):
     looped = loop(run, nested="aot_eager", cache=False, on_decline="error")
     x = torch.randn(S, D, dtype=torch.float64)
