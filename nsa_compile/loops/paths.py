@@ -332,7 +332,10 @@ class Explorer:
             reached = [c.value for c in first.containers.values()]
             with self.memos.emptied(), self.watched.noting(objects, reached) as noted:
                 of, lists = self.variables, self.lists
-                traces.append(trace_step(self.step, t, before, given, lists, of.temporary, of.read_after, noted))
+                tensors = frozenset(self.tensors)
+                traces.append(
+                    trace_step(self.step, t, before, given, lists, tensors, of.temporary, of.read_after, noted)
+                )
 
         try:
             follow()

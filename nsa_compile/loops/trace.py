@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -298,12 +298,13 @@ def trace_step(
     before: Snapshot,
     given: dict[Path, Given],
     lists: set[Path],
+    tensors: Collection[Path],
     temporary: frozenset[str],
     read_after: frozenset[str],
     noted: Callable[[], AbstractContextManager[None]],
 ) -> Trace:
     """Follow the step once, from the state that a snapshot describes, in the context `noted`. What it changes is put
-    back by the caller.
+    back by the caller. `tensors` are the paths at which some step leaves another tensor than it finds.
 
     Raises:
         NotFollowed: the step does what no trace can follow.
@@ -342,7 +343,7 @@ def trace_step(
                 leaf = before.leaves[path]
                 if path not in given and trace.after.contents.get(path) != content:
                     raise NotFollowed(f"it changes {in_words(path)}, a {type(leaf).__name__}, in place")
-            _note_results(trace, recorder, outside, before, leaves, wrapped, grown)
+            _note_results(trace, recorder, outside, before, tensors, leaves, wrapped, grown)
     except NotFollowed as why:
         raise NotFollowed(why.reason, why.place or _line_of(why, step)) from why
     except IsRead:
@@ -384,6 +385,7 @@ def _note_results(
     recorder: _Recorder,
     outside: _Outside,
     before: Snapshot,
+    tensors: Collection[Path],
     leaves: dict[Path, Any],
     wrapped: dict[Path, Any],
     grown: dict[Path, Appended],
@@ -392,6 +394,10 @@ def _note_results(
     assert trace.after is not None
 
     for path, leaf in list(trace.after.leaves.items()):
+        if (
+            isinstance(leaf, Tensor) and path in tensors
+        ):  # one from outside, at a step that leaves it where others do not
+            leaf = trace.after.leaves[path] = outside.lift(leaf)
         if isinstance(leaf, FunctionalTensor):
             trace.results[path] = recorder.ref(_value_of(leaf))
         elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):

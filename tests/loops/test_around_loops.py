@@ -339,6 +339,53 @@ def test_what_cannot_be_shared_again_is_declined(run, why):
     torch.testing.assert_close(ours, theirs)
 
 
+# -------------------------------------------------------------------- tensors from outside that come and go in the state
+
+
+def an_entry_that_is_another_at_first(x):
+    entries, h, found = {}, x[1], []
+    for t in range(S):
+        entries["bias"] = h if t > 0 else torch.zeros(D)
+        found.append(entries["bias"] + h * 2)
+    return torch.stack(found)
+
+
+def an_attribute_that_is_another_at_some_steps(x):
+    holder, z, h = types.SimpleNamespace(), x[0] * 2, None
+    for t in range(S):
+        holder.u = z
+        if t < 3:
+            holder.u = x[1] * 1
+        h = z.clone() + holder.u
+    return h, holder.u, z
+
+
+def a_state_that_is_replaced_once(x):
+    h, p, found = x[0], x[1], []
+    for t in range(S):
+        found.append(h * 2)
+        h = h.contiguous()
+        if t == 3:
+            h = p
+    return torch.stack(found), h
+
+
+@pytest.mark.parametrize(
+    "run",
+    [an_entry_that_is_another_at_first, an_attribute_that_is_another_at_some_steps, a_state_that_is_replaced_once],
+)
+def test_a_tensor_from_outside_takes_the_place_of_another(run):
+    looped = loop(run, nested="aot_eager", cache=False)
+    for _ in range(2):
+        x = torch.randn(S, D, requires_grad=True)
+        results = []
+        for f in (looped, run):
+            found = torch.utils._pytree.tree_leaves(f(x))
+            loss = sum((y * (i + 1)).square().sum() for i, y in enumerate(found))
+            results.append([*found, torch.autograd.grad(loss, x)[0]])
+        torch.testing.assert_close(*results)
+
+
 # ------------------------------------------------------------------------------------------- caches of functions
 
 
