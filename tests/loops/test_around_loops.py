@@ -339,7 +339,7 @@ def test_what_cannot_be_shared_again_is_declined(run, why):
     torch.testing.assert_close(ours, theirs)
 
 
-# -------------------------------------------------------------------- tensors from outside that come and go in the state
+# ------------------------------------------------------------------- tensors from outside that come and go in the state
 
 
 def an_entry_that_is_another_at_first(x):
