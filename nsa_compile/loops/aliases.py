@@ -8,6 +8,7 @@ again; where that cannot be done, the loop is declined.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,16 +112,15 @@ def share(
         if place in done:
             return done[place]
         what = shared.get(place)
+        x = finals[place.path] if place.index is None else lists[place.path][place.index]
         if isinstance(what, tuple):
-            root, operators = what
-            x = root_of(root)
-            for operator in operators:
-                x = operator(x)
+            # A trace takes the state to be contiguous. Where it is not, there may be no such view, and the loop copies.
+            with contextlib.suppress(RuntimeError):
+                x = functools.reduce(lambda y, operator: operator(y), what[1], root_of(what[0]))
         elif isinstance(what, Place | Before):
             x = root_of(what)
-        else:
-            x = finals[place.path] if place.index is None else lists[place.path][place.index]
-            x = _spread(x, what.dims) if isinstance(what, Spread) else x
+        elif isinstance(what, Spread):
+            x = _spread(x, what.dims)
         if place.index is None:
             finals[place.path] = x
         else:

@@ -370,6 +370,19 @@ def a_state_that_is_replaced_once(x):
     return torch.stack(found), h
 
 
+def test_a_view_of_what_does_not_lie_in_order():
+    def run(x):
+        n = x[0].view(2, 2)
+        for t in range(S):
+            if t == 3:
+                n = n.t()
+            p = n.contiguous().view(4)
+        return p
+
+    x = torch.randn(S, D)
+    torch.testing.assert_close(loop(run, nested="eager", cache=False)(x), run(x))
+
+
 @pytest.mark.parametrize(
     "run",
     [an_entry_that_is_another_at_first, an_attribute_that_is_another_at_some_steps, a_state_that_is_replaced_once],
