@@ -127,9 +127,9 @@ class _Runner(Unseen):
             return
         with _as_rows(now, self.rows[key], step) as given:
             finals, lists = run_program(program, given, len(items))
-        rows = {path: now.containers[path].value for path in self.rows[key]}
-        late = {place: what for place, what in program.shared.items() if place.path in rows}
-        share(late, now, finals, {**lists, **rows})
+        if rows := {path: now.containers[path].value for path in self.rows[key]}:
+            late = {place: what for place, what in program.shared.items() if place.path in rows}
+            share(late, now, finals, {**lists, **rows})
 
     def _known(self, key: Any) -> Program | NotFollowed | None:
         program = self.programs.get(key)

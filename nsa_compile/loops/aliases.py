@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.loops.numbers import Number, at_all_steps
 from nsa_compile.loops.paths import Exploration
 from nsa_compile.loops.source import ITEMS
 from nsa_compile.loops.state import NotFollowed, Path, Snapshot, in_words
@@ -26,7 +25,7 @@ from nsa_compile.loops.trace import Held, Op, Ref, Trace
 
 __all__ = ["Place", "find_shared", "share"]
 
-_COPY = "keep a copy, .clone()"
+_COPY = "keep a copy (.clone())"
 # Elements up to which it is found out whether two views have any in common; larger ones are taken to have.
 _MOST_ELEMENTS = 2**22
 
@@ -149,7 +148,6 @@ class _Finder:
         self.known: dict[tuple[Path, int], _Origin | None] = {}
         tensors = [(path, x) for path, x in exploration.first.leaves.items() if isinstance(x, Tensor)]
         self.before = {id(x): path for path, x in tensors}
-        self.numbers: dict[tuple[int, Number], np.ndarray] = {}
         self.rows = {path for way in exploration.ways for path in way.trace.rows}
 
     def trace(self, step: int) -> Trace:
@@ -237,7 +235,7 @@ class _Finder:
             }
             if origin.memory in found and not own and place.path in self.rows:
                 lists = f"the lists {in_words(place.path[:-1])} and {in_words(path[:-1])}"
-                raise NotFollowed(f"{lists} hold the same tensors after the loop; keep copies, .clone()")
+                raise NotFollowed(f"{lists} hold the same tensors after the loop; {_COPY}")
             if origin.memory in found and not own:
                 raise NotFollowed(f"{place} is what the loop has read from the list {in_words(path[:-1])}; {_COPY}")
 
@@ -291,9 +289,7 @@ class _Finder:
             if (view := self._derived(place, origin, places, by_ref)) is not None:
                 shared[place] = view
             elif of_before:
-                raise NotFollowed(
-                    f"{place} shares its memory with what was there before the loop; keep a copy, .clone()"
-                )
+                raise NotFollowed(f"{place} shares its memory with what was there before the loop; {_COPY}")
             else:
                 alone.append((place, origin))
         for (one, a), (other, b) in itertools.combinations(alone, 2):
@@ -334,27 +330,16 @@ class _Finder:
 
     # -- numbers
 
-    def _value(self, number: Any, step: int) -> Any:
-        if not isinstance(number, Number):
-            return number
-        way = int(self.exploration.way_of[step])
-        if (way, number) not in self.numbers:
-            given = {
-                str(symbol): np.arange(self.exploration.length) if what == "t" else self.exploration.before[what]
-                for symbol, what in self.trace(step).symbols.items()
-            }
-            self.numbers[way, number] = at_all_steps(number, given, self.exploration.length)
-        return self.numbers[way, number][step].item()
-
     def _geometry(self, origin: _Origin) -> Any:
         assert origin.held is not None
-        return torch.utils._pytree.tree_map(lambda n: self._value(n, origin.step), origin.held.geometry)
+        return fx.node.map_aggregate(origin.held.geometry, lambda n: self.exploration.value(n, origin.step))
 
     def replayed(self, op: Op, ref: Ref, step: int) -> Any:
         """The function from the first argument of an operator to one of its results."""
         place = op.outs.index(ref)
         args, kwargs = (
-            fx.node.map_aggregate(given, lambda n: self._value(n, step)) for given in (op.args[1:], op.kwargs)
+            fx.node.map_aggregate(given, lambda n: self.exploration.value(n, step))
+            for given in (op.args[1:], op.kwargs)
         )
 
         def view(x: Tensor) -> Tensor:

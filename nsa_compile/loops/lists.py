@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["Appended", "GrowingList", "IsRead", "NotRows", "elements_of", "may_be_rows", "taken_apart"]
+__all__ = ["Appended", "GrowingList", "IsRead", "NotRows", "elements_of", "may_be_rows", "separate"]
 
 Path = tuple[Any, ...]
 
@@ -229,11 +229,11 @@ def may_be_rows(value: Any) -> bool:
 
 def elements_of(found: GrowingList, before: list[Any]) -> list[Any]:
     """The tensors of the list, given those that it began with."""
-    rows = [] if found.rows is None else taken_apart(found.rows)
+    rows = [] if found.rows is None else separate(found.rows)
     return rows if found.cut else [*before, *rows[len(before) :]]
 
 
-class _Apart(torch.autograd.Function):
+class _Separate(torch.autograd.Function):
     """Rows as tensors that are no views: torch refuses to write in place to one of several views with a gradient."""
 
     @staticmethod
@@ -248,10 +248,10 @@ class _Apart(torch.autograd.Function):
         return torch.stack(gradients)
 
 
-def taken_apart(rows: Tensor) -> list[Tensor]:
+def separate(rows: Tensor) -> list[Tensor]:
     """The rows of a tensor, each for itself."""
     wanted = rows.requires_grad and torch.is_grad_enabled() and len(rows) > 0
-    return list(_Apart.apply(rows) if wanted else rows.unbind(0))
+    return list(_Separate.apply(rows) if wanted else rows.unbind(0))
 
 
 def _raise(read: Any, *_: Any, **__: Any) -> Any:

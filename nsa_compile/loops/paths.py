@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 from nsa_compile.loops.lists import Appended, IsRead, NotRows, may_be_rows
 from nsa_compile.loops.memos import Memos
-from nsa_compile.loops.numbers import Number, text_of
+from nsa_compile.loops.numbers import Number, at_all_steps, text_of
 from nsa_compile.loops.source import Variables
 from nsa_compile.loops.state import (
     GLOBAL,
@@ -80,6 +80,22 @@ class Exploration:
     first: Snapshot
     lists: set[Path]
     unread: frozenset[str]  # variables that nobody reads after the loop
+    values: dict[tuple[int, Number], dict[int, Any]] = field(
+        default_factory=dict
+    )  # of numbers, once asked for, by step
+
+    def value(self, number: Any, step: int) -> Any:
+        """What a number of the trace of a step is at that step."""
+        if not isinstance(number, Number):
+            return number
+        way = int(self.way_of[step])
+        if (way, number) not in self.values:
+            steps = np.nonzero(self.way_of == way)[0]  # at others it may be no number
+            symbols = self.ways[way].trace.symbols.items()
+            given = {str(symbol): steps if what == "t" else self.before[what][steps] for symbol, what in symbols}
+            found = at_all_steps(number, given, len(steps))
+            self.values[way, number] = dict(zip(steps.tolist(), found.tolist(), strict=True))
+        return self.values[way, number][step]
 
     def mutated(self) -> set[Path]:
         """The tensors of the state that steps write to in place.

@@ -17,7 +17,7 @@ from torch._higher_order_ops.scan import scan_op
 from nsa_compile.backend import nsa_compile_backend
 from nsa_compile.loops.aliases import Place, find_shared, share
 from nsa_compile.loops.body import Axis, Body, Carry, Table, Val
-from nsa_compile.loops.lists import taken_apart
+from nsa_compile.loops.lists import separate
 from nsa_compile.loops.merged import Merged, Source, leaf_results, merge
 from nsa_compile.loops.numbers import Number
 from nsa_compile.loops.operators import convert
@@ -385,7 +385,7 @@ def run_program(program: Program, now: Snapshot, length: int) -> tuple[dict[Path
 
 def _appended(rows: Rows, results: Any, length: int) -> list[Tensor]:
     """The tensors that the steps append to a list, in order."""
-    columns = [(taken_apart(results[place]), order, parts) for place, order, parts in rows.columns]
+    columns = [(separate(results[place]), order, parts) for place, order, parts in rows.columns]
     if len(columns) == 1 and (columns[0][1] >= 0).all() and not columns[0][2]:
         return list(columns[0][0])
     found = []
@@ -444,16 +444,6 @@ def plan_after(exploration: Exploration) -> dict[Path, Any]:
     before = {id(c.value): path for path, c in exploration.first.containers.items() if c.kind != "tuple"}
     before |= {id(x): path for path, x in exploration.first.leaves.items() if isinstance(x, Tensor)}
     built: dict[Path, Any] = {}
-    given = {str(s): what for s, what in trace.symbols.items()}
-    last = exploration.length - 1
-
-    def number(value: Number) -> Any:
-        from nsa_compile.loops.numbers import at_all_steps
-
-        tables = {
-            name: np.array([last if what == "t" else exploration.before[what][last]]) for name, what in given.items()
-        }
-        return at_all_steps(value, tables, 1)[0].item()
 
     def plan(path: Path) -> Any:
         if path in built:
@@ -467,7 +457,7 @@ def plan_after(exploration: Exploration) -> dict[Path, Any]:
         elif isinstance(result := trace.results[path], Ref):
             built[path] = Final(path)
         elif isinstance(result, Number):
-            built[path] = number(result)
+            built[path] = exploration.value(result, exploration.length - 1)
         elif isinstance(result, Tensor):
             if id(result) not in before:
                 raise NotFollowed(f"{in_words(path)} becomes a tensor that is none of its variables")

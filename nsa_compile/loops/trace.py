@@ -394,9 +394,8 @@ def _note_results(
     assert trace.after is not None
 
     for path, leaf in list(trace.after.leaves.items()):
-        if (
-            isinstance(leaf, Tensor) and path in tensors
-        ):  # one from outside, at a step that leaves it where others do not
+        # One from outside may stand, after this step, where others leave a tensor of the state.
+        if isinstance(leaf, Tensor) and path in tensors:
             leaf = trace.after.leaves[path] = outside.lift(leaf)
         if isinstance(leaf, FunctionalTensor):
             trace.results[path] = recorder.ref(_value_of(leaf))
@@ -558,7 +557,7 @@ def _in_a_line(error: Exception) -> str:
     if "DataDependent" in kind or "unbacked" in str(error).lower():
         return "it reads a number out of a tensor, so that its way depends on data"
     if "_linalg_check_errors" in str(error):
-        return "it inverts or factorizes a matrix, and torch looks at each step whether that can be done"
+        return "it inverts or factorizes a matrix, and torch checks at each step whether that is possible"
     if "SymIntArrayRef" in str(error):
         return "it calls a function of torch that takes no size that changes from step to step"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
