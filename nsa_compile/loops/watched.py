@@ -97,6 +97,8 @@ class Watched:
         while waiting:
             holder = waiting.pop()
             found = {name: vars(holder)[name] for name in names if name in vars(holder)}
+            if holder is sys:
+                found.pop("modules", None)  # every import changes it
             self.values += [(holder, name, _kept(value)) for name, value in found.items()]
             if is_of_library(holder):
                 continue

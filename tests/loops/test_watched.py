@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import types
 
 import pytest
 import torch
 
 from nsa_compile import loop
+from nsa_compile.loops.paths import Explorer
 
 SOURCE = """
+import sys
 import torch
 
 SCALE, TABLE, CALLS = 2.0, [1.0, 2.0], 0
@@ -37,6 +40,9 @@ def once(x):
     if MADE is None:
         MADE = [3.0]
     return x * MADE[0]
+
+def with_or_without_numpy(x):
+    return x * (2.0 if "numpy" in sys.modules else 3.0)
 
 def counting(x):
     global CALLS
@@ -136,6 +142,17 @@ def test_what_a_method_reads_of_the_loops_module(monkeypatch):
         return torch.stack(rows)
 
     compare(run, lambda: monkeypatch.setitem(globals(), "LOCAL", 5.0))
+
+
+def test_an_import_elsewhere_compiles_nothing_again(other, monkeypatch):
+    explored = []
+    explore = Explorer.explore
+    monkeypatch.setattr(Explorer, "explore", lambda self: explored.append(self) or explore(self))
+    compare(
+        over_rows(other.with_or_without_numpy),
+        lambda: monkeypatch.setitem(sys.modules, "a_new_module", types.ModuleType("a_new_module")),
+    )
+    assert len(explored) == 1
 
 
 def test_what_assigns_to_its_module_is_run_as_written(other, caplog):
