@@ -154,6 +154,7 @@ def lower_body(site: ScanSite) -> fx.GraphModule:
     with modes.under(state):
         lowered = _lower(site.body, fakes)
     _strip_copies(lowered)
+    _read_what_is_written(lowered)
     copy_outputs(lowered)
     return lowered
 
@@ -300,6 +301,49 @@ def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
     reshape_views(gm)
     eliminate_dead_code(gm)
     gm.recompile()
+
+
+# Operators that read memory, of which a value has none that is written into a buffer.
+_READ_MEMORY = frozenset({aten.as_strided.default, aten.view.dtype})
+
+
+def _read_what_is_written(gm: fx.GraphModule) -> None:
+    """Rows that are read where they have just been written are the values written, and those beside them are the
+    buffer's from before: so nobody asks what the rest of a buffer holds."""
+    if any(node.target in _READ_MEMORY for node in gm.graph.nodes):
+        return
+    for read in gm.graph.nodes:
+        if read.target not in (aten.slice.Tensor, aten.select.int):
+            continue
+        while (source := operand(read)).target is aten.slice_scatter.default:
+            asked, write = _rows(read), _rows(source)
+            if asked is None or write is None or asked[0] != write[0] or not len(asked[1]):
+                break
+            (dim, rows), (_, written) = asked, write
+            values = arguments(source).src
+            if rows[0] in written and rows[-1] in written and example(values).dtype == example(read).dtype:
+                first = rows[0] - written[0]
+                read.args = (values, dim, first, *([] if read.target is aten.select.int else [first + len(rows)]))
+                read.kwargs = {}
+            elif not len(written) or rows[-1] < written[0] or rows[0] > written[-1]:
+                read.replace_input_with(source, operand(source))
+            else:
+                break
+    eliminate_dead_code(gm)
+    gm.recompile()
+
+
+def _rows(node: fx.Node) -> tuple[int, range] | None:
+    """The dimension and the rows that a slice or a select reads, or that one writes, if they lie side by side."""
+    given = arguments(node)
+    x = example(operand(node))
+    dim = given.dim % x.dim()
+    if node.target is aten.select.int:
+        return (dim, range(x.shape[dim])[given.index :][:1]) if isinstance(given.index, int) else None
+    bounds = (given.start, given.end)
+    if given.step != 1 or not all(isinstance(b, int | None) for b in bounds):
+        return None
+    return dim, range(x.shape[dim])[slice(*bounds)]
 
 
 def copy_outputs(gm: fx.GraphModule) -> None:
