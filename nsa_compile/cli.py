@@ -194,6 +194,8 @@ def _run(args: list[str] | None) -> int:
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "nsa-compile"
         message = error.format_message().rstrip(".")
+        if isinstance(error, click.MissingParameter):  # click lists choices one below the other
+            message = " ".join(message.split())
         return _fail(message if ";" in message else f"{message}; see {path} --help", error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)

@@ -56,7 +56,7 @@ def export(run: Path, kind: str, out: Path, max_len: int | None) -> None:
         importlib.import_module(module)
     from nsa_compile.generation.trained import load_trained
 
-    trained = load_trained(run)
+    trained = load_trained(run, for_text=not kind.endswith("decode-step"))
     for warning in trained.warnings:
         click.echo(warning, err=True)
     if kind.endswith("decode-step"):

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,23 @@ class FlatStep(nn.Module):
     def __init__(self, model: NSATransformer, max_len: int) -> None:
         super().__init__()
         self.model = model
-        self.layers, self.max_len = model.init_state(1, max_len).layers, max_len
+        state = model.init_state(1, max_len)
+        self.layers, self.max_len = state.layers, max_len
+        # What a cache holds of an earlier text is written before it is read; a state of a fixed size goes on from it.
+        longer = model.init_state(1, 2 * max_len).caches()
+        self.begins = [a if a.shape == b.shape else None for a, b in zip(state.caches(), longer, strict=True)]
 
     def after(self, tokens: Tensor, t: Tensor, caches: list[Tensor]) -> tuple[ModelState, Tensor]:
-        """The state after the next token `[B]` of each sequence, at its position, and the logits `[B, V]`."""
-        rest = iter(caches)
+        """The state after the next token `[B]` of each sequence, at its position, and the logits `[B, V]`. At position
+        0 a text begins, whatever the row held before."""
+        rest = map(partial(_begun, t == 0), self.begins, caches)
         layers = [type(layer)(*(None if x is None else next(rest) for x in layer)) for layer in self.layers]
         return self.model.decode_step(ModelState(t, layers), tokens)
+
+
+def _begun(is_first: Tensor, begin: Tensor | None, cache: Tensor) -> Tensor:
+    """A state in the rows `[B]` whose text goes on, and the one before the first token in the others."""
+    return cache if begin is None else torch.where(is_first.view(-1, *[1] * (cache.dim() - 1)), begin, cache)
 
 
 class InPlaceStep(FlatStep):

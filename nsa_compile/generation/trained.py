@@ -38,23 +38,25 @@ class TrainedModel:
     chat: bool = False
 
 
-def load_trained(path: Path | str, dtype: str = "float32") -> TrainedModel:
+def load_trained(path: Path | str, dtype: str = "float32", *, for_text: bool = True) -> TrainedModel:
     """The model that `read_source` finds, ready to write texts.
 
     Args:
         path: the directory of a run or of one of its checkpoints, or a folder of `nsa-compile export`.
         dtype: of the weights, `"float32"` or `"bf16"`.
+        for_text: whether its tokenizer is needed; where it is not, one that is not known here is taken for bytes.
 
     Raises:
         UserError: the path is none of these, or the folder is damaged or has a tokenizer that is not known here.
         CheckpointError: it has no good checkpoint, or one of another configuration.
     """
     source = read_source(str(path))
-    if source.tokenizer not in TOKENIZER_VOCAB_SIZES:
+    known = source.tokenizer if source.tokenizer in TOKENIZER_VOCAB_SIZES else None
+    if for_text and known is None:
         raise UserError(
             f"'{source.path / CONFIG}' names the tokenizer {source.tokenizer!r}; it must be one of "
             f"{', '.join(TOKENIZER_VOCAB_SIZES)}, or the model goes on with no text here"
         )
     model = source.model.to(DTYPES[dtype]).eval().requires_grad_(False)
-    tokenizer = make_tokenizer(source.tokenizer)
+    tokenizer = make_tokenizer(known or "byte")
     return TrainedModel(model, tokenizer, source.seq_len, source.path, source.warnings, source.config, source.chat)

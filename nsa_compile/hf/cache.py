@@ -25,6 +25,7 @@ class NSACache(Cache):
         super().__init__(layers=[])
         self.state: ModelState | None = None
         self.room = self.columns = 0
+        self.filled_by = 0  # the address of the model
         self.record_selection = record_selection
         self.selections: list[Tensor] = []  # of the columns that each forward pass has read
 
@@ -69,6 +70,22 @@ class NSACache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
+    def check(self, model: NSATransformer, rows: int) -> None:
+        """Refuse to go on with other sequences than those that were read, or with another model.
+
+        Raises:
+            ValueError: one line that names what does not fit.
+        """
+        assert self.state is not None
+        if len(self.state.t) != rows:
+            raise ValueError(f"cache holds {len(self.state.t)} sequences, and input_ids {rows}; they must be the same")
+        if self.filled_by == id(model):
+            return
+        own = model.init_state(rows, self.room)
+        if [_sizes(layer) for layer in own.layers] != [_sizes(layer) for layer in self.state.layers]:
+            raise ValueError("cache was filled by a model of other layers or sizes; read the text with this one")
+        self.filled_by = id(model)
+
     def grow(self, model: NSATransformer, room: int) -> None:
         """Make room for `room` tokens; what the caches hold stays."""
         assert self.state is not None
@@ -93,6 +110,11 @@ class NSACache(Cache):
                 for layer in self.state.layers
             ]
             self.state = ModelState(function(self.state.t), layers)
+
+
+def _sizes(layer: Any) -> Any:
+    """What the state of a layer is, but for its numbers."""
+    return type(layer), [None if x is None else (x.shape, x.dtype) for x in layer]
 
 
 def _begin_with(new: Tensor, old: Tensor) -> Tensor:

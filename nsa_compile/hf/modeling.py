@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
@@ -18,7 +17,7 @@ from nsa_compile.hf.batching import BatchingManager
 from nsa_compile.hf.cache import NSACache
 from nsa_compile.hf.configuration import NSAConfig
 from nsa_compile.models import NSATransformer
-from nsa_compile.models.nsa import CompressionMLP, check_selection
+from nsa_compile.models.nsa import check_selection
 
 # Not of the model, but of `loss_function` and of the decorator of `forward`.
 LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "ignore_index")
@@ -42,6 +41,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
         self.model = NSATransformer(config.sizes())
+        self._is_drawn = not self.model.embedding.weight.is_meta
         self._decoder = Decoder(self.model, compiled=False)
         self.post_init()
 
@@ -97,15 +97,18 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.head = new_embeddings
 
     @torch.no_grad()
-    @guard_torch_init_functions()
     def initialize_weights(self) -> None:
-        """Draw weights as those of a new `NSATransformer`; those that came from a file stay, by the guard."""
-        self.model._init_weights()
-        for module in self.modules():
-            if isinstance(module, CompressionMLP):
-                nn.init.normal_(module.position, std=0.02)
-            if isinstance(module, nn.RMSNorm):
-                nn.init.ones_(module.weight)
+        """Draw the weights that came from no file as those of a new `NSATransformer`."""
+        from_file = {name for name, x in self.model.named_parameters() if getattr(x, "_is_hf_initialized", False)}
+        weights = dict(self.model.named_parameters())
+        if self._is_drawn or len(from_file) == len(weights):
+            return
+        with torch.device(self.device):
+            new = NSATransformer(self.config.sizes())
+        for name, x in new.named_parameters():
+            if name not in from_file:
+                weights[name].copy_(x)
+        self._is_drawn = True
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -128,12 +131,12 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: NSACache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         selection: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -144,9 +147,11 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: `[B, S]`, or with those in the cache: 0 for padding, before or after the tokens of a
                 sequence. Padding changes nothing: each sequence begins at position 0.
             cache: what has been read before.
-            labels: `[B, S]` int64, -100 for tokens that do not count; the token after each is predicted.
+            labels: `[B, S]` int64, -100 for tokens that do not count; the token after each is predicted. In training
+                mode the losses that layers have of their own, as an indexer's, are added.
             use_cache: return the state after the tokens. No gradient flows then.
-            logits_to_keep: logits of so many of the last columns; 0 for all.
+            logits_to_keep: logits of so many of the last columns, 0 for all, or `[n]`, the numbers of columns; without
+                labels.
             selection: `[B, S, layers, G, n]` int32 or int64, the blocks that each token reads, instead of those that it
                 would rank best, as `selection` of a cache that recorded them; without a cache.
             kwargs: what the loss takes, such as `num_items_in_batch`.
@@ -156,15 +161,21 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: a mask that no padding before or after explains, a selection of another shape or dtype, or
-                beside a cache, or an argument that the model does not take.
+                beside a cache, a cache of other sequences or of another model, or an argument that the model does not
+                take.
         """
         _refuse_what_is_unknown(kwargs)
+        input_ids = _checked(input_ids, cache)
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError("labels were given with logits_to_keep; the loss is about all columns, so leave it out")
         kwargs = {name: value for name, value in kwargs.items() if name not in GENERATE_ARGUMENTS}
         if not isinstance(cache, NSACache | None):
             raise ValueError(f"cache is a {type(cache).__name__}; it must be an NSACache or None")
         if selection is not None and (use_cache or cache is not None):
             raise ValueError("selection was given with a cache; replay it without: use_cache=False")
+        auxiliary = None
         if cache is not None and cache.columns:
+            cache.check(self.model, len(input_ids))
             logits = self._continue(input_ids, attention_mask, cache)
         else:
             start, lengths = _extent(input_ids, attention_mask)
@@ -175,21 +186,30 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 labels = labels.masked_fill(first, -100)
             if use_cache:
                 cache = NSACache() if cache is None else cache
-                logits = self._read(tokens, start, lengths, cache, every=logits_to_keep != 1)
+                every = isinstance(logits_to_keep, Tensor) or logits_to_keep != 1
+                logits = self._read(tokens, start, lengths, cache, every=every)
             elif selection is not None:
                 check_selection(selection, [*tokens.shape, len(self.model.blocks), self.config.n_kv_heads])
                 logits = self.model(tokens, _turned(selection, start))
+            elif labels is not None and self.training and self.model.config.auxiliary:
+                column = torch.arange(tokens.shape[1], device=tokens.device)
+                counted = None if attention_mask is None else column < lengths[:, None]
+                logits, auxiliary = self.model(tokens, return_auxiliary=True, counted=counted)
             else:
                 logits = self.model(tokens)
             if logits.dim() == 2:
                 logits = logits[:, None]
             else:
                 logits = _turned_back(logits, start, lengths)
-        if logits_to_keep:
+        if isinstance(logits_to_keep, Tensor):
+            logits = logits[:, logits_to_keep]
+        elif logits_to_keep:
             logits = logits[:, -logits_to_keep:]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            if auxiliary is not None:
+                loss = loss + auxiliary * _share(labels, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, cache=cache)
 
     @torch.no_grad()
@@ -197,7 +217,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """Fill a cache with sequences `[B, S]` from column 0 on, which began at column `start`; logits as
         `NSATransformer.prefill` gives them."""
         decoder, columns = self._decoder, tokens.shape[1]
-        cache.room = decoder.room(columns + 1)
+        cache.room, cache.filled_by = decoder.room(columns + 1), id(self.model)
         filled = F.pad(tokens, (0, decoder.rows_of_prompt(columns) - columns))
         asked = {"return_selection": True} if cache.record_selection else {}
         cache.state, logits, *selection = decoder.prefill(filled, lengths, cache.room, every=every, **asked)
@@ -231,6 +251,29 @@ def _refuse_what_is_unknown(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in (*LOSS_ARGUMENTS, *GENERATE_ARGUMENTS) and value is not None and value is not False:
             raise ValueError(f"NSAForCausalLM does not take {name}; leave it out")
+
+
+def _checked(input_ids: Tensor | None, cache: Any) -> Tensor:
+    if input_ids is None:
+        raise ValueError("input_ids is None; the model reads tokens, [B, S] int64, and takes no inputs_embeds")
+    if input_ids.dim() == 2 and not input_ids.shape[1] and isinstance(cache, NSACache) and cache.columns:
+        raise ValueError(
+            f"input_ids has no token after the {cache.columns} that cache holds; give the text that the cache was "
+            "filled with, and what follows it"
+        )
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}; it must be [B, S] with one or more tokens")
+    return input_ids
+
+
+def _share(
+    labels: Tensor, num_items_in_batch: Any = None, shift_labels: Tensor | None = None, ignore_index: int = -100
+) -> Any:
+    """The part of the labels of all micro batches of a step that these are: their losses are added, not averaged."""
+    if num_items_in_batch is None:
+        return 1.0
+    of_tokens = labels[:, 1:] if shift_labels is None else shift_labels
+    return (of_tokens != ignore_index).sum() / num_items_in_batch
 
 
 def _extent(tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.transformer import AttentionLayer, apply_rope, check_prompts, check_room
+from nsa_compile.models.transformer import AttentionLayer, apply_rope, check_prompts, check_token
 
 
 class KVCache(NamedTuple):
@@ -65,7 +65,7 @@ class DenseAttention(AttentionLayer):
 
     def decode_step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
         """One token `x` `[B, dim]` at position `t`, `[]` or, of each sequence, `[B]`."""
-        check_room(t, self.room(state))
+        check_token(state, x, t, self.room(state))
         q, k, v = self._project(x[:, None], t[..., None])
         position = torch.arange(state.k.shape[1], device=x.device)
         each = t[..., None]  # [1], or [B, 1]

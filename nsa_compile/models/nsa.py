@@ -71,7 +71,14 @@ class NSAState(NamedTuple):
 def init_state(
     batch_size: int, max_len: int, key: Tensor, value: Tensor, *, pattern: SparsePattern, shared_kv: bool = False
 ) -> NSAState:
-    """Empty caches for `max_len` tokens, like `key` `[..., G, D]` and `value` `[..., G, Dv]` in all but length."""
+    """Empty caches for `max_len` tokens, like `key` `[..., G, D]` and `value` `[..., G, Dv]` in all but length.
+
+    Raises:
+        ValueError: a length or a number of sequences below 0.
+    """
+    for name, value_of in (("batch_size", batch_size), ("max_len", max_len)):
+        if value_of < 0:
+            raise ValueError(f"{name} is {value_of}; it must be 0 or more")
     n_blocks = max(0, (max_len - pattern.compress_block) // pattern.compress_stride + 1)
 
     def cache(like: Tensor, rows: int) -> Tensor:
@@ -328,7 +335,7 @@ def nsa_attention(
         pattern: block sizes, number of blocks and window.
         phi: `"mean"`, a module `[B, G, l, D] -> [B, G, D]` for keys and values alike, or a pair of them.
         q_cmp: `[B, S, Hq, D]`, the query of the compressed branch where it differs from `q`.
-        branches: those that are there; `"selected"` needs `"compressed"`.
+        branches: those that are there, in this order; `"selected"` needs `"compressed"`.
         selection: `[B, S, G, n]` int32 or int64, the blocks that each token reads, instead of those that it would rank
             best. A number that is no block's, such as -1, stands for none; one that comes twice counts once. A block
             after the token's own gives it nothing.
@@ -398,7 +405,12 @@ def _over_tokens(
 ) -> tuple[NSAState, tuple[Tensor, ...]]:
     """The state after the last token, with room for `max_len`, and what `read` makes of the gated branches of each
     token, then its selection if asked for, as `[B, S, ...]`."""
-    branches = ordered_branches(branches)
+    ordered = ordered_branches(branches)
+    if tuple(branches) != ordered:
+        raise ValueError(
+            f"branches = {list(branches)!r} must be {list(ordered)!r}: in this order gates has a column for each"
+        )
+    branches = ordered
     _check_shapes(q, *keys_and_values, gates, len(branches))
     if selection is not None or return_selection:
         check_selecting("selected" in branches)

@@ -23,7 +23,7 @@ from nsa_compile.models.nsa import (
     nsa_attention,
     nsa_prefill,
 )
-from nsa_compile.models.transformer import AttentionLayer, apply_rope, check_prompts, check_room
+from nsa_compile.models.transformer import AttentionLayer, apply_rope, check_prompts, check_token
 
 
 class NSAttention(AttentionLayer):
@@ -277,9 +277,9 @@ class NSAttention(AttentionLayer):
         `selection` and what comes third with `return_selection` are `[B, G, n]`, as those of `forward`.
 
         Raises:
-            ValueError: the caches have no room at that position.
+            ValueError: the caches have no room at that position, or `x` or `t` does not go with the state.
         """
-        check_room(t, self.room(state))
+        check_token(state, x, t, self.room(state))
         if selection is not None or return_selection:
             check_selecting(self.selects)
         if selection is not None:

@@ -79,8 +79,9 @@ def check_room(t: Tensor, room: int | None) -> None:
     Raises:
         ValueError: one line that names the position and the room.
     """
-    if not isinstance(t, Tensor):
-        raise ValueError(f"t is a {type(t).__name__}; it must be a tensor torch.int64, [] or [B]")
+    if not isinstance(t, Tensor) or t.is_floating_point() or t.dtype == torch.bool:
+        kind = t.dtype if isinstance(t, Tensor) else type(t).__name__
+        raise ValueError(f"t is a {kind}; it must be a tensor torch.int64, [] or [B]")
     if room is None or torch.compiler.is_compiling() or not t.numel():
         return
     if not t.is_cpu:
@@ -90,6 +91,22 @@ def check_room(t: Tensor, room: int | None) -> None:
     if first < 0 or last >= room:
         where = first if first < 0 else last
         raise ValueError(f"a token at position {where} has no row in caches for {room} tokens; make a state for more")
+
+
+def check_token(state: Sequence[Tensor | None], x: Tensor, t: Tensor, room: int | None) -> None:
+    """Refuse a token `x` `[B, dim]` at a position `t` that does not go with a layer's state. As `check_room`.
+
+    Raises:
+        ValueError: one line that names the shape, or the position, and what it must be.
+    """
+    check_room(t, room)
+    if torch.compiler.is_compiling():
+        return
+    rows = next(len(cache) for cache in state if cache is not None)
+    if x.dim() != 2 or len(x) != rows:
+        raise ValueError(f"x has shape {list(x.shape)}; with this state it must be [{rows}, dim]")
+    if t.shape not in ((), (rows,)):
+        raise ValueError(f"t has shape {list(t.shape)}; with this state it must be [] or [{rows}]")
 
 
 def _assert_on_cuda(right: Tensor, message: str) -> None:
@@ -109,7 +126,8 @@ class AttentionLayer(nn.Module):
     out: nn.Linear
     # Whether the three methods take `selection` and `return_selection`: blocks of keys that are chosen for each token.
     selects = False
-    # Whether `forward` takes `return_auxiliary`: the output and a loss of the layer's own, [], that training adds.
+    # Whether `forward` takes `return_auxiliary`: the output and a loss of the layer's own, [], that training adds, the
+    # mean over the tokens, or over those that are true in `counted`, bool [B, S].
     auxiliary = False
     # Whether a layer that is a loop over the tokens says so once where it runs uncompiled. What runs a whole model
     # uncompiled does so on purpose, or says so itself.
@@ -176,9 +194,9 @@ class ScannedAttention(AttentionLayer):
         `[B, dim]` and, of a layer with an `auxiliary` loss, that of the token, `[B]`."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, return_auxiliary: bool = False) -> Any:
+    def forward(self, x: Tensor, return_auxiliary: bool = False, counted: Tensor | None = None) -> Any:
         """Attention of each token to those before it, `[B, S, dim]` to the same; with `return_auxiliary` a pair of it
-        and the mean of the tokens' own losses."""
+        and the mean of the tokens' own losses, or of those `counted`."""
         self.say_uncompiled()
 
         def step(state: Any, token: tuple[Tensor, Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
@@ -187,15 +205,19 @@ class ScannedAttention(AttentionLayer):
 
         rows = (torch.arange(x.shape[1], device=x.device), x.transpose(0, 1))
         _, (o, *losses) = scan(step, self.init_state(*x.shape[:2]), rows)
-        return (o.transpose(0, 1), losses[0].mean()) if return_auxiliary else o.transpose(0, 1)
+        if not return_auxiliary:
+            return o.transpose(0, 1)
+        own = losses[0]
+        mean = own.mean() if counted is None else own.where(counted.T, 0.0).sum() / counted.sum()
+        return o.transpose(0, 1), mean
 
     def decode_step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, Tensor]:
         """The state and the output of `step`.
 
         Raises:
-            ValueError: the caches have no room at that position.
+            ValueError: the caches have no room at that position, or `x` or `t` does not go with the state.
         """
-        check_room(t, self.room(state))
+        check_token(state, x, t, self.room(state))
         state, o, *_ = self.step(state, x, t)
         return state, o
 
@@ -230,7 +252,7 @@ class Block(nn.Module):
         """The output; with `return_selection` or `return_auxiliary` a pair of it and the selection or the loss.
 
         `asked` is `selection` or `return_selection`, for an attention that `selects`, also below; or
-        `return_auxiliary`.
+        `return_auxiliary` and `counted`.
         """
         attended = self.attention(self.attention_norm(x), **asked)
         if not (asked.get("return_selection") or asked.get("return_auxiliary")):
@@ -303,6 +325,7 @@ class NSATransformer(nn.Module):
         selection: Tensor | None = None,
         return_selection: bool = False,
         return_auxiliary: bool = False,
+        counted: Tensor | None = None,
     ) -> Any:
         """Logits `[B, S, V]` of tokens `[B, S]` int64.
 
@@ -314,6 +337,7 @@ class NSATransformer(nn.Module):
             return_selection: return the blocks that each token read, too, in this form.
             return_auxiliary: return the sum of the losses that layers have of their own, too, `[]`; see
                 `AttentionVariant.auxiliary`.
+            counted: `[B, S]` bool, the tokens whose such losses count, as those that are no padding; all by default.
 
         Returns:
             The logits, or a pair of them and what was asked for: the selection, int32, -1 where a token has fewer than
@@ -337,6 +361,7 @@ class NSATransformer(nn.Module):
         for index, (block, selecting) in enumerate(zip(self.blocks, asked, strict=True)):
             if losses[index]:
                 selecting = {**selecting, "return_auxiliary": True}
+                selecting |= {} if counted is None else {"counted": counted}
             if index in self.checkpointed:
                 # Inside a graph that is being captured the whole of a block is computed again.
                 context = noop_context_fn if torch.compiler.is_compiling() else keep_selection

@@ -319,3 +319,25 @@ def test_a_damaged_folder_is_refused_in_one_line(folders, tmp_path, capsys, chan
         config.write_text(change)
     error = refused(capsys, "generate", folder, "--prompt", "x", "--no-compile")
     assert said in error
+
+
+def test_a_model_without_a_tokenizer_has_a_decode_step(folders, tmp_path, capsys):
+    model = NSAForCausalLM.from_pretrained(folders / "hf")
+    model.config.tokenizer = None
+    model.save_pretrained(tmp_path / "model")
+    invoke("export", tmp_path / "model", "--to", "decode-step", "--out", tmp_path / "step", "--max-len", 12)
+    step = torch.export.load(tmp_path / "step" / "decode_step.pt2")
+    (_, t, caches), _ = step.example_inputs
+    tokens = torch.tensor([3, 5])
+    torch.testing.assert_close(step.module()(tokens, t, caches), model(tokens[:, None]).logits[:, 0])
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "model"), "--to", "safetensors", "--out", str(tmp_path / "weights")])
+    assert "names the tokenizer None" in capsys.readouterr().err
+
+
+def test_a_missing_option_is_one_line(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["export", "runs/some", "--out", "x"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2
+    assert "Missing option '--to'. Choose from: safetensors, hf, decode-step, onnx-decode-step" in line

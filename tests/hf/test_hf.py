@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -313,6 +314,47 @@ def test_tokens_that_follow_the_cache_have_no_padding(model):
     cache = model(random_tokens(2, 4), use_cache=True).cache
     with pytest.raises(ValueError, match="has a 0 for a token that follows"):
         model(random_tokens(2, 2), attention_mask=torch.tensor([[1] * 6, [1] * 5 + [0]]), cache=cache)
+
+
+WRONG = {
+    "cache holds 3 sequences, and input_ids 2": lambda m, x: m(x[:2, 6:], cache=m(x[:, :6], use_cache=True).cache),
+    "input_ids is None": lambda m, x: m(),
+    "does not take inputs_embeds": lambda m, x: m(inputs_embeds=torch.zeros(1, 5, 8)),
+    "labels were given with logits_to_keep": lambda m, x: m(x, labels=x, logits_to_keep=4),
+    r"input_ids has shape \[9\]; it must be \[B, S\]": lambda m, x: m(x[0]),
+    r"input_ids has shape \[1, 0\]": lambda m, x: m.generate(x[:1, :0], max_new_tokens=2),
+    "no token after the 6 that cache holds": lambda m, x: m.generate(
+        x[:, :3], cache=m(x[:, :6], use_cache=True).cache, max_new_tokens=2
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", WRONG)
+def test_a_mistake_is_one_clear_line(model, rule):
+    with pytest.raises(ValueError, match=rule):
+        WRONG[rule](model, random_tokens(3, 9))
+
+
+@pytest.mark.parametrize("changes", [{"n_layers": 1}, {"n_kv_heads": 1}, {"head_dim": 2}, {"phi": "mean"}])
+def test_a_cache_of_another_model_is_refused(model, changes):
+    other, _ = wrapped(**changes) if "n_layers" not in changes else (NSAForCausalLM(smaller(model.config)).double(), 0)
+    cache, fits = other(random_tokens(2, 5), use_cache=True).cache, changes == {"phi": "mean"}
+    if fits:  # it has the same caches; that its weights are others' nobody can see
+        assert model(random_tokens(2, 3), cache=cache).logits.shape[1] == 3
+        return
+    with pytest.raises(ValueError, match="cache was filled by a model of other layers or sizes"):
+        model(random_tokens(2, 3), cache=cache)
+
+
+def smaller(config):
+    return NSAConfig.of(dataclasses.replace(config.sizes(), n_layers=1))
+
+
+def test_logits_of_columns(model):
+    x, columns = random_tokens(2, 9), torch.tensor([0, 5])
+    assert torch.equal(model(x, logits_to_keep=columns).logits, model(x).logits[:, columns])
+    with_cache = model(x, logits_to_keep=columns, use_cache=True).logits
+    torch.testing.assert_close(with_cache, model(x).logits[:, columns])
 
 
 def test_compiled_blocks_give_the_logits_of_the_loop(pair):

@@ -434,6 +434,26 @@ def rms(x: torch.Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
+@pytest.mark.parametrize(
+    ("rows", "t", "rule"),
+    [
+        (2, torch.tensor(0.0), "t is a torch.float32; it must be a tensor torch.int64"),
+        (2, torch.tensor(True), "t is a torch.bool; it must be a tensor torch.int64"),
+        (2, torch.tensor([0, 1, 2]), r"t has shape \[3\]; with this state it must be \[\] or \[2\]"),
+        (1, torch.tensor(0), r"x has shape \[1, .*\]; with this state it must be \[2, dim\]"),
+    ],
+)
+def test_a_token_that_does_not_go_with_the_state_is_refused(rows, t, rule):
+    layer = make_layer()
+    with pytest.raises(ValueError, match=rule):
+        layer.decode_step(layer.init_state(2, 4), batch(rows, 1).detach()[:, 0], t)
+
+
+def test_a_state_has_room_for_no_fewer_tokens_than_none():
+    with pytest.raises(ValueError, match="max_len is -1; it must be 0 or more"):
+        make_layer().init_state(2, -1)
+
+
 def test_decoding_goes_on_where_a_prefill_ends():
     layer = make_layer()
     x = batch(2, 21).detach()

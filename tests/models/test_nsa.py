@@ -127,6 +127,12 @@ def test_a_branch_that_is_not_there_equals_one_whose_gate_is_zero(branches):
     torch.testing.assert_close(actual, value_and_grads(shut, tensors), rtol=1e-9, atol=1e-10)
 
 
+def test_gates_and_branches_have_one_order():
+    *tensors, gates = EXAMPLE.tensors()
+    with pytest.raises(ValueError, match=r"branches = \['window', 'compressed'\] must be \['compressed', 'window'\]"):
+        nsa_attention(*tensors, gates[..., :2], pattern=EXAMPLE.pattern, branches=("window", "compressed"))
+
+
 def test_only_the_selected_branch_reads_the_order_within_a_distant_block():
     """What retrieval of more than one token needs: of a block that is a mean, the others know the sum alone."""
     S, block = 40, slice(8, 12)

@@ -29,17 +29,16 @@ def retention(s: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> tupl
 class Retention(RecurrentAttention):
     """Attention that fades with distance, in each head at another pace."""
 
-    gamma: Tensor
-
     def __init__(self, model: NSAConfig) -> None:
         super().__init__(model)
         self.gate = nn.Linear(model.dim, model.n_heads * model.value_dim, bias=False)
         self.norm = nn.GroupNorm(model.n_heads, model.n_heads * model.value_dim, eps=model.norm_eps)
-        self.register_buffer("gamma", 1 - 2.0 ** (-5 - torch.arange(model.n_heads)), persistent=False)
 
     def step(self, state: Memory, x: Tensor, t: Tensor) -> tuple[Memory, Tensor]:
         q, k, v = self.heads(self.q(x), self.k(x), self.v(x))
         q, k = (rope(y, t, self.config.rope_theta) for y in (q, k))
-        s, o = retention(state.s, q, k * self.config.head_dim**-0.5, v, self.gamma)
+        # No buffer: a model that is cast would round it, and a γ that rounds to 1 forgets nothing.
+        gamma = 1 - 2.0 ** (-5 - torch.arange(self.config.n_heads, dtype=state.s.dtype, device=state.s.device))
+        s, o = retention(state.s, q, k * self.config.head_dim**-0.5, v, gamma)
         o = self.norm(o.flatten(1).to(x.dtype)) * F.silu(self.gate(x))
         return Memory(s), self.out(o)

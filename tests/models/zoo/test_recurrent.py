@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nsa_compile.models.zoo.recurrent import Memory
 from nsa_compile.models.zoo.recurrent_variant import Recurrent
 from tests.models.zoo import judge, recurrences
 from tests.models.zoo.written import linear, rms_norm, turned
@@ -185,8 +186,9 @@ def test_decays_begin_as_those_of_mamba(name):
 
 def test_decays_of_retention_are_fixed_and_those_of_gla_begin_near_one():
     retention = judge.make_config("retnet").variant.layer(judge.make_config("retnet"))
-    assert retention.gamma.tolist() == [1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128, 1 - 1 / 256]
-    assert "gamma" not in retention.state_dict()
+    full = Memory(torch.ones_like(retention.init_state(1, 1).s))
+    faded, _ = retention.decode_step(full, torch.zeros(1, retention.config.dim), torch.tensor(0))
+    assert faded.s[0, :, 0, 0].tolist() == [1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128, 1 - 1 / 256]
     pattern = judge.make_config("gla").pattern
     assert (pattern.gate_rank, pattern.gate_temperature) == (16, 16.0)
 

@@ -124,6 +124,35 @@ def test_a_decode_step_is_exported_for_any_batch(config):
     torch.testing.assert_close(logits, expected)
 
 
+def test_an_exported_step_begins_another_text_in_a_row(config):
+    torch.manual_seed(0)
+    model = NSATransformer(config).double().eval()
+    tokens = torch.randint(256, (2, 12))
+    step, state = export_step(InPlaceStep(model, LENGTH)).module(), model.init_state(2, LENGTH)
+    with torch.no_grad():
+        expected = model(tokens)
+        for t in range(6):
+            step(tokens[:, t], state.t, state.caches())
+        state.t[1] = 0
+        for t in range(6):
+            following = torch.stack([tokens[0, 6 + t], tokens[1, t]])
+            logits = step(following, state.t, state.caches())
+            torch.testing.assert_close(logits, torch.stack([expected[0, 6 + t], expected[1, t]]))
+
+
+def test_a_model_that_is_cast_has_the_constants_of_its_design(config):
+    """A buffer would be rounded with the weights, and lost where a file has the weights alone."""
+    assert not dict(judge.make_layer(config).named_buffers())
+
+
+def test_the_tokens_whose_loss_counts(indexed):
+    layer, x = judge.make_layer(indexed), judge.make_input(indexed, 2, LENGTH)
+    counted = torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
+    _, loss = layer(x, return_auxiliary=True, counted=counted)
+    alone = [layer(row[None, :n], return_auxiliary=True)[1] * n for row, n in zip(x, (LENGTH, 7), strict=True)]
+    torch.testing.assert_close(loss, sum(alone) / (LENGTH + 7))
+
+
 def test_a_later_token_changes_nothing_before_it(config):
     judge.check_causality(judge.make_layer(config), judge.make_input(config, 2, LENGTH))
 
