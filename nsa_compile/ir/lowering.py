@@ -61,13 +61,13 @@ def trace_to_aten(
 
 
 def _end_slices(gm: fx.GraphModule) -> None:
-    """torch.vmap overflows where an open slice is written to, `x[1:] = y`: its end is the greatest integer (torch
-    2.13)."""
+    """torch.vmap overflows where an open slice is written to, `x[1:] = y`: its end is the greatest integer. And it makes
+    indices of negative ends of a row, as in `x[-3:-2] = y`, which it does not count from behind (torch 2.13)."""
     for node in gm.graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         write = arguments(node)
-        size = example(node).shape[write.dim]
-        if isinstance(write.end, int) and write.end > size:
-            node.args, node.kwargs = (write.self, write.src, write.dim, write.start, size, write.step), {}
+        if all(isinstance(end, int | None) for end in (write.start, write.end)):
+            ends = slice(write.start, write.end).indices(example(node).shape[write.dim])
+            node.args, node.kwargs = (write.self, write.src, write.dim, *ends[:2], write.step), {}
 
 
 def _fill_numbers(gm: fx.GraphModule) -> None:

@@ -35,7 +35,8 @@ from nsa_compile.loops.state import (
     look,
     module_variables,
 )
-from nsa_compile.loops.trace import Given, Ref, TensorType, Trace, trace_step
+from nsa_compile.loops.trace import Given, Ref, TensorType, Trace
+from nsa_compile.loops.tracing import trace_step
 from nsa_compile.loops.watched import Changed, Watched
 
 # Ways that a loop may take; one that takes more has no form that serves all of its steps.

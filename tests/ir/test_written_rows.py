@@ -21,7 +21,8 @@ def places(draw):
     last = draw(st.integers(first, N - 1))
     if first == last and draw(st.booleans()):
         return draw(st.sampled_from([first, first - N]))
-    return slice(first - N if draw(st.booleans()) else first, draw(st.sampled_from([last + 1, None])))
+    ends = [last + 1, None] + [last + 1 - N] * (last + 1 < N)
+    return slice(first - N if draw(st.booleans()) else first, draw(st.sampled_from(ends)))
 
 
 @st.composite

@@ -71,6 +71,21 @@ def test_a_cache_that_grows():
     assert "attention to a window of 9" in matches(compare(attention, *rows(9, 3)))
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_of_torchs_own_module(need_weights):
+    module = torch.nn.MultiheadAttention(D, 2, dropout=0.0, batch_first=True).double()
+
+    def attention(x):
+        out = []
+        for t in range(x.shape[0]):
+            so_far = x[None, : t + 1]
+            out.append(module(so_far[:, -1:], so_far, so_far, need_weights=need_weights)[0][0, 0])
+        return torch.stack(out)
+
+    found = matches(compare(attention, *rows(9), others=tuple(module.parameters())))
+    assert need_weights or "attention to a window of 9" in found
+
+
 def test_a_cache_that_is_there_from_the_start():
     def attention(q, keys):
         out = []

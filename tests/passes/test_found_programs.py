@@ -2025,3 +2025,27 @@ def test_features_picked_by_data_of_a_single_row(pick):
         return scan(step, torch.zeros_like(x), (torch.arange(1), x, x.argsort(1)))
 
     equal_gradients(run, rows(1, 3).requires_grad_(), nested="aot_eager")
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda c, u: c[-3:-2].copy_(u),
+        lambda c, u: c[-3:-2].add_(u),
+        lambda c, u: c[-3:-2, -2:-1].copy_(u[:1]),
+    ],
+    ids=["copy", "add", "two"],
+)
+def test_a_write_to_a_row_counted_from_behind(write, fresh):
+    """torch.vmap made an index of both ends, and did not count it from behind."""
+
+    def run(x, kept):
+        def step(state, u):
+            c = torch.zeros(4, D, dtype=x.dtype) if fresh else state.clone()
+            write(c, u)
+            return state, c
+
+        return scan(step, kept, x)[1]
+
+    equal_gradients(run, rows(5, D).requires_grad_(), rows(4, D).requires_grad_())

@@ -1,0 +1,342 @@
+"""One step of a loop, traced with its integers symbolic: the operators it runs, the conditions that led there."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from nsa_compile.loops import intercepted
+from nsa_compile.loops.effects import refused_effects
+from nsa_compile.loops.left import begin_lists, memory_of, note_what_is_left, settle_lists
+from nsa_compile.loops.lists import Appended, IsRead
+from nsa_compile.loops.numbers import as_number
+from nsa_compile.loops.python_numbers import (
+    SYMBOLIC,
+    NotHashable,
+    frame_of_loop,
+    stand_ins_unseen,
+    unnoted,
+)
+from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
+from nsa_compile.loops.trace import Given, Op, Ref, TensorType, Trace
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down functional operators on fake tensors. It stands where torch's proxy mode would, below the mode that
+    makes writes in place functional."""
+
+    def __init__(self, trace: Trace, step: types.FunctionType, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode_key = torch._C._TorchDispatchModeKey.PROXY
+        self.trace, self.code, self.fake = trace, step.__code__, fake
+        self.refs: dict[int, tuple[Tensor, Ref]] = {}
+
+    def ref(self, x: Tensor) -> Ref:
+        if id(x) not in self.refs:
+            ref = Ref(len(self.refs))
+            self.refs[id(x)] = (x, ref)
+            self.trace.shapes[ref] = tuple(as_number(s) for s in x.shape)
+            self.trace.types[ref] = TensorType(x.dim(), x.dtype, x.device)
+        return self.refs[id(x)][1]
+
+    def _noted(self, value: Any) -> Any:
+        return self.ref(value) if isinstance(value, Tensor) else as_number(value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or func in _ASKS:
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotFollowed(f"{func} draws random numbers")
+        if torch.is_grad_enabled() and not self.trace_no_grad:
+            raise NotFollowed("it turns gradients on, and they are off around the loop")
+        no_grad = self.trace_no_grad and not torch.is_grad_enabled()
+        noted = pytree.tree_map(self._noted, (list(args), kwargs))
+        out = func(*args, **kwargs)
+        outs = [self.ref(x) for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        if free_unbacked_symbols([x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]):
+            raise NotFollowed(f"the result of {func} has a size that depends on data")
+        key, stack = self._place()
+        self.trace.ops.append(Op(func, noted[0], noted[1], outs, (str(func), key), stack, no_grad))
+        return out
+
+    trace_no_grad = True
+
+    def __sym_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    def _place(self) -> tuple[Any, str]:
+        return place(self.code)
+
+
+def place(code: types.CodeType) -> tuple[Any, str]:
+    """Where in the program a step is now: a key, and the frames from the step inwards, as tracebacks tell them."""
+    key: list[Any] = []
+    lines: list[str] = []
+    frame = sys._getframe(2)
+    while frame is not None:
+        if not _is_ours(frame.f_code.co_filename):
+            key.append((id(frame.f_code), frame.f_lasti))
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n')
+        if frame.f_code is code:
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(key), "".join(reversed(lines))
+
+
+_TORCH = torch.__path__[0]
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_TORCH) or "nsa_compile/loops/" in file
+
+
+_ASKS = {torch.ops.aten.sym_size.int, torch.ops.aten.is_contiguous.default}
+
+
+class _Sizes(ShapeEnv):
+    """Sizes that may be 0 or 1, of which torch itself does not ask whether they are.
+
+    Where torch asks, to broadcast or to find a layout, it says what is right if that is unknown. So a first step, whose
+    caches are empty, takes the way of the others. A condition of the loop's own is one, as any other.
+    """
+
+    def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
+        expr = sym_node.expr
+        is_layout = isinstance(expr, sympy.Eq | sympy.Ne) and {0, 1} & set(expr.args)
+        is_layout = is_layout or (isinstance(expr, sympy.StrictLessThan) and expr.args[1] == 2)
+        if fallback_value is not None and is_layout:
+            known = self._maybe_evaluate_static(expr)
+            return fallback_value if known is None else bool(known)
+        return super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+
+
+class _Functional(FunctionalTensorMode):
+    def _sync_view_replay_annotations(self, args: Any, kwargs: Any) -> None:
+        """It asks for torch's own tracer, which is not here."""
+
+
+class Outside(TorchDispatchMode):
+    """Lets tensors from outside the step, such as parameters, take part as fake ones."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake = fake
+        self.known: dict[int, tuple[Tensor, Tensor, Any]] = {}
+        self.literals: set[int] = set()
+
+    def lifted(self, x: Any) -> Any:
+        """Arguments of an operator with their tensors lifted."""
+        if isinstance(x, Tensor):
+            return self.lift(x)
+        if type(x) is tuple or type(x) is list:
+            return type(x)([self.lifted(y) for y in x])
+        if type(x) is dict:
+            return {k: self.lifted(y) for k, y in x.items()}
+        return x if type(x) in _PLAIN else pytree.tree_map_only(Tensor, self.lift, x)
+
+    def lift(self, x: Tensor) -> Any:
+        if isinstance(x, FunctionalTensor | FakeTensor) or torch._is_functional_tensor(x):
+            return x
+        if id(x) not in self.known:
+            if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                raise NotFollowed(f"it reads a tensor of type {type(x).__name__}")
+            with _disable_current_modes():
+                fake = self.fake.from_tensor(x.detach(), static_shapes=True)
+            functional = FunctionalTensor.to_functional(fake)
+            # Of a leaf, autograd then refuses what it refuses in the loop.
+            self.known[id(x)] = x, fake, functional.requires_grad_(x.requires_grad and x.is_leaf)
+        return self.known[id(x)][2]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.lift_fresh.default:
+            self.literals.add(id(args[0]))
+        return func(*self.lifted(args), **self.lifted(kwargs or {}))
+
+
+# What holds no tensors; most arguments are such.
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.SymInt})
+
+
+class _Rewritten(TorchFunctionMode):
+    """Functions that would make a symbolic integer a number replaced by ones that do not; and tensors from outside
+    by fake ones before autograd sees them, lest a write in place leaves its mark on them."""
+
+    def __init__(self, outside: Outside) -> None:
+        super().__init__()
+        self.outside = outside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in intercepted.REFUSED:
+            raise NotFollowed(intercepted.REFUSED[func])
+        if func in intercepted.NOT_ASKED and isinstance(args[0], FunctionalTensor) and frame_of_loop(sys._getframe(1)):
+            raise NotFollowed(intercepted.NOT_ASKED[func])
+        args, kwargs = self.outside.lifted(args), self.outside.lifted(kwargs or {})
+        replacement = intercepted.REPLACED.get(func)
+        try:
+            with unnoted():
+                if replacement is not None:
+                    with self:
+                        result = replacement(*args, **kwargs)
+                    if result is not NotImplemented:
+                        return result
+                return func(*args, **kwargs)
+        except Exception as error:
+            # An `except` of the loop's own must not see it: it may be one that numbers instead of symbols do not raise.
+            raise NotFollowed(_in_a_line(error)) from error
+
+
+def trace_step(
+    step: types.FunctionType,
+    index: int,
+    before: Snapshot,
+    given: dict[Path, Given],
+    lists: set[Path],
+    tensors: Collection[Path],
+    temporary: frozenset[str],
+    read_after: frozenset[str],
+    noted: Callable[[], AbstractContextManager[None]],
+) -> Trace:
+    """Follow the step once, from the state that a snapshot describes, in the context `noted`. What it changes is put
+    back by the caller. `tensors` are the paths at which some step leaves another tensor than it finds.
+
+    Raises:
+        NotFollowed: the step does what no trace can follow.
+    """
+    trace = Trace()
+    env = _Sizes(duck_shape=False, specialize_zero_one=False)
+    fake = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
+    fake.cache_enabled = False  # what is kept of results with symbolic sizes is used by this trace alone
+    recorder, outside = Recorder(trace, step, fake), Outside(fake)
+    recorder.trace_no_grad = torch.is_grad_enabled()
+    leaves: dict[Path, Any] = {}
+    position = _integer(env, "t", index)
+    trace.symbols[cast(Any, position).node.expr] = "t"
+    with fake:
+        for path, leaf in given.items():
+            leaves[path] = _symbolic(env, path, leaf, trace)
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor):
+            trace.state[path] = recorder.ref(leaf)
+    cells = cells_of(step)
+    try:
+        # What torch's own functions call, such as that of nn.MultiheadAttention, is attention in plain operators, too.
+        with fake, recorder, _Functional(), _no_custom_gradients(), sdpa_kernel(SDPBackend.MATH):
+            wrapped = {p: FunctionalTensor.to_functional(x) if isinstance(x, Tensor) else x for p, x in leaves.items()}
+            grown = {path: Appended(path) for path in lists}
+            trace.came = {memory_of(x): path for path, x in wrapped.items() if isinstance(x, FunctionalTensor)}
+            before.install({**wrapped, **grown})
+            drop(cells, temporary)
+            with outside, _Rewritten(outside), refused_effects(), stand_ins_unseen():
+                handed = begin_lists(before)
+                with noted():
+                    step(position)
+                    drop(cells, temporary - read_after)
+                settle_lists(step, handed, trace)
+            trace.after = look(step, temporary)
+            for path, content in before.contents.items():
+                leaf = before.leaves[path]
+                if path not in given and trace.after.contents.get(path) != content:
+                    raise NotFollowed(f"it changes {in_words(path)}, a {type(leaf).__name__}, in place")
+            note_what_is_left(trace, recorder, outside, before, tensors, leaves, wrapped, grown)
+    except NotFollowed as why:
+        raise NotFollowed(why.reason, why.place or _line_of(why, step)) from why
+    except IsRead:
+        raise
+    except Exception as error:
+        raise NotFollowed(_in_a_line(error), _line_of(error, step)) from error
+    for guard in env.guards:
+        trace.conditions.append(as_number(guard.expr, True))
+        trace.stack_of_condition.append(str(getattr(guard, "sloc", "")))
+    return trace
+
+
+def _integer(env: ShapeEnv, name: str, hint: int, lowest: int | None = None) -> torch.SymInt:
+    """A symbolic integer. Sizes are not torch's own, of which it takes for granted that none is 0."""
+    source = ConstantSource(name)
+    symbol = env.create_symbol(
+        hint, source, DimDynamic.DYNAMIC, constraint_dim=None, positive=None, do_not_specialize_zero_one=True
+    )
+    if lowest is not None:
+        env.var_to_range[symbol] = ValueRanges(lowest, int_oo)
+    return env.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[return-value]
+
+
+def _symbolic(env: ShapeEnv, path: Path, leaf: Given, trace: Trace) -> Any:
+    if leaf.sizes is None:
+        number = _integer(env, f"s{len(trace.symbols)}", leaf.value)
+        trace.symbols[number.node.expr] = (path, None)
+        return number
+    assert leaf.type is not None
+    sizes: list[Any] = list(leaf.sizes)
+    for d in leaf.growing:
+        sizes[d] = _integer(env, f"s{len(trace.symbols)}", leaf.sizes[d], lowest=0)
+        trace.symbols[sizes[d].node.expr] = (path, d)
+    return torch.empty(sizes, dtype=leaf.type.dtype, device=leaf.type.device)
+
+
+@contextlib.contextmanager
+def _no_custom_gradients() -> Iterator[None]:
+    """A trace below autograd would lose the gradients that a `torch.autograd.Function` defines."""
+
+    tracing = threading.get_ident()
+
+    def apply(cls: Any, *inputs: Any, **named: Any) -> Any:
+        if threading.get_ident() == tracing:
+            raise NotFollowed(f"it applies {cls.__name__}, a torch.autograd.Function")
+        return own.__get__(None, cls)(*inputs, **named)
+
+    own: Any = torch.autograd.Function.__dict__.get("apply")
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def _line_of(error: BaseException, step: types.FunctionType) -> str | None:
+    """`file:line` of the innermost frame of an error that is the user's."""
+    found, entered = None, False
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        entered |= code is step.__code__
+        if entered and not _is_ours(code.co_filename):
+            found = f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _in_a_line(error: Exception) -> str:
+    kind = type(error).__name__
+    if isinstance(error, NotHashable):
+        return str(error)
+    if "DataDependent" in kind or "unbacked" in str(error).lower():
+        return "it reads a number out of a tensor, so that its way depends on data"
+    if "_linalg_check_errors" in str(error):
+        return "it inverts or factorizes a matrix, and torch checks at each step whether that is possible"
+    if "SymIntArrayRef" in str(error):
+        return "it calls a function of torch that takes no size that changes from step to step"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if any(kind.__name__ in first for kind in SYMBOLIC):
+        return f"it does with a number that changes from step to step what torch's symbols cannot: {first}"
+    return f"it raises {kind}: {first}" if first else f"it raises {kind}"
