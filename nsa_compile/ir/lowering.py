@@ -61,8 +61,8 @@ def trace_to_aten(
 
 
 def _end_slices(gm: fx.GraphModule) -> None:
-    """torch.vmap overflows where an open slice is written to, `x[1:] = y`: its end is the greatest integer. And it makes
-    indices of negative ends of a row, as in `x[-3:-2] = y`, which it does not count from behind (torch 2.13)."""
+    """torch.vmap overflows where an open slice is written to, `x[1:] = y`: its end is the greatest integer. And it does
+    not count the ends of a row from behind, as in `x[-3:-2] = y`, when it makes indices of them (torch 2.13)."""
     for node in gm.graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         write = arguments(node)
         if all(isinstance(end, int | None) for end in (write.start, write.end)):
