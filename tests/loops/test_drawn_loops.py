@@ -7,12 +7,13 @@ import itertools
 import linecache
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import nsa_compile
 from nsa_compile.loops import LoopDeclined
 from nsa_compile.passes.pipeline import ScanNotBatched
+from tests.strategies import few
 
 D = 3
 NUMBERS = itertools.count()
@@ -98,7 +99,7 @@ def outcome(function, seed, length):
     return [*results, *torch.autograd.grad(loss, (x, z), allow_unused=True)]
 
 
-@settings(max_examples=60)
+@few(24)
 @given(loops(), st.integers(2, 9))
 def test_a_drawn_loop_is_as_it_is_written(source, length):
     function = made(source)

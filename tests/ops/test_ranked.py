@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import nsa_compile
 from nsa_compile import scan
 from nsa_compile.ops import cpp, ranked
 from nsa_compile.ops.dispatch import KERNELS
+from tests.strategies import few
 
 INF, NAN = float("inf"), float("nan")
 
@@ -20,7 +21,7 @@ def by_sort(x, count):
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-@settings(max_examples=60)
+@few(60)
 @given(
     st.integers(2, 5000),
     st.floats(0, 0.5),

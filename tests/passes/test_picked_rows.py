@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import nsa_compile
 from nsa_compile import scan
 from nsa_compile.analyses import picked_rows, unrolled_picks
+from tests.strategies import few
 
 D, BLOCKS = 4, 6
 INF = float("inf")
@@ -207,7 +208,7 @@ PICKS = st.builds(
 )
 
 
-@settings(max_examples=30)
+@few(12)
 @given(PICKS, st.integers(0, 1000))
 def test_whatever_is_picked_the_loop_is_what_comes_out(p, seed):
     check(p, seed)
