@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.modules import module as modules
 
 from nsa_compile.backend import IS_LOOPED, parse_options
+from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.loops.aliases import share
 from nsa_compile.loops.items import Anything, Items
 from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
@@ -23,6 +24,7 @@ from nsa_compile.loops.program import Program, compile_loop, run_program
 from nsa_compile.loops.source import ITEMS, NotALoop, Variables, cut_out_loop
 from nsa_compile.loops.state import NotFollowed, Path, Same, Snapshot, Unseen, cells_of, distinct, drop, in_words, look
 from nsa_compile.modes import unobserved
+from nsa_compile.ops.loop import LoopNotTraced
 
 __all__ = ["LoopDeclined", "loop"]
 
@@ -165,6 +167,10 @@ class _Runner(Unseen):
                 never.add(error.path)
             except IsRead as error:
                 rows.add(error.path)
+            except ScanNotCompiled as why:
+                if not isinstance(cause := why.__cause__, LoopNotTraced):
+                    raise
+                return self._declined(NotFollowed(cause.reason, cause.line))
             except NotFollowed as why:
                 # Without its traceback, which would keep this frame and the tensors of this call alive.
                 first = first or NotFollowed(why.reason, why.place)

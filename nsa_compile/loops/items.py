@@ -87,19 +87,19 @@ class Pieces(Items):
 
 
 class Listed(Items):
-    """The tensors of a list or tuple, all alike."""
+    """The tensors of a list or tuple, all alike, from its first or from its last one on."""
 
-    def __init__(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: list[Tensor] | tuple[Tensor, ...], *, turned: bool = False) -> None:
+        self.tensors, self.turned = tensors, turned
 
     def __len__(self) -> int:
         return len(self.tensors)
 
     def as_written(self) -> Iterable[Tensor]:
-        return self.tensors
+        return reversed(self.tensors) if self.turned else self.tensors
 
     def stacked(self) -> Items:
-        return Rows(torch.stack(list(self.tensors)))
+        return Rows(torch.stack(list(self.as_written())))
 
     def lists(self) -> list[Any]:
         return [self.tensors]
@@ -191,8 +191,10 @@ def items_of_call(function: Callable[..., Any], *args: Any, **named: Any) -> Any
 def _zipped(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Items | None:
     if function is reversed and len(args) == 1:
         whole = args[0].as_written() if isinstance(args[0], Items) else args[0]
-        found = goes_over(whole[::-1]) if isinstance(whole, range | list | tuple) else Anything(whole)
-        return None if isinstance(found, Anything) else found
+        if isinstance(whole, range):
+            return goes_over(whole[::-1])
+        found = goes_over(whole)
+        return Listed(found.tensors, turned=True) if isinstance(found, Listed) else None
     if function not in (enumerate, zip) or not args:
         return None
     parts = [goes_over(x) for x in (args if function is zip else args[:1])]

@@ -181,6 +181,18 @@ def _stored_outside(statement: ast.AST, comprehension: ast.AST) -> set[str]:
     return {n.id for n in names if id(n) not in inside}
 
 
+def _of_comprehensions(definition: ast.AST) -> set[int]:
+    """The names, by address, that are variables of a comprehension alone: `r` in `[r * 2 for r in x]`."""
+    found: set[int] = set()
+    for node in ast.walk(definition):
+        if isinstance(node, _COMPREHENSIONS):
+            own = {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)}
+            around = {id(n) for n in ast.walk(node.generators[0].iter)}
+            names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and id(n) not in around)
+            found |= {id(n) for n in names if n.id in own}
+    return found
+
+
 def _variables(
     definition: ast.FunctionDef, loop: ast.For, outside: set[int]
 ) -> tuple[tuple[list[str], list[str]], Variables]:
@@ -193,7 +205,8 @@ def _variables(
     exits: list[set[str]] = []
     end = _follow(loop.body, _stored([loop.target]), read, exits)
     always = set[str].intersection(*exits, *([] if end is None else [end])) if exits or end is not None else set()
-    loaded = {n.id for n in ast.walk(definition) if id(n) in outside and isinstance(n, ast.Name)}
+    others = outside - _of_comprehensions(definition)
+    loaded = {n.id for n in ast.walk(definition) if id(n) in others and isinstance(n, ast.Name)}
     functions = [n for n in ast.walk(definition) if id(n) in outside and isinstance(n, _SCOPES) and n is not definition]
     # What some steps leave as it was counts if somebody reads it after the loop.
     read |= (loaded - always) | {name for f in functions for name in _loaded(f)}

@@ -139,7 +139,8 @@ class Snapshot:
             return "same", self.same[path]
         container = self.containers[path]
         keys = len(container.keys) if container.kind in ("list", "tuple") else container.keys
-        return container.kind, container.type, keys
+        is_function = container.kind == "function"
+        return container.kind, Same(container.value.__code__) if is_function else container.type, keys
 
     def structure(self) -> dict[Path, Any]:
         """All paths that are no leaves, and what they are."""
@@ -232,12 +233,12 @@ _GENERATORS = (numpy.random.Generator, numpy.random.RandomState)
 
 def content_of(value: Any) -> Any:
     """What a leaf holds that may be written to: numbers of an array, the state of a generator of random numbers,
-    attributes of a tensor. None if there is nothing."""
+    attributes of a tensor; none of a function, which would be no leaf if it had some. None if there is nothing."""
     if isinstance(value, _GENERATORS):
         return pickle.dumps(_bits_of(value).state)
     if isinstance(value, _ARRAYS) and not (isinstance(value, numpy.ndarray) and value.dtype.hasobject):
         return bytes(value.tobytes() if hasattr(value, "tobytes") else value)  # those of ctypes lie in memory, too
-    if type(value) in (Tensor, torch.nn.Parameter) and vars(value):
+    if isinstance(value, types.FunctionType) or (type(value) in (Tensor, torch.nn.Parameter) and vars(value)):
         return tuple((name, Same(x)) for name, x in vars(value).items())
     return None
 
@@ -251,7 +252,7 @@ def write_content(value: Any, content: Any) -> None:
         return
     if isinstance(value, _GENERATORS):
         _bits_of(value).state = pickle.loads(content)
-    elif isinstance(value, Tensor):
+    elif isinstance(value, Tensor | types.FunctionType):
         vars(value).clear()
         vars(value).update((name, x.value) for name, x in content)
     elif isinstance(value, numpy.ndarray):

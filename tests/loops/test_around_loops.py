@@ -830,3 +830,117 @@ def test_a_loop_that_reads_what_always_changes_is_not_compiled_for_ever(caplog):
         torch.testing.assert_close(looped(x), run(x))
     (line,) = (r.message for r in caplog.records)
     assert "which it reads, changes from call to call" in line
+
+
+def by_product(w):
+    return lambda x: x * w
+
+
+def by_sum(w):
+    return lambda x: x + w
+
+
+def test_functions_that_hold_the_same_variables_are_not_the_same():
+    """Their closures were compared, and not what they do."""
+
+    @loop(nested="eager", cache=False, on_decline="error")
+    def run(x, f):
+        out = []
+        for t in range(len(x)):
+            out.append(f(x[t]))
+        return torch.stack(out)
+
+    x = torch.randn(S, D)
+    for f in (by_product(3.0), by_sum(3.0), by_product(2.0)):
+        torch.testing.assert_close(run(x, f), f(x))
+
+
+def turned_and_written(x):
+    listed, h = [r * 2 for r in x], 0
+    for i, r in enumerate(reversed(listed)):
+        h = h * 0.5 + r
+        listed[i] = h
+    return h, torch.stack(listed)
+
+
+def zipped_with_itself_turned(x):
+    listed, h = [r * 2 for r in x], 0
+    for r, s in zip(listed, reversed(listed), strict=True):
+        h = h * 0.5 + r * s
+        listed[-1] = h
+    return h, torch.stack(listed)
+
+
+@pytest.mark.parametrize("written", [turned_and_written, zipped_with_itself_turned])
+def test_a_list_that_is_gone_over_backwards_is_read_as_it_is_written(written, caplog):
+    x = torch.randn(S, D)
+    torch.testing.assert_close(loop(written, nested="eager", cache=False)(x), written(x))
+    assert "it goes over a list that the step can change" in caplog.text
+
+
+def test_a_list_backwards():
+    @loop(nested="eager", cache=False, on_decline="error")
+    def run(listed):
+        h = 0
+        for r in reversed(listed):
+            h = h * 0.5 + r
+        return h
+
+    listed = list(torch.randn(S, D))
+    h = 0
+    for r in reversed(listed):
+        h = h * 0.5 + r
+    torch.testing.assert_close(run(listed), h)
+
+
+def test_a_comprehension_has_variables_of_its_own():
+    """It read none of the loop's, so nothing keeps an element of the list."""
+
+    @loop(nested="eager", cache=False, on_decline="error")
+    def run(x):
+        listed, h = [r * 2 for r in x], 0
+        for r in listed:
+            h = h * 0.5 + r
+        return h
+
+    x = torch.randn(S, D)
+    h = 0
+    for row in x * 2:
+        h = h * 0.5 + row
+    torch.testing.assert_close(run(x), h)
+
+
+def noted():
+    pass
+
+
+def test_an_attribute_that_a_function_did_not_have_is_not_left_to_it(caplog):
+    def run(x):
+        for t in range(len(x)):
+            noted.h = getattr(noted, "h", 0) * 0.5 + x[t]
+        return noted.h
+
+    x, found = torch.randn(S, D), []
+    for function in (run, loop(run, nested="eager", cache=False)):
+        vars(noted).clear()
+        found.append(function(x))
+        assert type(noted.h) is torch.Tensor
+    torch.testing.assert_close(*found)
+    assert "it changes noted, a function, in place" in caplog.text
+
+
+@pytest.mark.parametrize("clones", [True, False])
+def test_a_write_by_a_mask_with_gradients_runs_as_written(clones, caplog):
+    def run(x):
+        b = torch.zeros_like(x)
+        for t in range(len(x)):
+            mask = torch.arange(len(x)) == t
+            b = b.clone() if clones else b
+            b[mask] = x[t]
+        return b
+
+    x = torch.randn(S, D, requires_grad=True)
+    ours = loop(run, nested="eager", cache=False)(x)
+    assert torch.equal(ours, run(x))
+    assert torch.equal(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (ours, run(x))))
+    assert "runs as it is written: it selects elements by their values" in caplog.text
