@@ -347,7 +347,9 @@ def _held_by(value: Any) -> list[Any]:
 
 
 def _parts_of_partial(value: functools.partial[Any]) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
-    return "partial", ("def", "args", "named"), (value.func, value.args, value.keywords)
+    attributes = vars(value)
+    keys = ("def", "args", "named", *(f".{name}" for name in attributes))
+    return "partial", keys, (value.func, value.args, value.keywords, *attributes.values())
 
 
 def take_class(value: Any, kind: type) -> None:
@@ -454,8 +456,10 @@ def _fill(value: Any, kind: str, keys: tuple[Any, ...], children: tuple[Any, ...
         _fill_attributes(value, dict(zip(keys, children, strict=True)))
     elif kind == "function":
         _fill_function(value, dict(zip(keys, children, strict=True)))
-    elif kind == "partial" and any(a is not b for a, b in zip(_parts_of_partial(value)[2], children, strict=True)):
-        value.__setstate__((*children, vars(value)))
+    elif kind == "partial":
+        if any(a is not b for a, b in zip((value.func, value.args, value.keywords), children, strict=False)):
+            value.__setstate__((*children[:3], vars(value)))
+        _fill_attributes(value, dict(zip(keys[3:], children[3:], strict=True)))
 
 
 def _fill_function(value: types.FunctionType, parts: dict[Any, Any]) -> None:

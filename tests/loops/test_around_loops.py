@@ -914,19 +914,24 @@ def noted():
     pass
 
 
-def test_an_attribute_that_a_function_did_not_have_is_not_left_to_it(caplog):
+@pytest.mark.parametrize(
+    ("owner", "reason"),
+    [(noted, "it changes owner, a function, in place"), (functools.partial(noted), "may have attributes of its own")],
+)
+def test_an_attribute_that_a_function_did_not_have_is_not_left_to_it(owner, reason, caplog):
     def run(x):
         for t in range(len(x)):
-            noted.h = getattr(noted, "h", 0) * 0.5 + x[t]
-        return noted.h
+            owner.n = getattr(owner, "n", 0) + 1
+            owner.h = getattr(owner, "h", 0) * 0.5 + x[t] * owner.n
+        return owner.h
 
     x, found = torch.randn(S, D), []
     for function in (run, loop(run, nested="eager", cache=False)):
-        vars(noted).clear()
+        vars(owner).clear()
         found.append(function(x))
-        assert type(noted.h) is torch.Tensor
+        assert (owner.n, type(owner.h)) == (S, torch.Tensor)
     torch.testing.assert_close(*found)
-    assert "it changes noted, a function, in place" in caplog.text
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize("clones", [True, False])
