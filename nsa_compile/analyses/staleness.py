@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -142,6 +141,7 @@ class Analysis:
         # Operands (node, place) whose elements may be taken for zero before a step: what they meet is zero in the loop.
         self.hidden: dict[tuple[fx.Node, int], Steps] = {}
         self.magnitudes = Magnitudes(record)
+        self._with_gradients: frozenset[fx.Node] | None = None
         self._gives_gradients = True  # whether the operator that is looked at does
 
     def given(self, node: fx.Node, magnitude: Magnitude | None, facts: Facts = CLEAN) -> None:
@@ -155,7 +155,9 @@ class Analysis:
             self.magnitudes.found[node] = (
                 self._softmax_magnitude(node) if node.target in SOFTMAX else self.magnitudes.derive(node)
             )
-            self._gives_gradients = _gives_gradients(node)
+            if self._with_gradients is None:
+                self._with_gradients = _with_gradients(node.graph)
+            self._gives_gradients = node in self._with_gradients
             self.facts[node] = self._tidy(self._follow_hollow(node, self._derive(node)))
             self._gives_gradients = True
 
@@ -631,12 +633,18 @@ class Analysis:
         return replace(f, **changes)
 
 
-def _gives_gradients(node: fx.Node) -> bool:
-    """Whether gradients may reach what an operator reads: not through integers, such as the indices of a top-k."""
-    value: Any = node.meta.get("val")
-    if isinstance(value, tuple | list) and all(user.target is operator.getitem for user in node.users):
-        return any(_gives_gradients(user) for user in node.users)
-    return node.target is not aten.detach.default and not (isinstance(value, Tensor) and not is_inexact(value.dtype))
+def _with_gradients(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The operators whose operands gradients may reach: not through integers, such as the indices of a top-k, and not
+    through values that are only compared, or detached."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        value: Any = node.meta.get("val")
+        is_integer = isinstance(value, Tensor) and not is_inexact(value.dtype)
+        if node.op == "output" or (
+            node.target is not aten.detach.default and not is_integer and not found.isdisjoint(node.users)
+        ):
+            found.add(node)
+    return frozenset(found)
 
 
 def _nan_becomes_zero(softmax: fx.Node) -> bool:

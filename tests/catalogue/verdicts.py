@@ -171,11 +171,11 @@ VERDICTS = {
     "gated_output/gated_output": ("window_attention", "operator"),
     # selection.py
     "moba/moba_by_mask": ("selected_attention", "operator"),
-    "moba/moba_by_finite_mask": ("rows of the selected blocks + copies", "operator"),  # short
+    "moba/moba_by_finite_mask": ("selected_attention", "operator"),
     "moba/moba_by_bias": ("selected_attention", "operator"),
     "moba/moba_by_gather": ("selected_attention", "operator"),
     "moba/moba_by_gather_of_blocks": ("selected_attention", "operator"),
-    "moba/moba_by_threshold": ("copies", "dense"),  # short
+    "moba/moba_by_threshold": ("batched", "dense"),  # short
     "moba/moba_by_one_hot": ("selected_attention", "operator"),
     "moba/moba_by_comparison": ("selected_attention", "operator"),
     "moba/moba_by_sdpa": ("selected_attention", "operator"),

@@ -2049,3 +2049,28 @@ def test_a_write_to_a_row_counted_from_behind(write, fresh):
         return scan(step, kept, x)[1]
 
     equal_gradients(run, rows(5, D).requires_grad_(), rows(4, D).requires_grad_())
+
+
+@pytest.mark.parametrize("read", ["compared", "detached", "added"])
+def test_values_of_a_ranking_that_are_only_compared(read):
+    """Gradients reach no block whose rows are not all written through a comparison; through a sum they do."""
+
+    def run(x, queries):
+        positions, blocks = torch.arange(8), torch.arange(4)
+
+        def step(cache, row):
+            t, key, q = row
+            cache = torch.where((positions == t)[:, None], key, cache)
+            scores = cache.unflatten(0, (4, 2)).mean(1) @ q
+            scores = scores.masked_fill(blocks > t // 2, -INF).masked_fill(blocks == t // 2, INF)
+            best, index = (scores.detach() if read == "detached" else scores).sort(descending=True, stable=True)
+            chosen = torch.zeros(4, dtype=torch.bool).scatter(0, index[:2], best[:2] > -INF)
+            kept = chosen.repeat_interleave(2) & (positions <= t)
+            y = (cache @ q).masked_fill(~kept, -INF).softmax(0) @ cache
+            return cache, y + torch.where(best.isfinite(), best, 0.0).sum() if read == "added" else y
+
+        return scan(step, torch.zeros(8, D, dtype=x.dtype), (positions, x, queries))[1]
+
+    equal_gradients(run, *(r.requires_grad_() for r in rows(2, 8, D).unbind()))
+    if read != "added":
+        assert nsa_compile.last_report().scans[0].guards_kept == []
