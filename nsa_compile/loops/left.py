@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import Number, as_number
 from nsa_compile.loops.python_numbers import is_symbolic
+from nsa_compile.loops.recording import Outside, Recorder
 from nsa_compile.loops.state import NotFollowed, Path, Snapshot, in_words, look
 from nsa_compile.loops.trace import Held, Trace
-
-if TYPE_CHECKING:
-    import types
-
-    from nsa_compile.loops.tracing import Outside, Recorder
 
 
 def note_what_is_left(
