@@ -129,10 +129,10 @@ CLEAN = Facts()
 
 
 class Analysis:
-    """One pass over a lowered body, given what its inputs are like."""
+    """One pass over a lowered body, given what its inputs are like, and whose operands gradients may reach."""
 
-    def __init__(self, record: ScanRecord) -> None:
-        self.record = record
+    def __init__(self, record: ScanRecord, with_gradients: Collection[fx.Node]) -> None:
+        self.record, self.with_gradients = record, with_gradients
         self.never = record.length
         self.lost_for_good = record.length + 1  # after any step from which on a mask may let an element through
         self.facts: dict[fx.Node, Facts] = {}
@@ -141,7 +141,6 @@ class Analysis:
         # Operands (node, place) whose elements may be taken for zero before a step: what they meet is zero in the loop.
         self.hidden: dict[tuple[fx.Node, int], Steps] = {}
         self.magnitudes = Magnitudes(record)
-        self._with_gradients: frozenset[fx.Node] | None = None
         self._gives_gradients = True  # whether the operator that is looked at does
 
     def given(self, node: fx.Node, magnitude: Magnitude | None, facts: Facts = CLEAN) -> None:
@@ -155,9 +154,7 @@ class Analysis:
             self.magnitudes.found[node] = (
                 self._softmax_magnitude(node) if node.target in SOFTMAX else self.magnitudes.derive(node)
             )
-            if self._with_gradients is None:
-                self._with_gradients = _with_gradients(node.graph)
-            self._gives_gradients = node in self._with_gradients
+            self._gives_gradients = node in self.with_gradients
             self.facts[node] = self._tidy(self._follow_hollow(node, self._derive(node)))
             self._gives_gradients = True
 
@@ -633,18 +630,17 @@ class Analysis:
         return replace(f, **changes)
 
 
-def _with_gradients(graph: fx.Graph) -> frozenset[fx.Node]:
+def with_gradients(graph: fx.Graph) -> set[fx.Node]:
     """The operators whose operands gradients may reach: not through integers, such as the indices of a top-k, and not
-    through values that are only compared, or detached."""
+    through values that are only compared, or detached. Who reads what has no readers here, nobody knows."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         value: Any = node.meta.get("val")
         is_integer = isinstance(value, Tensor) and not is_inexact(value.dtype)
-        if node.op == "output" or (
-            node.target is not aten.detach.default and not is_integer and not found.isdisjoint(node.users)
-        ):
+        stops_here = is_integer or node.target is aten.detach.default
+        if not stops_here and (not node.users or not found.isdisjoint(node.users)):
             found.add(node)
-    return frozenset(found)
+    return found
 
 
 def _nan_becomes_zero(softmax: fx.Node) -> bool:
@@ -997,8 +993,9 @@ def analyse(
     updates = [operand(u) if u.target is aten.clone.default else u for u in results(body)[: len(record.carries)]]
     infinite = {carry for carry in carries if not _is_finite(given.get(carry, unmeasured(carry)))}
     hollow = dict.fromkeys(carries, frozenset[str]())
+    reached = with_gradients(body.graph)
     while True:
-        analysis = Analysis(record)
+        analysis = Analysis(record, reached)
         held: dict[fx.Node, fx.Node] = {}  # the nodes that are a carry before or after the step
         for carry, update, kind in zip(carries, updates, record.carries, strict=True):
             if isinstance(kind, Latest | Recurrent | Rows):

@@ -50,26 +50,30 @@ def export(run: Path, kind: str, out: Path, max_len: int | None) -> None:
     nsa-compile generate shakespeare --prompt "ROMEO:"
     """
     check_new_directory(out)
-    if max_len is not None and not kind.endswith("decode-step"):
+    is_step = kind.endswith("decode-step")
+    if max_len is not None and not is_step:
         raise UserError(f"--max-len {max_len} is for the room of a decode step, and this is --to {kind}; leave it out")
     for module in _NEEDED[kind]:
         importlib.import_module(module)
-    from nsa_compile.generation.trained import load_trained
+    from nsa_compile.generation.trained import ready_to_write
+    from nsa_compile.train.checkpoints.source import read_source
 
-    trained = load_trained(run, for_text=not kind.endswith("decode-step"))
-    for warning in trained.warnings:
+    source = read_source(str(run))
+    for warning in source.warnings:
         click.echo(warning, err=True)
-    if kind.endswith("decode-step"):
+    if is_step:  # it has no text, and needs no tokenizer
         from nsa_compile.generation.exported_step import write_onnx_step, write_step
 
-        room = max_len or trained.seq_len
+        room = max_len or source.seq_len
         if room is None:
             raise UserError(f"'{run}' does not say how long the texts of its training were; give --max-len N")
         write = write_step if kind == "decode-step" else write_onnx_step
-        names = write_folder(lambda folder: write(folder, trained.model, room), out)
+        model = source.model.float().eval().requires_grad_(False)
+        names = write_folder(lambda folder: write(folder, model, room), out)
     else:
+        trained = ready_to_write(source)
         names = write_folder(lambda folder: _write_model(trained, kind, folder), out)
-    click.echo(f"{out}: {', '.join(names)} of '{trained.source}'")
+    click.echo(f"{out}: {', '.join(names)} of '{source.path}'")
 
 
 def _write_model(trained: TrainedModel, kind: str, folder: Path) -> None:

@@ -12,7 +12,7 @@ from nsa_compile.data.tokenizers import Tokenizer, make_tokenizer
 from nsa_compile.errors import UserError
 from nsa_compile.generation.exported import CONFIG
 from nsa_compile.models import NSATransformer
-from nsa_compile.train.checkpoints.source import read_source
+from nsa_compile.train.checkpoints.source import Source, read_source
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,25 +38,31 @@ class TrainedModel:
     chat: bool = False
 
 
-def load_trained(path: Path | str, dtype: str = "float32", *, for_text: bool = True) -> TrainedModel:
+def load_trained(path: Path | str, dtype: str = "float32") -> TrainedModel:
     """The model that `read_source` finds, ready to write texts.
 
     Args:
         path: the directory of a run or of one of its checkpoints, or a folder of `nsa-compile export`.
         dtype: of the weights, `"float32"` or `"bf16"`.
-        for_text: whether its tokenizer is needed; where it is not, one that is not known here is taken for bytes.
 
     Raises:
         UserError: the path is none of these, or the folder is damaged or has a tokenizer that is not known here.
         CheckpointError: it has no good checkpoint, or one of another configuration.
     """
-    source = read_source(str(path))
-    known = source.tokenizer if source.tokenizer in TOKENIZER_VOCAB_SIZES else None
-    if for_text and known is None:
+    return ready_to_write(read_source(str(path)), dtype)
+
+
+def ready_to_write(source: Source, dtype: str = "float32") -> TrainedModel:
+    """A model that was read, with its tokenizer; `dtype` as for `load_trained`.
+
+    Raises:
+        UserError: the tokenizer is not known here.
+    """
+    if source.tokenizer not in TOKENIZER_VOCAB_SIZES:
         raise UserError(
             f"'{source.path / CONFIG}' names the tokenizer {source.tokenizer!r}; it must be one of "
             f"{', '.join(TOKENIZER_VOCAB_SIZES)}, or the model goes on with no text here"
         )
     model = source.model.to(DTYPES[dtype]).eval().requires_grad_(False)
-    tokenizer = make_tokenizer(known or "byte")
+    tokenizer = make_tokenizer(source.tokenizer)
     return TrainedModel(model, tokenizer, source.seq_len, source.path, source.warnings, source.config, source.chat)

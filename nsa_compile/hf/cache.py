@@ -83,7 +83,9 @@ class NSACache(Cache):
             return
         own = model.init_state(rows, self.room)
         if [_sizes(layer) for layer in own.layers] != [_sizes(layer) for layer in self.state.layers]:
-            raise ValueError("cache was filled by a model of other layers or sizes; read the text with this one")
+            raise ValueError(
+                "cache was filled by a model of other layers or sizes; let this model read the text itself"
+            )
         self.filled_by = id(model)
 
     def grow(self, model: NSATransformer, room: int) -> None:

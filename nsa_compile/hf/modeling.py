@@ -165,12 +165,14 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 take.
         """
         _refuse_what_is_unknown(kwargs)
-        input_ids = _checked(input_ids, cache)
-        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            raise ValueError("labels were given with logits_to_keep; the loss is about all columns, so leave it out")
-        kwargs = {name: value for name, value in kwargs.items() if name not in GENERATE_ARGUMENTS}
         if not isinstance(cache, NSACache | None):
             raise ValueError(f"cache is a {type(cache).__name__}; it must be an NSACache or None")
+        input_ids = _checked(input_ids, cache)
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError(
+                "labels were given with logits_to_keep; the loss is about all columns, so leave logits_to_keep out"
+            )
+        kwargs = {name: value for name, value in kwargs.items() if name not in GENERATE_ARGUMENTS}
         if selection is not None and (use_cache or cache is not None):
             raise ValueError("selection was given with a cache; replay it without: use_cache=False")
         auxiliary = None
@@ -253,10 +255,10 @@ def _refuse_what_is_unknown(arguments: dict[str, Any]) -> None:
             raise ValueError(f"NSAForCausalLM does not take {name}; leave it out")
 
 
-def _checked(input_ids: Tensor | None, cache: Any) -> Tensor:
+def _checked(input_ids: Tensor | None, cache: NSACache | None) -> Tensor:
     if input_ids is None:
         raise ValueError("input_ids is None; the model reads tokens, [B, S] int64, and takes no inputs_embeds")
-    if input_ids.dim() == 2 and not input_ids.shape[1] and isinstance(cache, NSACache) and cache.columns:
+    if input_ids.dim() == 2 and not input_ids.shape[1] and cache is not None and cache.columns:
         raise ValueError(
             f"input_ids has no token after the {cache.columns} that cache holds; give the text that the cache was "
             "filled with, and what follows it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 from collections.abc import Callable
@@ -357,7 +358,7 @@ class _Assembly:
 
 def without_autocast() -> Any:
     """The operators of a step have been traced below autocast: their casts stand among them."""
-    stack = __import__("contextlib").ExitStack()
+    stack = contextlib.ExitStack()
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))

@@ -457,9 +457,10 @@ def _fill(value: Any, kind: str, keys: tuple[Any, ...], children: tuple[Any, ...
     elif kind == "function":
         _fill_function(value, dict(zip(keys, children, strict=True)))
     elif kind == "partial":
-        if any(a is not b for a, b in zip((value.func, value.args, value.keywords), children, strict=False)):
-            value.__setstate__((*children[:3], vars(value)))
-        _fill_attributes(value, dict(zip(keys[3:], children[3:], strict=True)))
+        call, attributes = children[:3], dict(zip(keys[3:], children[3:], strict=True))
+        if any(a is not b for a, b in zip((value.func, value.args, value.keywords), call, strict=True)):
+            value.__setstate__((*call, vars(value)))
+        _fill_attributes(value, attributes)
 
 
 def _fill_function(value: types.FunctionType, parts: dict[Any, Any]) -> None:

@@ -407,9 +407,7 @@ def _over_tokens(
     token, then its selection if asked for, as `[B, S, ...]`."""
     ordered = ordered_branches(branches)
     if tuple(branches) != ordered:
-        raise ValueError(
-            f"branches = {list(branches)!r} must be {list(ordered)!r}: in this order gates has a column for each"
-        )
+        raise ValueError(f"branches = {list(branches)!r} must be {list(ordered)!r}, the order of the columns of gates")
     branches = ordered
     _check_shapes(q, *keys_and_values, gates, len(branches))
     if selection is not None or return_selection:

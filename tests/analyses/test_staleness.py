@@ -21,7 +21,17 @@ from torch import Tensor, fx
 
 from nsa_compile.analyses import magnitudes, staleness
 from nsa_compile.analyses.magnitudes import MAGNITUDES, Magnitude, Magnitudes, floor_level
-from nsa_compile.analyses.staleness import CASTS, CLEAN, FINITE, FINITE_WITHIN_BOUNDS, MOVEMENT, RULES, Analysis, Facts
+from nsa_compile.analyses.staleness import (
+    CASTS,
+    CLEAN,
+    FINITE,
+    FINITE_WITHIN_BOUNDS,
+    MOVEMENT,
+    RULES,
+    Analysis,
+    Facts,
+    with_gradients,
+)  # fmt: skip
 from nsa_compile.ir.aten import PICKED, PLACED, SOFTMAX, arguments, aten
 from nsa_compile.ir.scans import ScanRecord
 from nsa_compile.ir.step_values import Choice, Separable, StepMask, Table
@@ -218,7 +228,6 @@ def trial(target: Any, case: Case, seed: int) -> None:
     operands = case.operands(Draw(seed))
     record = ScanRecord("scan", S)
     graph = fx.Graph()
-    analysis = Analysis(record)
     nodes: list[fx.Node] = []
     for i, operand in enumerate(operands):
         node = graph.placeholder(f"x{i}")
@@ -227,12 +236,10 @@ def trial(target: Any, case: Case, seed: int) -> None:
             record.constant[node] = operand.loop[0]
         elif operand.known:
             record.known[node] = Table(operand.loop)
-        analysis.given(node, operand.magnitude, operand.facts)
         nodes.append(node)
     if target is operator.getitem:
         pair = graph.call_function(aten.sort.default, (nodes[0],))
         pair.meta["val"] = aten.sort.default(operands[0].loop[0])
-        analysis.run(pair)
         node = graph.call_function(operator.getitem, (pair, 0))
     else:
         node = graph.call_function(target, case.args(*nodes), case.kwargs or {})
@@ -245,6 +252,11 @@ def trial(target: Any, case: Case, seed: int) -> None:
 
     first = [x.loop[0] for x in operands]
     node.meta["val"] = call(first) if case.item is None else target(*case.args(*first), **(case.kwargs or {}))
+    analysis = Analysis(record, with_gradients(graph))
+    for x, operand in zip(nodes, operands, strict=True):
+        analysis.given(x, operand.magnitude, operand.facts)
+    if target is operator.getitem:
+        analysis.run(pair)
     analysis.run(node)
     for t in range(S):
         worlds = [leaves([x.loop[t] for x in operands]), leaves([x.compiled[t] for x in operands])]
@@ -419,7 +431,7 @@ def constant_sides() -> list[Case]:
     def sides(d: Draw) -> list[Operand]:
         value = torch.full((S, 2, 3), d.pick(0.0, -math.inf, LOWEST, 1.0, -1e9), dtype=torch.float64)
         constant = Operand(value, value, CLEAN, magnitudes.measured(value), constant=True)
-        facts = Analysis(ScanRecord("", S))._constant(value[0])
+        facts = Analysis(ScanRecord("", S), ())._constant(value[0])
         return [d.booleans((2, 3)), replace(constant, facts=facts), d.floats((2, 3))]
 
     return [Case(sides, lambda m, c, x: (m, c, x)), Case(sides, lambda m, c, x: (m, x, c))]
@@ -620,8 +632,9 @@ def test_known_values_are_read_right(seed):
 
 def check_known(value: Any, table: Tensor) -> None:
     record, graph = ScanRecord("scan", S), fx.Graph()
-    analysis, node = Analysis(record), graph.placeholder("x")
+    node = graph.placeholder("x")
     node.meta["val"] = table[0]
+    analysis = Analysis(record, with_gradients(graph))
     (record.constant if isinstance(value, Tensor) else record.known)[node] = value
     analysis.run(node)
     for t in range(S):

@@ -335,19 +335,20 @@ def test_a_mistake_is_one_clear_line(model, rule):
         WRONG[rule](model, random_tokens(3, 9))
 
 
-@pytest.mark.parametrize("changes", [{"n_layers": 1}, {"n_kv_heads": 1}, {"head_dim": 2}, {"phi": "mean"}])
+def cache_of_another(model, **changes):
+    config = NSAConfig.of(dataclasses.replace(model.config.sizes(), **changes))
+    return NSAForCausalLM(config).double()(random_tokens(2, 5), use_cache=True).cache
+
+
+@pytest.mark.parametrize("changes", [{"n_layers": 1}, {"n_kv_heads": 1}, {"head_dim": 2}])
 def test_a_cache_of_another_model_is_refused(model, changes):
-    other, _ = wrapped(**changes) if "n_layers" not in changes else (NSAForCausalLM(smaller(model.config)).double(), 0)
-    cache, fits = other(random_tokens(2, 5), use_cache=True).cache, changes == {"phi": "mean"}
-    if fits:  # it has the same caches; that its weights are others' nobody can see
-        assert model(random_tokens(2, 3), cache=cache).logits.shape[1] == 3
-        return
     with pytest.raises(ValueError, match="cache was filled by a model of other layers or sizes"):
-        model(random_tokens(2, 3), cache=cache)
+        model(random_tokens(2, 3), cache=cache_of_another(model, **changes))
 
 
-def smaller(config):
-    return NSAConfig.of(dataclasses.replace(config.sizes(), n_layers=1))
+def test_a_cache_of_the_same_sizes_is_taken(model):
+    """Whose weights filled it nobody can see."""
+    assert model(random_tokens(2, 3), cache=cache_of_another(model, phi="mean")).logits.shape[1] == 3
 
 
 def test_logits_of_columns(model):
