@@ -45,7 +45,8 @@ class Leaf:
             count = torch.arange(max(shape))
             return count.reshape([n if n == max(shape) else 1 for n in shape]).expand(shape).clone()
         if self.contents == "documents":
-            return torch.randint(0, 3, shape, generator=rng).sort(max(range(4), key=shape.__getitem__)).values
+            some = 3 if "T" in self.fixed else 4  # queries have one that no key has
+            return torch.randint(0, some, shape, generator=rng).sort(max(range(4), key=shape.__getitem__)).values
         if self.contents == "integers":
             return torch.randint(-9, 10, shape, generator=rng)
         if self.contents == "widths":
@@ -60,7 +61,26 @@ class Leaf:
         elif self.contents == "removing":  # some keys, and all keys of some queries
             x[torch.rand(shape, generator=rng) < 0.3] = -torch.inf
             x[torch.rand(*shape[:3], 1, generator=rng).expand(shape) < 0.2] = -torch.inf
+        elif self.contents in TILED:  # whole tiles of 64 queries and keys, all of those of some queries, and some more
+            queries, keys = (max(1, n // 64) for n in (shape[1], shape[3]))
+            low = torch.rand(shape[0], queries, shape[2], keys, generator=rng) < 0.6
+            low |= torch.rand(shape[0], queries, 1, 1, generator=rng) < 0.2
+            low = low.repeat_interleave(64, 1).repeat_interleave(64, 3)
+            x = torch.where(_padded(low, shape), TILED[self.contents], 0.0)
+            x[torch.rand(shape, generator=rng) < 0.01] = TILED[self.contents]
+            if self.contents == "shown in tiles":
+                return x == 0
         return x.to(dtype)
+
+
+TILED = {"shown in tiles": -1.0, "low in tiles": -3e4, "-inf in tiles": -math.inf}
+
+
+def _padded(x: Tensor, shape: list[int]) -> Tensor:
+    """As many of a dimension as there are in a shape, the last one again where there are fewer."""
+    for d in (1, 3):
+        x = x.index_select(d, torch.arange(shape[d]).clamp(max=x.shape[d] - 1))
+    return x
 
 
 T_, P_ = Leaf("queries", "S"), Leaf("keys", "T")
@@ -114,6 +134,11 @@ CASES = {
         "v0 = floor_divide.default(x0, 16)\nv1 = floor_divide.default(x1, 16)\nv2 = eq.Tensor(v0, v1)\n"
         "v3 = where.ScalarOther(v2, s0, -inf)\nreturn v3",
         lambda s, t, p: hidden(s, t.div(16, rounding_mode="floor") == p.div(16, rounding_mode="floor")), (T_, P_)),
+    "documents, finite": Case(
+        "v0 = ne.Tensor(x0, x1)\nv1 = masked_fill.Scalar(s0, v0, -1000000000.0)\nreturn v1",
+        lambda s, a, b: s.masked_fill(a != b, -1e9), (Leaf("documents", "S", "N"), Leaf("documents", "T", "N"))),
+    "flags": Case("v0 = where.ScalarOther(x0, s0, -inf)\nreturn v0", hidden, (Leaf("shown in tiles", "ST", "N"),)),
+    "low bias": Case("v0 = add.Tensor(s0, x0)\nreturn v0", lambda s, b: s + b, (Leaf("low in tiles", "ST", "Nm"),)),
 }  # fmt: skip
 
 # Each of these adds a term made with one operator, of a product `s`, two numbers and two integers that differ between
@@ -263,6 +288,23 @@ MASKS: dict[str, Part] = {
         lambda s, p, t: hidden(s, (p - t) % 3 == 0),
         (P_, T_),
     ),
+    "causal, finite": (
+        "gt.Tensor({x0}, {x1}); masked_fill.Scalar({s}, {v0}, -30000.0)",
+        lambda s, p, t: s.masked_fill(p > t, -3e4),
+        (P_, T_),
+    ),
+    "what removes times a number": (
+        "to({x0}, float); mul.Tensor({v0}, -20000.0); add.Tensor({s}, {v1})",
+        lambda s, x: s + x * -2e4,
+        (Leaf("booleans", "T", "N"),),
+    ),
+    "a choice of numbers": (
+        "where.Scalar({x0}, 0.0, -inf); add.Tensor({s}, {v0})",
+        lambda s, x: hidden(s, x),
+        (Leaf("shown in tiles", "ST", "Nm"),),
+    ),
+    "low numbers": ("add.Tensor({s}, {x0})", lambda s, x: s + x, (Leaf("low in tiles", "ST", "N"),)),
+    "-inf in tiles": ("add.Tensor({s}, {x0})", lambda s, x: s + x, (Leaf("-inf in tiles", "ST", "Nm"),)),
 }  # fmt: skip
 
 
@@ -543,6 +585,31 @@ def test_tiles_without_a_score_are_not_read(kernel):
     assert not any(x.isnan().any() for x in results[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_masked_tiles_are_read_where_they_weigh_something(size, dtype):
+    """A number is added to tiles of scores; products that are large enough make up for it."""
+    problem = replace(ORDINARY, case=CASES["low bias"], T=200, m=1)
+    (q,), (k,), v, (bias,) = problem.tensors(dtype)
+    of_out = torch.randn(v.shape[0], problem.S, 1, problem.Dv, dtype=dtype)
+    with torch.no_grad():
+        bias.zero_()[..., :64] = -1500
+        k[:, 64:] /= 10
+        q *= size
+    given = [q, k, v, bias]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    scores = torch.einsum("nsmd,ntd->nsmt", *exact[:2]) + exact[3]
+    true = torch.einsum("nsmt,ntd->nsmd", scores.softmax(-1), exact[2])
+    with ops.force_implementation("cpu"):
+        out, *_ = scored_attention([q], [k], v, [bias], problem.case.text, None)
+    found = [out, *torch.autograd.grad((out * of_out).sum(), given)]
+    true = [true, *torch.autograd.grad((true * of_out).sum(), exact)]
+    for a, b in zip(found, true, strict=True):
+        rounding = 4 * torch.finfo(dtype).eps * scores.abs().max().item()  # of a score, and so of the weights
+        tolerance = rounding * b.abs().max().item()
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("kernel", kernels("scored", torch.float64))
 def test_several_sets_of_keys_in_one_softmax(kernel):
     """Outputs weighted by the exponentials of their log-sum-exps are attention to all keys, gradients included."""
@@ -667,6 +734,8 @@ FAULTS = {
     "the keys of the block before": ("slopes", "= block * kBlockKeys;", "= (block > 0 ? block - 1 : 0) * kBlockKeys;"),
     "a tensor of the first head": ("bias", "place.head(row) * x.stride[2] + key", "place.head(0) * x.stride[2] + key"),
     "what is hidden is read off one row": ("documents", "bounds.include(at(row));", ";"),
+    "what weighs something is taken for masked": ("documents, finite", "smallest < kVanishing<T>;", "smallest < T(1);"),
+    "flags are those of the first row": ("flags", "      return same;\n    });", "      return false;\n    });"),
     "the log-sum-exp passes nothing on": ("slopes", "grad_lse.data == nullptr ?", "true ?"),
     "a gradient that is added up twice": ("bias of keys", "target[i] += sums_.data()", "target[i] += 2 * sums_.data()"),
     "a row's sum is dropped": ("slopes", "sum0.store(sums[0].lanes + row * kLanes<T>);", ""),

@@ -1,5 +1,5 @@
 // What generated programs of scores are made of: vectors of numbers, integers and booleans, the tensors that scores
-// read, and what is known of a tile from the bounds of integers.
+// read, and what is known of a tile from the bounds of what it reads.
 #pragma once
 
 #include "ranges.h"
@@ -253,8 +253,6 @@ void add_lanes(T* target, const Vec<T>& x, int64_t keys) {
 
 // -- what is known of a tile
 
-enum class State { kHidden, kMixed, kShown };
-
 // Integers, or booleans as 0 and 1, that lie between two numbers.
 struct Bounds {
   int64_t low, high;
@@ -351,17 +349,88 @@ inline int64_t integer_at(const Tensor& x, int64_t offset) {
   return reinterpret_cast<const int64_t*>(x.data)[offset];
 }
 
-// The blocks of keys that a tile has to read, and whether all their scores are shown.
+// Between which numbers scores lie, or what they are made of.
+template <typename T>
+struct Reach {
+  T low, high;
+
+  static Reach all() { return {-kInfinity<T>, kInfinity<T>}; }
+  static Reach of(T x) { return {x, x}; }
+  static Reach of(const Bounds& x) { return x.known() ? Reach{T(x.low), T(x.high)} : all(); }
+};
+
+// A score of -inf stays one, whatever is added.
+template <typename T>
+Reach<T> reach_add(const Reach<T>& a, const Reach<T>& b) {
+  const auto low = [](T x, T y) { return x == -kInfinity<T> || y == -kInfinity<T>; };
+  return {low(a.low, b.low) ? -kInfinity<T> : a.low + b.low, low(a.high, b.high) ? -kInfinity<T> : a.high + b.high};
+}
+template <typename T>
+Reach<T> reach_neg(const Reach<T>& a) {
+  return {-a.high, -a.low};
+}
+template <typename T>
+Reach<T> reach_sub(const Reach<T>& a, const Reach<T>& b) {
+  return reach_add(a, reach_neg(b));
+}
+template <typename T>
+Reach<T> reach_mul(const Reach<T>& a, T factor) {
+  if (factor == T(0)) return Reach<T>::all();  // of what is infinite it is not 0
+  return factor > T(0) ? Reach<T>{a.low * factor, a.high * factor} : Reach<T>{a.high * factor, a.low * factor};
+}
+template <typename T>
+Reach<T> reach_where(const Bounds& condition, const Reach<T>& a, const Reach<T>& b) {
+  if (condition.all_true()) return a;
+  if (condition.all_false()) return b;
+  return {std::min(a.low, b.low), std::max(a.high, b.high)};
+}
+
+// What no score of a block exceeds sinks it below the others from here on.
+template <typename T>
+constexpr T kSunk = T(-1000);
+// A score that lies so far below the log-sum-exp of its row, or the largest score, weighs exactly 0.
+template <typename T>
+constexpr T kVanishing = std::is_same_v<T, double> ? T(-746) : T(-87.5);
+
+// The largest norm of the rows of each `size` positions, [sequences, blocks], and of all their heads.
+template <typename T>
+std::vector<T> largest_norms(
+    const Tensor& x, int64_t sequences, int64_t positions, int64_t heads, int64_t width, int64_t size, int64_t threads) {
+  const int64_t blocks = divide_up(positions, size), padded = padded_columns<T>(width);
+  std::vector<T> result(sequences * blocks);
+  const ThreadBuffers<T> rows(threads, padded);
+  parallel_for(sequences * blocks, threads_to_copy(sequences * positions * heads * width, threads), [&](int64_t item, int64_t thread) {
+    const int64_t first = item % blocks * size, last = std::min(positions, first + size);
+    T largest(0);
+    for (int64_t position = first; position < last; position++) {
+      for (int64_t head = 0; head < heads; head++) {
+        load_row(x, item / blocks, position, head, width, rows[thread]);
+        const T square = dot(rows[thread], rows[thread], padded);
+        largest = square <= largest ? largest : square;  // NaN stays
+      }
+    }
+    result[item] = std::sqrt(largest);
+  });
+  return result;
+}
+
+// A block of keys that a tile has to read: whether all its scores are shown, and what they do not exceed.
+template <typename T>
 struct LiveBlock {
   int64_t block;
   bool shown;
+  T highest;
 };
 
-template <typename Program>
+// Which blocks a tile of queries has to read, by what is known of their scores.
+template <typename Program, typename T>
 class Visibility {
  public:
-  Visibility(const Sizes& sizes, const Tensor* leaves, const Tensor& tiles, int64_t threads)
-      : sizes_(sizes), leaves_(leaves), tiles_(tiles), blocks_(divide_up(sizes.keys, kBlockKeys)) {
+  Visibility(
+      const Sizes& sizes, const int64_t* key_dims, const Tensor* q, const Tensor* k, const Tensor* leaves,
+      const Tensor& tiles, int64_t tile_queries, int64_t threads)
+      : sizes_(sizes), leaves_(leaves), tiles_(tiles), tile_queries_(tile_queries),
+        blocks_(divide_up(sizes.keys, kBlockKeys)) {
     for (int64_t leaf = 0; leaf < Program::kLeaves; leaf++) {
       const int64_t different = leaves[leaf].stride[0] == 0 ? 1 : sizes.sequences();
       offsets_.push_back(of_keys_.size());
@@ -383,6 +452,13 @@ class Visibility {
         }
       });
     }
+    if constexpr (Program::kReadsProducts) {
+      for (int64_t i = 0; i < Program::kProducts; i++) {
+        of_queries_.push_back(
+            largest_norms<T>(q[i], sizes.sequences(), sizes.queries, sizes.heads(), key_dims[i], tile_queries, threads));
+        norms_.push_back(largest_norms<T>(k[i], sizes.sequences(), sizes.keys, 1, key_dims[i], kBlockKeys, threads));
+      }
+    }
   }
 
   // Whether the caller says that none of some queries sees a block.
@@ -394,29 +470,43 @@ class Visibility {
     return false;
   }
 
-  void find(const Place& place, std::vector<LiveBlock>& found) const {
+  // The blocks in which a score may be more than -inf. Those that are not sunk come first; returned is their number.
+  int64_t find(Place place, std::vector<LiveBlock<T>>& found) const {
     Bounds bounds[Program::kLeaves + 1];
+    Reach<T> numbers[Program::kLeaves + 1], products[Program::kProducts];
     for (int64_t leaf = 0; leaf < Program::kLeaves; leaf++) bounds[leaf] = of_rows(place, leaf);
     found.clear();
     for (int64_t block = 0; block < blocks_; block++) {
       if (!used(place.first_query, place.rows / place.heads, block)) continue;
+      place.move_to(block, sizes_.keys);
       for (int64_t leaf = 0; leaf < Program::kLeaves; leaf++) {
-        if (!of_keys(leaf)) continue;
-        const int64_t sequence = leaves_[leaf].stride[0] == 0 ? 0 : place.sequence;
-        bounds[leaf] = of_keys_[offsets_[leaf] + sequence * blocks_ + block];
+        if (of_keys(leaf)) {
+          const int64_t sequence = leaves_[leaf].stride[0] == 0 ? 0 : place.sequence;
+          bounds[leaf] = of_keys_[offsets_[leaf] + sequence * blocks_ + block];
+        } else if (Program::kFlags[leaf]) {
+          bounds[leaf] = flags(place, leaf);
+        } else if (Program::kNumbers[leaf]) {
+          numbers[leaf] = below(place, leaf);
+        }
       }
-      const State state = Program::state(bounds);
-      if (state != State::kHidden) found.push_back({block, state == State::kShown});
+      if constexpr (Program::kReadsProducts) {
+        for (int64_t i = 0; i < Program::kProducts; i++) products[i] = product(place, block, i);
+      }
+      const T highest = Program::highest(bounds, numbers, products);
+      if (highest != -kInfinity<T>) found.push_back({block, Program::shown(bounds), highest});
     }
+    const auto floats = [](const LiveBlock<T>& block) { return block.highest > kSunk<T>; };
+    return std::stable_partition(found.begin(), found.end(), floats) - found.begin();
   }
 
  private:
   const Sizes& sizes_;
   const Tensor* leaves_;
   const Tensor& tiles_;
-  int64_t blocks_;
+  int64_t tile_queries_, blocks_;
   std::vector<int64_t> offsets_;  // of each leaf
   std::vector<Bounds> of_keys_;   // [sequences that differ, blocks] of each leaf that differs between keys
+  std::vector<std::vector<T>> of_queries_, norms_;  // of each product: [sequences, tiles] and [sequences, blocks]
 
   static bool of_keys(int64_t leaf) { return Program::kBounded[leaf] && Program::kByKey[leaf]; }
 
@@ -431,6 +521,76 @@ class Visibility {
     for (int64_t row = 1; row < place.rows; row++) bounds.include(at(row));
     return bounds;
   }
+
+  // Calls `each` with the rows of a leaf, of those that are the same with one, until it returns false.
+  template <typename Each>
+  static void different_rows(const Place& place, const Tensor& x, const Each& each) {
+    const int64_t step = x.stride[2] == 0 ? place.heads : 1, last = x.stride[1] == 0 ? place.heads : place.rows;
+    for (int64_t row = 0; row < last; row += step) {
+      if (!each(row)) return;
+    }
+  }
+
+  // Of a leaf of booleans that differs between rows and keys.
+  Bounds flags(const Place& place, int64_t leaf) const {
+    const Tensor& x = leaves_[leaf];
+    const bool first = *element_of<bool>(x, place, 0, place.first_key);
+    bool same = true;
+    different_rows(place, x, [&](int64_t row) {
+      const bool* const flags = element_of<bool>(x, place, row, place.first_key);
+      if (x.stride[3] == 1) {
+        same = std::memchr(flags, !first, place.keys) == nullptr;
+      } else {
+        for (int64_t key = 0; key < place.keys; key++) same &= flags[key * x.stride[3]] == first;
+      }
+      return same;
+    });
+    return same ? Bounds{first, first} : Bounds::booleans();
+  }
+
+  // Of a leaf of numbers: what sinks a block, or nothing.
+  Reach<T> below(const Place& place, int64_t leaf) const {
+    const Tensor& x = leaves_[leaf];
+    switch (x.dtype) {
+      case kFloat32: return below<float>(place, x);
+      case kFloat64: return below<double>(place, x);
+      case kBFloat16: return below<c10::BFloat16>(place, x);
+      default: return below<c10::Half>(place, x);
+    }
+  }
+  template <typename Stored>
+  static Reach<T> below(const Place& place, const Tensor& x) {
+    T highest = -kInfinity<T>;
+    different_rows(place, x, [&](int64_t row) {
+      const Stored* const numbers = element_of<Stored>(x, place, row, place.first_key);
+      for (int64_t key = 0; key < (x.stride[3] == 0 ? 1 : place.keys); key++) {
+        const T number = static_cast<T>(numbers[key * x.stride[3]]);
+        highest = number <= kSunk<T> ? std::max(highest, number) : kInfinity<T>;  // NaN sinks nothing
+        if (highest == kInfinity<T>) return false;
+      }
+      return true;
+    });
+    return {-kInfinity<T>, highest};
+  }
+
+  // By the norms of queries and keys, with room for roundings.
+  Reach<T> product(const Place& place, int64_t block, int64_t i) const {
+    const int64_t tiles = divide_up(sizes_.queries, tile_queries_);
+    const T most = T(1.01) * of_queries_[i][place.sequence * tiles + place.first_query / tile_queries_] *
+        norms_[i][place.sequence * blocks_ + block];
+    return most < kInfinity<T> ? Reach<T>{-most, most} : Reach<T>::all();
+  }
 };
+
+// Leave those blocks from one on that weigh nothing beside the smallest of some sizes: of each row the largest score
+// that is known, or the log-sum-exp.
+template <typename T>
+void leave_vanishing(std::vector<LiveBlock<T>>& blocks, int64_t from, const T* sizes, int64_t rows) {
+  if (from == static_cast<int64_t>(blocks.size())) return;
+  T smallest = kInfinity<T>;
+  for (int64_t row = 0; row < rows; row++) smallest = sizes[row] >= smallest ? smallest : sizes[row];  // NaN stays
+  const auto vanishes = [&](const LiveBlock<T>& block) { return block.highest - smallest < kVanishing<T>; };
+  blocks.erase(std::remove_if(blocks.begin() + from, blocks.end(), vanishes), blocks.end());
+}
 
 }  // namespace

@@ -111,12 +111,12 @@ void backward(
   }
   Blocks<E> values(engine, sizes, kBlockKeys, sizes.value_dim);
   values.pack(v, sizes, false, true, T(1), threads);
-  const Visibility<Gradients> visibility(sizes, leaves, tiles, threads);
 
   // The gradient of a tensor that all sequences share and queries do not is added up by one thread for each query.
   bool inside = false;
   for (int64_t i = 0; i < wanted; i++) inside |= leaf_shapes[4 * i] == 1 && leaf_shapes[4 * i + 1] > 1;
   const int64_t heads = sizes.heads(), tile_queries = queries_of_tile(sizes);
+  const Visibility<Gradients, T> visibility(sizes, key_dims, q, k, leaves, tiles, tile_queries, threads);
   const int64_t most = std::clamp<int64_t>(inside ? 16 : 16 / sizes.sequences(), 1, 16);
   const std::vector<Chunk> chunks = make_chunks(sizes, visibility, tile_queries, most);
   const int64_t num_chunks = chunks.size(), items = inside ? num_chunks : num_chunks * sizes.sequences();
@@ -141,14 +141,14 @@ void backward(
       threads, engine.left_size(rows, sizes.value_dim) + engine.left_columns_size(rows, sizes.value_dim));
   const ThreadBuffers<Packed> scratch(
       threads, std::max(engine.transposed_size(rows, kBlockKeys), engine.left_size(rows, kBlockKeys)));
-  std::vector<std::vector<LiveBlock>> live(threads);
+  std::vector<std::vector<LiveBlock<T>>> live(threads);
   for (auto& blocks : live) blocks.reserve(values.count);
 
   const auto compute_chunk = [&](int64_t sequence, int64_t chunk, int64_t item, int64_t thread) {
     for (const auto& sums : key_sums) sums.clear(sequence, chunk);
     value_sums.clear(sequence, chunk);
     T *row_lse = row_values[thread], *delta = row_lse + rows;
-    std::vector<LiveBlock>& blocks = live[thread];
+    std::vector<LiveBlock<T>>& blocks = live[thread];
     LeafSums<T> sums[wanted + 1];
     for (int64_t i = 0; i < wanted; i++) {
       sums[i] = leaf_gradients[i].of(item, sequence, lanes[thread] + i * rows * kLanes<T>);
@@ -157,7 +157,7 @@ void backward(
     for (int64_t index = chunks[chunk].first_tile; index < chunks[chunk].last_tile; index++) {
       Place place{sequence, index * tile_queries, heads, 0, 0, 0, 0};
       place.rows = std::min(tile_queries, sizes.queries - place.first_query) * heads;
-      visibility.find(place, blocks);
+      const int64_t floating = visibility.find(place, blocks);
 
       const Strided<T> grad_rows{grad_tiles[thread], value_width};
       load_tile<E>(grad, place, sizes.value_dim, grad_rows);
@@ -167,6 +167,7 @@ void backward(
         delta[row] = delta_of(grad_rows[row], out_rows[thread], value_width, grad_lse, sequence, query, head);
         row_lse[row] = finite_or_infinity(element<T>(lse, sequence, query, head));
       }
+      leave_vanishing(blocks, floating, row_lse, place.rows);
       const auto q_rows = [&](int64_t i) {
         return Strided<T>{q_tiles[thread] + i * q_elements, keys[i].padded_width};
       };
@@ -196,7 +197,7 @@ void backward(
       const Strided<T> dweights{dweight_tiles[thread], kBlockKeys};
       T* scores[products];
       for (int64_t i = 0; i < products; i++) scores[i] = score_tiles[thread] + i * block_elements;
-      for (const auto [block, shown] : blocks) {
+      for (const auto [block, shown, highest] : blocks) {
         place.move_to(block, sizes.keys);
         for (int64_t i = 0; i < products; i++) {
           engine.multiply(

@@ -24,9 +24,8 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
   }
   Blocks<E> values(engine, sizes, kBlockKeys, sizes.value_dim);
   values.pack(v, sizes, true, false, T(1), threads);
-  const Visibility<Scores> visibility(sizes, leaves, tiles, threads);
-
   const int64_t heads = sizes.heads(), tile_queries = queries_of_tile(sizes);
+  const Visibility<Scores, T> visibility(sizes, key_dims, q, k, leaves, tiles, tile_queries, threads);
   const int64_t count = divide_up(sizes.queries, tile_queries), rows = padded_rows<E>(tile_queries * heads);
   const int64_t block_elements = rows * kBlockKeys, pass_blocks = std::min(kPassBlocks, values.count);
   const int64_t q_elements = rows * round_up(widest, E::kColumns), left_size = engine.left_size(rows, widest);
@@ -36,7 +35,7 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
   const ThreadBuffers<T> maxima(threads, rows * kLanes<T>), sums(threads, rows * kLanes<T>);
   const ThreadBuffers<typename E::Packed> packed_queries(threads, products * left_size);
   const ThreadBuffers<typename E::Packed> packed_weights(threads, engine.left_size(rows, kBlockKeys));
-  std::vector<std::vector<LiveBlock>> live(threads);
+  std::vector<std::vector<LiveBlock<T>>> live(threads);
   for (auto& blocks : live) blocks.reserve(values.count);
 
   // The last tiles mostly see the most keys; starting with them balances the threads.
@@ -44,8 +43,8 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
     [[maybe_unused]] const typename E::Session session;
     Place place{item % sizes.sequences(), (count - 1 - item / sizes.sequences()) * tile_queries, heads, 0, 0, 0, 0};
     place.rows = std::min(tile_queries, sizes.queries - place.first_query) * heads;
-    std::vector<LiveBlock>& blocks = live[thread];
-    visibility.find(place, blocks);
+    std::vector<LiveBlock<T>>& blocks = live[thread];
+    const int64_t floating = visibility.find(place, blocks);
 
     ForwardTile<T> tile;
     tile.rows = place.rows;
@@ -65,9 +64,7 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
     for (int64_t i = 0; i < products; i++) queries[i] = load_queries(i);
 
     T* const more = score_tiles[thread] + block_elements * pass_blocks;
-    const int64_t count_of_blocks = blocks.size();
-    for (int64_t first = 0; first < count_of_blocks; first += pass_blocks) {
-      const int64_t last = std::min(count_of_blocks, first + pass_blocks);
+    const auto pass = [&](int64_t first, int64_t last) {
       for (int64_t at = first; at < last; at++) {
         T* scores[products] = {score_tiles[thread] + (at - first) * block_elements};
         for (int64_t i = 1; i < products; i++) scores[i] = more + (i - 1) * block_elements;
@@ -89,7 +86,11 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
             place.rows, sizes.value_dim, place.columns, weights, values.rows(place.sequence, blocks[at].block),
             Strided<T>{tile.out, values.padded_width}, true);
       }
-    }
+    };
+    for (int64_t first = 0; first < floating; first += pass_blocks) pass(first, std::min(floating, first + pass_blocks));
+    leave_vanishing(blocks, floating, tile.largest, place.rows);
+    const int64_t all = blocks.size();
+    for (int64_t first = floating; first < all; first += pass_blocks) pass(first, std::min(all, first + pass_blocks));
     for (int64_t row = 0; row < place.rows; row++) {
       const T sum = sum_of_lanes(Vec<T>::loadu(tile.sums + row * kLanes<T>));
       const int64_t query = place.query(row), head = place.head(row);

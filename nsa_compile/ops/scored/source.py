@@ -4,8 +4,9 @@ Values come in three kinds: floating numbers are vectors of the type of the comp
 of as many integers, `Vec<Int>`, and booleans masks, `Vec<T>` with all bits set or none. What does not differ between
 the keys is computed once for a row of scores, what differs between the keys alone once for a block of keys.
 
-Where the bounds of integers decide the conditions under which scores are -inf for a whole tile, the tile is skipped, or
-computed without these conditions.
+Where the bounds of integers, and of numbers that masks add, decide that the scores of a whole tile are masked, the tile
+is skipped: one of -inf, and one of a finite number that weighs nothing beside the other scores of each row. Where they
+decide that none is masked, the tile is computed without these conditions.
 """
 
 from __future__ import annotations
@@ -206,26 +207,76 @@ def _promoted(kinds: Iterable[Kind]) -> Kind:
     return max(kinds, key=_KINDS.index)
 
 
-# -- conditions that hide scores
+# -- what is known of all scores of a tile
+
+_SUNK = -1000.0  # as in `scores.h`: numbers that masks put in the place of scores, or add to them, are no higher
+_ALL = "Reach<T>::all()"
 
 
-def _hiding(values: _Values, score: Any) -> dict[int, bool]:
-    """The conditions under which a score is -inf, down from it: the number of each, and what it is where it hides."""
-    found: dict[int, bool] = {}
-    while isinstance(score, _Ref):
-        value = values.values[score.number]
-        if value.operator != "where":
-            break
-        condition, if_true, if_false = value.operands
-        if if_true == -math.inf:
-            hides, score = True, if_false
-        elif if_false == -math.inf:
-            hides, score = False, if_true
-        else:
-            break
-        if found.setdefault(condition.number, hides) != hides:
-            break
-    return found
+class _Highest:
+    """What the scores of a tile do not exceed, as an expression of C++: of -inf, they are not read; of a number far
+    below the other scores of all rows, neither.
+
+    Attributes:
+        expression: of a `Reach<T>`.
+        conditions: the booleans that decide it, by number: what each is where it puts a low number in a score's place.
+        integers: the values of integers and booleans that it reads.
+    """
+
+    def __init__(self, values: _Values, score: Any) -> None:
+        self.values = values
+        self.conditions: dict[int, bool] = {}
+        self.integers: set[int] = set()
+        self.expression, low = self._reach(score)
+        if not low:
+            self.expression = _ALL
+
+    def _reach(self, x: Any) -> tuple[str, bool]:
+        """An expression, and whether it may be low."""
+        if not isinstance(x, _Ref):
+            return f"Reach<T>::of({_scalar(float(x))})", x <= _SUNK
+        value = self.values.values[x.number]
+        if value.kind != "float":
+            self.integers.add(x.number)
+            return f"Reach<T>::of(v{x.number})", False
+        operands = [y for y in value.operands if y is not None]
+        match value.operator:
+            case "product":
+                return f"products[{operands[0]}]", False
+            case "leaf":
+                return f"numbers[{operands[0]}]", True
+            case "cast":
+                return self._reach(operands[0])
+            case "where":
+                return self._where(*operands)
+            case "add" | "sub":
+                (a, a_low), (b, b_low) = map(self._reach, operands)
+                return (f"reach_{value.operator}({a}, {b})", True) if a_low or b_low else (_ALL, False)
+            case "neg":
+                a, low = self._reach(operands[0])
+                return f"reach_neg({a})", low
+            case "mul" | "div":
+                return self._multiple(value.operator, *operands)
+        return _ALL, False
+
+    def _where(self, condition: _Ref, if_true: Any, if_false: Any) -> tuple[str, bool]:
+        for when, x in ((True, if_true), (False, if_false)):
+            if not isinstance(x, _Ref) and x <= _SUNK:
+                self.conditions.setdefault(condition.number, when)
+        (a, a_low), (b, b_low) = self._reach(if_true), self._reach(if_false)
+        if not (a_low or b_low):
+            return _ALL, False
+        self.integers.add(condition.number)
+        return f"reach_where(v{condition.number}, {a}, {b})", True
+
+    def _multiple(self, operator: str, a: Any, b: Any) -> tuple[str, bool]:
+        if operator == "mul" and not isinstance(a, _Ref):
+            a, b = b, a
+        if isinstance(b, _Ref) or (operator == "div" and b == 0) or not math.isfinite(b):
+            return _ALL, False
+        factor = 1 / b if operator == "div" else float(b)
+        x, low = self._reach(a)
+        return f"reach_mul({x}, {_scalar(factor)})", low or (x != _ALL and abs(factor) >= -_SUNK)
 
 
 # -- bounds of integers
@@ -334,6 +385,10 @@ def _number(x: Any, kind: Kind) -> str:
     return f"Vec<T>(T({x!r}))"
 
 
+def _scalar(x: float) -> str:
+    return f"{'-' if x < 0 else ''}kInfinity<T>" if math.isinf(x) else f"T({x!r})"
+
+
 def _type(kind: Kind) -> str:
     return "Vec<Int>" if kind == "int" else "Vec<T>"
 
@@ -403,35 +458,46 @@ def _run_all(values: _Values, program: str, derivatives: str | None = None) -> t
     return score, [values.cast(x, "float") for x in values.run(parse(derivatives), gradient)]
 
 
-def _tables(leaves: Sequence[LeafType], wanted: Sequence[int]) -> list[str]:
+def _tables(leaves: Sequence[LeafType], wanted: Sequence[int], highest: _Highest) -> list[str]:
     def table(name: str, flags: Iterable[bool]) -> str:
         written = ", ".join("true" if flag else "false" for flag in flags)
         return f"  static constexpr bool {name}[] = {{{written or 'false'}}};"
 
+    both = [x.by_row and x.by_key for x in leaves]
     return [
-        table("kBounded", (x.kind != "float" and not (x.by_row and x.by_key) for x in leaves)),
+        table("kBounded", (x.kind != "float" and not y for x, y in zip(leaves, both, strict=True))),
+        table("kFlags", (x.kind == "bool" and y for x, y in zip(leaves, both, strict=True))),
+        table("kNumbers", (f"numbers[{i}]" in highest.expression for i in range(len(leaves)))),
         table("kByKey", (x.by_key for x in leaves)),
         table("kWantedByKey", (leaves[i].by_key for i in wanted)),
+        f"  static constexpr bool kReadsProducts = {str('products[' in highest.expression).lower()};",
     ]
 
 
-def _state(values: _Values, hiding: Mapping[int, bool]) -> list[str]:
-    """What is known of a tile from the bounds of its leaves: hidden, shown, or neither."""
-    lines = ["  static State state([[maybe_unused]] const Bounds* leaves) {"]
-    for number in values.needed(_Ref(x) for x in hiding):
-        value = values.values[number]
-        if value.kind == "float":
-            known = "Bounds::all()"
-        elif value.operator == "leaf":
-            known = f"leaves[{value.operands[0]}]"
-        else:
-            known = _bounds_expression(values, value)
-        lines.append(f"    [[maybe_unused]] const Bounds v{number} = {known};")
-    for number, hides in hiding.items():
-        lines.append(f"    if (v{number}.{'all_true' if hides else 'all_false'}()) return State::kHidden;")
-    shown = [f"v{number}.{'all_false' if hides else 'all_true'}()" for number, hides in hiding.items()]
-    lines.append(f"    return {' && '.join(shown) or 'true'} ? State::kShown : State::kMixed;")
-    return [*lines, "  }"]
+def _known(values: _Values, highest: _Highest) -> list[str]:
+    """What is known of a tile from the bounds of its leaves, and of its products: functions of them."""
+    bounds = [
+        f"    [[maybe_unused]] const Bounds v{number} = {_bounds_of(values, values.values[number])};"
+        for number in values.needed(_Ref(x) for x in highest.integers)
+    ]
+    shown = [f"v{number}.{'all_false' if low else 'all_true'}()" for number, low in highest.conditions.items()]
+    return [
+        "  static bool shown([[maybe_unused]] const Bounds* leaves) {",
+        *bounds,
+        f"    return {' && '.join(shown) or 'true'};",
+        "  }",
+        "  static T highest([[maybe_unused]] const Bounds* leaves, [[maybe_unused]] const Reach<T>* numbers,",
+        "                   [[maybe_unused]] const Reach<T>* products) {",
+        *bounds,
+        f"    return {highest.expression}.high;",
+        "  }",
+    ]
+
+
+def _bounds_of(values: _Values, value: _Value) -> str:
+    if value.kind == "float":
+        return "Bounds::all()"
+    return f"leaves[{value.operands[0]}]" if value.operator == "leaf" else _bounds_expression(values, value)
 
 
 def _bounds_expression(values: _Values, value: _Value) -> str:
@@ -600,16 +666,17 @@ def generate(
     """The struct `Program` of `cpu.cpp`: its `scores` or, with derivatives, its `gradients`."""
     identities: dict[Any, int] = {}
     mixed = _Values(leaves, identities)
-    hiding = _hiding(mixed, _run_all(mixed, program, derivatives)[0])
-    shown = _Values(leaves, identities, {mixed.identity[number]: not hides for number, hides in hiding.items()})
+    highest = _Highest(mixed, _run_all(mixed, program, derivatives)[0])
+    conditions = highest.conditions
+    shown = _Values(leaves, identities, {mixed.identity[number]: not low for number, low in conditions.items()})
     function = "scores" if derivatives is None else "gradients"
     lines = [
         "template <typename T>",
         "struct Program {",
         "  using Int = IntOf<T>;",
         f"  static constexpr int64_t kProducts = {products}, kLeaves = {len(leaves)}, kWanted = {len(wanted)};",
-        *_tables(leaves, wanted),
-        *_state(mixed, hiding),
+        *_tables(leaves, wanted, highest),
+        *_known(mixed, highest),
     ]
     for name, values in (("mixed", mixed), ("shown", shown)):
         score, found = _run_all(values, program, derivatives)
@@ -617,14 +684,14 @@ def generate(
             lines += _forward(f"{function}_{name}", values, score, leaves)
         else:
             lines += _backward(f"{function}_{name}", values, score, found, leaves, products, wanted)
-        if not hiding:
+        if not conditions:
             lines = [line.replace(f"{function}_mixed(", f"{function}_shown(") for line in lines]
             break
     called = f"{function}_shown(arguments...)"
     lines += [
         "  template <typename... Arguments>",
         f"  static void {function}([[maybe_unused]] bool shown, const Arguments&... arguments) {{",
-        f"    {f'shown ? {called} : {function}_mixed(arguments...)' if hiding else called};",
+        f"    {f'shown ? {called} : {function}_mixed(arguments...)' if conditions else called};",
         "  }",
         "};",
     ]
