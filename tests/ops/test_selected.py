@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa_compile import ops
+from nsa_compile.ops.dispatch import KERNELS
+from nsa_compile.ops.scored.program import derivative, parse
+from nsa_compile.ops.selected import cpu
 from nsa_compile.ops.selected.ranges import selected_attention_v1, token_ranges
 from tests.ops.problems import Problem, check, kernels, problems, reference
 
@@ -58,6 +62,37 @@ def test_equals_the_reference(kernel, problem, pattern, num_selected, block_size
     if strided:
         indices = indices.transpose(1, 3).contiguous().transpose(1, 3)
     check(problem, kernel, indices, block_size, problem.scale)
+
+
+@given(
+    problem=problems(),
+    pattern=st.sampled_from(PATTERNS),
+    num_selected=st.sampled_from([0, 1, 30]),
+    narrow=st.booleans(),
+)
+def test_tokens_read_in_whole_tiles_equal_the_reference(problem, pattern, num_selected, narrow):
+    kernel = KERNELS["selected"]["cpu"]
+    problem = problem.taken_by(kernel)
+    indices = make_indices(pattern, problem, num_selected, 1)
+    with mock.patch.object(cpu, "_suits_tiles", return_value=True) as chosen:
+        check(problem, kernel, indices.int() if narrow and pattern != "out of range" else indices, 1, problem.scale)
+    assert chosen.called
+
+
+def test_the_scores_of_a_tile_have_the_derivative_that_is_written_down():
+    assert parse(cpu.DERIVATIVE) == parse(derivative(cpu.PROGRAM, ("s0",), (), ("x0",)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "keys", "tiles"), [(512, 8, 2048, True), (512, 8, 16384, False), (64, 8, 2048, False),
+                                           (512, 1, 2048, False), (512, 1, 64, False)],
+)  # fmt: skip
+def test_tokens_are_read_in_tiles_where_they_are_many_and_few_heads_share_one(tokens, heads, keys, tiles):
+    """Of eight heads of queries."""
+    q, k = torch.empty(1, keys, 8, 4), torch.empty(1, keys, heads, 4)
+    indices = torch.empty(1, 1, 1, 1, dtype=torch.int32).expand(1, keys, heads, tokens)
+    assert cpu._suits_tiles(q, k, indices, 1) == tiles
+    assert not cpu._suits_tiles(q, k, indices, 2)
 
 
 @pytest.mark.parametrize("kernel", kernels("selected", torch.float64))

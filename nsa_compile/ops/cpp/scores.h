@@ -220,6 +220,13 @@ const Element* keys_of(const Tensor& x, const Place& place, int64_t row, Element
       for (; i + step <= place.keys; i += step) Converter<float, Stored>::load(source + i, copy + i);
     }
   }
+  if constexpr (std::is_same_v<Element, Mask<float>> && std::is_same_v<Stored, bool>) {
+    if (stride == 1) {
+      constexpr int64_t step = Vec<int32_t>::size();
+      const uint8_t* const flags = reinterpret_cast<const uint8_t*>(source);
+      for (; i + step <= place.keys; i += step) (Vec<int32_t>(0) - at::vec::convert_to_int32<uint8_t>(flags + i)).store(copy + i);
+    }
+  }
   for (; i < place.keys; i++) copy[i] = Lanes<Element>::of(source[i * stride]);
   for (; i < place.columns; i++) copy[i] = Lanes<Element>::of(Stored(0));
   return copy;
