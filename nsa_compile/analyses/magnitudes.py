@@ -425,6 +425,17 @@ def _clamp(sizes: Magnitudes, node: Any) -> Magnitude | None:
     return replace(m, least=low, floors=None) if low > floor_level(example(node).dtype) else m
 
 
+def _exponential(sizes: Magnitudes, node: Any) -> Magnitude | None:
+    """That of -inf is 0."""
+    m = sizes.of(node.args[0])
+    return None if m is None else Magnitude(1.0 if m.bound == 0 else math.inf, 0.0)
+
+
+def _sigmoid(sizes: Magnitudes, node: Any) -> Magnitude | None:
+    """That of -inf is 0."""
+    return None if sizes.of(node.args[0]) is None else Magnitude(1.0, 0.0)
+
+
 def _between(low: float, high: float) -> Rule:
     """A function with these bounds, whatever the finite number."""
 
@@ -539,7 +550,7 @@ MAGNITUDES: dict[Any, Rule] = {
         (aten.tanh.default, aten.sin.default, aten.cos.default, aten.erf.default, aten.sign.default),
         _between(-1.0, 1.0),
     ),
-    aten.sigmoid.default: _between(0.0, 1.0),
+    aten.sigmoid.default: _sigmoid,
     **dict.fromkeys(
         (
             aten.silu.default, aten.gelu.default, aten.leaky_relu.default, aten.floor.default, aten.ceil.default,
@@ -549,7 +560,7 @@ MAGNITUDES: dict[Any, Rule] = {
     ),
     **dict.fromkeys((aten.relu.default, aten.abs.default, aten.softplus.default), _non_negative),
     **dict.fromkeys((aten.cumsum.default, aten._log_softmax.default, aten.logsumexp.default), _data),
-    aten.exp.default: _not_below_zero,
+    aten.exp.default: _exponential,
     aten.linalg_vector_norm.default: _norm,
     aten.var.correction: _variance,
     aten.pow.Tensor_Scalar: _power,

@@ -193,7 +193,7 @@ class Analysis:
         if bounded and self.magnitudes.is_smooth(node):
             return self.arithmetic(node)
         if isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
-            return self.lost(node, f"{node.target} may overflow on a row that is not written yet, and inf * 0 is NaN")
+            return self.lost(node, MAY_OVERFLOW.format(node.target))
         return self.lost(node, f"{node.target} mixes written and unwritten rows in a way the analysis does not follow")
 
     def _follow_hollow(self, node: fx.Node, facts: Facts) -> Facts:
@@ -828,6 +828,16 @@ def _zero_stays_zero(analysis: Analysis, node: fx.Node) -> Facts:
     return replace(analysis.arithmetic(node), zero=analysis.of(node.args[0]).zero)
 
 
+def _removed_becomes_zero(analysis: Analysis, node: fx.Node) -> Facts:
+    """An exponential or a sigmoid of -inf is exactly 0, and so is its derivative."""
+    f = analysis.of(node.args[0])
+    if not f.stale:
+        return CLEAN if f.removed is None else Facts(zero=f.removed)
+    if node.target not in FINITE:
+        return analysis.lost(node, MAY_OVERFLOW.format(node.target))
+    return replace(analysis.arithmetic(node), zero=f.removed)
+
+
 def _div(analysis: Analysis, node: fx.Node) -> Facts:
     """By a number that is not zero, it is a product. What is divided by something else may be infinite."""
     value, divisor = node.args[:2]
@@ -939,6 +949,7 @@ MOVEMENT = REARRANGED | CASTS | PICKED | JOINED | {aten.constant_pad_nd.default}
 
 # Pointwise operators that take finite values to finite values, in their derivatives too. Others, such as exp, may turn
 # a stale row into an infinity, which a later zero does not silence.
+MAY_OVERFLOW = "{} may overflow on a row that is not written yet, and inf * 0 is NaN"
 FINITE = SUB | XOR | COMPARISONS.keys() | {
     aten.add.Scalar, aten.rsub.Scalar, aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.silu.default,
     aten.gelu.default, aten.leaky_relu.default, aten.abs.default, aten.sin.default, aten.cos.default,
@@ -960,6 +971,7 @@ _BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
     _add: {aten.add.Tensor},
     _div: {aten.div.Tensor},
     _zero_stays_zero: {aten.neg.default, aten.nan_to_num.default},
+    _removed_becomes_zero: {aten.exp.default, aten.sigmoid.default},
     _where: WHERE,
     _masked_fill: MASKED_FILL,
     _to_copy: {aten._to_copy.default},

@@ -159,21 +159,31 @@ def _match_where(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
         rows = torch.arange(shape[0] if shape else 1)
         slots = torch.where(mask.table().reshape(record.length, 1), rows, -1)
         return _rows(carry, if_false, 0, slots, tuple(shape[:1]), if_true, update)
+    if_true = _one_row(if_true, wide[0])
     source = example(if_true)
     if source.dim() >= -wide[0] and source.shape[wide[0]] != 1:
         raise Declined("where() takes each row from a different place of its source", update)
     return _rows(carry, if_false, wide[0], _single_slots(mask, condition, record), (1,), if_true, update)
 
 
+def _one_row(source: fx.Node, dim: int) -> fx.Node:
+    """A row that was repeated along a dimension, once."""
+    if source.target is not aten.expand.default:
+        return source
+    row, shape = operand(source), list(example(source).shape)
+    shape[dim] = 1
+    return row if list(example(row).shape) == shape else source
+
+
 def _condition(condition: fx.Node, record: ScanRecord) -> Table | StepMask:
     """The condition of a write at every step."""
     value: Any = record.known.get(condition, record.constant.get(condition))
-    mask = None if value is None else step_mask(value, record.length)
+    mask: Table | StepMask | None = None if value is None else step_mask(value, record.length)
     if mask is None and isinstance(value, Table) and value.values.dtype == torch.bool:
-        return value
+        mask = value
     if mask is None:
         raise Declined("the condition of this write depends on data, not on the step index alone", condition)
-    return mask
+    return mask.narrowed()
 
 
 def _single_slots(mask: Table | StepMask, condition: fx.Node, record: ScanRecord) -> Tensor:

@@ -20,6 +20,7 @@ from nsa_compile.capture.refusals import why_not_traced
 from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.rewriting import eliminate_dead_code
 from nsa_compile.ir.scans import UNTRACKED, Declined, ScanSite, example, fake_inputs, place_of, results
+from nsa_compile.ir.spellings import normalize_spellings
 from nsa_compile.workarounds import DATA, HonestBatchNorm
 
 
@@ -155,6 +156,7 @@ def lower_body(site: ScanSite) -> fx.GraphModule:
         lowered = _lower(site.body, fakes)
     _strip_copies(lowered)
     _read_what_is_written(lowered)
+    normalize_spellings(lowered)
     copy_outputs(lowered)
     return lowered
 

@@ -13,7 +13,7 @@ none of the three forms; it is up to the caller to fall back to a table, or to g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,6 +39,10 @@ class Table:
 
     def table(self) -> Tensor:
         return self.values
+
+    def narrowed(self) -> Table:
+        """With a size of 1 where all elements along a dimension agree at every step."""
+        return Table(_narrow(self.values, range(1, self.values.dim())))
 
     def where(self, test: Callable[[Tensor], Tensor]) -> Table:
         """Where the value passes a test, as booleans."""
@@ -181,6 +185,12 @@ class StepMask:
         """The mask after its elements have been moved, repeated or dropped."""
         return StepMask(movement(self.start), movement(self.stop), movement(self.outside), self.length)
 
+    def narrowed(self) -> StepMask:
+        """With a size of 1 where all elements along a dimension agree at every step."""
+        all_of_it = torch.stack(torch.broadcast_tensors(self.start, self.stop, self.outside.long()))
+        start, stop, outside = _narrow(all_of_it, range(1, all_of_it.dim()))
+        return StepMask(start, stop, outside.bool(), self.length)
+
     def __invert__(self) -> StepMask:
         return StepMask.of(self.start, self.stop, ~self.outside, self.length)
 
@@ -215,6 +225,14 @@ class StepMask:
     def __or__(self, other: StepMask) -> StepMask | None:
         neither = ~self & ~other
         return None if neither is None else ~neither
+
+
+def _narrow(x: Tensor, dims: Iterable[int]) -> Tensor:
+    for d in dims:
+        first = x.narrow(d, 0, min(1, x.shape[d]))
+        if x.shape[d] > 1 and torch.equal(x, first.expand_as(x)):
+            x = first
+    return x
 
 
 def _hull(a0: Tensor, a1: Tensor, b0: Tensor, b1: Tensor) -> Interval:

@@ -19,6 +19,7 @@ from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.loops.aliases import share
 from nsa_compile.loops.items import Anything, Items
 from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
+from nsa_compile.loops.memos import Memos
 from nsa_compile.loops.paths import Explorer
 from nsa_compile.loops.program import Program, compile_loop, run_program
 from nsa_compile.loops.source import ITEMS, NotALoop, Variables, cut_out_loop
@@ -151,11 +152,12 @@ class _Runner(Unseen):
             return self._declined(NotFollowed("it goes over a list that the step can change; go over tuple(…) of it"))
         rows: set[Path] = set()
         never: set[Path] = set()
+        memos = Memos()
         first: NotFollowed | None = None
         while True:
             try:
                 with unobserved(), _without_inference_mode(), _as_rows(now, rows, step):
-                    explorer = Explorer(step, len(items), variables, never)
+                    explorer = Explorer(step, len(items), variables, never, memos)
                     exploration = explorer.explore()
                     if lists and exploration.mutated():
                         raise NotFollowed("it goes over a list of tensors, and writes in place, perhaps to one of them")

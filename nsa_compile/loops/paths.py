@@ -157,16 +157,20 @@ class Explorer:
     """Finds the ways of one loop."""
 
     def __init__(
-        self, step: types.FunctionType, length: int, variables: Variables, never_rows: Collection[Path]
+        self,
+        step: types.FunctionType,
+        length: int,
+        variables: Variables,
+        never_rows: Collection[Path],
+        memos: Memos,
     ) -> None:
-        self.step, self.length, self.variables, self.never_rows = step, length, variables, never_rows
+        self.step, self.length, self.variables, self.never_rows, self.memos = step, length, variables, never_rows, memos
         self.tensors: set[Path] = set()
         self.growing: dict[Path, set[int]] = {}
         self.integers: set[Path] = set()
         self.lists: set[Path] = set()
         self.plain: set[Path] = set()  # lists that are read
         self.watched = Watched(module_variables(step), step.__globals__)
-        self.memos = Memos()
         self.traced = 0
 
     def explore(self) -> Exploration:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -34,11 +35,13 @@ from nsa_compile.ir.scans import (
     Declined,
     ScanRecord,
     ScanSite,
+    constant_value,
     declined_if_it_fails,
     example,
     find_scans,
     is_single_step,
 )
+from nsa_compile.ir.step_values import Choice, Table
 from nsa_compile.passes.pipeline import PassContext, register
 
 log = logging.getLogger("nsa_compile")
@@ -120,11 +123,60 @@ def record_of(site: ScanSite) -> ScanRecord:
     """What is known of the values of a lowered body, and what its carries are."""
     record = ScanRecord(site.node.name, site.length)
     evaluate_known(site, record)
+    _write_into_zeros(site, record)
     carries, _, _ = site.placeholders()
     updates, _ = site.outputs()
     with unset_fake_temporarily():
         record.carries = classify_carries(carries, updates, record)
     return record
+
+
+def _write_into_zeros(site: ScanSite, record: ScanRecord) -> None:
+    """`cache + one_hot * row` writes the row, if the cache is of zeros and no row of it is added to twice."""
+    known = dict[fx.Node, Tensor | None]()
+    for carry, init, update in zip(site.placeholders()[0], site.init, site.outputs()[0], strict=True):
+        if (added := _added_row(update, carry, record)) is None:
+            continue
+        with unset_fake_temporarily():
+            empty = constant_value(init, known)
+            if empty is None or bool(empty.any()):
+                continue
+        at, row = added
+        build = NodeBuilder(site.body, update)
+        flag = build(aten.ne.Scalar, at, 0)
+        update.replace_all_uses_with(build(aten.where.self, flag, row, carry))
+        evaluate_known(site, record)
+
+
+def _added_row(update: fx.Node, carry: fx.Node, record: ScanRecord) -> tuple[fx.Node, fx.Node] | None:
+    """What is added to a carry: numbers known at each step, and the row that they are multiplied with."""
+    if update.target is not aten.add.Tensor or update.kwargs or carry not in update.args:
+        return None
+    product: Any = update.args[1] if update.args[0] is carry else update.args[0]
+    if not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor:
+        return None
+    if not example(product).dtype == example(update).dtype == example(carry).dtype:
+        return None
+    for at, row in (product.args, product.args[::-1]):
+        if isinstance(at, fx.Node) and isinstance(row, fx.Node) and _names_new_rows(at, row, record):
+            return at, row
+    return None
+
+
+def _names_new_rows(at: fx.Node, row: fx.Node, record: ScanRecord) -> bool:
+    """Whether numbers are zeros but for a one at each step, or none, in another place each time, where a row is put."""
+    if not isinstance(value := record.known.get(at), Table | Choice):
+        return False
+    with unset_fake_temporarily():
+        ones = Table(value.table() == 1)
+        if not bool((ones.values | (value.table() == 0)).all()):
+            return False
+        places = ones.narrowed().values
+        wide = [d - places.dim() for d in range(1, places.dim()) if places.shape[d] != 1]
+        if len(wide) != 1 or bool((places.flatten(1).sum(1) > 1).any()) or bool((places.sum(0) > 1).any()):
+            return False
+    size = example(row)
+    return size.dim() < -wide[0] or size.shape[wide[0]] == 1
 
 
 @dataclass

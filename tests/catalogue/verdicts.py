@@ -148,11 +148,11 @@ VERDICTS = {
     "latent/latent_expanded": ("window_attention", "operator"),
     "latent/latent_before_the_cache": ("window_attention", "operator"),
     "sink_logit/sink_by_cat": ("scored_attention", "operator"),
-    "sink_logit/sink_in_the_sum": ("copies", "operator"),  # short
+    "sink_logit/sink_in_the_sum": ("scored_attention", "operator"),
     "sink_logit/sink_by_sigmoid": ("dense + copies", "operator"),  # short
     "sink_logit/sink_as_a_row": ("scored_attention", "operator"),
     "sink_logit_in_a_window/sink_in_a_window": ("scored_attention", "operator"),
-    "softmax1/softmax1": ("copies", "operator"),  # short
+    "softmax1/softmax1": ("scored_attention", "operator"),
     "softmax1/softmax1_by_pad": ("scored_attention", "operator"),
     "two_caches/two_caches_by_cat": ("scored_attention", "operator"),
     "two_caches/two_caches_split": ("scored_attention", "operator"),
@@ -160,7 +160,7 @@ VERDICTS = {
     "two_caches/two_caches_merged": ("dense + copies", "operator"),  # short
     "memory_and_past/memory_and_past": ("scored_attention", "operator"),
     "sigmoid/sigmoid_attention": ("batched", "dense"),
-    "sigmoid/sigmoid_of_minus_infinity": ("copies", "dense"),  # short
+    "sigmoid/sigmoid_of_minus_infinity": ("batched", "dense"),
     "relu/relu_attention": ("batched", "dense"),
     "talking_heads/talking_heads": ("batched", "dense"),
     "differential/differential": ("batched", "operator"),  # short
@@ -226,10 +226,10 @@ VERDICTS = {
     "causal/tril_by_index_select": ("window_attention", "operator"),
     "causal/sdpa_bool": ("window_attention", "operator"),
     "causal/sdpa_float": ("window_attention", "operator"),
-    "causal/exp_over_sum": ("copies", "operator"),  # short
+    "causal/exp_over_sum": ("window_attention", "operator"),
     "causal/exp_times_mask": ("copies", "operator"),  # short
-    "causal/exp_minus_logsumexp": ("copies", "operator"),  # short
-    "causal/log_softmax_exp": ("copies", "operator"),  # short
+    "causal/exp_minus_logsumexp": ("window_attention", "operator"),
+    "causal/log_softmax_exp": ("window_attention", "operator"),
     "causal/online_softmax": ("copies", "operator"),  # short
     "causal/softmax_then_mask": ("copies", "operator"),  # short
     "causal/nan_to_num": ("window_attention", "operator"),
@@ -237,7 +237,7 @@ VERDICTS = {
     "causal/float32_softmax": ("scored_attention", "operator"),
     "causal/dropout_of_zero": ("window_attention", "operator"),
     "causal/matmul": ("window_attention", "operator"),
-    "causal/product_and_sum": ("batched", "operator"),  # short
+    "causal/product_and_sum": ("window_attention", "operator"),
     "causal/bmm_of_flat_heads": ("window_attention", "operator"),
     "causal/baddbmm": ("window_attention", "operator"),
     "causal/cache_of_tokens_then_heads": ("window_attention", "operator"),
@@ -250,15 +250,15 @@ VERDICTS = {
     "causal/written_by_scatter": ("window_attention", "operator"),
     "causal/written_by_index_put": ("loop", "operator"),  # short
     "causal/written_to_a_clone": ("window_attention", "operator"),
-    "causal/written_by_blend": ("dense + parallel + copies", "operator"),  # short
-    "causal/written_by_one_hot": ("dense + parallel + copies", "operator"),  # short
-    "causal/written_by_lerp": ("parallel", "operator"),  # short
+    "causal/written_by_blend": ("window_attention", "operator"),
+    "causal/written_by_one_hot": ("window_attention", "operator"),
+    "causal/written_by_lerp": ("window_attention", "operator"),
     "causal/written_by_masked_scatter": ("loop", "operator"),  # short
     "causal/written_by_select_scatter": ("one line", "one line"),
     "causal/newest_first": ("window_attention", "operator"),
     "causal/newest_last_by_roll": ("window_attention", "operator"),
     "causal/position_as_a_counter": ("window_attention", "operator"),
-    "causal/lengths_as_a_carry": ("dense + parallel + copies", "operator"),  # short
+    "causal/lengths_as_a_carry": ("window_attention", "operator"),
     "causal/flags_of_written_rows": ("window_attention", "operator"),
     "causal/positions_in_a_cache": ("window_attention", "operator"),
     "causal/bias_in_a_cache": ("scored_attention", "operator"),

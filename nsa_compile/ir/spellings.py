@@ -1,0 +1,262 @@
+"""Softmax and products of matrices as people write them out, by their operators: what follows knows one spelling.
+
+A softmax is `e / e.sum()` with `e = (s - s.amax()).exp()`, or `(s - s.logsumexp()).exp()`. With one score more, `c`, it
+is `e / (e.sum() + (c - top).exp())`, `top` being the largest of the scores and `c`: a softmax over all of them without
+the weight of `c`. Only what takes off the largest of all is taken for a softmax: without that, exponentials overflow,
+which a softmax does not.
+
+A product of matrices is `(a * b).sum()` over a dimension of both, where each has a dimension that the other lacks, or
+one of them has.
+
+A choice by zeros and ones that are made of booleans is `old * (1 - at) + at * new`, or `lerp(old, new, at)`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from nsa_compile.ir.aten import COPIED, REARRANGED, aten
+from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code
+from nsa_compile.ir.scans import example
+
+
+def normalize_spellings(gm: fx.GraphModule) -> None:
+    """Replace what is a softmax by `aten._softmax`, a product of matrices by `aten.bmm`, a choice by `aten.where`."""
+    ways = {
+        aten.div.Tensor: _quotient,
+        aten.exp.default: _exponential,
+        aten.sum.dim_IntList: _sum_of_products,
+        aten.add.Tensor: _blend,
+        aten.lerp.Tensor: _interpolation,
+    }
+    for node in list(gm.graph.nodes):
+        if (way := ways.get(node.target)) is not None and (found := way(node, gm)) is not None:
+            node.replace_all_uses_with(found)
+    eliminate_dead_code(gm)
+
+
+# -- softmax
+
+
+def _quotient(node: Any, gm: fx.GraphModule) -> fx.Node | None:
+    """Exponentials over their sum, to which that of one score more may be added."""
+    e, total = node.args[:2]
+    if not (_is(e, aten.exp.default) and isinstance(total, fx.Node) and _is(e.args[0], aten.sub.Tensor)):
+        return None
+    scores = e.args[0]
+    s, top = scores.args[:2]
+    if not isinstance(s, fx.Node) or not isinstance(top, fx.Node) or scores.kwargs:
+        return None
+    if (dim := _summed(total, e)) is not None:
+        return _softmax(s, dim, node, gm) if _is_largest(top, s, dim) else None
+    if total.target is aten.add.Tensor and not total.kwargs:
+        for one, other in (total.args[:2], total.args[1::-1]):
+            if (dim := _summed(one, e)) is not None and (c := _left_over(other, top)) is not None:
+                return _softmax(s, dim, node, gm, c) if _is_largest_with(top, s, dim, c) else None
+    return None
+
+
+def _exponential(node: Any, gm: fx.GraphModule) -> fx.Node | None:
+    """That of the logarithm of a softmax."""
+    x: Any = node.args[0]
+    if _is(x, aten._log_softmax.default) and example(x).dtype == example(x.args[0]).dtype:
+        return _softmax(x.args[0], x.args[1], node, gm)
+    if _is(x, aten.sub.Tensor) and not x.kwargs and _is(x.args[1], aten.logsumexp.default):
+        s, dim = x.args[0], _only_dim(x.args[1])
+        if isinstance(s, fx.Node) and dim is not None and _undone(x.args[1].args[0]) is _undone(s):
+            return _softmax(s, dim, node, gm)
+    return None
+
+
+def _softmax(s: fx.Node, dim: int, node: fx.Node, gm: fx.GraphModule, c: Any = None) -> fx.Node | None:
+    """The softmax of scores, and of one more, without the weight of that."""
+    value = example(s)
+    if value.shape != example(node).shape or value.dtype != example(node).dtype or not value.dtype.is_floating_point:
+        return None
+    build = NodeBuilder(gm, node)
+    if c is None:
+        return build(aten._softmax.default, s, dim, False)
+    size = [1 if d == dim else n for d, n in enumerate(value.shape)]
+    if not isinstance(c, fx.Node):
+        column = build(aten.full.default, size, float(c), dtype=value.dtype, device=value.device)
+    elif example(c).dtype == value.dtype:
+        column = build(aten.expand.default, c, size)
+    else:
+        return None
+    joined = build(aten._softmax.default, build(aten.cat.default, [s, column], dim), dim, False)
+    return build(aten.slice.Tensor, joined, dim, 0, value.shape[dim])
+
+
+def _summed(total: Any, e: fx.Node) -> int | None:
+    """The dimension over which a node sums `e`, and keeps."""
+    if not _is(total, aten.sum.dim_IntList) or total.args[0] is not e or total.kwargs:
+        return None
+    return _only_dim(total)
+
+
+def _is_largest(top: Any, s: fx.Node, dim: int) -> bool:
+    """Whether this is the largest of the scores along a dimension."""
+    top = _undone(top)
+    if isinstance(top, fx.Node) and top.args[1:] == (0,) and _is(top.args[0], aten.max.dim):
+        top = top.args[0]
+    elif not _is(top, aten.amax.default):
+        return False
+    return _only_dim(top) == dim and _undone(top.args[0]) is _undone(s)
+
+
+def _left_over(x: Any, top: fx.Node) -> Any:
+    """`c` of `exp(c - top)`."""
+    if not _is(x, aten.exp.default):
+        return None
+    inner = x.args[0]
+    if _is(inner, aten.neg.default) and inner.args[0] is top:
+        return 0.0
+    if _is(inner, aten.sub.Tensor) and inner.args[1] is top and not inner.kwargs:
+        return inner.args[0]
+    return None
+
+
+def _is_largest_with(top: Any, s: fx.Node, dim: int, c: Any) -> bool:
+    """Whether this is the largest of the scores and of one more."""
+    top = _undone(top)
+    if not isinstance(top, fx.Node):
+        return False
+    if top.target in (aten.clamp.default, aten.clamp_min.default):
+        bounds = (*top.args[1:], None)[:2]
+        return bounds == (c, None) and not top.kwargs and _is_largest(top.args[0], s, dim)
+    if top.target is aten.maximum.default:
+        a, b = top.args[:2]
+        return any(_is_largest(x, s, dim) and _same(y, c) for x, y in ((a, b), (b, a)))
+    return False
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two nodes are made in the same way of the same."""
+    if a is b or not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+        return a is b or (not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and a == b)
+    if a.op != "call_function" or a.target is not b.target or a.kwargs != b.kwargs or len(a.args) != len(b.args):
+        return False
+    return all(_same(x, y) for x, y in zip(a.args, b.args, strict=True))
+
+
+# -- products of matrices
+
+
+def _sum_of_products(node: Any, gm: fx.GraphModule) -> fx.Node | None:
+    product, dims, keepdim = [*node.args, False][:3]
+    if not _is(product, aten.mul.Tensor) or not isinstance(dims, list) or len(dims) != 1 or node.kwargs:
+        return None
+    a, b = product.args
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+        return None
+    value = example(product)
+    if not value.dtype.is_floating_point or not value.dtype == example(a).dtype == example(b).dtype:
+        return None
+    rank, dim = value.dim(), dims[0] % value.dim()
+    sizes = [[1] * (rank - example(x).dim()) + list(example(x).shape) for x in (a, b)]
+    if sizes[0][dim] != sizes[1][dim] or value.shape[dim] == 1 or 0 in value.shape:
+        return None
+    rest = [d for d in range(rank) if d != dim]
+    both = [d for d in rest if sizes[0][d] == sizes[1][d]]
+    own = [[d for d in rest if d not in both and size[d] > 1] for size in sizes]
+    if not own[0] and not own[1]:
+        return None
+    build = NodeBuilder(gm, node)
+
+    def matrix(x: fx.Node, size: list[int], order: list[int], shape: list[int]) -> fx.Node:
+        full = build(aten.reshape.default, x, size)
+        return build(aten.reshape.default, build(aten.permute.default, full, order), shape)
+
+    def count(which: list[int]) -> int:
+        return math.prod(value.shape[d] for d in which)
+
+    n, left, right, inner = count(both), count(own[0]), count(own[1]), value.shape[dim]
+    x = matrix(a, sizes[0], [*both, *own[0], dim, *own[1]], [n, left, inner])
+    y = matrix(b, sizes[1], [*both, dim, *own[1], *own[0]], [n, inner, right])
+    out = build(aten.bmm.default, x, y)
+    order = [*both, *own[0], *own[1]]
+    out = build(aten.reshape.default, out, [value.shape[d] for d in order])
+    out = build(aten.permute.default, out, [order.index(d) for d in rest])
+    return build(aten.unsqueeze.default, out, dim) if keepdim else out
+
+
+# -- choices
+
+
+def _blend(node: Any, gm: fx.GraphModule) -> fx.Node | None:
+    """`old * (1 - at) + at * new`; infinities of the one that is not chosen would be NaN."""
+    if node.kwargs or not all(_is(x, aten.mul.Tensor) for x in node.args[:2]):
+        return None
+    for kept, put in (node.args[:2], node.args[1::-1]):
+        for old, rest in (kept.args, kept.args[::-1]):
+            for at, new in (put.args, put.args[::-1]):
+                if _is_rest(rest, at):
+                    return _choice(node, at, new, old, gm)
+    return None
+
+
+def _interpolation(node: Any, gm: fx.GraphModule) -> fx.Node | None:
+    old, new, at = node.args
+    return _choice(node, at, new, old, gm)
+
+
+def _choice(node: Any, at: Any, new: Any, old: Any, gm: fx.GraphModule) -> fx.Node | None:
+    if not all(isinstance(x, fx.Node) and example(x).dtype == example(node).dtype for x in (at, new, old)):
+        return None
+    if not _is_flag(at):
+        return None
+    build = NodeBuilder(gm, node)
+    return build(aten.where.self, build(aten.ne.Scalar, at, 0), new, old)
+
+
+def _is_rest(x: Any, at: Any) -> bool:
+    """Whether this is `1 - at`."""
+    if _is(x, aten.rsub.Scalar):
+        return x.args[0] is at and x.args[1:] == (1,) and not x.kwargs
+    return _is(x, aten.sub.Tensor) and x.args[1] is at and not x.kwargs and _is_one(x.args[0])
+
+
+def _is_one(x: Any) -> bool:
+    if not isinstance(x, fx.Node):
+        return bool(x == 1)
+    if x.target in (aten.full.default, aten.full_like.default):
+        return bool(x.args[1] == 1)
+    return x.target in (aten.ones_like.default, aten.ones.default)
+
+
+FLAGS = REARRANGED | COPIED | {aten._to_copy.default}
+
+
+def _is_flag(x: Any) -> bool:
+    """Whether numbers are booleans, moved and cast."""
+    while isinstance(x, fx.Node) and x.target in FLAGS:
+        x = x.args[0]
+    return isinstance(x, fx.Node) and bool(example(x).dtype == torch.bool)
+
+
+# -- how nodes are made
+
+
+def _is(x: Any, target: Any) -> bool:
+    return isinstance(x, fx.Node) and x.target is target
+
+
+def _only_dim(node: Any) -> int | None:
+    """The one dimension that a reduction runs over and keeps, from 0."""
+    dims, keepdim = [*node.args[1:3], False][:2] if len(node.args) > 1 else (None, False)
+    if isinstance(dims, int):
+        dims = [dims]
+    if not dims or len(dims) != 1 or not keepdim:
+        return None
+    return int(dims[0] % example(node.args[0]).dim())
+
+
+def _undone(x: Any) -> Any:
+    """Without what changes no value."""
+    while isinstance(x, fx.Node) and x.target in (aten.detach.default, aten.alias.default, aten.clone.default):
+        x = x.args[0]
+    return x

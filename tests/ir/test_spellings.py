@@ -1,0 +1,173 @@
+"""A softmax, a product of matrices and a choice that are written out become operators; what is not quite one stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from nsa_compile.ir.aten import aten
+from nsa_compile.ir.spellings import normalize_spellings
+
+SOFTMAX, MATRICES, CHOICE = aten._softmax.default, aten.bmm.default, aten.where.self
+
+
+def check(function: Callable[..., Tensor], inputs: list[Tensor], target: object, *, found: bool = True) -> None:
+    """Whether a function is spelled otherwise, with values and gradients as before."""
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    normalize_spellings(gm)
+    gm.recompile()
+    targets = [node.target for node in gm.graph.nodes]
+    assert (target in targets) == found, gm.graph
+    results = []
+    for run in (function, gm):
+        given = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+        out = run(*given)
+        torch.manual_seed(0)
+        wanted = [x for x in given if x.requires_grad]
+        grads = torch.autograd.grad((out * torch.randn_like(out)).sum(), wanted, allow_unused=True)
+        results.append([out, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted, strict=True))])
+    for a, b in zip(*results, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def scores(*shape: int) -> Tensor:
+    """Some removed, and all of one row."""
+    torch.manual_seed(1)
+    s = torch.randn(*shape, dtype=torch.float64) * 30
+    s[..., 1] = -torch.inf
+    return s
+
+
+def over_sum(s: Tensor, d: int, top: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
+    e = (s - (s.amax(d, keepdim=True) if top is None else top(s, d))).exp()
+    return e / e.sum(d, keepdim=True)
+
+
+def with_one_more(s: Tensor, c: Tensor, top: Callable[[Tensor, Tensor], Tensor] = torch.maximum) -> Tensor:
+    most = top(s.amax(-1, keepdim=True), c[:, None])
+    e = (s - most).exp()
+    return e / (e.sum(-1, keepdim=True) + (c[:, None] - most).exp())
+
+
+def softmax1(s: Tensor, least: float = 0.0) -> Tensor:
+    top = s.amax(-1, keepdim=True).clamp(min=least)
+    e = (s - top).exp()
+    return e / ((-top).exp() + e.sum(-1, keepdim=True))
+
+
+WRITTEN_OUT = {
+    "over the sum": lambda s: over_sum(s, -1),
+    "along another dimension": lambda s: over_sum(s, 0),
+    "max": lambda s: over_sum(s, -1, lambda s, d: s.max(d, keepdim=True).values),
+    "max, detached": lambda s: over_sum(s, -1, lambda s, d: s.max(d, keepdim=True)[0].detach()),
+    "amax of what is detached": lambda s: over_sum(s, -1, lambda s, d: s.detach().amax(d, True)),
+    "logsumexp": lambda s: (s - s.logsumexp(-1, keepdim=True)).exp(),
+    "log_softmax": lambda s: s.log_softmax(-1).exp(),
+    "and one": lambda s: softmax1(s),
+}
+NEARLY = {
+    "nothing taken off": lambda s: s.exp() / s.exp().sum(-1, keepdim=True),
+    "another number taken off": lambda s: over_sum(s, -1, lambda s, d: s.amin(d, keepdim=True)),
+    "the largest of another dimension": lambda s: over_sum(s, -1, lambda s, d: s.amax(0, keepdim=True)),
+    "the largest of all": lambda s: over_sum(s, -1, lambda s, d: s.amax().expand(3, 1)),
+    "the largest of others": lambda s: over_sum(s, -1, lambda s, d: (2 * s).amax(d, keepdim=True)),
+    "summed along another dimension": lambda s: _e(s) / _e(s).sum(0, keepdim=True),
+    "over the mean": lambda s: _e(s) / _e(s).mean(-1, keepdim=True),
+    "over twice the sum": lambda s: _e(s) / (_e(s).sum(-1, keepdim=True) + _e(s).sum(-1, keepdim=True)),
+    "two and one": lambda s: softmax1(s, 1.0),
+    "logsumexp of another dimension": lambda s: (s - s.logsumexp(0, keepdim=True)).exp() + 0 * s.softmax(-1).detach(),
+}
+
+
+def _e(s: Tensor) -> Tensor:
+    return (s - s.amax(-1, keepdim=True)).exp()
+
+
+@pytest.mark.parametrize("spelling", WRITTEN_OUT)
+def test_a_softmax_is_named(spelling):
+    check(WRITTEN_OUT[spelling], [scores(3, 5).clamp(min=-80)], SOFTMAX)
+    check(WRITTEN_OUT[spelling], [scores(3, 5)[:, [0, 1, 3]]], SOFTMAX)
+
+
+@pytest.mark.parametrize("spelling", [name for name in NEARLY if "logsumexp" not in name])
+def test_what_is_nearly_a_softmax_is_not(spelling):
+    check(NEARLY[spelling], [scores(3, 5).clamp(min=-1, max=1)], SOFTMAX, found=False)
+
+
+def test_a_softmax_with_one_score_more():
+    c = torch.randn(3, dtype=torch.float64)
+    check(lambda s, c: with_one_more(s, c), [scores(3, 5), c], SOFTMAX)
+    check(lambda s, c: with_one_more(s, c, lambda a, b: torch.maximum(b, a).detach()), [scores(3, 5), c], SOFTMAX)
+    check(lambda s, c: with_one_more(s, c, lambda a, b: a), [scores(3, 5), c], SOFTMAX, found=False)
+    check(
+        lambda s, c: with_one_more(s, c, lambda a, b: torch.maximum(a, 2 * b)), [scores(3, 5), c], SOFTMAX, found=False
+    )
+
+
+@given(
+    shape=st.lists(st.sampled_from([1, 2, 3]), min_size=2, max_size=5),
+    alike=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=5, max_size=5),
+    dim=st.integers(0, 4),
+    keepdim=st.booleans(),
+    fewer=st.booleans(),
+)
+def test_sums_of_products_are_products_of_matrices(shape, alike, dim, keepdim, fewer):
+    """Each operand has a size of 1 along some dimensions."""
+    torch.manual_seed(0)
+    sizes = [[1 if one[i] else n for n, one in zip(shape, alike, strict=False)] for i in range(2)]
+    a, b = (torch.randn(size, dtype=torch.float64) for size in sizes)
+    if fewer and a.shape[0] == 1:
+        a = a[0]
+    dim %= len(shape)
+    full = torch.broadcast_shapes(a.shape, b.shape)
+    sizes[0] = [1] * (len(shape) - a.dim()) + list(a.shape)
+    contracted = sizes[0][dim] == sizes[1][dim] and full[dim] > 1
+    apart = any(x != y for x, y in zip(*sizes, strict=True))
+    check(lambda a, b: (a * b).sum(dim, keepdim=keepdim), [a, b], MATRICES, found=contracted and apart)
+
+
+def test_other_sums_are_none():
+    a, b = torch.randn(2, 1, 3, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
+    check(lambda a, b: (a * b).sum(-1), [a, b], MATRICES)
+    for other in (lambda a, b: (a * b).sum(), lambda a, b: (a * b).sum((1, 2)), lambda a, b: (a + b).sum(-1),
+                  lambda a, b: (a * b.float()).sum(-1), lambda a, b: (a * b).sum(-1, dtype=torch.float32)):  # fmt: skip
+        check(other, [a, b], MATRICES, found=False)
+    integers = [torch.arange(6).view(2, 1, 3), torch.arange(24).view(2, 4, 3)]
+    gm = make_fx(lambda a, b: (a * b).sum(-1), tracing_mode="fake")(*integers)
+    normalize_spellings(gm)
+    assert MATRICES not in [node.target for node in gm.graph.nodes]
+
+
+CHOICES = {
+    "blend": lambda at, new, old: old * (1 - at) + at * new,
+    "the other way round": lambda at, new, old: new * at + (1 - at) * old,
+    "ones less": lambda at, new, old: (torch.ones_like(at) - at) * old + at * new,
+    "lerp": lambda at, new, old: torch.lerp(old, new.expand_as(old), at.expand_as(old)),
+}
+NO_CHOICES = {
+    "added": lambda at, new, old: old + at * new,
+    "another rest": lambda at, new, old: old * (2 - at) + at * new,
+    "rest of another": lambda at, new, old: old * (1 - at.flip(0)) + at * new,
+    "twice": lambda at, new, old: torch.add(old * (1 - at), at * new, alpha=2),
+}
+
+
+@pytest.mark.parametrize("spelling", [*CHOICES, *NO_CHOICES])
+@pytest.mark.parametrize("flags", [True, False])
+def test_a_choice_by_zeros_and_ones_is_named(spelling, flags):
+    """But not by other numbers."""
+    torch.manual_seed(0)
+    at = torch.tensor([True, False, False, True]).view(4, 1)
+    new, old = torch.randn(1, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    function = {**CHOICES, **NO_CHOICES}[spelling]
+    if flags:
+        check(lambda at, *x: function(at.to(torch.float64), *x), [at, new, old], CHOICE, found=spelling in CHOICES)
+    else:
+        check(function, [at.double() / 2, new, old], CHOICE, found=False)
