@@ -469,3 +469,35 @@ def test_a_step_deeper_than_the_stack_of_python():
 
     record = compared(run, numbers(1), numbers(2, 1))
     assert record.batched, record.declines
+
+
+# ------------------------------------------------------------------------------------------------- added to zeros
+
+
+@given(
+    slots=st.permutations(range(S)) | st.lists(st.integers(0, S - 1), min_size=S, max_size=S),
+    start=st.sampled_from(["zeros", "ones", "given"]),
+    one=st.sampled_from([1.0, 2.0]),
+    rows=st.sampled_from(["row", "full"]),
+    several=st.booleans(),
+)
+def test_rows_that_are_added_to_zeros_are_written(slots, start, one, rows, several):
+    """`cache + one_hot * row`: a write, if the cache is of zeros, each row is written once, and ones are ones."""
+    at = [[one * (row == slot or (several and t == 0)) for row in range(S)] for t, slot in enumerate(slots)]
+
+    def run(scan, given, x):
+        init = {"zeros": torch.zeros(S, 2), "ones": torch.ones(S, 2), "given": given}[start].to(x.dtype)
+        flags = torch.tensor(at, dtype=x.dtype)
+
+        def step(cache, token):
+            t, x = token
+            flag = flags.index_select(0, t.view(1)).view(S, 1)
+            cache = cache + flag * (x if rows == "row" else x.expand(S, 2).cumsum(0))
+            return cache, cache.cumsum(0) * x
+
+        return scan(step, init, (torch.arange(S), x))
+
+    record = compared(run, numbers(S, 2), numbers(S, 2))
+    (carry,) = record.carries
+    writes = start == "zeros" and len(set(slots)) == S and one == 1.0 and rows == "row" and not several
+    assert (carry == "Rows") == writes
