@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, note
+from hypothesis import example, given, note
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -481,6 +481,12 @@ def test_a_step_deeper_than_the_stack_of_python():
     rows=st.sampled_from(["row", "full"]),
     several=st.booleans(),
 )
+@example(slots=[2, 0, 3, 1], start="zeros", one=1.0, rows="row", several=False)
+@example(slots=[2, 0, 3, 1], start="ones", one=1.0, rows="row", several=False)
+@example(slots=[2, 0, 3, 1], start="given", one=1.0, rows="row", several=False)
+@example(slots=[2, 0, 3, 1], start="zeros", one=2.0, rows="row", several=False)
+@example(slots=[2, 0, 3, 1], start="zeros", one=1.0, rows="full", several=False)
+@example(slots=[2, 0, 2, 1], start="zeros", one=1.0, rows="row", several=False)
 def test_rows_that_are_added_to_zeros_are_written(slots, start, one, rows, several):
     """`cache + one_hot * row`: a write, if the cache is of zeros, each row is written once, and ones are ones."""
     at = [[one * (row == slot or (several and t == 0)) for row in range(S)] for t, slot in enumerate(slots)]
