@@ -559,7 +559,7 @@ MAGNITUDES: dict[Any, Rule] = {
         _no_larger,
     ),
     **dict.fromkeys((aten.relu.default, aten.abs.default, aten.softplus.default), _non_negative),
-    **dict.fromkeys((aten.cumsum.default, aten._log_softmax.default, aten.logsumexp.default), _data),
+    **dict.fromkeys((aten.cumsum.default, aten._log_softmax.default), _data),
     aten.exp.default: _exponential,
     aten.linalg_vector_norm.default: _norm,
     aten.var.correction: _variance,

@@ -55,7 +55,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from nsa_compile.analyses.known import LIMIT
-from nsa_compile.analyses.magnitudes import Magnitude, Magnitudes, floor_level, unmeasured
+from nsa_compile.analyses.magnitudes import DATA, Magnitude, Magnitudes, floor_level, unmeasured
 from nsa_compile.ir.aten import (
     AND,
     COMPARISONS,
@@ -151,9 +151,7 @@ class Analysis:
     def run(self, node: fx.Node) -> None:
         """Derive the facts and the magnitude of one node from those of its inputs."""
         with unset_fake_temporarily(), torch.no_grad():
-            self.magnitudes.found[node] = (
-                self._softmax_magnitude(node) if node.target in SOFTMAX else self.magnitudes.derive(node)
-            )
+            self.magnitudes.found[node] = self._magnitude(node)
             self._gives_gradients = node in self.with_gradients
             self.facts[node] = self._tidy(self._follow_hollow(node, self._derive(node)))
             self._gives_gradients = True
@@ -580,9 +578,22 @@ class Analysis:
         # A row of a softmax that is settled later may be NaN. It is that in the loop as well, and so is what reads it.
         return Magnitude(1.0, 0.0) if some or self._may_be_settled(node) else None
 
+    def _log_sum_magnitude(self, node: fx.Node) -> Magnitude | None:
+        """A log-sum-exp is a number, unless all scores of a row may be -inf."""
+        scores, dims = self.magnitudes.of(node.args[0]), cast("list[int]", node.args[1])
+        if scores is None or len(dims) != 1:
+            return None
+        return DATA if scores.finite or self.one_is_kept(node) else None
+
+    def _magnitude(self, node: fx.Node) -> Magnitude | None:
+        if node.target in SOFTMAX:
+            return self._softmax_magnitude(node)
+        return self._log_sum_magnitude(node) if node.target is aten.logsumexp.default else self.magnitudes.derive(node)
+
     def one_is_kept(self, softmax: fx.Node) -> bool:
         """Whether at each step, in each row, some score is surely at no floor."""
-        value, dim = cast("tuple[fx.Node, int]", softmax.args[:2])
+        value, dim = cast("tuple[fx.Node, Any]", softmax.args[:2])
+        dim = dim[0] if isinstance(dim, list) else dim
         kept, rank = self.kept(value), example(value).dim()
         if kept is None or not rank:
             return kept is not None and _covers(kept[0][None], kept[1][None], self.never)

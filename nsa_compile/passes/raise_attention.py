@@ -18,6 +18,7 @@ written. What is not attention in all this stays as it is, and is reported.
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -57,7 +58,7 @@ from nsa_compile.analyses.softmax import (
     walk_up,
 )
 from nsa_compile.analyses.staleness import Analysis, analyse
-from nsa_compile.ir.aten import SOFTMAX, aten, operand
+from nsa_compile.ir.aten import SOFTMAX, arguments, aten, operand
 from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, All, AttentionCall, Blocks, Opaque, Window
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_earlier
 from nsa_compile.ir.scans import (
@@ -65,6 +66,7 @@ from nsa_compile.ir.scans import (
     ScanRecord,
     ScanSite,
     Step,
+    ancestors,
     declined_if_it_fails,
     example,
     find_scans,
@@ -90,26 +92,43 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
             continue
         for softmax in [n for n in step.body.graph.nodes if n.target in SOFTMAX]:
             try:
-                with (
-                    unset_fake_temporarily(),
-                    torch.no_grad(),
-                    declined_if_it_fails("it cannot be analysed", softmax, Unrecognised),
-                ):
-                    known, outputs = _attention(step, softmax, analysis, by_itself=step.body is gm, in_place=in_place)
+                changed |= _raise(step, sites.get(step.body), softmax, analysis, in_place, context)
             except Unrecognised as found:
-                if step.body in sites and _raise_scores(step, sites[step.body], softmax, analysis, found.why, context):
-                    changed = True
-                else:
-                    context.leave(Declined(found.why, found.node))
-                continue
-            for output in outputs:
-                if context.may_rewrite():
-                    replace_output(step.body, known, output, step.record)
-                    context.match(step.name, f"{described(known.mask)} at {location(softmax)}")
-                    changed = True
+                context.leave(Declined(found.why, found.node))
         if changed:
             eliminate_dead_code(step.body)
             step.body.recompile()
+    return changed
+
+
+def _raise(
+    step: Step, site: ScanSite | None, softmax: fx.Node, analysis: Analysis, in_place: bool, context: PassContext
+) -> bool:
+    """Make attention of a softmax; of one that is no step of a scan, attention to masked products alone.
+
+    Raises:
+        Unrecognised: that is not what it is.
+    """
+    if site is not None and log_sums(softmax):  # which no other attention yields
+        with contextlib.suppress(Unrecognised):
+            return _raise_scores(step, site, softmax, analysis, "its log-sum-exp is read as well", context)
+    try:
+        with (
+            unset_fake_temporarily(),
+            torch.no_grad(),
+            declined_if_it_fails("it cannot be analysed", softmax, Unrecognised),
+        ):
+            known, outputs = _attention(step, softmax, analysis, by_itself=site is None, in_place=in_place)
+    except Unrecognised as found:
+        if site is None:
+            raise
+        return _raise_scores(step, site, softmax, analysis, found.why, context)
+    changed = False
+    for output in outputs:
+        if context.may_rewrite():
+            replace_output(step.body, known, output, step.record)
+            context.match(step.name, f"{described(known.mask)} at {location(softmax)}")
+            changed = True
     return changed
 
 
@@ -139,17 +158,17 @@ def _attention(
 def _raise_scores(
     step: Step, site: ScanSite, softmax: fx.Node, analysis: Analysis, why: str, context: PassContext
 ) -> bool:
-    """Make attention by scores of a program of a softmax, if that is what it is; `why` it is nothing simpler."""
-    try:
-        with (
-            unset_fake_temporarily(),
-            torch.no_grad(),
-            declined_if_it_fails("it cannot be analysed", softmax, Unrecognised),
-        ):
-            sets, reads, n = _by_scores(step, site, softmax, analysis)
-    except Unrecognised as found:
-        context.leave(Declined(found.why, found.node))
-        return False
+    """Make attention by scores of a program of a softmax; `why` it is nothing simpler.
+
+    Raises:
+        Unrecognised: that is not what it is.
+    """
+    with (
+        unset_fake_temporarily(),
+        torch.no_grad(),
+        declined_if_it_fails("it cannot be analysed", softmax, Unrecognised),
+    ):
+        sets, reads, n = _by_scores(step, site, softmax, analysis)
     if not context.may_rewrite():
         return False
     replace_by_scores(step, softmax, sets, reads, n)
@@ -211,6 +230,8 @@ def replace_by_scores(step: Step, softmax: fx.Node, sets: list[KeySet], reads: l
     if len(sets) > 1:
         masses = [of_sets[i] if i in of_sets else build_logits(keys, rows, build) for i, keys in enumerate(sets)]
         shares = build_shares(masses, build)
+    else:
+        _replace_log_sums(softmax, outputs[0][1].lse, build)
     for read, (out, mass) in zip(reads, outputs, strict=True):
         lse = mass.lse
         if len(sets) > 1:
@@ -253,6 +274,22 @@ def _build_output(
     n, _, width = example(values).shape
     out = build(aten.expand.default, build(aten.unsqueeze.default, values, 2), [n, 1, rows // n, width])
     return out, build_logits(keys, rows, build)
+
+
+def log_sums(softmax: fx.Node) -> list[fx.Node]:
+    """The log-sum-exps of the scores of a softmax, which both run over the last dimension."""
+    scores, last = operand(softmax), example(softmax).dim() - 1
+    if arguments(softmax).dim % (last + 1) != last:
+        return []
+    found = [n for n in scores.users if n.target is aten.logsumexp.default]
+    return [n for n in found if [d % (last + 1) for d in arguments(n).dim] == [last]]
+
+
+def _replace_log_sums(softmax: fx.Node, lse: fx.Node, build: NodeBuilder) -> None:
+    """Put the log-sum-exp `[R]` of an attention in the place of those that are computed from all scores."""
+    for node in log_sums(softmax):
+        if example(lse).dtype == example(node).dtype and node not in ancestors([lse]):
+            replace_earlier(node, build(aten.reshape.default, lse, list(example(node).shape)))
 
 
 def described(mask: Mask) -> str:

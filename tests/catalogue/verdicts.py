@@ -149,7 +149,7 @@ VERDICTS = {
     "latent/latent_before_the_cache": ("window_attention", "operator"),
     "sink_logit/sink_by_cat": ("scored_attention", "operator"),
     "sink_logit/sink_in_the_sum": ("scored_attention", "operator"),
-    "sink_logit/sink_by_sigmoid": ("dense + copies", "operator"),  # short
+    "sink_logit/sink_by_sigmoid": ("scored_attention", "operator"),
     "sink_logit/sink_as_a_row": ("scored_attention", "operator"),
     "sink_logit_in_a_window/sink_in_a_window": ("scored_attention", "operator"),
     "softmax1/softmax1": ("scored_attention", "operator"),
@@ -157,7 +157,7 @@ VERDICTS = {
     "two_caches/two_caches_by_cat": ("scored_attention", "operator"),
     "two_caches/two_caches_split": ("scored_attention", "operator"),
     "two_caches/two_caches_joined": ("scored_attention", "operator"),
-    "two_caches/two_caches_merged": ("dense + copies", "operator"),  # short
+    "two_caches/two_caches_merged": ("scored_attention", "operator"),
     "memory_and_past/memory_and_past": ("scored_attention", "operator"),
     "sigmoid/sigmoid_attention": ("batched", "dense"),
     "sigmoid/sigmoid_of_minus_infinity": ("batched", "dense"),

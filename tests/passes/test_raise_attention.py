@@ -274,3 +274,43 @@ def test_dropout_is_left_alone():
     _, report = run_compiled(program)
     assert raised(report) == []
     assert not report.scans[0].batched
+
+
+LOG_SUMS = {
+    "of the scores": ("out * s.logsumexp(-1, keepdim=True).sigmoid()", True),
+    "twice": ("out * (s.logsumexp(-1) - s.logsumexp((-1,))).exp()[..., None] + s.logsumexp(-1)[..., None]", True),
+    "of twice the scores": ("out * (2 * s).logsumexp(-1, keepdim=True).sigmoid()", False),
+    "of some scores": ("out * s[..., :3].logsumexp(-1, keepdim=True).sigmoid()", False),
+}
+
+
+@pytest.mark.parametrize("name", LOG_SUMS)
+def test_the_log_sum_exp_of_its_scores_is_that_of_the_attention(name):
+    expression, taken = LOG_SUMS[name]
+    program = AttentionProgram(
+        "plain",
+        (
+            "keep = position <= t",
+            "s = (q @ k.transpose(-1, -2)).masked_fill(~keep, -inf)",
+            "out = torch.softmax(s, -1) @ v",
+            f"out = {expression}",
+        ),
+    )
+    actual, report = run_compiled(program, attention="sparse")
+    assert raised(report) == [PROGRAM if taken else "attention to a window of 6"]
+    assert_equals_loop(program, actual)
+
+
+def test_values_may_depend_on_the_log_sum_exp():
+    """Then it is computed before the attention."""
+    program = AttentionProgram(
+        "plain",
+        (
+            "keep = position <= t",
+            "s = (q @ k.transpose(-1, -2)).masked_fill(~keep, -inf)",
+            "out = torch.softmax(s, -1) @ (v * s.logsumexp(-1).mean(-1)[..., None, None].sigmoid())",
+        ),
+    )
+    actual, report = run_compiled(program, attention="sparse")
+    assert raised(report) == [PROGRAM]
+    assert_equals_loop(program, actual)
