@@ -62,11 +62,23 @@ class Leaf:
         if value.dtype not in (torch.bool, torch.int64) and not value.dtype.is_floating_point:
             node = build(aten._to_copy.default, node, dtype=torch.int64)
         flat = build(aten.reshape.default, node, [value.numel()])
-        if not torch.equal(self.elements.flatten(), torch.arange(value.numel())):
-            flat = build(
-                aten.index_select.default, flat, 0, constant_node(build, self.elements.flatten(), value.device)
-            )
+        times = _repeated(self.elements)
+        different = self.elements[..., ::times]
+        if not torch.equal(different.flatten(), torch.arange(value.numel())):
+            flat = build(aten.index_select.default, flat, 0, constant_node(build, different.flatten(), value.device))
+        if times > 1:  # to repeat what is there is faster than to look up each element
+            flat = build(aten.reshape.default, flat, [*different.shape, 1])
+            flat = build(aten.expand.default, flat, [*different.shape, times])
         return build(aten.reshape.default, flat, shape)
+
+
+def _repeated(elements: Tensor) -> int:
+    """How many times each element stands along the last dimension, one after the other: of a block, all its keys."""
+    changes = (elements[..., 1:] != elements[..., :-1]).flatten(0, -2).any(0).nonzero()
+    times = int(changes[0]) + 1 if len(changes) else 1
+    if elements.shape[-1] % times:
+        return 1
+    return times if torch.equal(elements, elements[..., ::times].repeat_interleave(times, -1)) else 1
 
 
 @dataclass(frozen=True)
@@ -165,9 +177,13 @@ class _Follower:
         if name in OPERATORS and (dtype.is_floating_point or dtype in (torch.bool, torch.int64)):
             products, leaves, instructions = len(self.products), len(self.leaves), len(self.instructions)
             names = dict(self.names)
-            value = self._instruction(name, node, elements)
-            if name.partition(".")[0] not in JUMPS or not self._meets_itself(value):
-                return value
+            try:
+                value = self._instruction(name, node, elements)
+                if name.partition(".")[0] not in JUMPS or not self._meets_itself(value):
+                    return value
+            except OtherKeys:
+                if dtype != torch.bool:  # a mask by the scores of blocks, say, is there as it is
+                    raise
             del self.products[products:], self.leaves[leaves:], self.instructions[instructions:]
             self.names = names
         return self._leaf(node, elements)
@@ -206,7 +222,7 @@ class _Follower:
                     break
                 self.products.append((product, numbers[:, 0] // product.shape[2]))
                 return f"s{len(self.products) - 1}"
-        raise Unrecognised("its scores do not run over the keys of its products", node)
+        raise OtherKeys("its scores do not run over the keys of its products", node)
 
     def _leaf(self, node: fx.Node, elements: Tensor) -> str:
         if example(node).dtype.is_complex:
@@ -233,6 +249,10 @@ class _Follower:
         read = [self.reads.get(x, frozenset([x])) for x in given if isinstance(x, str) and x[0] in "sxv"]
         self.reads[value] = frozenset[str]().union(*read)
         return value
+
+
+class OtherKeys(Unrecognised):
+    """Scores are made of a product with something else than the keys."""
 
 
 class Divided(Exception):
