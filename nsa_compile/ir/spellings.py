@@ -8,6 +8,8 @@ which a softmax does not.
 A product of matrices is `(a * b).sum()` over a dimension of both, where each has a dimension that the other lacks, or
 one of them has.
 
+Weights of several softmaxes that are added up before they meet values meet them one by one.
+
 A choice by zeros and ones that are made of booleans is `old * (1 - at) + at * new`, or `lerp(old, new, at)`.
 """
 
@@ -19,19 +21,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from nsa_compile.ir.aten import COPIED, REARRANGED, aten
+from nsa_compile.ir.aten import COPIED, REARRANGED, SOFTMAX, aten
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code
 from nsa_compile.ir.scans import example
 
 
 def normalize_spellings(gm: fx.GraphModule) -> None:
-    """Replace what is a softmax by `aten._softmax`, a product of matrices by `aten.bmm`, a choice by `aten.where`."""
+    """Give each of these the one spelling that it has in all that follows."""
     ways = {
         aten.div.Tensor: _quotient,
         aten.exp.default: _exponential,
         aten.sum.dim_IntList: _sum_of_products,
         aten.add.Tensor: _blend,
         aten.lerp.Tensor: _interpolation,
+        aten.bmm.default: _several_weights,
     }
     for node in list(gm.graph.nodes):
         if (way := ways.get(node.target)) is not None and (found := way(node, gm)) is not None:
@@ -228,14 +231,66 @@ def _is_one(x: Any) -> bool:
     return x.target in (aten.ones_like.default, aten.ones.default)
 
 
-FLAGS = REARRANGED | COPIED | {aten._to_copy.default}
+MOVED = REARRANGED | COPIED
 
 
 def _is_flag(x: Any) -> bool:
     """Whether numbers are booleans, moved and cast."""
-    while isinstance(x, fx.Node) and x.target in FLAGS:
+    while isinstance(x, fx.Node) and x.target in MOVED | {aten._to_copy.default}:
         x = x.args[0]
     return isinstance(x, fx.Node) and bool(example(x).dtype == torch.bool)
+
+
+# -- sums of weights
+
+
+def _several_weights(node: Any, gm: fx.GraphModule) -> fx.Node | None:
+    """`(a.softmax() - c * b.softmax()) @ v`: a product for each softmax."""
+    for place in (0, 1):
+        total: Any = node.args[place]
+        moves: list[Any] = []
+        while isinstance(total, fx.Node) and total.target in MOVED:
+            moves.append(total)
+            total = total.args[0]
+        if not isinstance(total, fx.Node) or total.target not in (aten.add.Tensor, aten.sub.Tensor) or total.kwargs:
+            continue
+        added: tuple[Any, ...] = total.args
+        terms = [_weights(x) for x in added]
+        if None in terms or any(example(x).shape != example(total).shape for x in added):
+            continue
+        build = NodeBuilder(gm, node)
+        products = []
+        for weights, factors in terms:
+            for move in reversed(moves):
+                weights = build(move.target, weights, *move.args[1:], **move.kwargs)
+            operands = [weights if i == place else x for i, x in enumerate(node.args)]
+            product = build(aten.bmm.default, *operands)
+            for target, factor in reversed(factors):
+                product = build(target, product, factor)
+            products.append(product)
+        return build(total.target, *products)
+    return None
+
+
+def _weights(x: Any) -> Any:
+    """A softmax, moved, and the numbers that it is multiplied with or divided by; None for anything else."""
+    factors = []
+    while isinstance(x, fx.Node) and x.target in (aten.mul.Tensor, aten.div.Tensor):
+        a, b = x.args
+        if x.target is aten.mul.Tensor and not _is_number(b):
+            a, b = b, a
+        if not _is_number(b) or not isinstance(a, fx.Node) or example(a).shape != example(x).shape:
+            return None
+        factors.append((x.target, b))
+        x = a
+    source = x
+    while isinstance(source, fx.Node) and source.target in MOVED:
+        source = source.args[0]
+    return (x, factors) if isinstance(source, fx.Node) and source.target in SOFTMAX else None
+
+
+def _is_number(x: Any) -> bool:
+    return not isinstance(x, fx.Node) or not example(x).dim()
 
 
 # -- how nodes are made

@@ -163,7 +163,7 @@ VERDICTS = {
     "sigmoid/sigmoid_of_minus_infinity": ("batched", "dense"),
     "relu/relu_attention": ("batched", "dense"),
     "talking_heads/talking_heads": ("batched", "dense"),
-    "differential/differential": ("batched", "operator"),  # short
+    "differential/differential": ("window_attention", "operator"),
     "differential/differential_of_outputs": ("window_attention", "operator"),
     "forgetting/forgetting_before": ("scored_attention", "operator"),
     "forgetting/forgetting_in_the_step": ("scored_attention + parallel", "operator"),

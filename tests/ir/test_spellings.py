@@ -171,3 +171,25 @@ def test_a_choice_by_zeros_and_ones_is_named(spelling, flags):
         check(lambda at, *x: function(at.to(torch.float64), *x), [at, new, old], CHOICE, found=spelling in CHOICES)
     else:
         check(function, [at.double() / 2, new, old], CHOICE, found=False)
+
+
+SUMS_OF_WEIGHTS = {
+    "difference": (lambda a, b, v, c: (a.softmax(-1) - 0.3 * b.softmax(-1)) @ v, 2),
+    "by a learned number": (lambda a, b, v, c: (a.softmax(-1) / 2 - b.softmax(-1) * c) @ v, 2),
+    "moved": (lambda a, b, v, c: (a.softmax(-1) + b.softmax(-1)).transpose(1, 2) @ v, 2),
+    "on the right": (lambda a, b, v, c: v.mT @ (a.softmax(-1) - b.softmax(-1)), 2),
+    "of three": (lambda a, b, v, c: (a.softmax(-1) - b.softmax(-1) + (2 * a).softmax(-1)) @ v, 1),
+    "of something else": (lambda a, b, v, c: (a.softmax(-1) - b.sigmoid()) @ v, 1),
+    "by a number for each key": (lambda a, b, v, c: (a.softmax(-1) - b.softmax(-1) * a[:, :1]) @ v, 1),
+}
+
+
+@pytest.mark.parametrize("name", SUMS_OF_WEIGHTS)
+def test_each_softmax_of_a_sum_meets_the_values(name):
+    function, products = SUMS_OF_WEIGHTS[name]
+    torch.manual_seed(0)
+    given = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 3, 3), (2, 3, 3), (2, 3, 4), ())]
+    check(function, given, MATRICES)
+    gm = make_fx(function, tracing_mode="fake")(*given)
+    normalize_spellings(gm)
+    assert len(gm.graph.find_nodes(op="call_function", target=MATRICES)) == products
