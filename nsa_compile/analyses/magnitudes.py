@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from nsa_compile.ir.aten import (
     ADD,
@@ -36,7 +38,7 @@ from nsa_compile.ir.aten import (
     WHERE,
     aten,
 )
-from nsa_compile.ir.scans import ScanRecord, ScanSite, constant_value, example
+from nsa_compile.ir.scans import ScanRecord, ScanSite, ancestors, constant_value, example
 from nsa_compile.ir.step_values import Choice, Separable, StepMask, StepValue
 
 
@@ -72,6 +74,9 @@ class Magnitude:
             return self
         return Magnitude(torch.finfo(torch.float64).max) if self.finite else None
 
+
+# Operators that lead to a mask that is made outside of the loop.
+FOLLOWED_LIMIT = 200
 
 # What is given at run time.
 DATA = Magnitude(math.inf)
@@ -202,7 +207,53 @@ def _given(node: fx.Node, source: fx.Node) -> Magnitude | None:
     value = constant_value(source, {})
     if value is not None:
         return measured(value)
-    return None if example(node).dtype.is_floating_point and _made_with_infinities(source) else unmeasured(node)
+    if not example(node).dtype.is_floating_point or not _made_with_infinities(source):
+        return unmeasured(node)
+    return _followed(source)
+
+
+def _followed(source: fx.Node) -> Magnitude | None:
+    """Of what is made outside of the loop, such as an additive mask: operator by operator, as in a body."""
+    made_of = ancestors([source])
+    if len(made_of) > FOLLOWED_LIMIT:
+        return None
+    graph, copies, inputs = fx.Graph(), dict[fx.Node, fx.Node](), []
+    for node in (n for n in source.graph.nodes if n in made_of):
+        if node.op == "placeholder" and isinstance(example(node), Tensor):
+            copies[node] = graph.placeholder(node.name)
+            inputs.append(example(node))
+        elif node.op in ("call_function", "call_method") and not isinstance(node.target, HigherOrderOperator):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        else:
+            return None
+    graph.output(copies[source])
+    try:
+        lowered = make_fx(fx.GraphModule({}, graph), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    except Exception:  # whatever torch cannot trace is not known
+        return None
+    sizes = Magnitudes(ScanRecord("outside", 1))
+    for node in lowered.graph.nodes:
+        if node.op == "output":
+            return sizes.of(node.args[0])
+        if node.op == "placeholder":
+            sizes.found[node] = unmeasured(node)
+        elif node.op == "call_function" and (filled := _number_of(node)) is not None:
+            sizes.found[node] = sizes.of(filled, node)
+        else:
+            sizes.found[node] = sizes.derive(node)
+    return None
+
+
+def _number_of(node: Any) -> float | None:
+    """What a node fills a tensor with, if that is what it does."""
+    if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
+        return 0.0
+    if node.target in (aten.ones.default, aten.ones_like.default, aten.new_ones.default):
+        return 1.0
+    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
+        number = node.args[2 if node.target is aten.new_full.default else 1]
+        return float(number) if isinstance(number, int | float) else None
+    return float(node.args[0]) if node.target is aten.scalar_tensor.default else None
 
 
 def _made_with_infinities(source: fx.Node) -> bool:

@@ -44,7 +44,7 @@ VERDICTS = {
     "documents/documents_in_a_cache_finite": ("scored_attention", "operator"),
     "documents/documents_by_start": ("scored_attention", "operator"),
     "documents/documents_by_rows": ("scored_attention", "operator"),
-    "documents/documents_by_bias": ("copies", "operator"),  # short
+    "documents/documents_by_bias": ("scored_attention", "operator"),
     "documents/documents_by_sdpa": ("scored_attention", "operator"),
     "documents_in_a_window/documents_and_window": ("scored_attention", "operator"),
     "left_padding/padding_nan_to_num": ("scored_attention", "operator"),
