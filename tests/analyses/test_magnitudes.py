@@ -17,7 +17,6 @@ MASKS = {
     "masked_fill": lambda seen: torch.zeros(S, S).masked_fill(~seen, -math.inf),
     "of new tensors": lambda seen: torch.zeros_like(seen, dtype=torch.float64).masked_fill(~seen, -math.inf),
     "full": lambda seen: torch.where(seen, torch.full((S, S), 0.5), torch.full((), -math.inf)),
-    "the lowest number": lambda seen: torch.where(seen, 0.0, torch.finfo(torch.float32).min),
     "added up": lambda seen: torch.where(seen, 0.0, -math.inf) + torch.where(seen.mT, 0.0, -math.inf).mT,
     "in place": lambda seen: torch.zeros(S, S).masked_fill_(~seen, -math.inf),
 }
@@ -26,6 +25,7 @@ OTHERS = {
     "NaN": lambda seen: torch.where(seen, 0.0, math.nan),
     "times 0": lambda seen: torch.where(seen, 0.0, -math.inf) * 0,
     "logarithm": lambda seen: torch.where(seen, 0.0, -math.inf) * seen.double().log(),
+    "the lowest number of fewer bits": lambda seen: torch.where(seen, 0.0, torch.finfo(torch.float32).min),
     "divided": lambda seen: torch.where(seen, 1.0, -math.inf) / seen,
 }
 

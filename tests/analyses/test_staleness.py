@@ -571,7 +571,7 @@ CASES: dict[Any, list[Case]] = {
     operator.getitem: [unary()],
     A.cumsum.default: [unary(1)],
     A._log_softmax.default: [unary(1, False)],
-    A.logsumexp.default: [unary([1])],
+    A.logsumexp.default: [unary([1]), unary([0], True)],
     A.exp.default: [unary()],
     A.linalg_vector_norm.default: [unary(2.0, [1]), unary(1.0, [1]), unary(0.0)],
     A.var.correction: [unary([1], correction=1), unary([1], correction=3), unary([0, 1])],
@@ -596,7 +596,9 @@ CASES: dict[Any, list[Case]] = {
     ),
 }  # fmt: skip
 
-TABLES = {*RULES, *MOVEMENT, *FINITE, *FINITE_WITHIN_BOUNDS, *CASTS, *PICKED, *SOFTMAX, *MAGNITUDES}
+TABLES = {
+    *RULES, *MOVEMENT, *FINITE, *FINITE_WITHIN_BOUNDS, *CASTS, *PICKED, *SOFTMAX, *MAGNITUDES, aten.logsumexp.default
+}  # fmt: skip
 
 
 def test_every_rule_is_checked():
@@ -694,6 +696,11 @@ FAULTS: dict[str, tuple[Any, str, Any, Any, Any]] = {
     "zero times infinity is zero": (aten.mul.Tensor, "attribute", Analysis, "is_finite", lambda *_: True),
     "stale infinities are harmless": (aten.bmm.default, "attribute", Analysis, "is_finite", lambda *_: True),
     "some score is always kept": (aten._softmax.default, "attribute", Analysis, "one_is_kept", lambda *_: True),
+    "a log-sum-exp is a number": (aten.logsumexp.default, "attribute", Analysis, "one_is_kept", lambda *_: True),
+    "an exponential of a floor is at most 1": (aten.exp.default, "item", MAGNITUDES, aten.exp.default,
+                                               lambda sizes, n: sizes.of(n.args[0]) and Magnitude(1.0, 0.0)),
+    "a tangent of -inf is zero": (aten.tanh.default, "item", RULES, aten.tanh.default,
+                                  staleness._removed_becomes_zero),
     "floors are numbers": (aten.add.Tensor, "item", MAGNITUDES, aten.add.Tensor,
                            lambda sizes, n: magnitudes.join(sizes.of(x, n) for x in n.args[:2])),
     "a quotient is finite": (aten.div.Tensor, "item", MAGNITUDES, aten.div.Tensor, magnitudes._data),
