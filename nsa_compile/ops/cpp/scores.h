@@ -224,7 +224,9 @@ const Element* keys_of(const Tensor& x, const Place& place, int64_t row, Element
     if (stride == 1) {
       constexpr int64_t step = Vec<int32_t>::size();
       const uint8_t* const flags = reinterpret_cast<const uint8_t*>(source);
-      for (; i + step <= place.keys; i += step) (Vec<int32_t>(0) - at::vec::convert_to_int32<uint8_t>(flags + i)).store(copy + i);
+      for (; i + step <= place.keys; i += step) {
+        (Vec<int32_t>(0) - at::vec::convert_to_int32<uint8_t>(flags + i)).store(copy + i);
+      }
     }
   }
   for (; i < place.keys; i++) copy[i] = Lanes<Element>::of(source[i * stride]);
@@ -406,14 +408,15 @@ std::vector<T> largest_norms(
   const int64_t blocks = divide_up(positions, size), padded = padded_columns<T>(width);
   std::vector<T> result(sequences * blocks);
   const ThreadBuffers<T> rows(threads, padded);
-  parallel_for(sequences * blocks, threads_to_copy(sequences * positions * heads * width, threads), [&](int64_t item, int64_t thread) {
+  const int64_t copiers = threads_to_copy(sequences * positions * heads * width, threads);
+  parallel_for(sequences * blocks, copiers, [&](int64_t item, int64_t thread) {
     const int64_t first = item % blocks * size, last = std::min(positions, first + size);
     T largest(0);
     for (int64_t position = first; position < last; position++) {
       for (int64_t head = 0; head < heads; head++) {
         load_row(x, item / blocks, position, head, width, rows[thread]);
         const T square = dot(rows[thread], rows[thread], padded);
-        largest = square <= largest ? largest : square;  // NaN stays
+        if (!(square <= largest) && largest == largest) largest = square;  // NaN stays
       }
     }
     result[item] = std::sqrt(largest);
@@ -595,7 +598,9 @@ template <typename T>
 void leave_vanishing(std::vector<LiveBlock<T>>& blocks, int64_t from, const T* sizes, int64_t rows) {
   if (from == static_cast<int64_t>(blocks.size())) return;
   T smallest = kInfinity<T>;
-  for (int64_t row = 0; row < rows; row++) smallest = sizes[row] >= smallest ? smallest : sizes[row];  // NaN stays
+  for (int64_t row = 0; row < rows; row++) {
+    if (!(sizes[row] >= smallest) && smallest == smallest) smallest = sizes[row];  // NaN stays
+  }
   const auto vanishes = [&](const LiveBlock<T>& block) { return block.highest - smallest < kVanishing<T>; };
   blocks.erase(std::remove_if(blocks.begin() + from, blocks.end(), vanishes), blocks.end());
 }

@@ -87,10 +87,12 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
             Strided<T>{tile.out, values.padded_width}, true);
       }
     };
-    for (int64_t first = 0; first < floating; first += pass_blocks) pass(first, std::min(floating, first + pass_blocks));
+    const auto pass_all = [&](int64_t first, int64_t last) {
+      for (; first < last; first += pass_blocks) pass(first, std::min(last, first + pass_blocks));
+    };
+    pass_all(0, floating);
     leave_vanishing(blocks, floating, tile.largest, place.rows);
-    const int64_t all = blocks.size();
-    for (int64_t first = floating; first < all; first += pass_blocks) pass(first, std::min(all, first + pass_blocks));
+    pass_all(floating, blocks.size());
     for (int64_t row = 0; row < place.rows; row++) {
       const T sum = sum_of_lanes(Vec<T>::loadu(tile.sums + row * kLanes<T>));
       const int64_t query = place.query(row), head = place.head(row);

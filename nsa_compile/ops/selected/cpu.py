@@ -58,7 +58,7 @@ def _suits_tiles(q: Tensor, k: Tensor, indices: Tensor, block_size: int) -> bool
     share of the mask.
     """
     queries, keys, heads = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    if block_size > 1 or q[..., 0].numel() * keys < 2**21:  # a kernel takes seconds to compile
+    if block_size > 1 or queries * keys * q.shape[2] < 2**21:  # a kernel takes seconds to compile
         return False
     lanes = 8 if q.dtype == torch.float64 else 16
     selected, seen = (n - n * n / (2 * queries) for n in (min(indices.shape[3], queries), min(keys, queries)))
