@@ -123,7 +123,9 @@ def record_of(site: ScanSite) -> ScanRecord:
     """What is known of the values of a lowered body, and what its carries are."""
     record = ScanRecord(site.node.name, site.length)
     evaluate_known(site, record)
-    _write_into_zeros(site, record)
+    if _write_into_zeros(site, record):
+        record = ScanRecord(site.node.name, site.length)
+        evaluate_known(site, record)
     carries, _, _ = site.placeholders()
     updates, _ = site.outputs()
     with unset_fake_temporarily():
@@ -131,8 +133,9 @@ def record_of(site: ScanSite) -> ScanRecord:
     return record
 
 
-def _write_into_zeros(site: ScanSite, record: ScanRecord) -> None:
+def _write_into_zeros(site: ScanSite, record: ScanRecord) -> bool:
     """`cache + one_hot * row` writes the row, if the cache is of zeros and no row of it is added to twice."""
+    changed = False
     known = dict[fx.Node, Tensor | None]()
     for carry, init, update in zip(site.placeholders()[0], site.init, site.outputs()[0], strict=True):
         if (added := _added_row(update, carry, record)) is None:
@@ -145,7 +148,8 @@ def _write_into_zeros(site: ScanSite, record: ScanRecord) -> None:
         build = NodeBuilder(site.body, update)
         flag = build(aten.ne.Scalar, at, 0)
         update.replace_all_uses_with(build(aten.where.self, flag, row, carry))
-        evaluate_known(site, record)
+        changed = True
+    return changed
 
 
 def _added_row(update: fx.Node, carry: fx.Node, record: ScanRecord) -> tuple[fx.Node, fx.Node] | None:

@@ -507,3 +507,16 @@ def test_rows_that_are_added_to_zeros_are_written(slots, start, one, rows, sever
     (carry,) = record.carries
     writes = start == "zeros" and len(set(slots)) == S and one == 1.0 and rows == "row" and not several
     assert (carry == "Rows") == writes
+
+
+def test_rows_are_added_at_a_counter_of_each_sequence():
+    def run(scan, x):
+        def step(carry, x):
+            cache, count = carry
+            flag = (torch.arange(S) == count[:, None]).to(x.dtype)
+            cache = cache + flag[..., None] * x[:, None]
+            return (cache, count + 1), cache.cumsum(1)
+
+        return scan(step, (torch.zeros(3, S, 2, dtype=x.dtype), torch.zeros(3, dtype=torch.int64)), x)
+
+    assert compared(run, numbers(S, 3, 2)).carries == ["Rows", "Known"]
