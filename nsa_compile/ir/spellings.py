@@ -70,7 +70,7 @@ def _exponential(node: Any, gm: fx.GraphModule) -> fx.Node | None:
         return _softmax(x.args[0], x.args[1], node, gm)
     if _is(x, aten.sub.Tensor) and not x.kwargs and _is(x.args[1], aten.logsumexp.default):
         s, dim = x.args[0], _only_dim(x.args[1])
-        if isinstance(s, fx.Node) and dim is not None and _undone(x.args[1].args[0]) is _undone(s):
+        if x.args[1].args[0] is s and dim is not None:  # gradients of one of them alone are not those of a softmax
             return _softmax(s, dim, node, gm)
     return None
 
@@ -86,7 +86,7 @@ def _softmax(s: fx.Node, dim: int, node: fx.Node, gm: fx.GraphModule, c: Any = N
     size = [1 if d == dim else n for d, n in enumerate(value.shape)]
     if not isinstance(c, fx.Node):
         column = build(aten.full.default, size, float(c), dtype=value.dtype, device=value.device)
-    elif example(c).dtype == value.dtype:
+    elif example(c).dtype == value.dtype and torch.broadcast_shapes(example(c).shape, size) == torch.Size(size):
         column = build(aten.expand.default, c, size)
     else:
         return None
@@ -311,7 +311,7 @@ def _only_dim(node: Any) -> int | None:
 
 
 def _undone(x: Any) -> Any:
-    """Without what changes no value."""
+    """Without what changes no value; a softmax has the same gradients whatever is taken off."""
     while isinstance(x, fx.Node) and x.target in (aten.detach.default, aten.alias.default, aten.clone.default):
         x = x.args[0]
     return x

@@ -82,7 +82,10 @@ NEARLY = {
     "over the mean": lambda s: _e(s) / _e(s).mean(-1, keepdim=True),
     "over twice the sum": lambda s: _e(s) / (_e(s).sum(-1, keepdim=True) + _e(s).sum(-1, keepdim=True)),
     "two and one": lambda s: softmax1(s, 1.0),
-    "logsumexp of another dimension": lambda s: (s - s.logsumexp(0, keepdim=True)).exp() + 0 * s.softmax(-1).detach(),
+    "log-sum-exp detached": lambda s: (s - s.logsumexp(-1, keepdim=True).detach()).exp(),
+    "log-sum-exp of what is detached": lambda s: (s - s.detach().logsumexp(-1, keepdim=True)).exp(),
+    "detached, but for the log-sum-exp": lambda s: (s.detach() - s.logsumexp(-1, keepdim=True)).exp(),
+    "over a detached sum": lambda s: _e(s) / _e(s).sum(-1, keepdim=True).detach(),
 }
 
 
@@ -96,7 +99,7 @@ def test_a_softmax_is_named(spelling):
     check(WRITTEN_OUT[spelling], [scores(3, 5)[:, [0, 1, 3]]], SOFTMAX)
 
 
-@pytest.mark.parametrize("spelling", [name for name in NEARLY if "logsumexp" not in name])
+@pytest.mark.parametrize("spelling", NEARLY)
 def test_what_is_nearly_a_softmax_is_not(spelling):
     check(NEARLY[spelling], [scores(3, 5).clamp(min=-1, max=1)], SOFTMAX, found=False)
 
@@ -106,6 +109,9 @@ def test_a_softmax_with_one_score_more():
     check(lambda s, c: with_one_more(s, c), [scores(3, 5), c], SOFTMAX)
     check(lambda s, c: with_one_more(s, c, lambda a, b: torch.maximum(b, a).detach()), [scores(3, 5), c], SOFTMAX)
     check(lambda s, c: with_one_more(s, c, lambda a, b: a), [scores(3, 5), c], SOFTMAX, found=False)
+    check(
+        lambda s, c: with_one_more(s, c.T), [scores(3, 5), torch.randn(5, 3, dtype=torch.float64)], SOFTMAX, found=False
+    )
     check(
         lambda s, c: with_one_more(s, c, lambda a, b: torch.maximum(a, 2 * b)), [scores(3, 5), c], SOFTMAX, found=False
     )
