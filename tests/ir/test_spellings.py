@@ -110,10 +110,18 @@ def test_a_softmax_with_one_score_more():
     check(lambda s, c: with_one_more(s, c, lambda a, b: torch.maximum(b, a).detach()), [scores(3, 5), c], SOFTMAX)
     check(lambda s, c: with_one_more(s, c, lambda a, b: a), [scores(3, 5), c], SOFTMAX, found=False)
     check(
-        lambda s, c: with_one_more(s, c.T), [scores(3, 5), torch.randn(5, 3, dtype=torch.float64)], SOFTMAX, found=False
-    )
-    check(
         lambda s, c: with_one_more(s, c, lambda a, b: torch.maximum(a, 2 * b)), [scores(3, 5), c], SOFTMAX, found=False
+    )
+
+
+def test_a_score_more_for_each_weight_is_no_softmax():
+    def with_one_each(s: Tensor, c: Tensor) -> Tensor:
+        most = torch.maximum(s.amax(-1, keepdim=True), c)
+        e = (s - most).exp()
+        return e / (e.sum(-1, keepdim=True) + (c - most).exp())
+
+    check(
+        lambda s, c: with_one_each(s, c), [scores(3, 5), torch.randn(3, 5, dtype=torch.float64)], SOFTMAX, found=False
     )
 
 
