@@ -21,9 +21,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from nsa_compile.ir.aten import COPIED, REARRANGED, SOFTMAX, aten
+from nsa_compile.ir.aten import ADD, COPIED, DIV, MASKED_FILL, MATMUL, MUL, REARRANGED, SOFTMAX, SUB, WHERE, aten
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code
 from nsa_compile.ir.scans import example
+
+# Numbers from here down are those of masks.
+LOW = -1e3
+MOVED = REARRANGED | COPIED
 
 
 def normalize_spellings(gm: fx.GraphModule) -> None:
@@ -70,9 +74,34 @@ def _exponential(node: Any, gm: fx.GraphModule) -> fx.Node | None:
         return _softmax(x.args[0], x.args[1], node, gm)
     if _is(x, aten.sub.Tensor) and not x.kwargs and _is(x.args[1], aten.logsumexp.default):
         s, dim = x.args[0], _only_dim(x.args[1])
-        if x.args[1].args[0] is s and dim is not None:  # gradients of one of them alone are not those of a softmax
+        # Gradients of one of them alone are not those of a softmax.
+        if x.args[1].args[0] is s and dim is not None and not _may_be_low(s):
             return _softmax(s, dim, node, gm)
     return None
+
+
+def _may_be_low(s: Any) -> bool:
+    """Whether all scores of a row may be as low as a mask makes them, by a finite number or by what is given.
+
+    Beside 10^9, the logarithm of their number is lost, so that `(s - s.logsumexp()).exp()` is 1 for each of them.
+    """
+    if not isinstance(s, fx.Node):
+        return s != -math.inf and s <= LOW
+    if s.op != "call_function":
+        return True
+    if s.target in (aten.full.default, aten.scalar_tensor.default):
+        return _may_be_low(s.args[s.target is aten.full.default])
+    if s.target in WHERE:
+        return any(map(_may_be_low, s.args[1:]))
+    if s.target in MASKED_FILL:
+        return _may_be_low(s.args[0]) or _may_be_low(s.args[2])
+    if s.target in ADD | SUB:
+        return any(map(_may_be_low, s.args[:2]))
+    if s.target in MUL | DIV:  # a factor may be given
+        return all(_may_be_low(x) for x in s.args[:2] if isinstance(x, fx.Node))
+    if s.target in MOVED | {aten._to_copy.default}:
+        return _may_be_low(s.args[0])
+    return s.target not in MATMUL | {aten.tanh.default}
 
 
 def _softmax(s: fx.Node, dim: int, node: fx.Node, gm: fx.GraphModule, c: Any = None) -> fx.Node | None:
@@ -229,9 +258,6 @@ def _is_one(x: Any) -> bool:
     if x.target in (aten.full.default, aten.full_like.default):
         return bool(x.args[1] == 1)
     return x.target in (aten.ones_like.default, aten.ones.default)
-
-
-MOVED = REARRANGED | COPIED
 
 
 def _is_flag(x: Any) -> bool:

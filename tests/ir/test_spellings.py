@@ -68,7 +68,6 @@ WRITTEN_OUT = {
     "max": lambda s: over_sum(s, -1, lambda s, d: s.max(d, keepdim=True).values),
     "max, detached": lambda s: over_sum(s, -1, lambda s, d: s.max(d, keepdim=True)[0].detach()),
     "amax of what is detached": lambda s: over_sum(s, -1, lambda s, d: s.detach().amax(d, True)),
-    "logsumexp": lambda s: (s - s.logsumexp(-1, keepdim=True)).exp(),
     "log_softmax": lambda s: s.log_softmax(-1).exp(),
     "and one": lambda s: softmax1(s),
 }
@@ -82,9 +81,6 @@ NEARLY = {
     "over the mean": lambda s: _e(s) / _e(s).mean(-1, keepdim=True),
     "over twice the sum": lambda s: _e(s) / (_e(s).sum(-1, keepdim=True) + _e(s).sum(-1, keepdim=True)),
     "two and one": lambda s: softmax1(s, 1.0),
-    "log-sum-exp detached": lambda s: (s - s.logsumexp(-1, keepdim=True).detach()).exp(),
-    "log-sum-exp of what is detached": lambda s: (s - s.detach().logsumexp(-1, keepdim=True)).exp(),
-    "detached, but for the log-sum-exp": lambda s: (s.detach() - s.logsumexp(-1, keepdim=True)).exp(),
     "over a detached sum": lambda s: _e(s) / _e(s).sum(-1, keepdim=True).detach(),
 }
 
@@ -111,6 +107,43 @@ def test_a_softmax_with_one_score_more():
     check(lambda s, c: with_one_more(s, c, lambda a, b: a), [scores(3, 5), c], SOFTMAX, found=False)
     check(
         lambda s, c: with_one_more(s, c, lambda a, b: torch.maximum(a, 2 * b)), [scores(3, 5), c], SOFTMAX, found=False
+    )
+
+
+LOG_SUMS = {
+    "of products": (lambda p: (p - p.logsumexp(-1, keepdim=True)).exp(), True),
+    "masked": (lambda p: _over_log_sum((p * 0.3).masked_fill(p > 1, -torch.inf)), True),
+    "masked by choice": (lambda p: _over_log_sum(torch.where(p > 1, -torch.inf, p.tanh() * 9)), True),
+    "detached": (lambda p: (p - p.logsumexp(-1, keepdim=True).detach()).exp(), False),
+    "of what is detached": (lambda p: (p - p.detach().logsumexp(-1, keepdim=True)).exp(), False),
+    "of what is not detached": (lambda p: (p.detach() - p.logsumexp(-1, keepdim=True)).exp(), False),
+    "along another dimension": (lambda p: (p - p.logsumexp(0, keepdim=True)).exp(), True),
+    "of another dimension": (lambda p: (p - p.mT.logsumexp(-1, keepdim=True)).exp(), False),
+    "masked by a number": (lambda p: _over_log_sum(p.masked_fill(p > -99, -1e9)), False),
+    "masked by a sum": (lambda p: _over_log_sum(p + torch.where(p > -99, -1e30, 0.0)), False),
+}
+
+
+def _over_log_sum(s: Tensor) -> Tensor:
+    return (s - s.logsumexp(-1, keepdim=True)).exp()
+
+
+@pytest.mark.parametrize("name", LOG_SUMS)
+def test_less_the_log_sum_exp(name):
+    """Of scores as low as those of masks it tells nothing of how many they are."""
+    function, found = LOG_SUMS[name]
+    torch.manual_seed(0)
+    given = [torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)]
+    check(lambda a, b: function(a @ b), given, SOFTMAX, found=found)
+
+
+def test_a_mask_that_is_given_may_be_low():
+    given = [torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)]
+    check(
+        lambda a, b, mask: _over_log_sum(a @ b + mask),
+        [*given, torch.zeros(3, 3).double() - 1e30],
+        SOFTMAX,
+        found=False,
     )
 
 
