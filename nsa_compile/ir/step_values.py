@@ -256,7 +256,9 @@ class Choice:
         return torch.broadcast_shapes(self.mask.shape, self.if_true.shape, self.if_false.shape)
 
     def table(self) -> Tensor:
-        return torch.where(self.mask.table(), self.if_true, self.if_false)
+        mask = self.mask.table()
+        more = len(self.shape) + 1 - mask.dim()  # dimensions that the constants alone have come after the steps
+        return torch.where(mask.reshape(len(mask), *[1] * more, *mask.shape[1:]), self.if_true, self.if_false)
 
     def where(self, test: Callable[[Tensor], Tensor]) -> StepMask:
         length, shape = self.mask.length, self.shape

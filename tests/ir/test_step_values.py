@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import pytest
@@ -93,3 +94,13 @@ def test_only_integers_are_separable():
     assert separable(torch.tensor(1.5), S) is None
     assert separable(torch.tensor(True), S) is None
     assert separable(torch.tensor([3, 4]), S).table().tolist() == [[3, 4]] * S
+
+
+@given(masks(), st.data())
+def test_choices_between_constants_of_more_dimensions(mask, data):
+    """As many as there are steps, too: what stands first in a table are the steps."""
+    shape = data.draw(st.sampled_from([(S, N), (2, N), (2, 1, N), (S, S, N), (N,), ()]))
+    sides = [torch.arange(math.prod(shape)).reshape(shape), -torch.ones(data.draw(st.sampled_from([(), (N,), shape])))]
+    choice = Choice(mask, *(sides if data.draw(st.booleans()) else sides[::-1]))
+    expected = torch.stack([torch.where(at, choice.if_true, choice.if_false) for at in mask.table()])
+    assert torch.equal(choice.table(), expected)

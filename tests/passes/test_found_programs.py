@@ -2074,3 +2074,23 @@ def test_values_of_a_ranking_that_are_only_compared(read):
     equal_gradients(run, *(r.requires_grad_() for r in rows(2, 8, D).unbind()))
     if read != "added":
         assert nsa_compile.last_report().scans[0].guards_kept == []
+
+
+@pytest.mark.parametrize("batch", [3, 8])
+@pytest.mark.parametrize("fill", [-INF, -1e4])
+def test_a_mask_that_is_made_with_as_many_sequences_as_steps(batch, fill):
+    """Known numbers at each step, with a dimension that only the numbers that are chosen have."""
+
+    def run(x):
+        positions = torch.arange(8)
+
+        def step(cache, row):
+            t, row = row
+            cache = torch.where((positions == t)[:, None], row[:, None], cache)
+            scores = (cache @ row[..., None])[..., 0]
+            scores = scores + torch.zeros_like(scores).masked_fill(positions > t, fill)
+            return cache, scores.softmax(-1)[:, None] @ cache
+
+        return scan(step, torch.zeros(batch, 8, D, dtype=x.dtype), (positions, x))[1]
+
+    equal_gradients(run, rows(8, batch, D).requires_grad_())
