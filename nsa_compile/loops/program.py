@@ -290,7 +290,10 @@ class _Assembly:
     def _outside_path(self, number: int) -> Path:
         path = self.path_of.get(id(self.merged.outside[number]))
         if path is None:
-            raise NotFollowed("it reads a tensor that is none of its variables, such as one of another module")
+            raise NotFollowed(
+                "it reads a tensor that is none of its variables, such as one of another module, or one that a cached "
+                "function keeps"
+            )
         return path
 
     def _input(self, path: Path) -> fx.Node:

@@ -26,6 +26,7 @@ from nsa_compile.ir.scans import (
     declined_if_it_fails,
     example,
     find_scans,
+    location,
 )
 from nsa_compile.passes.pipeline import PassContext, register
 
@@ -49,8 +50,11 @@ def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
         record.guards_dropped, record.guards_kept = sorted(dropped), sorted(kept)
         if dropped:
             record.settled, record.hidden = analysis.settled, analysis.hidden
-        for facts in kept.values():
+        carries = {carry.name: carry for carry in site.placeholders()[0]}
+        for view, facts in kept.items():
             op, place, why = explain(facts)
+            if facts.trail is None and (carry := carries.get(view.removesuffix(".before"))) is not None:
+                place = location(carry)  # where it is written
             declined = Declined(why)
             declined.op, declined.location = op, place
             context.decline(site.node.name, declined, "keeps a copy of a cache for each step of {}")

@@ -9,6 +9,7 @@ with what has changed as data.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +70,8 @@ def marked(gm: fx.GraphModule, written: Sequence[int]) -> list[Held]:
             node.meta.pop(VALUE, None)
         elif VALUE in node.meta:
             source = getattr(node, "_dynamo_source", None)
-            found.append(Held(place, node.name if source is None else str(source.name), node.meta[VALUE]))
+            name = node.name if source is None else _as_written(str(source.name))
+            found.append(Held(place, name, node.meta[VALUE]))
     return found
 
 
@@ -83,6 +85,12 @@ def _is_held(node: fx.Node) -> bool:
     while hasattr(source, "base"):
         source = source.base
     return isinstance(source, GlobalSource) or (isinstance(source, LocalSource) and not source.is_input)
+
+
+def _as_written(name: str) -> str:
+    """Dynamo's name of a tensor, `G['mask']`, `L['self']._buffers['mask']`, as its author would write it."""
+    name = re.sub(r"^[GL]\['(\w+)'\]", r"\1", name)
+    return re.sub(r"\._(?:buffers|parameters|modules)\['(\w+)'\]", r".\1", name)
 
 
 def _says_something(value: Any) -> bool:
@@ -121,9 +129,10 @@ class Guarded:
             return self.run(*inputs)
         if self.other is None:
             log.warning(
-                "%s changed since the function was compiled for its value, so it is compiled once more, with that as "
-                "data; give what changes to the function as an argument",
+                "%s changed since the function was compiled for %s, so it is compiled once more, with that as data; "
+                "give what changes to the function as an argument",
                 " and ".join(held.name for held in changed),
+                "its value" if len(changed) == 1 else "their values",
             )
             self.other = self.compile_again({held.place for held in changed}, inputs)
         return self.other(*inputs)

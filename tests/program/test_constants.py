@@ -126,7 +126,7 @@ def test_what_has_changed_is_seen(change, nested, caplog):
             assert_equal(compiled, module, rows())
     lines = [line for line in caplog.messages if "changed since" in line]
     assert len(lines) == 1
-    assert name in lines[0]
+    assert f"self.{name} changed" in lines[0]
     change(module)  # back again, or once more
     assert_equal(compiled, module, rows())
 
