@@ -356,4 +356,5 @@ def declined_if_it_fails(what: str, node: fx.Node, kind: type[Exception] = Decli
 
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return "torch fails in its own code" if "INTERNAL ASSERT" in line else line

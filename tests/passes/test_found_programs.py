@@ -2094,3 +2094,16 @@ def test_a_mask_that_is_made_with_as_many_sequences_as_steps(batch, fill):
         return scan(step, torch.zeros(batch, 8, D, dtype=x.dtype), (positions, x))[1]
 
     equal_gradients(run, rows(8, batch, D).requires_grad_())
+
+
+def test_what_torch_fails_to_map_over_steps_is_declined_in_words():
+    def run(x):
+        def step(c, row):
+            t, row = row
+            return c + row.sum(), row + torch.zeros_like(row).index_fill(-1, t.view(1), 1.0)
+
+        return scan(step, torch.zeros((), dtype=x.dtype), (torch.arange(D), x))[1:]
+
+    equal_gradients(run, rows(D, D).requires_grad_())
+    reasons = [d.reason for p in nsa_compile.last_report().passes for d in p.declines]
+    assert "aten.index_fill.int_Scalar cannot be batched over steps: torch fails in its own code" in reasons
