@@ -122,7 +122,11 @@ def _raise(
     except Unrecognised as found:
         if site is None:
             raise
-        return _raise_scores(step, site, softmax, analysis, found.why, context)
+        try:
+            return _raise_scores(step, site, softmax, analysis, found.why, context)
+        except Unrecognised as neither:
+            context.leave(Declined(neither.why, neither.node))
+            raise found from neither
     changed = False
     for output in outputs:
         if context.may_rewrite():
