@@ -68,9 +68,9 @@ def beside_tensors(score: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Ca
 
 
 def summed(q: Tensor, k: Tensor, v: Tensor, t: Tensor, x: Any, w: Any) -> Tensor:
-    """Weights that meet values one by one; the first steps have none."""
+    """Weights that meet values one by one, and something else, too; the first steps have none."""
     P, none = torch.arange(len(k)), (q[0] == q[0]) & (t < 3)
-    return (k @ q).masked_fill((t < P) | none, -INF).softmax(-1)[:, None].mul(v).sum(0)
+    return (k @ q).masked_fill((t < P) | none, -INF).softmax(-1)[:, None].mul(v).mul(q).sum(0)
 
 
 def of_sums() -> None:
