@@ -37,6 +37,7 @@ from nsa_compile.ir.aten import (
     SUB,
     WHERE,
     aten,
+    filled_with,
 )
 from nsa_compile.ir.scans import ScanRecord, ScanSite, ancestors, constant_value, example
 from nsa_compile.ir.step_values import Choice, Separable, StepMask, StepValue
@@ -237,23 +238,11 @@ def _followed(source: fx.Node) -> Magnitude | None:
             return sizes.of(node.args[0])
         if node.op == "placeholder":
             sizes.found[node] = unmeasured(node)
-        elif node.op == "call_function" and (filled := _number_of(node)) is not None:
-            sizes.found[node] = sizes.of(filled, node)
+        elif (number := filled_with(node)) is not None:
+            sizes.found[node] = sizes.of(number, node)
         else:
             sizes.found[node] = sizes.derive(node)
     return None
-
-
-def _number_of(node: Any) -> float | None:
-    """What a node fills a tensor with, if that is what it does."""
-    if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
-        return 0.0
-    if node.target in (aten.ones.default, aten.ones_like.default, aten.new_ones.default):
-        return 1.0
-    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
-        number = node.args[2 if node.target is aten.new_full.default else 1]
-        return float(number) if isinstance(number, int | float) else None
-    return float(node.args[0]) if node.target is aten.scalar_tensor.default else None
 
 
 def _made_with_infinities(source: fx.Node) -> bool:

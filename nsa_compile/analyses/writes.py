@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from nsa_compile.ir.aten import PLACED, arguments, aten, operand
 from nsa_compile.ir.carries import Carry, Invariant, Known, Latest, Recurrent, Rows
 from nsa_compile.ir.scans import Declined, ScanRecord, ancestors, example
-from nsa_compile.ir.step_values import StepMask, Table, step_mask
+from nsa_compile.ir.step_values import Choice, StepMask, Table, step_mask
 
 # Entries of the table "step, row -> writer" that a buffer with rewritten rows may need.
 TABLE_LIMIT = 2**26
@@ -164,6 +164,38 @@ def _match_where(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
     if source.dim() >= -wide[0] and source.shape[wide[0]] != 1:
         raise Declined("where() takes each row from a different place of its source", update)
     return _rows(carry, if_false, wide[0], _single_slots(mask, condition, record), (1,), if_true, update)
+
+
+def added_row(carry: fx.Node, update: fx.Node, record: ScanRecord) -> tuple[fx.Node, fx.Node] | None:
+    """Of `carry + at * row`: numbers that are zeros but for a one at each step, in another place each time, and the row
+    that is put there."""
+    if update.target is not aten.add.Tensor or update.kwargs or carry not in update.args:
+        return None
+    product: Any = update.args[1] if update.args[0] is carry else update.args[0]
+    if not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor:
+        return None
+    if not example(product).dtype == example(update).dtype == example(carry).dtype:
+        return None
+    for at, row in (product.args, product.args[::-1]):
+        if isinstance(at, fx.Node) and isinstance(row, fx.Node) and _names_new_rows(at, row, record):
+            return at, row
+    return None
+
+
+def _names_new_rows(at: fx.Node, row: fx.Node, record: ScanRecord) -> bool:
+    if not isinstance(value := record.known.get(at), Table | Choice):
+        return False
+    first, _ = value.where(lambda x: (x != 0) & (x != 1)).run_of(True)
+    ones = value.where(lambda x: x == 1).narrowed()
+    wide = [d for d, size in enumerate(ones.shape) if size != 1]
+    if bool((first < record.length).any()) or len(wide) != 1:
+        return False
+    if isinstance(ones, StepMask) and ones.count > record.length:
+        return False  # several at a step, whose places nobody needs
+    steps, places = ones.true_entries()
+    dim, size = wide[0] - len(ones.shape), example(row)
+    one_row = size.dim() < -dim or size.shape[dim] == 1
+    return one_row and all(len(x.unique()) == len(x) for x in (steps, places))
 
 
 def _one_row(source: fx.Node, dim: int) -> fx.Node:

@@ -58,7 +58,23 @@ PLACED = frozenset({
 FILLED = frozenset({aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default})
 # The same, and zeros, ones and full of another dtype or size.
 SHAPED = FILLED - {aten.empty_like.default} | {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
+# Where operators that fill a tensor have the number; those that are not here fill it with their own.
+_NUMBER: dict[Any, int] = {
+    aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.scalar_tensor.default: 0,
+}  # fmt: skip
+_FILL: dict[Any, float] = {
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), 0.0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), 1.0),
+}
 SORTED = frozenset({aten.sort.default, aten.sort.stable, aten.topk.default})
+
+
+def filled_with(node: fx.Node) -> float | None:
+    """The number that a node fills a tensor with, if that is what it does."""
+    if node.target not in _NUMBER:
+        return _FILL.get(node.target)
+    number: Any = node.args[_NUMBER[node.target]]
+    return float(number) if isinstance(number, int | float) else None
 
 
 def is_inexact(dtype: torch.dtype) -> bool:

@@ -21,7 +21,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from nsa_compile.ir.aten import ADD, COPIED, DIV, MASKED_FILL, MATMUL, MUL, REARRANGED, SOFTMAX, SUB, WHERE, aten
+from nsa_compile.ir.aten import (
+    ADD,
+    COPIED,
+    DIV,
+    MASKED_FILL,
+    MATMUL,
+    MUL,
+    REARRANGED,
+    SOFTMAX,
+    SUB,
+    WHERE,
+    aten,
+    filled_with,
+)
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code
 from nsa_compile.ir.scans import example
 
@@ -89,16 +102,18 @@ def _may_be_low(s: Any) -> bool:
         return s != -math.inf and s <= LOW
     if s.op != "call_function":
         return True
-    if s.target in (aten.full.default, aten.scalar_tensor.default):
-        return _may_be_low(s.args[s.target is aten.full.default])
+    if (number := filled_with(s)) is not None:
+        return _may_be_low(number)
     if s.target in WHERE:
         return any(map(_may_be_low, s.args[1:]))
     if s.target in MASKED_FILL:
         return _may_be_low(s.args[0]) or _may_be_low(s.args[2])
     if s.target in ADD | SUB:
         return any(map(_may_be_low, s.args[:2]))
-    if s.target in MUL | DIV:  # a factor may be given
-        return all(_may_be_low(x) for x in s.args[:2] if isinstance(x, fx.Node))
+    if s.target in MUL | DIV:  # a factor may be given; one that is large, or its inverse, may make a mask of ones
+        factors: list[Any] = [x for x in s.args[:2] if not isinstance(x, fx.Node)]
+        large = any(not -1 / LOW < abs(x) < -LOW for x in factors)
+        return large or all(_may_be_low(x) for x in s.args[:2] if isinstance(x, fx.Node))
     if s.target in MOVED | {aten._to_copy.default}:
         return _may_be_low(s.args[0])
     return s.target not in MATMUL | {aten.tanh.default}
@@ -253,11 +268,7 @@ def _is_rest(x: Any, at: Any) -> bool:
 
 
 def _is_one(x: Any) -> bool:
-    if not isinstance(x, fx.Node):
-        return bool(x == 1)
-    if x.target in (aten.full.default, aten.full_like.default):
-        return bool(x.args[1] == 1)
-    return x.target in (aten.ones_like.default, aten.ones.default)
+    return bool((filled_with(x) if isinstance(x, fx.Node) else x) == 1)
 
 
 def _is_flag(x: Any) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -26,7 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from nsa_compile import modes
 from nsa_compile.analyses.joined_values import split_products
 from nsa_compile.analyses.known import evaluate_constants, evaluate_known
-from nsa_compile.analyses.writes import classify_carries
+from nsa_compile.analyses.writes import added_row, classify_carries
 from nsa_compile.ir.aten import SPLIT, arguments, aten, operand
 from nsa_compile.ir.lowering import lower_body, lower_graph
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_graph
@@ -41,7 +40,6 @@ from nsa_compile.ir.scans import (
     find_scans,
     is_single_step,
 )
-from nsa_compile.ir.step_values import Choice, Table
 from nsa_compile.passes.pipeline import PassContext, register
 
 log = logging.getLogger("nsa_compile")
@@ -138,9 +136,9 @@ def _write_into_zeros(site: ScanSite, record: ScanRecord) -> bool:
     changed = False
     known = dict[fx.Node, Tensor | None]()
     for carry, init, update in zip(site.placeholders()[0], site.init, site.outputs()[0], strict=True):
-        if (added := _added_row(update, carry, record)) is None:
-            continue
         with unset_fake_temporarily():
+            if (added := added_row(carry, update, record)) is None:
+                continue
             empty = constant_value(init, known)
             if empty is None or bool(empty.any()):
                 continue
@@ -150,37 +148,6 @@ def _write_into_zeros(site: ScanSite, record: ScanRecord) -> bool:
         update.replace_all_uses_with(build(aten.where.self, flag, row, carry))
         changed = True
     return changed
-
-
-def _added_row(update: fx.Node, carry: fx.Node, record: ScanRecord) -> tuple[fx.Node, fx.Node] | None:
-    """What is added to a carry: numbers known at each step, and the row that they are multiplied with."""
-    if update.target is not aten.add.Tensor or update.kwargs or carry not in update.args:
-        return None
-    product: Any = update.args[1] if update.args[0] is carry else update.args[0]
-    if not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor:
-        return None
-    if not example(product).dtype == example(update).dtype == example(carry).dtype:
-        return None
-    for at, row in (product.args, product.args[::-1]):
-        if isinstance(at, fx.Node) and isinstance(row, fx.Node) and _names_new_rows(at, row, record):
-            return at, row
-    return None
-
-
-def _names_new_rows(at: fx.Node, row: fx.Node, record: ScanRecord) -> bool:
-    """Whether numbers are zeros but for a one at each step, or none, in another place each time, where a row is put."""
-    if not isinstance(value := record.known.get(at), Table | Choice):
-        return False
-    with unset_fake_temporarily():
-        ones = Table(value.table() == 1)
-        if not bool((ones.values | (value.table() == 0)).all()):
-            return False
-        places = ones.narrowed().values
-        wide = [d - places.dim() for d in range(1, places.dim()) if places.shape[d] != 1]
-        if len(wide) != 1 or bool((places.flatten(1).sum(1) > 1).any()) or bool((places.sum(0) > 1).any()):
-            return False
-    size = example(row)
-    return size.dim() < -wide[0] or size.shape[wide[0]] == 1
 
 
 @dataclass

@@ -120,6 +120,7 @@ LOG_SUMS = {
     "along another dimension": (lambda p: (p - p.logsumexp(0, keepdim=True)).exp(), True),
     "of another dimension": (lambda p: (p - p.mT.logsumexp(-1, keepdim=True)).exp(), False),
     "masked by a number": (lambda p: _over_log_sum(p.masked_fill(p > -99, -1e9)), False),
+    "masked by ones times a number": (lambda p: _over_log_sum(p + torch.ones_like(p) * -1e9), False),
     "masked by a sum": (lambda p: _over_log_sum(p + torch.where(p > -99, -1e30, 0.0)), False),
 }
 
