@@ -1,4 +1,4 @@
-"""Softmax and products of matrices as people write them out, by their operators: what follows knows one spelling.
+"""Formulas that are written out, such as a softmax by `exp` and a sum, are replaced by the operators the passes know.
 
 A softmax is `e / e.sum()` with `e = (s - s.amax()).exp()`, or `(s - s.logsumexp()).exp()`. With one score more, `c`, it
 is `e / (e.sum() + (c - top).exp())`, `top` being the largest of the scores and `c`: a softmax over all of them without
@@ -8,7 +8,7 @@ which a softmax does not.
 A product of matrices is `(a * b).sum()` over a dimension of both, where each has a dimension that the other lacks, or
 one of them has.
 
-Weights of several softmaxes that are added up before they meet values meet them one by one.
+A sum of several softmaxes times values becomes a sum of their products with the values.
 
 A choice by zeros and ones that are made of booleans is `old * (1 - at) + at * new`, or `lerp(old, new, at)`.
 """
@@ -44,7 +44,7 @@ MOVED = REARRANGED | COPIED
 
 
 def normalize_spellings(gm: fx.GraphModule) -> None:
-    """Give each of these the one spelling that it has in all that follows."""
+    """Replace the formulas above by their operators."""
     ways = {
         aten.div.Tensor: _quotient,
         aten.exp.default: _exponential,
