@@ -64,6 +64,12 @@ TINY_RUN = {
 }
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: a test that waits for a process or a disk leaves its own to another."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What compiles most comes first: were it left to the end, one process would work and the other wait. Tests and
     their fixtures have room for their frames."""

@@ -736,7 +736,7 @@ FAULTS = {
     "what is hidden is read off one row": ("documents", "bounds.include(at(row));", ";"),
     "what weighs something is taken for masked": ("documents, finite", "smallest < kVanishing<T>;", "smallest < T(1);"),
     "flags are those of the first row": ("flags", "      return same;\n    });", "      return false;\n    });"),
-    "the log-sum-exp passes nothing on": ("slopes", "grad_lse.data == nullptr ?", "true ?"),
+    "the log-sum-exp passes nothing on": ("slopes", "width, grad_lse, sequence", "width, Tensor{}, sequence"),
     "a gradient that is added up twice": ("bias of keys", "target[i] += sums_.data()", "target[i] += 2 * sums_.data()"),
     "a row's sum is dropped": ("slopes", "sum0.store(sums[0].lanes + row * kLanes<T>);", ""),
 }  # fmt: skip
@@ -745,11 +745,14 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault, monkeypatch):
     case, old, new = FAULTS[fault]
-    planted = []
+    planted, load_generated = "", cpp.load_generated
 
     def load(operator: str, part: str, text: str) -> Any:
+        nonlocal planted
         source = cpp._source(operator, f"{part}.cpp").replace("// PROGRAM\n", text)
-        planted.append(old in source)
+        if planted or old not in source:
+            return load_generated(operator, part, text)  # one direction shows it; the other's kernel is there
+        planted = part
         directory = cpp.kernel_directory(inductor_files.prepare())
         return cpp._obtain(f"{operator}-{part}", directory, source.replace(old, new))
 
@@ -760,7 +763,7 @@ def test_a_planted_fault_is_seen(fault, monkeypatch):
             check(replace(ORDINARY, case=CASES[case], tiled=False), KERNELS["scored"]["cpu"])
     finally:
         cpu._library.cache_clear()
-    assert any(planted), "the source has no such line"
+    assert planted, "the source has no such line"
 
 
 def _one_key_less(tiles: Tensor | None, queries: int, keys: int) -> Any:
