@@ -513,10 +513,7 @@ def opened(term: Term, factor: Factor, record: ScanRecord) -> Term | None:
 
 
 def opened_sum(term: Term, factor: Factor, record: ScanRecord) -> list[Term] | None:
-    """A term with a factor replaced by each of what it is a sum of, or None where it is none.
-
-    A sum has the identity matrix for one of them where a state goes through `I - k kᵀ`; two axes are then one.
-    """
+    """A term with a factor replaced by each of what it is a sum of, or None where it is none."""
     others = tuple(f for f in term.factors if f is not factor)
     if factor.how != "value" or factor.node.target not in ADD | SUB or len(factor.axes) < 2 or factor.rounded:
         return None
@@ -530,19 +527,46 @@ def opened_sum(term: Term, factor: Factor, record: ScanRecord) -> list[Term] | N
         own = factor.axes[len(factor.axes) - len(shape) :]
         part = Factor(value, tuple(() if n == 1 else dim for dim, n in zip(own, shape, strict=True)))
         part = _read_by(part, factor.node)
-        terms.append(_joined(replace(term, number=term.number * number, factors=(*others, part)), part, record))
+        terms.append(replace(term, number=term.number * number, factors=(*others, part)))
     return terms
 
 
-def _joined(term: Term, factor: Factor, record: ScanRecord) -> Term:
-    """A term without a factor that is the identity matrix: its two axes are one."""
-    value = record.constant.get(factor.node)
-    rows, columns = factor.axes[-2:] if len(factor.axes) > 1 else ((), ())
-    if value is None or len(rows) != 1 or len(columns) != 1 or rows[0].size != columns[0].size:
-        return term
-    if not torch.equal(value, torch.eye(rows[0].size, dtype=value.dtype).expand(value.shape)):
-        return term
-    term = replace(term, factors=tuple(f for f in term.factors if f is not factor))
+def without_diagonals(term: Term, record: ScanRecord) -> Term:
+    """A term whose factors are no diagonal matrices, as far as they are seen to be: of such a one the two axes are one.
+
+    It is an identity matrix, `diag_embed` of a vector, or a product with an identity.
+    """
+    for factor in term.factors:
+        node: Any = factor.node
+        if factor.how != "value" or len(factor.axes) < 2:
+            continue
+        if node.target in MUL and any(_is_identity(x, record) for x in node.args[:2]):
+            opening = opened(term, factor, record)
+            return term if opening is None else without_diagonals(opening, record)
+        embeds = node.target is aten.diag_embed.default and not node.args[1:] and not node.kwargs
+        if (embeds and factor.rounded is None) or _is_identity(node, record):
+            merged = _with_one_axis(term, factor)
+            return term if merged is None else without_diagonals(merged, record)
+    return term
+
+
+def _is_identity(x: Any, record: ScanRecord) -> bool:
+    value = record.constant.get(x) if isinstance(x, fx.Node) else None
+    if value is None or value.dim() < 2 or value.shape[-1] != value.shape[-2]:
+        return False
+    return torch.equal(value, torch.eye(value.shape[-1], dtype=value.dtype).expand(value.shape))
+
+
+def _with_one_axis(term: Term, factor: Factor) -> Term | None:
+    """A term without a factor that is a diagonal matrix, but with its diagonal, where that is a vector of the step's;
+    None where the rows or columns have several axes, or none."""
+    rows, columns = factor.axes[-2:]
+    if len(rows) != 1 or len(columns) != 1 or rows[0].size != columns[0].size:
+        return None
+    diagonal: tuple[Factor, ...] = ()
+    if factor.node.target is aten.diag_embed.default:
+        diagonal = (replace(factor, node=operand(factor.node), axes=(*factor.axes[:-2], rows)),)
+    term = replace(term, factors=(*(f for f in term.factors if f is not factor), *diagonal))
     gone, kept = (rows[0], columns[0]) if columns[0] in _out(term) else (columns[0], rows[0])
     return term.renamed({gone: (kept,)})
 

@@ -19,7 +19,18 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile import modes
-from nsa_compile.analyses.affine import Affine, Axes, Axis, Factor, NotAffine, Term, opened, opened_sum, plain
+from nsa_compile.analyses.affine import (
+    Affine,
+    Axes,
+    Axis,
+    Factor,
+    NotAffine,
+    Term,
+    opened,
+    opened_sum,
+    plain,
+    without_diagonals,
+)
 from nsa_compile.analyses.batched_body import BatchedBody, Recurrence
 from nsa_compile.ir.aten import aten, is_inexact
 from nsa_compile.ir.carries import Latest, Recurrent
@@ -162,7 +173,7 @@ def _without_sums(term: Term, record: ScanRecord) -> list[Term]:
     """A term that sums over the state with a factor that is itself a sum, as one for each of its parts."""
     if term.state is None or not term.summed:
         return [term]
-    term = plain(term)
+    term = without_diagonals(plain(term), record)
     for factor in term.factors:
         parts = opened_sum(term, factor, record) if factor.names & term.summed else None
         if parts is not None and factor.names & set(_axes(term.out)):
@@ -320,7 +331,7 @@ class Readout:
 
 @dataclass(frozen=True, eq=False)
 class InChunks:
-    """`S[t] = a[t] S[t-1] + k[t] (v[t] - u[t] S[t-1])`, read by products."""
+    """`S[t] = a[t] S[t-1] + k[t] v[t] - p[t] (u[t] S[t-1])`, read by products."""
 
     place: int
     batch: Names
@@ -331,6 +342,7 @@ class InChunks:
     k: Term
     v: Sequence[Term]
     u: Sequence[Term]
+    p: Term | None  # None for k
     readouts: Sequence[Readout]
     free: dict[fx.Node, list[Term]]  # terms of what is read that are without the state
 
@@ -380,11 +392,12 @@ class InChunks:
         a = None if self.a is None else rows_of(self.a, self.rows if held & set(self.rows) else ())
         k, v = at_steps(rows_of([self.k], self.rows)), at_steps(rows_of(self.v, self.columns))
         u = at_steps(rows_of(self.u, self.rows)) if self.u else None
+        p = at_steps(rows_of([self.p], self.rows)) if self.p else None
         q = asked = at_steps(rows_of([readout.query], self.rows))
         state = first.reshape(*first.shape[:-2], *[1] * len(extra), *first.shape[-2:])
         if readout.before:  # step t reads what step t - 1 has left
             q = torch.cat([q[1:], torch.zeros_like(q[:1])])
-        out, last = chunks.linear(q, k, v, a, u, state)
+        out, last = chunks.linear(q, k, v, a, u, state, p)
         if readout.before:
             found = (asked[:1].to(out.dtype).unsqueeze(-2) @ state.to(out.dtype)).squeeze(-2)
             out = torch.cat([found.expand(1, *out.shape[1:]), out[:-1]])
@@ -453,8 +466,9 @@ def _in_chunks(site: ScanSite, record: ScanRecord, place: int, state: _State) ->
     if len(added) != 1:
         raise NotAffine("what is added to the state is not one product", update)
     k, v = _parts(added[0], summed, update)
-    us = [_feedback(term, k, state, summed, update) for term in mixed]
-    held = {axis for t in (k, *us, *(r.query for r in queries), *state.kept) for f in t.factors for axis in f.names}
+    us, p = _feedback(mixed, k, state, summed, update)
+    of_rows_alone = [k, *us, *(r.query for r in queries), *state.kept, *([] if p is None else [p])]
+    held = {axis for term in of_rows_alone for f in term.factors for axis in f.names}
     batch = tuple(axis for axis in state.names if axis in held and axis not in summed)
     columns = tuple(axis for axis in state.names if axis not in summed and axis not in held)
     for readout in queries:
@@ -465,7 +479,7 @@ def _in_chunks(site: ScanSite, record: ScanRecord, place: int, state: _State) ->
         raise NotAffine("the state at each step is small", update)
     kept = None if _is_one(state.kept) else state.kept
     free = {node: [term for term in found if term.state is None] for node, found in named.items()}
-    return InChunks(place, batch, of_rows, columns, dims, kept, k, [v], us, queries, free)
+    return InChunks(place, batch, of_rows, columns, dims, kept, k, [v], us, p, queries, free)
 
 
 def _named(term: Term, dims: Axes) -> Term:
@@ -545,19 +559,34 @@ def _parts(term: Term, rows: Collection[Axis], node: fx.Node) -> tuple[Term, Ter
     return replace(term, number=1, factors=column), replace(term, factors=row)
 
 
-def _feedback(term: Term, k: Term, state: _State, rows: Collection[Axis], node: fx.Node) -> Term:
-    """Of a term that sums over the state and adds the product with k: what it sums with, the other way round."""
+def _feedback(
+    mixed: Sequence[Term], k: Term, state: _State, rows: Collection[Axis], node: fx.Node
+) -> tuple[list[Term], Term | None]:
+    """Of terms that sum over the state: what they sum with, the other way round, and the direction in which they add;
+    None for that of k."""
+    us, directions = [], []
     inner = {state.inner[axis] for axis in rows}
-    held = set(_axes(term.state or ()))
-    if not inner <= held or (held - inner) - set(state.names):
-        raise NotAffine("the state is summed over other dimensions than those that are read", node)
-    column = [f for f in term.factors if f.names & set(rows)]
+    for term in mixed:
+        held = set(_axes(term.state or ()))
+        if not inner <= held or (held - inner) - set(state.names):
+            raise NotAffine("the state is summed over other dimensions than those that are read", node)
+        column = tuple(f for f in term.factors if f.names & set(rows))
+        if not column or any(f.names & inner for f in column):
+            raise NotAffine("the state is multiplied with a matrix that is not seen to be of rank one", node)
+        others = tuple(f for f in term.factors if not f.names & set(rows))
+        directions.append(replace(term, number=1, factors=column, state=None, out=state.dims))
+        without = replace(term, number=-term.number, factors=others, state=None, out=state.dims)
+        us.append(without.renamed({within: (axis,) for axis, within in state.inner.items()}))
+    if all(_same_direction(direction, k) for direction in directions):
+        return us, None
+    if not all(_same_direction(direction, directions[0]) for direction in directions):
+        raise NotAffine("what is taken from the state lies in several directions", node)
+    return us, directions[0]
+
+
+def _same_direction(a: Term, b: Term) -> bool:
     numbers: dict[tuple[str, str], int] = {}
-    if sorted(_signature(f, numbers) for f in column) != sorted(_signature(f, numbers) for f in k.factors):
-        raise NotAffine("what is added to the state and what is taken from it lie in different directions", node)
-    others = tuple(f for f in term.factors if not f.names & set(rows))
-    without = replace(term, number=-term.number, factors=others, state=None, out=state.dims)
-    return without.renamed({within: (axis,) for axis, within in state.inner.items()})
+    return sorted(_signature(f, numbers) for f in a.factors) == sorted(_signature(f, numbers) for f in b.factors)
 
 
 def _signature(factor: Factor, numbers: dict[tuple[str, str], int]) -> str:

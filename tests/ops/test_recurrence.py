@@ -134,10 +134,14 @@ def test_second_derivatives_are_refused():
 # ------------------------------------------------------------------------------------------------------------- chunks
 
 
+SOLVED = (None, "along k", "along p")
+
+
 def operands(
-    steps: int, batch: tuple[int, ...], decay: str | None, *, solved: bool, k: int = 4, v: int = 3, shared: bool = False
-) -> list[Tensor | None]:
-    """q, k, v, a, u and the first state; `decay` is one, scalar or vector."""
+    steps: int, batch: tuple[int, ...], decay: str | None, *, solved: str | None, k: int = 4, v: int = 3,
+    shared: bool = False,
+) -> list[Tensor | None]:  # fmt: skip
+    """q, k, v, a, u, the first state and p; `decay` is one, scalar or vector, and `solved` along k or p."""
     some = (*batch[:-1], 1) if shared else batch
     keys = F.normalize(numbers(steps, *batch, k, seed=2), dim=-1)
     a = None
@@ -145,10 +149,11 @@ def operands(
         a = numbers(1 if decay == "one" else steps, *batch, k if decay == "vector" else 1).sigmoid()
         a = torch.where(a < 0.3, 0, a) * numbers(*a.shape, seed=3).sign()
     u = keys * numbers(steps, *batch, 1, seed=4).sigmoid() if solved else None
-    return [numbers(steps, *some, k), keys, numbers(steps, *batch, v), a, u, numbers(*batch, k, v)]
+    p = F.normalize(numbers(steps, *batch, k, seed=5), dim=-1) if solved == "along p" else None
+    return [numbers(steps, *some, k), keys, numbers(steps, *batch, v), a, u, numbers(*batch, k, v), p]
 
 
-@pytest.mark.parametrize("solved", [False, True])
+@pytest.mark.parametrize("solved", SOLVED)
 @pytest.mark.parametrize("decay", [None, "one", "scalar", "vector"])
 @pytest.mark.parametrize("steps", [1, 2, 7, 64, 65, 150])
 def test_chunks_are_the_loop(steps, decay, solved):
@@ -158,7 +163,7 @@ def test_chunks_are_the_loop(steps, decay, solved):
         assert_same(chunks.linear, reference.linear, inputs)
 
 
-@pytest.mark.parametrize("solved", [False, True])
+@pytest.mark.parametrize("solved", SOLVED)
 @pytest.mark.parametrize("steps", [1, 7, 150])
 def test_where_decays_have_no_kernel_they_are_plain_torch(steps, solved, monkeypatch):
     monkeypatch.setattr(chunks.decayed, "takes", lambda _: False)
@@ -218,7 +223,7 @@ def test_products_of_decays_are_their_definition(shape):
     assert_same(decayed.decay_products, expected, [torch.where(a.abs() < 0.3, 0, a)])
 
 
-@pytest.mark.parametrize(("decay", "solved"), list(itertools.product([None, "scalar", "vector"], [False, True])))
+@pytest.mark.parametrize(("decay", "solved"), list(itertools.product([None, "scalar", "vector"], SOLVED)))
 def test_gradients_of_chunks_are_derivatives(decay, solved):
     inputs = operands(5, (2,), decay, solved=solved, k=2, v=2)
     given = [x.requires_grad_() for x in inputs if x is not None]
@@ -255,7 +260,8 @@ FAULTS = {
         "_scores",
         lambda q, k, decay, strict: _scores(q, k, decay, strict=True),
     ),
-    "no first state": ("linear", lambda q, k, v, a, u, first: _linear(q, k, v, a, u, first * 0)),
+    "no first state": ("linear", lambda q, k, v, a, u, first, p: _linear(q, k, v, a, u, first * 0, p)),
+    "what is read is taken off along k": ("linear", lambda *x: _linear(*x[:-1], x[1] + 0 * x[6])),
     "a key that takes its own value back": (
         "unit_lower_inverse",
         lambda below: torch.eye(below.shape[-1], dtype=below.dtype).expand_as(below),
@@ -269,10 +275,10 @@ def test_a_planted_fault_is_seen(fault, monkeypatch):
     monkeypatch.setattr(chunks, name, faulty)
     for decay in ("scalar", "vector"):
         with pytest.raises(AssertionError):
-            assert_same(chunks.linear, reference.linear, operands(70, (2,), decay, solved=True))
+            assert_same(chunks.linear, reference.linear, operands(70, (2,), decay, solved="along p"))
 
 
-@pytest.mark.parametrize("solved", [False, True])
+@pytest.mark.parametrize("solved", SOLVED)
 @pytest.mark.parametrize("decay", ["scalar", "vector"])
 @pytest.mark.parametrize("factor", [1e-3, 0.9999, 1.0])
 def test_long_decays_neither_overflow_nor_vanish(factor, decay, solved):
@@ -300,7 +306,7 @@ def test_long_decays_neither_overflow_nor_vanish(factor, decay, solved):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("decay", [None, "scalar", "vector"])
 def test_low_precision_is_no_farther_from_float64_than_the_loop(decay, dtype):
-    for solved in (False, True):
+    for solved in SOLVED:
         inputs = operands(200, (2,), decay, solved=solved)
         rounded = [None if x is None else x.to(dtype) for x in inputs]
         exact = [None if x is None else x.double() for x in rounded]
@@ -320,7 +326,7 @@ def test_no_state_is_held_for_each_step():
         saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    inputs = [None if x is None else x.float() for x in operands(4096, (1,), "scalar", solved=True, k=64, v=64)]
+    inputs = [None if x is None else x.float() for x in operands(4096, (1,), "scalar", solved="along p", k=64, v=64)]
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
         chunks.linear(*(None if x is None else x.requires_grad_() for x in inputs))
     assert sum(saved.values()) < 4096 * 64 * 64 * 4 / 2

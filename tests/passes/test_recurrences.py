@@ -346,6 +346,53 @@ def delta_rule_of_a_transposed_state(first, **x):
     return over(step, "q", "k", "v", "beta")(first.mT, **x)
 
 
+@spelled(SOLVED)
+def what_is_read_is_added_elsewhere(first, **x):
+    """`S (diag(w) + a bᵀ) + v kᵀ`, as RWKV-7 has it."""
+
+    def step(state, row):
+        q, k, v, g = row
+        a, b = F.normalize(q, dim=-1), F.normalize(k + 1, dim=-1) * g.sigmoid()[..., None]
+        held = (state * a[..., None, :]).sum(-1)
+        state = state * g.sigmoid()[..., None, None] + outer(held, b) + outer(v, k)
+        return state, (state @ q[..., None]).squeeze(-1)
+
+    return over(step, "q", "k", "v", "g")(first.mT, **x)
+
+
+@spelled(SOLVED)
+def a_matrix_of_a_diagonal_and_a_product(first, **x):
+    def step(state, row):
+        q, k, v, g = row
+        a, b = F.normalize(q, dim=-1), F.normalize(k + 1, dim=-1)
+        state = (torch.diag_embed(g.sigmoid()) - outer(b, a)) @ state + outer(k, v)
+        return state, read(q, state)
+
+    return over(step, "q", "k", "v", "gk")(first, **x)
+
+
+@spelled(CHUNKS)
+def a_decay_by_a_diagonal_matrix(first, **x):
+    def step(state, row):
+        q, k, v, g = row
+        state = torch.diag_embed(g.sigmoid()) @ state + outer(k, v)
+        return state, read(q, state)
+
+    return over(step, "q", "k", "v", "gk")(first, **x)
+
+
+@spelled(CHUNKS)
+def a_decay_beside_an_identity(first, **x):
+    eye = torch.eye(K, dtype=torch.float64)
+
+    def step(state, row):
+        q, k, v, g = row
+        state = torch.einsum("bhij,bhjv->bhiv", eye * g.sigmoid()[..., None], state) + outer(k, v)
+        return state, read(q, state)
+
+    return over(step, "q", "k", "v", "gk")(first, **x)
+
+
 @spelled(SUM)
 def read_by_more_than_products(first, **x):
     def step(state, row):
@@ -565,7 +612,15 @@ LOOPS |= {
         "what is added to the state",
     ),
     "a state that is turned": (projected(lambda s, q, k, v: 0.5 * s.flip(-1) + outer(k, v)), "aten.flip.default"),
-    "two keys": (projected(lambda s, q, k, v: s - outer(q, read(k, s)) * 0.1 + outer(k, v)), "different directions"),
+    "two keys": (
+        projected(lambda s, q, k, v: s - outer(q, read(k, s)) * 0.1 - outer(k, read(q, s)) * 0.1 + outer(k, v)),
+        "several directions",
+    ),
+    "a matrix": (projected(lambda s, q, k, v: KEYS_TO_KEYS @ s * 0.1 + outer(k, v)), "of rank one"),
+    "a diagonal beside the first": (
+        projected(lambda s, q, k, v: torch.diag_embed(q.sigmoid()[..., 1:], 1) @ s + outer(k, v)),
+        "of rank one",
+    ),
 }
 
 

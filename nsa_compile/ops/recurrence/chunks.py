@@ -29,8 +29,11 @@ CHUNK = 64
 SUMMED = 4
 
 
-def linear(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, u: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor]:
-    """`S[t] = a[t] S[t-1] + k[t] (v[t] - u[t] S[t-1])` and `o[t] = q[t] S[t]`, for row vectors q, u and columns k.
+def linear(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, u: Tensor | None, first: Tensor, p: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`S[t] = a[t] S[t-1] + k[t] v[t] - p[t] (u[t] S[t-1])` and `o[t] = q[t] S[t]`, for row vectors q, u, v and columns
+    k, p.
 
     Args:
         q, k: `[S, ..., K]`; v: `[S, ..., V]`. Sizes between are those of `first`, or 1.
@@ -38,31 +41,39 @@ def linear(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, u: Tensor | None, 
             1.
         u: `[S, ..., K]`; without, 0.
         first: `[..., K, V]`, the state before the first step.
+        p: `[S, ..., K]`, along which u's readings are taken off; without, along k.
 
     Returns:
         `o [S, ..., V]` and the state after the last step, in the common dtype, float32 at least.
     """
     steps = v.shape[0]
-    q, k, v, a, u, first = _in_one_dtype(q, k, v, a, u, first)
+    q, k, v, a, u, first, p = _in_one_dtype(q, k, v, a, u, first, p)
     chunk = min(CHUNK, 1 << (steps - 1).bit_length())
     q, k, v = (_chunks(x, steps, chunk, 0) for x in (q, k, v))
     decay = None if a is None else _Decay(_chunks(a, steps, chunk, 1))
     late = k if decay is None else k * decay.after
     if u is None:
-        brought, own, of_state = late.mT @ v, v, None
         total = None if decay is None else decay.total.mT.movedim(-3, 0)  # [chunks, ..., K | 1, 1]
-        states = recurrence(total, _by_chunk(brought, first), first)
+        states = recurrence(total, _by_chunk(late.mT @ v, first), first)
     else:
         u = _chunks(u, steps, chunk, 0)
-        # Each step of a chunk takes off what the steps of the chunk before it have written.
-        solution = unit_lower_inverse(_scores(u, k, decay, strict=True))
-        own, of_state = solution @ v, solution @ (u if decay is None else u * decay.before)
+        along = k if p is None else _chunks(p, steps, chunk, 0)
+        off = late if p is None else along if decay is None else along * decay.after
+        # Each step of a chunk reads what the steps of the chunk before it have left. Along p it adds `own`, and takes
+        # off the product of `read` and the state that the chunk begins with.
+        solution = unit_lower_inverse(_scores(u, along, decay, strict=True))
+        own = solution @ v if p is None else -(solution @ (_scores(u, k, decay, strict=True) @ v))
+        read = solution @ (u if decay is None else u * decay.before)
+        brought = off.mT @ own if p is None else late.mT @ v + off.mT @ own
         kept = torch.eye(k.shape[-1], dtype=v.dtype, device=v.device)
-        kept = (kept if decay is None else kept * decay.total) - late.mT @ of_state
-        states = matrix_recurrence(_by_chunk(kept, first), _by_chunk(late.mT @ own, first), first)
+        kept = (kept if decay is None else kept * decay.total) - off.mT @ read
+        states = matrix_recurrence(_by_chunk(kept, first), _by_chunk(brought, first), first)
     entering = torch.cat([first.unsqueeze(0), states[:-1]]).movedim(0, -3)
-    written = own if of_state is None else own - of_state @ entering
-    out = _scores(q, k, decay, strict=False) @ written + (q if decay is None else q * decay.up_to) @ entering
+    out = (q if decay is None else q * decay.up_to) @ entering
+    if u is None or p is not None:
+        out = _scores(q, k, decay, strict=False) @ v + out
+    if u is not None:
+        out = _scores(q, along, decay, strict=False) @ (own - read @ entering) + out
     return out.flatten(-3, -2)[..., :steps, :].movedim(-2, 0), states[-1]
 
 

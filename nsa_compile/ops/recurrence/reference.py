@@ -31,13 +31,17 @@ def matrix(m: Tensor, b: Tensor, first: Tensor) -> Tensor:
     return torch.stack(values)
 
 
-def linear(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, u: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor]:
+def linear(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, u: Tensor | None, first: Tensor, p: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Outputs `[S, ..., V]` and the last state `[..., K, V]`, as `chunks.linear` defines them."""
     state, outputs = first, []
     for t in range(v.shape[0]):
-        written = v[t] if u is None else v[t] - (u[t].unsqueeze(-1) * state).sum(-2)
+        read = None if u is None else (u[t].unsqueeze(-1) * state).sum(-2)
         if a is not None:
             state = a[t if a.shape[0] > 1 else 0].unsqueeze(-1) * state
-        state = state + k[t].unsqueeze(-1) * written.unsqueeze(-2)
+        state = state + k[t].unsqueeze(-1) * v[t].unsqueeze(-2)
+        if read is not None:
+            state = state - (k if p is None else p)[t].unsqueeze(-1) * read.unsqueeze(-2)
         outputs.append((q[t].unsqueeze(-1) * state).sum(-2))
     return torch.stack(outputs), state
