@@ -28,9 +28,9 @@ def scan(step: Callable[[Carry, Any], tuple[Carry, Any]], init: Carry, xs: Any) 
     """Run `step` over the leading dimension of `xs`, threading a carry through.
 
     Args:
-        step: `step(carry, x) -> (carry, y)`. `carry` keeps its structure, shapes and dtypes; `x` is one row of `xs`;
-            `y` is a tensor or a nested tuple, list or dict of tensors. Plain tensor operations, no data-dependent
-            Python control flow.
+        step: `step(carry, x) -> (carry, y)`. `carry` keeps its structure, shapes and dtypes, and each step finds its
+            keys in the order of `init`; `x` is one row of `xs`; `y` is a tensor or a nested tuple, list or dict of
+            tensors. Plain tensor operations, no data-dependent Python control flow.
         init: the first carry, a pytree of tensors.
         xs: a pytree of tensors of shape `[S, ...]`. The index of the step, where it is needed, is an input like any
             other: put `torch.arange(S)` into it.
@@ -56,11 +56,13 @@ def _loop(step, init, xs):
     structure = None
     for t in range(inputs[0].shape[0]):
         carry, y = step(carry, put_together([leaf[t] for leaf in inputs], row))
+        # As the next step finds it compiled: with the keys of a dict in the order of the first.
+        last = _carry_like(state, carry)
+        carry = put_together(last, state)
         leaves, structure = taken_apart(y, none_is_a_leaf=True)
         if t == 0:
             _require_tensors(_AN_OUTPUT, leaves)
         rows.append(leaves)
-    last = _carry_like(state, carry)
     _check_carry(first, last)
     ys = [torch.stack(column) for column in zip(*rows, strict=True)]
     return put_together(last, state), put_together(ys, structure)

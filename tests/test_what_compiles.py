@@ -641,7 +641,8 @@ def carry_without_a_key(compile):
 @program
 def carry_in_another_order(compile):
     def step(c, row):
-        return {"b": c["b"] + 1, "a": c["a"] * 0.5 + row}, c["a"] * c["b"]
+        a, b = c.values()  # in the order of the first, whatever the step before has returned
+        return {"b": b + 1, "a": a * 0.5 + row}, a - b
 
     def run(x):
         final, y = scan(step, {"a": x.new_zeros(D), "b": x.new_zeros(D)}, x)
