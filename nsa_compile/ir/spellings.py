@@ -6,7 +6,7 @@ the weight of `c`. Only what takes off the largest of all is taken for a softmax
 which a softmax does not.
 
 A product of matrices is `(a * b).sum()` over a dimension of both, where each has a dimension that the other lacks, or
-one of them has.
+one of them has. One of the two may be a mask.
 
 A sum of several softmaxes times values becomes a sum of their products with the values.
 
@@ -201,7 +201,7 @@ def _sum_of_products(node: Any, gm: fx.GraphModule) -> fx.Node | None:
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
         return None
     value = example(product)
-    if not value.dtype.is_floating_point or not value.dtype == example(a).dtype == example(b).dtype:
+    if not value.dtype.is_floating_point or any(example(x).dtype not in (value.dtype, torch.bool) for x in (a, b)):
         return None
     rank, dim = value.dim(), dims[0] % value.dim()
     sizes = [[1] * (rank - example(x).dim()) + list(example(x).shape) for x in (a, b)]
@@ -215,6 +215,8 @@ def _sum_of_products(node: Any, gm: fx.GraphModule) -> fx.Node | None:
     build = NodeBuilder(gm, node)
 
     def matrix(x: fx.Node, size: list[int], order: list[int], shape: list[int]) -> fx.Node:
+        if example(x).dtype == torch.bool:
+            x = build(aten._to_copy.default, x, dtype=value.dtype)
         full = build(aten.reshape.default, x, size)
         return build(aten.reshape.default, build(aten.permute.default, full, order), shape)
 

@@ -71,14 +71,14 @@ VERDICTS = {
     "scalar_decay/scalar_decay": ("parallel", "parallel"),
     "scalar_decay_log/scalar_decay_log": ("parallel", "parallel"),
     "gla/gated_linear": ("parallel", "parallel"),
-    "gla/gated_linear_by_diagonal": ("loop", "parallel"),  # short
+    "gla/gated_linear_by_diagonal": ("parallel", "parallel"),
     "gated_values/hgrn2": ("parallel", "parallel"),
     "mlstm/matrix_lstm": ("parallel", "parallel"),
     "delta/delta_rule": ("parallel", "parallel"),
     "delta/delta_rule_by_matrix": ("parallel", "parallel"),
     "gated_delta/gated_delta_rule": ("parallel", "parallel"),
     "kda/kimi_delta_rule": ("parallel", "parallel"),
-    "rwkv7/generalised_delta_rule": ("loop", "parallel"),  # short
+    "rwkv7/generalised_delta_rule": ("parallel", "parallel"),
     "rwkv6/rwkv6": ("parallel", "parallel"),
     "rwkv4/rwkv4": ("parallel", "parallel"),
     "mamba/selective_scan": ("parallel", "parallel"),

@@ -165,14 +165,16 @@ def test_a_score_more_for_each_weight_is_no_softmax():
     dim=st.integers(0, 4),
     keepdim=st.booleans(),
     fewer=st.booleans(),
+    mask=st.booleans(),
 )
-def test_sums_of_products_are_products_of_matrices(shape, alike, dim, keepdim, fewer):
-    """Each operand has a size of 1 along some dimensions."""
+def test_sums_of_products_are_products_of_matrices(shape, alike, dim, keepdim, fewer, mask):
+    """Each operand has a size of 1 along some dimensions, and one may be a mask."""
     torch.manual_seed(0)
     sizes = [[1 if one[i] else n for n, one in zip(shape, alike, strict=False)] for i in range(2)]
     a, b = (torch.randn(size, dtype=torch.float64) for size in sizes)
     if fewer and a.shape[0] == 1:
         a = a[0]
+    b = b > 0 if mask else b
     dim %= len(shape)
     full = torch.broadcast_shapes(a.shape, b.shape)
     sizes[0] = [1] * (len(shape) - a.dim()) + list(a.shape)
