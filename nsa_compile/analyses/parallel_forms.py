@@ -85,26 +85,34 @@ def evaluate(terms: Iterable[Term], names: Names, body: BatchedBody, dtype: torc
 
 
 def _evaluate_term(term: Term, names: Names, body: BatchedBody, dtype: torch.dtype) -> Tensor:
+    if not term.factors:
+        return torch.full([1] * (len(names) + 1), term.number, dtype=_wide(dtype), device=body.xs[0].device)
     summed = tuple(sorted(term.summed - set(names), key=id))
-    every = (*names, *summed)
-    values = [(f.how, _arranged(f, every, body)) for f in term.factors]
+    inner = [(f, _arranged(f, (*names, *summed), body)) for f in term.factors if f.names & set(summed)]
+    outer = [(f, _arranged(f, names, body)) for f in term.factors if not f.names & set(summed)]
     # As beside the state: what factors are among themselves, in less than it, is something else.
-    common = functools.reduce(
-        torch.promote_types, (x.dtype for how, x in values if how in ("value", "reciprocal")), _wide(dtype)
-    )
+    values = (x.dtype for f, x in (*inner, *outer) if f.how in ("value", "reciprocal"))
+    common = functools.reduce(torch.promote_types, values, _wide(dtype))
     product: Tensor | None = None
-    for _, x in (pair for pair in values if pair[0] == "value"):
-        product = x.to(common) if product is None else product * x.to(common)
+    if summed:  # first, so that they are not spread over what they lack
+        product = _times(product, inner, common)
+        product = product.sum(tuple(range(len(names) + 1, product.dim())))
+    product = _times(product, outer, common)
+    return product if term.number == 1 else product * term.number
+
+
+def _times(product: Tensor | None, factors: Sequence[tuple[Factor, Tensor]], dtype: torch.dtype) -> Tensor:
+    """A product times factors; where there is none yet, the product of the factors."""
+    for x in (x for f, x in factors if f.how == "value"):
+        product = x.to(dtype) if product is None else product * x.to(dtype)
     if product is None:
-        product = torch.ones([1] * (len(every) + 1), dtype=common, device=body.xs[0].device)
-    for _, x in (pair for pair in values if pair[0] == "reciprocal"):
-        product = product / x.to(common)
-    if term.number != 1:
-        product = product * term.number
-    for how, x in (pair for pair in values if pair[0] in ("true", "false")):
-        zero = torch.zeros((), dtype=product.dtype, device=product.device)
-        product = torch.where(x, product, zero) if how == "true" else torch.where(x, zero, product)
-    return product.sum(tuple(range(len(names) + 1, product.dim()))) if summed else product
+        product = torch.ones((), dtype=dtype, device=factors[0][1].device)
+    for x in (x for f, x in factors if f.how == "reciprocal"):
+        product = product / x.to(dtype)
+    for factor, x in ((f, x) for f, x in factors if f.how in ("true", "false")):
+        zero = torch.zeros((), dtype=dtype, device=x.device)
+        product = torch.where(x, product, zero) if factor.how == "true" else torch.where(x, zero, product)
+    return product
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -478,7 +486,7 @@ def _in_chunks(site: ScanSite, record: ScanRecord, place: int, state: _State) ->
     if per_state <= min(chunks.CHUNK, record.length) + _size(of_rows) + _size(columns):
         raise NotAffine("the state at each step is small", update)
     kept = None if _is_one(state.kept) else state.kept
-    free = {node: [term for term in found if term.state is None] for node, found in named.items()}
+    free = {node: [_parted(t, record) for t in found if t.state is None] for node, found in named.items()}
     return InChunks(place, batch, of_rows, columns, dims, kept, k, [v], us, p, queries, free)
 
 
@@ -546,6 +554,12 @@ def _split_up(term: Term, rows: Collection[Axis], rest: Collection[Axis], record
                 term, todo, tries = more, True, tries + 1
                 break
     return term
+
+
+def _parted(term: Term, record: ScanRecord) -> Term:
+    """A term whose factors are not spread over an axis of the result that is theirs alone while they are summed."""
+    held = [axis for f in term.factors for axis in f.names]
+    return _split_up(term, term.summed, {axis for axis in held if held.count(axis) == 1} - term.summed, record)
 
 
 def _parts(term: Term, rows: Collection[Axis], node: fx.Node) -> tuple[Term, Term]:

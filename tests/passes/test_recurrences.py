@@ -570,6 +570,18 @@ def test_caches_beside_a_recurrence_need_no_guard():
     assert not report.guards_kept
 
 
+def test_no_product_of_a_row_and_a_column_is_held_for_each_step():
+    """Not even that of the token itself, which is read with a factor of its own."""
+    run, _ = SPELLINGS["a_bonus_for_the_token_itself"]
+    compiled = nsa_compile.compile(run, nested="eager", cache=False)
+    inputs = {name: x.requires_grad_() for name, x in tokens(40).items()}
+    compiled(**inputs)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        compiled(**inputs)
+    assert 0 < max(saved) < 40 * B * H * K * V / 2
+
+
 # --------------------------------------------------------------------------------------------------------- near misses
 
 LOOPS: dict[str, tuple[Callable, str]] = {}
