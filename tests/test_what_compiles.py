@@ -1020,6 +1020,14 @@ def vmap_around_a_loop(compile):
 
 
 @program
+def branch_around_a_scan(compile):
+    def run(x):
+        return torch.cond(x.sum() > 0, lambda x: average(x)[1] * 2, lambda x: average(x)[1], (x,))
+
+    return trained(compile(run), rows())
+
+
+@program
 def vmap_around_the_compiled_function(compile):
     f = compile(attention)
     return trained(lambda x: torch.vmap(f)(x), rows(2, S, D))

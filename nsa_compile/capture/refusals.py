@@ -53,9 +53,22 @@ def becomes_a_node() -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         log.warning("scan at %s is unrolled: it lies inside a transform of torch.func", place)
         return False
+    if (operator := _branching_operator(tx.output.current_tracer)) is not None:
+        log.warning("scan at %s is unrolled: it lies inside torch's %s", place, operator)
+        return False
     if (foreign := _torch_backend(tx.output.compiler_fn)) is not None:
         raise ScanRefused(NOT_OURS.format(place=place, backend=f"the backend {foreign!r}"))
     return True
+
+
+def _branching_operator(tracer: Any) -> str | None:
+    """The operator within whose function Dynamo is, if torch runs that by itself: no pass looks into it."""
+    while tracer is not None:
+        name = getattr(tracer.source_target, "_name", None)
+        if name in ("cond", "while_loop", "map_impl", "associative_scan"):
+            return str(name)
+        tracer = tracer.parent
+    return None
 
 
 def _torch_backend(function: Any) -> str | None:
