@@ -245,6 +245,7 @@ class AtEachStep:
     added: Sequence[Term]
     names: Names
     kind: str = "sum"
+    only: Factor | None = None  # where something is brought
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -256,7 +257,14 @@ class AtEachStep:
 
     @property
     def form(self) -> str:
-        return {"sum": "a running sum", "max": "a running maximum", "min": "a running minimum"}[self.kind]
+        return f"a running {_IN_WORDS[self.kind[:3]]}"
+
+    def _nothing(self, dtype: torch.dtype) -> float:
+        """What changes no extreme."""
+        of_lowest = self.kind.startswith("min")
+        if is_inexact(dtype):
+            return math.inf if of_lowest else -math.inf
+        return torch.iinfo(dtype).max if of_lowest else torch.iinfo(dtype).min
 
     def compute(self, body: BatchedBody) -> tuple[dict[int, Tensor], dict[fx.Node, Tensor]]:
         first, steps = body.init[self.place], body.record.length
@@ -264,10 +272,16 @@ class AtEachStep:
         inner = torch.uint8 if dtype == torch.bool else dtype
         a = None if self.kept is None or _is_one(self.kept) else evaluate(self.kept, self.names, body, inner)
         b = evaluate(self.added, self.names, body, inner).expand(steps, *sizes)
+        if self.only is not None:
+            at = _arranged(self.only, self.names, body)
+            b = torch.where(at if self.only.how == "true" else ~at, b, self._nothing(b.dtype))
         values = recurrence(a, b, first.to(b.dtype).reshape(sizes), self.kind)
         values = values.reshape(steps, *first.shape).to(dtype)
         before = torch.cat([first.unsqueeze(0), values[:-1]])
         return {self.place: values[-1]}, {self.carry: before, self.update: values}
+
+
+_IN_WORDS = {"sum": "sum", "log": "log-sum-exp", "max": "maximum", "min": "minimum"}
 
 
 def _is_one(terms: Sequence[Term]) -> bool:
@@ -277,34 +291,49 @@ def _is_one(terms: Sequence[Term]) -> bool:
 _EXTREMES = {
     aten.maximum.default: "max",
     aten.minimum.default: "min",
+    aten.logaddexp.default: "logsumexp",
     aten.logical_or.default: "max",
     aten.bitwise_or.Tensor: "max",
     aten.logical_and.default: "min",
     aten.bitwise_and.Tensor: "min",
 }
+_OF_CONDITIONS = (
+    aten.logical_or.default, aten.bitwise_or.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor,
+)  # fmt: skip
+# Of `where(a > b, a, b)`: the extreme, and whether b is taken of equals.
+_COMPARED = {
+    aten.gt.Tensor: ("max", True),
+    aten.ge.Tensor: ("max", False),
+    aten.lt.Tensor: ("min", True),
+    aten.le.Tensor: ("min", False),
+}
 
 
 def _as_extreme(site: ScanSite, record: ScanRecord, place: int, carry: fx.Node, update: fx.Node) -> AtEachStep | None:
-    """`max(state + a, b)`, or a minimum; of conditions, `or` and `and`."""
-    target: Any = update.target
-    kind = _EXTREMES.get(target)
-    logical = update.target not in (aten.maximum.default, aten.minimum.default)
-    if kind is None or example(update).shape != example(carry).shape or example(update).dtype != example(carry).dtype:
+    """`max(state + a, b)`, or a minimum, or what `logaddexp` yields; of conditions, `or` and `and`. Where `state` is
+    the carry, it may be chosen by a condition: `where(at, max(carry, b), carry)`."""
+    affine = Affine(site.body, record, [carry])
+    chosen, only = _chosen(update, carry, affine)
+    if (extreme := _extreme_of(chosen)) is None:
         return None
+    if any(
+        example(x).shape != example(carry).shape or example(x).dtype != example(carry).dtype for x in (chosen, update)
+    ):
+        return None
+    kind, a, b, equal = extreme
+    logical = chosen.target in _OF_CONDITIONS
     if logical and example(carry).dtype != torch.bool:
         return None
-    affine = Affine(site.body, record, [carry])
-    state, other = update.args[:2] if affine.depends(update.args[0]) else reversed(update.args[:2])
+    state, other = (a, b) if affine.depends(a) else (b, a)
     if not isinstance(other, fx.Node) or affine.depends(other) or not isinstance(state, fx.Node):
         return None
     if example(other).dtype != example(carry).dtype or example(state).shape != example(carry).shape:
         return None
-    if logical:
-        if state is not carry:
-            return None
-        terms = affine.of(carry)
-    else:
-        terms = affine.of(state)
+    if state is not carry and (logical or only is not None):
+        return None
+    if equal is not None:
+        kind += "_old" if equal is state else "_new"
+    terms = affine.of(state)
     ((own,), added) = [[t for t in terms if (t.state is None) is free] for free in (False, True)]
     if own.number != 1 or own.factors or own.state != own.out:
         raise NotAffine("it is scaled before a maximum or minimum is taken of it", update)
@@ -315,7 +344,35 @@ def _as_extreme(site: ScanSite, record: ScanRecord, place: int, carry: fx.Node, 
     brought = Term(1, None, None, (_own_factor(other, shape, dims),), dims)
     names = tuple(a for dim in dims for a in dim)
     kept = [_renamed(term, term.out, dims) for term in added] or None
-    return AtEachStep(place, carry, update, kept, [brought], names, kind)
+    at = None if only is None else replace(_own_factor(only[0], shape, dims), how=only[1])
+    return AtEachStep(place, carry, update, kept, [brought], names, kind, at)
+
+
+def _chosen(update: fx.Node, carry: fx.Node, affine: Affine) -> tuple[fx.Node, tuple[fx.Node, str] | None]:
+    """The update of a carry where it is not left as it is, and the condition that it is not, with what this is then."""
+    if update.target is aten.where.self:
+        condition, *values = update.args
+        for value, other, how in ((*values, "true"), (*values[::-1], "false")):
+            if other is carry and isinstance(value, fx.Node) and not affine.depends(condition):
+                return value, (condition, how)  # type: ignore[return-value]
+    return update, None
+
+
+def _extreme_of(node: Any) -> tuple[str, Any, Any, Any] | None:
+    """The kind of an extreme, the two values that it is of, and, where it is chosen by a comparison, which of equals it
+    is; None for other nodes."""
+    if (kind := _EXTREMES.get(node.target)) is not None:
+        return kind, *node.args[:2], None
+    if node.target is not aten.where.self:
+        return None
+    condition, x, y = node.args
+    compared = _COMPARED.get(condition.target)
+    if compared is None or not ((x, y) == condition.args or (y, x) == condition.args):
+        return None
+    kind, second = compared
+    if x is not condition.args[0]:
+        kind = "min" if kind == "max" else "max"
+    return kind, x, y, y if second else x
 
 
 def _own_factor(node: fx.Node, shape: Sequence[int], dims: Axes) -> Factor:

@@ -99,9 +99,9 @@ VERDICTS = {
     "mean/running_mean_by_cache": ("batched", "dense"),
     "welford/running_variance": ("parallel", "parallel"),
     "max/running_max": ("parallel", "parallel"),
-    "min/running_min": ("loop", "parallel"),  # short
+    "min/running_min": ("parallel", "parallel"),
     "product/running_product": ("parallel", "parallel"),
-    "logsumexp/running_logsumexp": ("loop", "parallel"),  # short
+    "logsumexp/running_logsumexp": ("parallel", "parallel"),
     "counts/counts_of_tokens": ("parallel", "parallel"),
     "sums_by_key/sums_by_token": ("parallel", "parallel"),
     "convolution/short_convolution": ("batched", "dense"),
@@ -204,7 +204,7 @@ VERDICTS = {
     "selected_and_window/selected_and_window": ("scored_attention", "operator"),
     "quest/quest_by_mask": ("selected_attention", "operator"),
     "quest/quest_by_gather": ("selected_attention", "operator"),
-    "quest_running/quest_with_running_bounds": ("loop", "operator"),  # short
+    "quest_running/quest_with_running_bounds": ("selected_attention + parallel", "operator"),
     "msa/best_key_of_a_block": ("selected_attention", "operator"),
     "msa_with_index/best_index_key_of_a_block": ("scored_attention", "operator"),
     "qsa/pooled_index_keys": ("selected_attention", "operator"),

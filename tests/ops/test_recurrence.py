@@ -61,11 +61,11 @@ def test_blocks_of_steps_and_single_steps_are_the_same(large, monkeypatch):
         assert_same(lambda *x, k=kind: recurrence(*x, k), lambda *x, k=kind: reference.recurrence(*x, k), inputs)
 
 
-def test_a_maximum_begins_at_minus_infinity():
-    inputs = [None, numbers(20, 3), torch.full((3,), -torch.inf, dtype=torch.float64)]
-    assert_same(lambda *x: recurrence(*x, "max"), lambda *x: reference.recurrence(*x, "max"), inputs)
-    shifted = [numbers(20, 3), numbers(20, 3), torch.full((3,), -torch.inf, dtype=torch.float64)]
-    assert_same(lambda *x: recurrence(*x, "max"), lambda *x: reference.recurrence(*x, "max"), shifted)
+@pytest.mark.parametrize("kind", ["max", "max_old", "logsumexp"])
+def test_a_maximum_begins_at_minus_infinity(kind):
+    for a in (None, numbers(20, 3)):
+        inputs = [a, numbers(20, 3), torch.full((3,), -torch.inf, dtype=torch.float64)]
+        assert_same(lambda *x: recurrence(*x, kind), lambda *x: reference.recurrence(*x, kind), inputs)
 
 
 @pytest.mark.parametrize("steps", [1, 5])
@@ -278,7 +278,7 @@ def test_a_planted_fault_is_seen(fault, monkeypatch):
             assert_same(chunks.linear, reference.linear, operands(70, (2,), decay, solved="along p"))
 
 
-@pytest.mark.parametrize("solved", SOLVED)
+@pytest.mark.parametrize("solved", [None, "along k"])  # along another direction a state may grow without end
 @pytest.mark.parametrize("decay", ["scalar", "vector"])
 @pytest.mark.parametrize("factor", [1e-3, 0.9999, 1.0])
 def test_long_decays_neither_overflow_nor_vanish(factor, decay, solved):

@@ -24,7 +24,7 @@ from nsa_compile.passes.report import ScanReport
 from tests.strategies import few
 
 B, H, K, V, S = 2, 2, 12, 8, 20
-SUM, MAXIMUM = "a running sum", "a running maximum"
+SUM, MAXIMUM, MINIMUM, LOG_SUM_EXP = (f"a running {what}" for what in ("sum", "maximum", "minimum", "log-sum-exp"))
 CHUNKS, SOLVED = "products in chunks", "products in chunks, each solved as a triangular system"
 LOOP = "loop"
 
@@ -444,6 +444,57 @@ def maximum_so_far(v, **_):
     return scan(step, torch.full_like(v[0], -torch.inf), v.round())
 
 
+@spelled(MAXIMUM, MINIMUM)
+def extremes_by_comparison(v, g, **_):
+    """Of equal numbers the maximum keeps the old one, and the minimum takes the new one: so do gradients."""
+
+    def step(carry, row):
+        high, low = carry
+        high, low = torch.where(row > high, row, high), torch.where(low < row, low, row)
+        return (high, low), high * 2 - low * row
+
+    return scan(step, (v[0], v[0] * 0.5), (v + g[..., None]).round())
+
+
+@spelled(MAXIMUM, MINIMUM, MAXIMUM)
+def extremes_of_pages(v, k, g, **_):
+    """A step changes its own page, or those that a condition names."""
+    pages = torch.arange(4)
+
+    def step(carry, row):
+        high, low, seen = carry
+        t, x, g = row
+        here = (pages == t // 5)[:, None]
+        high = torch.where(here, torch.maximum(high, x[:, :, None]), high)
+        low = torch.where(here & (g > 0)[..., None, None], torch.minimum(x[:, :, None], low), low)
+        seen = torch.where(g[..., None] > 0, seen, torch.where(x >= seen, x, seen))
+        return (high, low, seen), (high - low).tanh().sum(2) * seen
+
+    bounds = torch.full((B, H, 4, V), 1e4, dtype=torch.float64)
+    return scan(step, (-bounds, bounds, torch.zeros_like(v[0])), (torch.arange(S), v.round(), g))
+
+
+@spelled(LOG_SUM_EXP)
+def log_sum_exp_so_far(v, g, **_):
+    def step(total, row):
+        x, g = row
+        total = torch.logaddexp(total - g[..., None].sigmoid(), x)
+        return total, total * x
+
+    return scan(step, torch.full((B, H, V), -torch.inf, dtype=torch.float64), (v, g))
+
+
+@spelled(MAXIMUM)
+def integers_so_far(v, **_):
+    ids = (v * 10).long()
+
+    def step(best, row):
+        best = torch.where(row % 2 == 0, torch.maximum(best, row), best)
+        return best, best * row
+
+    return scan(step, ids[0], ids)[1].double() * v
+
+
 @spelled(SUM)
 def count_by_data(v, **_):
     def step(count, row):
@@ -615,6 +666,14 @@ LOOPS |= {
     "a decay that reads the state": (
         projected(lambda s, q, k, v: s * s.mean((-1, -2), keepdim=True).sigmoid() + outer(k, v)),
         "aten.sigmoid.default",
+    ),
+    "a maximum by another comparison": (
+        projected(lambda s, q, k, v: torch.where(outer(k, v) > 2 * s, outer(k, v), s)),
+        "condition of this write",
+    ),
+    "a maximum of another's place": (
+        projected(lambda s, q, k, v: torch.where(s.mean() > 0, s, torch.maximum(s, outer(k, v)))),
+        "condition of this write",
     ),
     "a state that is clamped": (projected(lambda s, q, k, v: (s + outer(k, v)).clamp(-1, 1)), "aten.clamp.default"),
     "a saturating state": (projected(lambda s, q, k, v: torch.tanh(s + outer(k, v))), "aten.tanh.default"),

@@ -16,20 +16,22 @@ from nsa_compile.ops.recurrence import portable
 
 __all__ = ["KINDS", "matrix_recurrence", "recurrence", "unit_lower_inverse"]
 
-KINDS = ("sum", "max", "min")
+KINDS = ("sum", "logsumexp", *portable.OF_EQUALS)
 
 
 def recurrence(a: Tensor | None, b: Tensor, first: Tensor, kind: str = "sum") -> Tensor:
-    """`h[t] = a[t] * h[t - 1] + b[t]`, element by element; of kind max or min, `h[t] = max(h[t - 1] + a[t], b[t])`.
+    """`h[t] = a[t] * h[t - 1] + b[t]`, element by element; of other kinds, `h[t] = max(h[t - 1] + a[t], b[t])`, a
+    minimum, or the logarithm of the sum of the exponentials of both.
 
     Args:
         a: `[S, ...]` or `[1, ...]`, broadcast against `b`; without, `h[t - 1]` is taken as it is.
         b: `[S, ...]`.
         first: `[...]`, the value before the first step.
-        kind: sum, max or min.
+        kind: sum, logsumexp, max or min. Where both sides of a maximum are equal, each has half of the gradient, as in
+            torch; of kind max_old, as `where(b > h, b, h)` has it, the old value has all of it, of max_new the new one.
 
     Returns:
-        `h [S, ...]`. Where both sides of a maximum are equal, each has half of the gradient, as in torch.
+        `h [S, ...]`.
 
     Raises:
         ValueError: shapes that do not fit together, or an unknown kind.

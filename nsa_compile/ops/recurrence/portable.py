@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["backward", "forward", "matrix_backward", "matrix_forward", "unit_lower_inverse"]
+__all__ = ["OF_EQUALS", "backward", "forward", "matrix_backward", "matrix_forward", "unit_lower_inverse"]
 
+# What the old one of two equal numbers has of the gradient of their maximum or minimum.
+OF_EQUALS = {"max": 0.5, "min": 0.5, "max_old": 1.0, "min_old": 1.0, "max_new": 0.0, "min_new": 0.0}
+_JOINED = {kind: torch.maximum if kind.startswith("max") else torch.minimum for kind in OF_EQUALS}
+_JOINED["logsumexp"] = torch.logaddexp
 # Elements of a step from which on a round takes longer than it takes to start one.
 LARGE = 2**14
 
@@ -42,9 +47,12 @@ def backward(
         brought = None
     else:
         shifted = before if steps is None else before + steps
-        ahead = shifted > b if kind == "max" else shifted < b
-        taken = torch.where(shifted == b, 0.5, ahead.to(wide))
-        brought = 1 - taken
+        if kind == "logsumexp":
+            taken, brought = ((x - values).to(wide).exp() for x in (shifted, b))
+        else:
+            ahead = shifted > b if kind.startswith("max") else shifted < b
+            taken = torch.where(shifted == b, OF_EQUALS[kind], ahead.to(wide))
+            brought = 1 - taken
     assert taken is not None
     running = _from_the_end(taken, gradient.to(wide))
     of_b = running if brought is None else running * brought
@@ -74,9 +82,10 @@ def _values(a: Tensor | None, b: Tensor, first: Tensor, kind: str, *, from_the_e
     steps = b.shape[0]
     if a is None and kind != "sum":
         # Not a part of a longer tensor: Inductor asserts that what an operator yields begins at 16 bytes.
-        extreme = torch.maximum if kind == "max" else torch.minimum
-        joined = torch.cat([extreme(first, b[0]).unsqueeze(0), b[1:]])
-        return (joined.cummax(0) if kind == "max" else joined.cummin(0)).values
+        joined = torch.cat([_JOINED[kind](first, b[0]).unsqueeze(0), b[1:]])
+        if kind == "logsumexp":
+            return joined.logcumsumexp(0)
+        return (joined.cummax(0) if kind.startswith("max") else joined.cummin(0)).values
     a = None if a is None else a.expand(steps, *a.shape[1:])
     advance = _advance(kind)
     values = torch.empty_like(b, memory_format=torch.contiguous_format)
@@ -137,8 +146,8 @@ def _advance(kind: str) -> Callable[[Tensor, Tensor | None, Tensor, Tensor], Ten
         return lambda value, a, b, out: (
             torch.add(value, b, out=out) if a is None else torch.addcmul(b, a, value, out=out)
         )
-    extreme = torch.maximum if kind == "max" else torch.minimum
-    return lambda value, a, b, out: extreme(value if a is None else value + a, b, out=out)
+    join: Any = _JOINED[kind]
+    return lambda value, a, b, out: join(value if a is None else value + a, b, out=out)
 
 
 def matrix_forward(m: Tensor, b: Tensor, first: Tensor) -> Tensor:

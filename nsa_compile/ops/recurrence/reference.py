@@ -8,6 +8,17 @@ from torch import Tensor
 __all__ = ["linear", "matrix", "recurrence"]
 
 
+_JOINS = {
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "max_old": lambda h, b: torch.where(b > h, b, h),
+    "max_new": lambda h, b: torch.where(b >= h, b, h),
+    "min_old": lambda h, b: torch.where(b < h, b, h),
+    "min_new": lambda h, b: torch.where(b <= h, b, h),
+    "logsumexp": torch.logaddexp,
+}
+
+
 def recurrence(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> Tensor:
     """Values `[S, ...]` of the recurrence, as `nsa_compile.ops.recurrence.recurrence` defines them."""
     value, values = first, []
@@ -17,7 +28,7 @@ def recurrence(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> Tensor:
             value = (value if factor is None else factor * value) + b[t]
         else:
             shifted = value if factor is None else value + factor
-            value = (torch.maximum if kind == "max" else torch.minimum)(shifted, b[t])
+            value = _JOINS[kind](shifted, b[t])
         values.append(value)
     return torch.stack(values)
 
