@@ -598,6 +598,31 @@ def hook_in_a_step(compile):
     return trained(compile(mapped(step)), rows())
 
 
+def clipped_on_its_way_back(take: Callable) -> Callable:
+    """An average whose step clips the gradient of what `take` makes of the carry."""
+
+    def run(x):
+        def step(c, row):
+            c = take(c)
+            c.register_hook(lambda gradient: gradient.clamp(-1, 1))
+            c = c * 0.5 + row
+            return c, c * 3
+
+        return scan(step, x[0] * 2, x)
+
+    return run
+
+
+@program
+def hook_on_a_copy_of_a_carry(compile):
+    return trained(compile(clipped_on_its_way_back(torch.clone)), rows())
+
+
+@program
+def hook_on_a_carry(compile):
+    return trained(compile(clipped_on_its_way_back(lambda c: c)), rows())
+
+
 @program
 def output_of_a_named_tuple(compile):
     pair = collections.namedtuple("pair", ["once", "twice"])

@@ -337,6 +337,8 @@ def _as_extreme(site: ScanSite, record: ScanRecord, place: int, carry: fx.Node, 
     ((own,), added) = [[t for t in terms if (t.state is None) is free] for free in (False, True)]
     if own.number != 1 or own.factors or own.state != own.out:
         raise NotAffine("it is scaled before a maximum or minimum is taken of it", update)
+    if added and not is_inexact(example(carry).dtype):
+        raise NotAffine("integers that are added before a maximum or minimum is taken may wrap around", update)
     dims = own.out
     if any(len(dim) > 1 for term in terms for dim in term.out):
         raise NotAffine("its dimensions are taken apart", update)

@@ -33,6 +33,7 @@ from nsa_compile.capture.refusals import (
     ASKS_FOR_STRIDES,
     DRAWS,
     DRAWS_BY_NUMPY,
+    HOOKS,
     PLACE,
     READS_GRADIENTS,
     READS_MEMORY,
@@ -278,6 +279,11 @@ def refuse_what_no_step_knows() -> None:
         for capture in _captures:
             capture.asks_for_strides = True
 
+    def hooks(variable: Any, tx: Any, *_: Any) -> None:
+        if variable.source is not None or variable.as_proxy().tracer is not tx.output.current_tracer:
+            raise exc.UncapturedHigherOrderOpError(HOOKS)
+
+    _in_steps(TensorVariable, "method_register_hook", hooks)
     _in_steps(TensorVariable, "method_data_ptr", refuse(ASKS_FOR_ADDRESS))
     _in_steps(TensorVariable, "method_attr_grad", refuse(READS_GRADIENTS))
     _in_steps(TensorVariable, "method_is_contiguous", asks_for_strides)

@@ -13,6 +13,7 @@ A write that cannot be taken out of a graph without changing gradients or aliase
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
-from nsa_compile.capture.refusals import ScanNotCompiled
+from nsa_compile.capture.refusals import ScanNotCompiled, cannot_be
 from nsa_compile.capture.scans import turns_gradients_on
 from nsa_compile.ir.aten import aten, is_inexact
 from nsa_compile.ir.lowering import BodyInterpreter, applies_functorch, escaping, refuse_strided_writes, trace_to_aten
@@ -136,6 +137,7 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
     if not find_scans(gm) and not is_single_step(gm):
         return WriteBack()
     _refuse_inference_mode(gm)
+    _refuse_hooks(gm)
     regions = [g for g in subgraphs(gm) if g is not gm]
     effects = {g: _observe(g, [example(n) for n in g.graph.find_nodes(op="placeholder")]) for g in regions}
     effects[gm] = _observe(gm, example_inputs)
@@ -177,6 +179,28 @@ def _refuse_inference_mode(gm: fx.GraphModule) -> None:
     for site in sites:
         if find_scans(site.body):
             _refuse_inference_mode(site.body)
+
+
+def _refuse_hooks(gm: fx.GraphModule) -> None:
+    """A hook is given the gradient of all that reads a tensor. A carry is one tensor with what the step before has
+    returned, and may read itself: compiled, it is not."""
+    for site in find_scans(gm):
+        _refuse_hooks(site.body)
+        carries, _, _ = site.placeholders()
+        places = range(len(carries))
+        last = [n for n in site.node.users if n.target is operator.getitem and n.args[1] in places]
+        for what, nodes in (("its carry", carries), ("the last carry", last)):
+            for user in (user for node in nodes for user in node.users):
+                if _registers_hook(user):
+                    where = cannot_be("compiled", location(site.node), location(user))
+                    raise ScanNotCompiled(
+                        f"{where}: a hook is registered on {what}, which another step may read as well; register it on "
+                        "a copy, x = x.clone()"
+                    )
+
+
+def _registers_hook(node: fx.Node) -> bool:
+    return isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook"
 
 
 @dataclass
@@ -334,7 +358,7 @@ def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
     for node in gm.graph.nodes:
         if applies_functorch(node):
             raise Declined("it applies a transform of torch.func around a scan", node)
-        if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook":
+        if _registers_hook(node):
             raise Declined("it registers a hook on a tensor", node)
     observer = _Observer(gm, effects)
     with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored():

@@ -2107,3 +2107,46 @@ def test_what_torch_fails_to_map_over_steps_is_declined_in_words():
     equal_gradients(run, rows(D, D).requires_grad_())
     reasons = [d.reason for p in nsa_compile.last_report().passes for d in p.declines]
     assert "aten.index_fill.int_Scalar cannot be batched over steps: torch fails in its own code" in reasons
+
+
+def _hook_on_the_final_carry(x, w):
+    c, ys = scan(lambda c, row: ((c := c * 0.5 + row * w), c * 3), x[0] * 0, x)
+    c.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return c, ys
+
+
+def _hook_on_what_all_steps_read(x, w):
+    w = w * 1
+
+    def step(c, row):
+        w.register_hook(lambda gradient: gradient * 2)
+        c = c * 0.5 + row * w
+        return c, c * 3
+
+    return scan(step, x[0] * 0, x)
+
+
+@pytest.mark.parametrize(
+    ("program", "way_out"),
+    [
+        (_hook_on_the_final_carry, r"on a copy, x = x.clone\(\)"),
+        (_hook_on_what_all_steps_read, "once, before the scan"),
+    ],
+)
+def test_a_hook_on_what_other_steps_read_is_refused(program, way_out):
+    """It would be given the gradient of one step, or of the last carry alone, where the loop's is that of all."""
+    x, w = torch.randn(3, 2, requires_grad=True), torch.randn(2, requires_grad=True)
+    with pytest.raises(Exception, match=f"a hook .*; register it {way_out}"):
+        nsa_compile.compile(program, nested="eager", cache=False)(x, w)
+
+
+def test_a_maximum_of_integers_that_wrap_around():
+    """`max(c + y, x)` of these is not the largest of all sums."""
+
+    def run(x, y):
+        return scan(lambda c, row: (torch.maximum(c + row[1], row[0]), c), torch.zeros(1, dtype=x.dtype), (x, y))
+
+    x = torch.tensor([[-100], [-128], [-128]], dtype=torch.int8).repeat(4, 1)
+    y = torch.tensor([[100], [100], [0]], dtype=torch.int8).repeat(4, 1)
+    for found, expected in zip(nsa_compile.compile(run, nested="eager", cache=False)(x, y), run(x, y), strict=True):
+        assert torch.equal(found, expected)
