@@ -143,6 +143,7 @@ ASKS_FOR_STRIDES = (
     "does not keep; give the scan x.contiguous(), or do not ask"
 )
 READS_GRADIENTS = "it reads .grad, which no tensor has while it runs; give the scan what it is to read"
+FILLS = "it fills a tensor with what another one holds; write t.expand(size), or torch.zeros(size) + t"
 HOOKS = "it registers a hook on a tensor from outside, anew at each step; register it once, before the scan"
 READS_MEMORY = (
     "it calls as_strided(), which reads memory as it lies, and a compiled step has its tensors elsewhere; use views"
@@ -170,6 +171,7 @@ _REASONS = (
         ("repeat_interleave",),
         "it repeats rows by numbers of a tensor; give the numbers as Python integers, or index_select rows",
     ),
+    (("bincount",), "it calls bincount, whose length is known by its numbers alone; write one_hot(x, n).sum(0)"),
     (
         ("DynamicOutputShape", "nonzero", "masked_select", "aten.unique"),
         "it selects elements by their values, as x[mask], x[mask] = y and x.nonzero() do, and how many is not known "
@@ -194,9 +196,10 @@ _REASONS = (
             "_local_scalar_dense",
             "u0",
             "tolist",
+            "`range` with argument types ['Tensor'",
         ),
-        "it reads a number out of a tensor, as k[t], k[:t + 1], k[:, t] = x, t.item() and `if t > 0` with a tensor t "
-        "do; write k.index_select(0, t.view(1))[0], a mask such as torch.arange(S) <= t, and "
+        "it reads a number out of a tensor, as k[t], k[:t + 1], k[:, t] = x, t.item(), range(t) and `if t > 0` with a "
+        "tensor t do; write k.index_select(0, t.view(1))[0], a mask such as torch.arange(S) <= t, and "
         "torch.where(torch.arange(S) == t, x, k) instead",
     ),
     (

@@ -22,6 +22,7 @@ from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable, NumpyVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._higher_order_ops.scan import scan_op
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -33,6 +34,7 @@ from nsa_compile.capture.refusals import (
     ASKS_FOR_STRIDES,
     DRAWS,
     DRAWS_BY_NUMPY,
+    FILLS,
     HOOKS,
     PLACE,
     READS_GRADIENTS,
@@ -261,28 +263,44 @@ def refuse_iterators_from_outside() -> None:
 def refuse_what_no_step_knows() -> None:
     """Refuse what Dynamo answers of the tensors that it traces a step with, and what it draws or seeds for all steps.
 
-    Its numbers for `numpy.random` are torch's, `seed` is dropped, and `.grad` of a row is taken for a tensor (torch
-    2.13). Strides are answered, and looked at when the step is known.
+    Its numbers for `numpy.random` are torch's, `seed` is dropped, `.grad` of a row is taken for a tensor, and `full` of
+    an integer tensor is one of floats (torch 2.13). Strides are answered, and looked at when the step is known.
     """
 
     def refuse(reason: str) -> Callable[..., None]:
-        def refused(*_: Any) -> None:
+        def refused(*_: Any, **__: Any) -> None:
             raise exc.UncapturedHigherOrderOpError(reason)
 
         return refused
 
-    def drawn_by_numpy(variable: Any, *_: Any) -> None:
+    def drawn_by_numpy(variable: Any, *_: Any, **__: Any) -> None:
         if str(getattr(variable.value, "__module__", "")).startswith("numpy.random"):
             raise exc.UncapturedHigherOrderOpError(DRAWS_BY_NUMPY)
 
-    def asks_for_strides(*_: Any) -> None:
+    def asks_for_strides(*_: Any, **__: Any) -> None:
         for capture in _captures:
             capture.asks_for_strides = True
 
-    def hooks(variable: Any, tx: Any, *_: Any) -> None:
+    def hooks(variable: Any, tx: Any, *_: Any, **__: Any) -> None:
         if variable.source is not None or variable.as_proxy().tracer is not tx.output.current_tracer:
             raise exc.UncapturedHigherOrderOpError(HOOKS)
 
+    def calls(variable: Any, _: Any, args: Any, kwargs: Any) -> None:
+        if variable.value in (torch.full, torch.full_like):
+            fills(args, kwargs, floats=variable.value is torch.full)
+
+    def calls_method(_: Any, __: Any, name: str, args: Any, kwargs: Any) -> None:
+        if name == "new_full":
+            fills(args, kwargs, floats=False)
+
+    def fills(args: Any, kwargs: Any, *, floats: bool) -> None:
+        for filling in (*args[1:2], *(value for name, value in kwargs.items() if name == "fill_value")):
+            tensor = filling.realize()
+            if isinstance(tensor, TensorVariable) and not (floats and tensor.dtype.is_floating_point):
+                raise exc.UncapturedHigherOrderOpError(FILLS)
+
+    _in_steps(TorchInGraphFunctionVariable, "call_function", calls)
+    _in_steps(TensorVariable, "call_method", calls_method)
     _in_steps(TensorVariable, "method_register_hook", hooks)
     _in_steps(TensorVariable, "method_data_ptr", refuse(ASKS_FOR_ADDRESS))
     _in_steps(TensorVariable, "method_attr_grad", refuse(READS_GRADIENTS))
@@ -297,7 +315,7 @@ def _in_steps(kind: Any, name: str, look: Callable[..., None]) -> None:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _captures:
-            look(self, *args)
+            look(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
     setattr(kind, name, method)

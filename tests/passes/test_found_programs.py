@@ -2150,3 +2150,30 @@ def test_a_maximum_of_integers_that_wrap_around():
     y = torch.tensor([[100], [100], [0]], dtype=torch.int8).repeat(4, 1)
     for found, expected in zip(nsa_compile.compile(run, nested="eager", cache=False)(x, y), run(x, y), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda t, x: torch.full((3,), t) // 2, "it fills a tensor"),  # of floats, to Dynamo
+        (lambda t, x: torch.full((3,), fill_value=t > 2), "it fills a tensor"),
+        (lambda t, x: torch.full_like(x, t), "it fills a tensor"),
+        (lambda t, x: x.new_full((3,), t), "it fills a tensor"),
+        (lambda t, x: torch.bincount(x.argsort(), minlength=4), "it calls bincount"),
+        (lambda t, x: sum((x for _ in range(t)), x), "it reads a number out of a tensor"),
+    ],
+)
+def test_what_takes_a_number_out_of_a_tensor_is_refused(make, reason):
+    def run(x):
+        return scan(lambda c, row: (c, make(*row)), torch.zeros(1), (torch.arange(4), x))[1]
+
+    with pytest.raises(Exception, match=reason):
+        nsa_compile.compile(run, nested="eager", cache=False)(torch.randn(4, 3))
+
+
+def test_a_tensor_filled_with_a_float():
+    def run(x):
+        return scan(lambda c, row: (c, torch.full((3,), row) * torch.full((3,), 2)), torch.zeros(1), x)[1]
+
+    x = torch.randn(4)
+    torch.testing.assert_close(nsa_compile.compile(run, nested="eager", cache=False)(x), run(x))
