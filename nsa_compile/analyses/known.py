@@ -44,12 +44,15 @@ from nsa_compile.ir.step_values import (
     compare,
     separable,
     step_mask,
+    two_sided,
 )
 
 log = logging.getLogger("nsa_compile")
 
 # Elements that a known value may hold over all steps as a table.
 LIMIT = 2**26
+# What the values of a carry over all steps may take while they are computed one after the other.
+_SIMULATED_BYTES = 2**26
 
 
 def evaluate_known(site: ScanSite, record: ScanRecord) -> None:
@@ -358,7 +361,7 @@ def _simulate_carries(site: ScanSite, record: ScanRecord, init: list[Tensor | No
     candidates = {
         i
         for i, value in enumerate(init)
-        if value is not None and updates[i] is not carries[i] and value.numel() * record.length <= 2**16
+        if value is not None and updates[i] is not carries[i] and value.nbytes * record.length <= _SIMULATED_BYTES
     }
     while True:
         roots = {carries[i] for i in candidates} | record.known.keys() | record.constant.keys()
@@ -387,7 +390,7 @@ def _simulate_carries(site: ScanSite, record: ScanRecord, init: list[Tensor | No
         log.debug("carries of %s are not evaluated: %s", record.name, error)
         return
     for i in candidates:
-        record.known[carries[i]] = Table(torch.stack(history[carries[i]]))
+        record.known[carries[i]] = two_sided(Table(torch.stack(history[carries[i]])))
 
 
 def _computable(body: fx.GraphModule, roots: set[fx.Node]) -> set[fx.Node]:

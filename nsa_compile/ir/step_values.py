@@ -297,6 +297,21 @@ def step_mask(value: StepValue | Tensor, length: int) -> StepMask | None:
     return value.mask if isinstance(value, Table) else None
 
 
+def two_sided(table: Table) -> StepValue:
+    """A table whose elements change during one interval of steps alone, as a mask or as a choice of two constants."""
+    values = table.values
+    if values.dtype == torch.bool:
+        return table.mask or table
+    first = values[0]
+    changed = Table(values != first)
+    if table.shape.numel() == 1 or changed.mask is None:
+        return table
+    at = changed.run_of(True)[0].clamp(max=len(values) - 1)
+    other = values.gather(0, at.unsqueeze(0))[0]
+    found = Choice(changed.mask, other, first)
+    return found if torch.equal(found.table(), values) else table
+
+
 def compare(op: str, a: Separable, b: Separable) -> StepMask | None:
     """`a op b` for op in lt, le, gt, ge, eq, ne: by search, where the step parts grow or fall steadily."""
     length = len(a.steps)

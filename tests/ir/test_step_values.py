@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_compile.ir.step_values import Choice, Separable, StepMask, Table, compare, separable, step_mask
+from nsa_compile.ir.step_values import Choice, Separable, StepMask, Table, compare, separable, step_mask, two_sided
 
 S, N = 7, 12
 
@@ -104,3 +104,30 @@ def test_choices_between_constants_of_more_dimensions(mask, data):
     choice = Choice(mask, *(sides if data.draw(st.booleans()) else sides[::-1]))
     expected = torch.stack([torch.where(at, choice.if_true, choice.if_false) for at in mask.table()])
     assert torch.equal(choice.table(), expected)
+
+
+@given(st.data())
+def test_what_changes_during_one_interval_is_a_choice(data):
+    """Of any table the values stay; one that is drawn from a choice is found to be one."""
+    mask = data.draw(masks())
+    numbers = [torch.tensor(data.draw(st.lists(st.sampled_from([0.0, 1.0, -math.inf]), min_size=N, max_size=N)))] * 2
+    numbers[1] = numbers[0].roll(1)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.int64, torch.bool]))
+    if_true, if_false = (x.nan_to_num(neginf=-7).to(dtype) if dtype != torch.float32 else x for x in numbers)
+    table = Choice(mask, if_true, if_false).table()
+    found = two_sided(Table(table))
+    assert isinstance(found, StepMask if dtype == torch.bool else Choice)
+    assert torch.equal(found.table(), table)
+
+
+def test_what_changes_otherwise_stays_a_table():
+    steps = torch.arange(S)[:, None]
+    for values in (
+        steps + torch.arange(N),  # another number at each step
+        (steps + torch.arange(N)) % 2 == 0,
+        torch.where(steps < 2, 0, torch.where(steps < 4, 1, 2)).expand(S, N),
+        torch.tensor([0.0, math.nan]).repeat(S // 2)[:, None].expand(-1, N),
+    ):
+        found = two_sided(Table(values))
+        assert isinstance(found, Table)
+        torch.testing.assert_close(found.table(), values, equal_nan=True)

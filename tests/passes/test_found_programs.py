@@ -2177,3 +2177,29 @@ def test_a_tensor_filled_with_a_float():
 
     x = torch.randn(4)
     torch.testing.assert_close(nsa_compile.compile(run, nested="eager", cache=False)(x), run(x))
+
+
+@pytest.mark.parametrize("mask", ["flags", "bias", "positions"])
+def test_masks_that_grow_in_a_carry_are_known_in_long_sequences(mask):
+    steps, positions = 320, torch.arange(320)
+    first = {
+        "flags": torch.zeros(steps, dtype=torch.bool),
+        "bias": torch.full((steps,), -torch.inf),
+        "positions": torch.full((steps,), steps),
+    }[mask]
+
+    def run(x):
+        def step(carry, row):
+            (seen, cache), (t, x) = carry, row
+            at = positions == t
+            seen = {"flags": lambda: seen | at, "bias": lambda: torch.where(at, 0.0, seen),
+                    "positions": lambda: torch.where(at, t, seen)}[mask]()  # fmt: skip
+            cache = torch.where(at[:, None], x, cache)
+            hidden = {"flags": lambda: ~seen, "bias": lambda: seen < 0, "positions": lambda: seen > t}[mask]()
+            return (seen, cache), (cache @ x).masked_fill(hidden, -torch.inf).softmax(-1) @ cache
+
+        (_, cache), y = scan(step, (first, torch.zeros_like(x)), (positions, x))
+        return cache, y
+
+    equal_gradients(run, torch.randn(steps, 4, dtype=torch.float64, requires_grad=True))
+    assert [choice.operator for choice in nsa_compile.last_report().attention] == ["window_attention"]
