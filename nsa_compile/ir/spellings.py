@@ -3,7 +3,8 @@
 A softmax is `e / e.sum()` with `e = (s - s.amax()).exp()`, or `(s - s.logsumexp()).exp()`. With one score more, `c`, it
 is `e / (e.sum() + (c - top).exp())`, `top` being the largest of the scores and `c`: a softmax over all of them without
 the weight of `c`. Only what takes off the largest of all is taken for a softmax: without that, exponentials overflow,
-which a softmax does not.
+which a softmax does not. A mask may come behind the exponentials, and the sum behind the product with the values,
+`(e * mask) @ v / (e * mask).sum()`.
 
 A product of matrices is `(a * b).sum()` over a dimension of both, where each has a dimension that the other lacks, or
 one of them has. One of the two may be a mask.
@@ -16,7 +17,7 @@ A choice by zeros and ones that are made of booleans is `old * (1 - at) + at * n
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -41,43 +42,162 @@ from nsa_compile.ir.scans import example
 # Numbers from here down are those of masks.
 LOW = -1e3
 MOVED = REARRANGED | COPIED
+# Of these, with as many elements, each keeps their order.
+_ORDERED = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.clone.default, aten.alias.default,
+}  # fmt: skip
 
 
 def normalize_spellings(gm: fx.GraphModule) -> None:
     """Replace the formulas above by their operators."""
-    ways = {
-        aten.div.Tensor: _quotient,
-        aten.exp.default: _exponential,
+    softmaxes = {aten.div.Tensor: _quotient, aten.exp.default: _exponential}
+    others = {
         aten.sum.dim_IntList: _sum_of_products,
         aten.add.Tensor: _blend,
         aten.lerp.Tensor: _interpolation,
         aten.bmm.default: _several_weights,
     }
-    for node in list(gm.graph.nodes):
-        if (way := ways.get(node.target)) is not None and (found := way(node, gm)) is not None:
-            node.replace_all_uses_with(found)
-    eliminate_dead_code(gm)
+    for ways in (softmaxes, others):
+        for node in list(gm.graph.nodes):
+            if (way := ways.get(node.target)) is not None and (found := way(node, gm)) is not None:
+                node.replace_all_uses_with(found)
+        eliminate_dead_code(gm)
 
 
 # -- softmax
 
 
 def _quotient(node: Any, gm: fx.GraphModule) -> fx.Node | None:
-    """Exponentials over their sum, to which that of one score more may be added."""
-    e, total = node.args[:2]
-    if not (_is(e, aten.exp.default) and isinstance(total, fx.Node) and _is(e.args[0], aten.sub.Tensor)):
+    """Exponentials over their sum, to which that of one score more may be added, or their product with the values over
+    it."""
+    x, total = node.args[:2]
+    if not isinstance(x, fx.Node) or not isinstance(total, fx.Node):
         return None
-    scores = e.args[0]
-    s, top = scores.args[:2]
-    if not isinstance(s, fx.Node) or not isinstance(top, fx.Node) or scores.kwargs:
+    if (found := _exponentials(x)) is not None:
+        if (dim := _summed(total, x)) is not None:
+            return _masked_softmax(found, dim, node, gm)
+        return None if found.masks else _with_one_more(found, total, node, gm)
+    return _through_values(node, gm)
+
+
+class _Exponentials(NamedTuple):
+    """`exp(s - top)`, or a softmax of s along a dimension, and zeros where masks hide them."""
+
+    s: fx.Node
+    top: fx.Node | None
+    dim: int | None
+    masks: tuple[tuple[fx.Node, bool], ...]  # and whether a mask hides where it is true
+
+
+def _exponentials(x: Any) -> _Exponentials | None:
+    if not isinstance(x, fx.Node) or x.kwargs:
         return None
-    if (dim := _summed(total, e)) is not None:
-        return _softmax(s, dim, node, gm) if _is_largest(top, s, dim) else None
-    if total.target is aten.add.Tensor and not total.kwargs:
-        for one, other in (total.args[:2], total.args[1::-1]):
-            if (dim := _summed(one, e)) is not None and (c := _left_over(other, top)) is not None:
-                return _softmax(s, dim, node, gm, c) if _is_largest_with(top, s, dim, c) else None
+    if x.target in SOFTMAX:
+        s: Any = x.args[0]
+        return _Exponentials(s, None, int(x.args[1]) % example(s).dim(), ())  # type: ignore[arg-type]
+    if x.target is aten.exp.default:
+        scores: Any = x.args[0]
+        if not _is(scores, aten.sub.Tensor) or scores.kwargs or not all(isinstance(y, fx.Node) for y in scores.args):
+            return None
+        return _Exponentials(scores.args[0], scores.args[1], None, ())
+    hidden = _hidden(x)
+    inner = None if hidden is None else _exponentials(hidden[0])
+    if hidden is None or inner is None or example(hidden[0]).shape != example(x).shape:
+        return None
+    return inner._replace(masks=(*inner.masks, hidden[1:]))
+
+
+def _hidden(x: fx.Node) -> tuple[Any, Any, bool] | None:
+    """What a mask makes zeros of, the mask, and whether these are where it is true."""
+    if x.target is aten.mul.Tensor:
+        for value, mask in (x.args[:2], x.args[1::-1]):
+            if _is_flag(mask):
+                return value, mask, False
+    if x.target is aten.where.self and _is_zero(x.args[2]):
+        return x.args[1], x.args[0], False
+    if x.target in MASKED_FILL and _is_zero(x.args[2]):
+        return x.args[0], x.args[1], True
     return None
+
+
+def _is_zero(x: Any) -> bool:
+    return bool((filled_with(x) if isinstance(x, fx.Node) else x) == 0)
+
+
+def _masked_softmax(found: _Exponentials, dim: int, node: fx.Node, gm: fx.GraphModule) -> fx.Node | None:
+    """The softmax of what no mask hides. The scores from which the largest of all is taken may be far below it: where
+    the sum of all that is left vanishes, the loop has NaN."""
+    of_all = _is_largest(found.top, found.s, dim) if found.top is not None else found.dim == dim and found.masks
+    if not of_all:
+        return None
+    build, s = NodeBuilder(gm, node), found.s
+    for mask, hides in found.masks:
+        condition = mask if example(mask).dtype == torch.bool else build(aten.ne.Scalar, mask, 0)
+        nothing = build(aten.full.default, [], -math.inf, dtype=example(s).dtype, device=example(s).device)
+        s = build(aten.where.self, condition, *((nothing, s) if hides else (s, nothing)))
+    return _softmax(s, dim, node, gm)
+
+
+def _with_one_more(found: _Exponentials, total: fx.Node, node: fx.Node, gm: fx.GraphModule) -> fx.Node | None:
+    if found.top is None or total.target is not aten.add.Tensor or total.kwargs:
+        return None
+    x: Any = node.args[0]
+    for one, other in (total.args[:2], total.args[1::-1]):
+        if (dim := _summed(one, x)) is not None and (c := _left_over(other, found.top)) is not None:
+            return _softmax(found.s, dim, node, gm, c) if _is_largest_with(found.top, found.s, dim, c) else None
+    return None
+
+
+def _through_values(node: Any, gm: fx.GraphModule) -> fx.Node | None:
+    """`(e @ v) / e.sum()`: the weights are divided first."""
+    product, after = _in_order(node.args[0])
+    if not _is(product, aten.bmm.default):
+        return None
+    x, before = _in_order(product.args[0])
+    total, _ = _in_order(node.args[1])
+    if (found := _exponentials(x)) is None or not _is(total, aten.sum.dim_IntList) or total.kwargs:
+        return None
+    last, shape = example(x).dim() - 1, example(node).shape
+    dims: Any = total.args[1]
+    each_row = example(node.args[1]).shape == (*shape[:-1], 1) and math.prod(shape[:-1]) == math.prod(
+        example(x).shape[:-1]
+    )
+    of_rows = total.args[0] is x and [d % (last + 1) for d in dims] == [last]
+    if not each_row or not of_rows or example(product.args[0]).shape[-1] != example(x).shape[-1]:
+        return None
+    if example(node.args[0]).shape != shape or example(node.args[0]).shape[-1] != example(product).shape[-1]:
+        return None
+    if (weights := _masked_softmax(found, last, x, gm)) is None:
+        return None
+    build = NodeBuilder(gm, node)
+    for move in before:
+        weights = build(move.target, weights, *move.args[1:], **move.kwargs)
+    out = build(aten.bmm.default, weights, product.args[1])
+    for move in after:
+        out = build(move.target, out, *move.args[1:], **move.kwargs)
+    return out
+
+
+def _in_order(x: Any) -> tuple[Any, list[fx.Node]]:
+    """What is moved to `x` with all of its elements in their order, and the moves."""
+    moves: list[fx.Node] = []
+    while isinstance(x, fx.Node) and (x.target in _ORDERED or _permutes_ones(x)):
+        source: Any = x.args[0]
+        if example(x).numel() != example(source).numel():
+            break
+        moves.insert(0, x)
+        x = source
+    return x, moves
+
+
+def _permutes_ones(x: Any) -> bool:
+    """Whether dimensions of size 1 alone change places."""
+    if x.target is not aten.permute.default:
+        return False
+    shape = example(x.args[0]).shape
+    longer = [d % len(shape) for d in x.args[1] if shape[d] > 1]
+    return longer == sorted(longer)
 
 
 def _exponential(node: Any, gm: fx.GraphModule) -> fx.Node | None:

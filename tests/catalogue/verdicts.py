@@ -227,11 +227,11 @@ VERDICTS = {
     "causal/sdpa_bool": ("window_attention", "operator"),
     "causal/sdpa_float": ("window_attention", "operator"),
     "causal/exp_over_sum": ("window_attention", "operator"),
-    "causal/exp_times_mask": ("copies", "operator"),  # short
+    "causal/exp_times_mask": ("window_attention", "operator"),
     "causal/exp_minus_logsumexp": ("window_attention", "operator"),
     "causal/log_softmax_exp": ("window_attention", "operator"),
     "causal/online_softmax": ("copies", "operator"),  # short
-    "causal/softmax_then_mask": ("copies", "operator"),  # short
+    "causal/softmax_then_mask": ("window_attention", "operator"),
     "causal/nan_to_num": ("window_attention", "operator"),
     "causal/float32_scores": ("window_attention", "operator"),
     "causal/float32_softmax": ("scored_attention", "operator"),

@@ -100,6 +100,59 @@ def test_what_is_nearly_a_softmax_is_not(spelling):
     check(NEARLY[spelling], [scores(3, 5).clamp(min=-1, max=1)], SOFTMAX, found=False)
 
 
+# Of scores, what is shown of them, and values.
+MASKED = {
+    "times a mask": lambda s, m, v: _over(_e(s) * m) @ v,
+    "times zeros and ones": lambda s, m, v: _over(m.to(s.dtype) * _e(s)) @ v,
+    "by choice": lambda s, m, v: _over(torch.where(m, _e(s), 0.0)) @ v,
+    "filled with zeros": lambda s, m, v: _over(_e(s).masked_fill(~m, 0.0)) @ v,
+    "twice": lambda s, m, v: _over(_e(s).masked_fill(~m, 0.0) * m[0]) @ v,
+    "a softmax, masked": lambda s, m, v: _over(s.softmax(-1) * m) @ v,
+    "behind the values": lambda s, m, v: (lambda e: (e @ v) / e.sum(-1, keepdim=True))(_e(s)),
+    "behind the values, masked": lambda s, m, v: (lambda e: (e @ v) / e.sum(-1, keepdim=True))(_e(s) * m),
+    "behind the values, the sum reshaped": lambda s, m, v: (lambda e: (e @ v) / e.sum(-1)[..., None])(_e(s) * m),
+    "behind the values of one query": lambda s, m, v: (
+        lambda e: torch.einsum("bqk,bkd->bqd", e, v) / e.sum(-1, keepdim=True)
+    )(_e(s) * m),
+    "behind the values of vectors": lambda s, m, v: (
+        lambda e: torch.einsum("bk,bkd->bd", e, v) / e.sum(-1, keepdim=True)
+    )(_e(s[:, 0]) * m[:, 0]),
+}
+NEARLY_MASKED = {
+    "over the sum of all": lambda s, m, v: (_e(s) * m) / _e(s).sum(-1, keepdim=True) @ v,
+    "over the sum of others": lambda s, m, v: (_e(s) * m) / (_e(s) * ~m).sum(-1, keepdim=True) @ v,
+    "and a little": lambda s, m, v: _e(s) * m / ((_e(s) * m).sum(-1, keepdim=True) + 1e-6) @ v,
+    "along another dimension": lambda s, m, v: _e(s) * m / (_e(s) * m).sum(1, keepdim=True) @ v,
+    "times numbers": lambda s, m, v: _over(_e(s) * v[..., :1].mT) @ v,
+    "filled with ones": lambda s, m, v: _over(_e(s).masked_fill(~m, 1.0)) @ v,
+    "masked before, the largest of all": lambda s, m, v: (
+        _over((s.masked_fill(~m, -9) - s.amax(-1, keepdim=True)).exp()) @ v
+    ),
+    "behind the values, the sum of another row": lambda s, m, v: (lambda e: (e @ v) / e.sum(-1, keepdim=True).flip(1))(
+        _e(s) * m
+    ),
+    "behind the values, turned": lambda s, m, v: (lambda e: (e.mT @ v[:, :3]) / e.sum(-1, keepdim=True)[:, :1])(
+        _e(s) * m
+    ),
+    "behind the values, of all rows": lambda s, m, v: (lambda e: (e @ v) / e.sum((1, 2), keepdim=True))(_e(s) * m),
+    "behind the values, over their sum": lambda s, m, v: (lambda e: (e @ v) / (e @ v).sum(-1, keepdim=True))(_e(s) * m),
+}
+
+
+def _over(e: Tensor) -> Tensor:
+    return e / e.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("spelling", "found"), [*((x, True) for x in MASKED), *((x, False) for x in NEARLY_MASKED)])
+def test_a_softmax_that_is_masked_behind_the_exponentials(spelling, found):
+    torch.manual_seed(0)
+    s, v = torch.randn(2, 3, 5, dtype=torch.float64), torch.randn(2, 5, 4, dtype=torch.float64)
+    shown = torch.rand(2, 3, 5) < 0.6
+    shown[..., 0] = True
+    function = {**MASKED, **NEARLY_MASKED}[spelling]
+    check(lambda s, m, v: function(s, m, v), [s, shown, v], SOFTMAX, found=found)
+
+
 def test_a_softmax_with_one_score_more():
     c = torch.randn(3, dtype=torch.float64)
     check(lambda s, c: with_one_more(s, c), [scores(3, 5), c], SOFTMAX)
