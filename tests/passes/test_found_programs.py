@@ -1858,7 +1858,7 @@ MIXED = {
     "sum of bytes": (lambda c, a, b: a - c - b - b, torch.float64, torch.float64, torch.uint8),
     "quotient of integers": (lambda c, a, b: (c + b) / 3 / (b + 3), torch.float64, torch.float64, torch.int64),
     "bytes, to a maximum": (lambda c, a, b: torch.maximum(c + b + b, a), torch.float64, torch.float64, torch.uint8),
-    "bytes, to a minimum": (lambda c, a, b: torch.minimum(c - b, a), torch.int64, torch.int64, torch.uint8),
+    "bytes, to a minimum": (lambda c, a, b: torch.minimum(c - b, a), torch.float64, torch.float64, torch.uint8),
     "integers": (lambda c, a, b: c + b * 10**9 + b * 10**9, torch.int64, torch.int64, torch.int32),
     "single precision": (lambda c, a, b: c * 0.7 * b + b + b, torch.float64, torch.float64, torch.float32),
     "half precision": (lambda c, a, b: c * 0.5 + b * 2e4 + b * 2e4, torch.float64, torch.float64, torch.bfloat16),
