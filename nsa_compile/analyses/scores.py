@@ -140,6 +140,7 @@ class _Follower:
     names: dict[tuple[fx.Node, bytes], Any] = field(default_factory=dict)
     reads: dict[Any, frozenset[str]] = field(default_factory=dict)  # of an instruction: the products and leaves
     whole: bool = False  # take the scores for a leaf, as they are: those of no product
+    shared: bool = False  # take a product for a leaf, if its keys are others at each step
     precise: bool = False  # whether the softmax is one of numbers of 64 bits
     wide: bool = False  # whether some numbers are
 
@@ -220,6 +221,9 @@ class _Follower:
             if bool((numbers % product.shape[2] == torch.arange(elements.shape[1])).all()):
                 if product.shape[2] != elements.shape[1]:
                     break
+                keys: Any = node.args[0 if flipped else 1]
+                if self.shared and keys in self.changing:
+                    return self._leaf(node, elements)
                 self.products.append((product, numbers[:, 0] // product.shape[2]))
                 return f"s{len(self.products) - 1}"
         raise OtherKeys("its scores do not run over the keys of its products", node)
@@ -387,11 +391,11 @@ def key_sets(step: Step, softmax: fx.Node, xs: int, *, floors_vanish: bool) -> l
         columns = todo.pop(0)
         part = elements[:, columns.start : columns.stop].contiguous()
         try:
-            for whole in (False, True):
+            for shared, whole in ((True, False), (False, False), (False, True)):
                 precise = example(value).dtype == torch.float64
-                follower = _Follower(record, changing, elements.shape[0], whole=whole, precise=precise)
+                follower = _Follower(record, changing, elements.shape[0], whole=whole, precise=precise, shared=shared)
                 score = follower.follow(value, part)
-                if follower.products or not follower.instructions:
+                if follower.products or (not shared and not follower.instructions):
                     break
         except Divided as divided:
             ends = itertools.pairwise([0, *divided.columns, len(columns)])
