@@ -4,9 +4,9 @@ Before, a recurrent carry is known step after step alone. After, where its updat
 form in which `batch_prefill` computes it without a loop:
 
     S = a * S + b                      a running sum with factors: the state after each step, by one operator
-    S = max(S + a, b)                  a running maximum
+    S = max(S + a, b)                  a running maximum, minimum or log-sum-exp
     S = a * S + k vᵀ;  y = qᵀ S        in chunks of steps, by products of matrices; no step's state is held
-    S = a * S + k (v - uᵀ S)ᵀ          the same, with a triangular system for each chunk
+    S = a * S + k vᵀ - p (uᵀ S)        the same, with a triangular system for each chunk; p may be k
 
 What is linear is followed operator by operator (`analyses/affine.py`), whatever the spelling. A carry whose update is
 not keeps a loop over its part of the step, and the report names the operator that stands against it.
