@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import nsa_compile
 from nsa_compile import scan
-from nsa_compile.analyses import parallel_forms
+from nsa_compile.analyses import at_each_step, in_chunks, terms
 from nsa_compile.ops.recurrence import chunks
 from nsa_compile.passes import batch_prefill
 from nsa_compile.passes.report import ScanReport
@@ -876,28 +876,27 @@ def test_drawn_steps_equal_their_loops(program):
 
 # -------------------------------------------------------------------------------------------------------------- faults
 
-_query = parallel_forms._query
+_query = in_chunks._query
 
 
 def test_the_wrong_state_is_seen(monkeypatch):
-    monkeypatch.setattr(
-        parallel_forms, "_query", lambda *args: dataclasses.replace(x := _query(*args), before=not x.before)
-    )
+    monkeypatch.setattr(in_chunks, "_query", lambda *args: dataclasses.replace(x := _query(*args), before=not x.before))
     for name in ("by_einsum", "read_before_it_is_written"):
         with pytest.raises(AssertionError):
             compared(SPELLINGS[name][0], tokens())
 
 
 def test_a_decay_that_is_left_out_is_seen(monkeypatch):
-    monkeypatch.setattr(parallel_forms, "_is_one", lambda terms: True)
+    for module in (at_each_step, in_chunks):
+        monkeypatch.setattr(module, "is_one", lambda terms: True)
     for name in ("a_decay_of_data", "exponential_average"):
         with pytest.raises(AssertionError):
             compared(SPELLINGS[name][0], tokens())
 
 
 def test_factors_of_another_step_are_seen(monkeypatch):
-    original = parallel_forms._arranged
-    monkeypatch.setattr(parallel_forms, "_arranged", lambda *args: original(*args).roll(1, 0))
+    original = terms.arranged
+    monkeypatch.setattr(terms, "arranged", lambda *args: original(*args).roll(1, 0))
     with pytest.raises(AssertionError):
         compared(SPELLINGS["gates_of_the_token_alone"][0], tokens())
 
