@@ -171,6 +171,7 @@ _REASONS = (
         ("repeat_interleave",),
         "it repeats rows by numbers of a tensor; give the numbers as Python integers, or index_select rows",
     ),
+    (("hook removal",), "it removes a hook, which cannot be captured; register only what is to stay"),
     (("bincount",), "it calls bincount, whose length is known by its numbers alone; write one_hot(x, n).sum(0)"),
     (
         ("DynamicOutputShape", "nonzero", "masked_select", "aten.unique"),

@@ -2160,15 +2160,16 @@ def test_a_maximum_of_integers_that_wrap_around():
         (lambda t, x: torch.full_like(x, t), "it fills a tensor"),
         (lambda t, x: x.new_full((3,), t), "it fills a tensor"),
         (lambda t, x: torch.bincount(x.argsort(), minlength=4), "it calls bincount"),
+        (lambda t, x: (x * 2).register_hook(lambda gradient: gradient).remove() or x, "it removes a hook"),
         (lambda t, x: sum((x for _ in range(t)), x), "it reads a number out of a tensor"),
     ],
 )
-def test_what_takes_a_number_out_of_a_tensor_is_refused(make, reason):
+def test_what_no_step_can_do_is_refused(make, reason):
     def run(x):
         return scan(lambda c, row: (c, make(*row)), torch.zeros(1), (torch.arange(4), x))[1]
 
     with pytest.raises(Exception, match=reason):
-        nsa_compile.compile(run, nested="eager", cache=False)(torch.randn(4, 3))
+        nsa_compile.compile(run, nested="eager", cache=False)(torch.randn(4, 3, requires_grad=True))
 
 
 def test_a_tensor_filled_with_a_float():
