@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import nsa_compile
 from nsa_compile import scan
-from nsa_compile.analyses import at_each_step, in_chunks, terms
+from nsa_compile.analyses import affine, at_each_step, in_chunks, terms
 from nsa_compile.ops.recurrence import chunks
 from nsa_compile.passes import batch_prefill
 from nsa_compile.passes.report import ScanReport
@@ -100,6 +100,11 @@ def outer(k: Tensor, v: Tensor) -> Tensor:
 
 def read(q: Tensor, state: Tensor) -> Tensor:
     return torch.einsum("bhk,bhkv->bhv", q, state)
+
+
+def whole(x: Tensor) -> Tensor:
+    """Whole numbers, many of them equal, with the gradient of x."""
+    return x.round().detach() + (x - x.detach())
 
 
 def over(step: Callable, *names: str) -> Callable:
@@ -441,7 +446,7 @@ def maximum_so_far(v, **_):
         best = torch.maximum(best, row)
         return best, best * 2
 
-    return scan(step, torch.full_like(v[0], -torch.inf), v.round())
+    return scan(step, torch.full_like(v[0], -torch.inf), whole(v))
 
 
 @spelled(MAXIMUM, MINIMUM)
@@ -453,7 +458,8 @@ def extremes_by_comparison(v, g, **_):
         high, low = torch.where(row > high, row, high), torch.where(low < row, low, row)
         return (high, low), high * 2 - low * row
 
-    return scan(step, (v[0], v[0] * 0.5), (v + g[..., None]).round())
+    x = whole(v + g[..., None])
+    return scan(step, (x[0], x[0] * 0.5), x)
 
 
 @spelled(MAXIMUM, MINIMUM, MAXIMUM)
@@ -471,7 +477,7 @@ def extremes_of_pages(v, k, g, **_):
         return (high, low, seen), (high - low).tanh().sum(2) * seen
 
     bounds = torch.full((B, H, 4, V), 1e4, dtype=torch.float64)
-    return scan(step, (-bounds, bounds, torch.zeros_like(v[0])), (torch.arange(S), v.round(), g))
+    return scan(step, (-bounds, bounds, torch.zeros_like(v[0])), (torch.arange(S), whole(v), g))
 
 
 @spelled(LOG_SUM_EXP)
@@ -899,6 +905,41 @@ def test_factors_of_another_step_are_seen(monkeypatch):
     monkeypatch.setattr(terms, "arranged", lambda *args: original(*args).roll(1, 0))
     with pytest.raises(AssertionError):
         compared(SPELLINGS["gates_of_the_token_alone"][0], tokens())
+
+
+def test_gradients_of_equals_that_go_to_the_other_one_are_seen(monkeypatch):
+    compared_to = {target: (kind, not second) for target, (kind, second) in at_each_step._COMPARED.items()}
+    monkeypatch.setattr(at_each_step, "_COMPARED", compared_to)
+    with pytest.raises(AssertionError):
+        compared(SPELLINGS["extremes_by_comparison"][0], tokens())
+
+
+def test_a_condition_the_other_way_round_is_seen(monkeypatch):
+    original = at_each_step._chosen
+
+    def turned(*args: Any) -> Any:
+        value, only = original(*args)
+        return value, only and (only[0], "false" if only[1] == "true" else "true")
+
+    monkeypatch.setattr(at_each_step, "_chosen", turned)
+    with pytest.raises(AssertionError):
+        compared(SPELLINGS["extremes_of_pages"][0], tokens())
+
+
+def test_a_direction_that_is_taken_for_that_of_the_keys_is_seen(monkeypatch):
+    monkeypatch.setattr(in_chunks, "_same_direction", lambda a, b: True)
+    for name in ("what_is_read_is_added_elsewhere", "a_matrix_of_a_diagonal_and_a_product"):
+        with pytest.raises(AssertionError):
+            compared(SPELLINGS[name][0], tokens())
+
+
+def test_a_diagonal_without_its_numbers_is_seen(monkeypatch):
+    def without(term: Any, record: Any) -> Any:
+        return dataclasses.replace(affine.without_diagonals(term, record), factors=())
+
+    monkeypatch.setattr(terms, "without_diagonals", without)
+    with pytest.raises(AssertionError):
+        compared(SPELLINGS["a_decay_by_a_diagonal_matrix"][0], tokens())
 
 
 # ------------------------------------------------------------------------------------------------------- low precision
