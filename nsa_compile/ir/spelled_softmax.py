@@ -71,14 +71,10 @@ def _exponentials(x: Any) -> _Exponentials | None:
         s: Any = x.args[0]
         return _Exponentials(s, None, int(x.args[1]) % example(s).dim(), ())  # type: ignore[arg-type]
     if x.target is aten.exp.default:
-        scores: Any = x.args[0]
-        if (
-            not is_call(scores, aten.sub.Tensor)
-            or scores.kwargs
-            or not all(isinstance(y, fx.Node) for y in scores.args)
-        ):
+        less: Any = x.args[0]
+        if not is_call(less, aten.sub.Tensor) or less.kwargs or not all(isinstance(y, fx.Node) for y in less.args):
             return None
-        return _Exponentials(scores.args[0], scores.args[1], None, ())
+        return _Exponentials(less.args[0], less.args[1], None, ())
     hidden = _hidden(x)
     inner = None if hidden is None else _exponentials(hidden[0])
     if hidden is None or inner is None or example(hidden[0]).shape != example(x).shape:
@@ -136,15 +132,15 @@ def _through_values(node: Any, gm: fx.GraphModule) -> fx.Node | None:
     total, _ = _in_order(node.args[1])
     if (found := _exponentials(x)) is None or not is_call(total, aten.sum.dim_IntList) or total.kwargs:
         return None
-    last, shape = example(x).dim() - 1, example(node).shape
+    last, (*rows, columns) = example(x).dim() - 1, example(node).shape
     dims: Any = total.args[1]
-    each_row = example(node.args[1]).shape == (*shape[:-1], 1) and math.prod(shape[:-1]) == math.prod(
-        example(x).shape[:-1]
-    )
     of_rows = total.args[0] is x and [d % (last + 1) for d in dims] == [last]
-    if not each_row or not of_rows or example(product.args[0]).shape[-1] != example(x).shape[-1]:
+    if not of_rows or example(node.args[1]).shape != (*rows, 1) or math.prod(rows) != math.prod(example(x).shape[:-1]):
         return None
-    if example(node.args[0]).shape != shape or example(node.args[0]).shape[-1] != example(product).shape[-1]:
+    # Each row of weights has kept its place on its way, and so has each row of the product.
+    if example(product.args[0]).shape[-1] != example(x).shape[-1] or example(product).shape[-1] != columns:
+        return None
+    if example(node.args[0]).shape != example(node).shape:
         return None
     if (weights := _masked_softmax(found, last, x, gm)) is None:
         return None
