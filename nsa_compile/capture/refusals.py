@@ -162,7 +162,7 @@ _REASONS = (
         "it calls one_hot without num_classes, so that its numbers say how long a row is; give it num_classes",
     ),
     (
-        ("PendingUnbackedSymbolNotFound",),  # of an operator that selects elements within
+        ("outputs FakeTensor(..., size=(u",),  # of an operator that selects elements within
         "it calls what selects elements by their values, such as torch.combinations; call it before the scan, on "
         "torch.arange(n), and pick by the numbers that it returns, as x[pairs]",
     ),
@@ -198,6 +198,7 @@ _REASONS = (
             "u0",
             "tolist",
             "`range` with argument types ['Tensor'",
+            "PendingUnbackedSymbolNotFound",
         ),
         "it reads a number out of a tensor, as k[t], k[:t + 1], k[:, t] = x, t.item(), range(t) and `if t > 0` with a "
         "tensor t do; write k.index_select(0, t.view(1))[0], a mask such as torch.arange(S) <= t, and "

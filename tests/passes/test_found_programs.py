@@ -2162,6 +2162,8 @@ def test_a_maximum_of_integers_that_wrap_around():
         (lambda t, x: torch.bincount(x.argsort(), minlength=4), "it calls bincount"),
         (lambda t, x: (x * 2).register_hook(lambda gradient: gradient).remove() or x, "it removes a hook"),
         (lambda t, x: sum((x for _ in range(t)), x), "it reads a number out of a tensor"),
+        (lambda t, x: torch.roll(x, t, 0), "it reads a number out of a tensor"),
+        (lambda t, x: torch.ones(3, 3).tril(t) @ x, "it reads a number out of a tensor"),
     ],
 )
 def test_what_no_step_can_do_is_refused(make, reason):
