@@ -108,6 +108,13 @@ def axes_of(node: fx.Node) -> Axes:
     return tuple(() if n == 1 else (Axis(n),) for n in example(node).shape)
 
 
+def aligned(node: fx.Node, axes: Axes, how: str = "value") -> Factor:
+    """A value as a factor of a tensor with these axes, to which it is broadcast: its own are the last of them."""
+    shape = example(node).shape
+    own = axes[len(axes) - len(shape) :]
+    return Factor(node, tuple(() if n == 1 else dim for dim, n in zip(own, shape, strict=True)), how)
+
+
 class NotAffine(Declined):
     """A value is no sum of products with the state; says why."""
 
@@ -481,9 +488,7 @@ def opened(term: Term, factor: Factor, record: ScanRecord) -> Term | None:
         return None  # it multiplies something else than its operands
 
     def part(x: Any, how: str = "value") -> Factor:
-        shape = example(x).shape
-        own = axes[len(axes) - len(shape) :]
-        return Factor(x, tuple(() if n == 1 else dim for dim, n in zip(own, shape, strict=True)), how)
+        return aligned(x, axes, how)
 
     def product(number: Any, *parts: Factor) -> Term:
         return replace(term, number=term.number * number, factors=(*others, *parts))
@@ -523,10 +528,7 @@ def opened_sum(term: Term, factor: Factor, record: ScanRecord) -> list[Term] | N
     for value, number in zip(factor.node.args[:2], (1, sign * alpha), strict=True):
         if not isinstance(value, fx.Node):
             return None
-        shape = example(value).shape
-        own = factor.axes[len(factor.axes) - len(shape) :]
-        part = Factor(value, tuple(() if n == 1 else dim for dim, n in zip(own, shape, strict=True)))
-        part = _read_by(part, factor.node)
+        part = _read_by(aligned(value, factor.axes), factor.node)
         terms.append(replace(term, number=term.number * number, factors=(*others, part)))
     return terms
 
@@ -559,9 +561,11 @@ def _is_identity(x: Any, record: ScanRecord) -> bool:
 
 def _with_one_axis(term: Term, factor: Factor) -> Term | None:
     """A term without a factor that is a diagonal matrix, but with its diagonal, where that is a vector of the step's;
-    None where the rows or columns have several axes, or none."""
+    None where the rows or columns have several axes, or none, or another factor has both."""
     rows, columns = factor.axes[-2:]
     if len(rows) != 1 or len(columns) != 1 or rows[0].size != columns[0].size:
+        return None
+    if any({rows[0], columns[0]} <= f.names for f in term.factors if f is not factor):
         return None
     diagonal: tuple[Factor, ...] = ()
     if factor.node.target is aten.diag_embed.default:
@@ -608,8 +612,7 @@ def _moved_back(term: Term, factor: Factor, others: tuple[Factor, ...]) -> Term 
         at = moved.dim % len(axes)
         back = (*axes[:at], *axes[at + 1 :])
     elif node.target is aten.expand.default:
-        own = axes[len(axes) - len(shape) :]
-        back = tuple(() if n == 1 else dim for dim, n in zip(own, shape, strict=True))
+        back = aligned(source, axes).axes
     elif math.prod(shape) == math.prod(example(node).shape):
         whole = Term(1, None, None, (), axes)
         try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.analyses.affine import Affine, Axes, Factor, NotAffine, Term
+from nsa_compile.analyses.affine import Affine, Factor, NotAffine, Term, aligned
 from nsa_compile.analyses.batched_body import BatchedBody
 from nsa_compile.analyses.terms import Names, arranged, evaluate, is_one, renamed
 from nsa_compile.ir.aten import aten, is_inexact
@@ -122,11 +122,10 @@ def as_extreme(site: ScanSite, record: ScanRecord, place: int, carry: fx.Node, u
     dims = own.out
     if any(len(dim) > 1 for term in terms for dim in term.out):
         raise NotAffine("its dimensions are taken apart", update)
-    shape = example(carry).shape
-    brought = Term(1, None, None, (_own_factor(other, shape, dims),), dims)
+    brought = Term(1, None, None, (aligned(other, dims),), dims)
     names = tuple(a for dim in dims for a in dim)
     kept = [renamed(term, term.out, dims) for term in added] or None
-    at = None if only is None else replace(_own_factor(only[0], shape, dims), how=only[1])
+    at = None if only is None else aligned(only[0], dims, only[1])
     return AtEachStep(place, carry, update, kept, [brought], names, kind, at)
 
 
@@ -155,9 +154,3 @@ def _extreme_of(node: Any) -> tuple[str, Any, Any, Any] | None:
     if x is not condition.args[0]:
         kind = "min" if kind == "max" else "max"
     return kind, x, y, y if second else x
-
-
-def _own_factor(node: fx.Node, shape: Sequence[int], dims: Axes) -> Factor:
-    own = example(node).shape
-    axes = dims[len(shape) - len(own) :]
-    return Factor(node, tuple(() if n == 1 else dim for dim, n in zip(axes, own, strict=True)))

@@ -43,15 +43,15 @@ def evaluate(terms: Iterable[Term], names: Names, body: BatchedBody, dtype: torc
 
 def evaluate_term(term: Term, names: Names, body: BatchedBody, dtype: torch.dtype) -> Tensor:
     """The value of a term without a state at all steps, `[S | 1, size | 1 of each name]`."""
-    if not term.factors:
-        return torch.full([1] * (len(names) + 1), term.number, dtype=_wide(dtype), device=body.xs[0].device)
+    product: Tensor | None = None
+    if not term.factors:  # not filled with the number: 300 times a byte wraps around, as the sum with it does
+        product = torch.ones([1] * (len(names) + 1), dtype=_wide(dtype), device=body.xs[0].device)
     summed = tuple(sorted(term.summed - set(names), key=id))
     inner = [(f, arranged(f, (*names, *summed), body)) for f in term.factors if f.names & set(summed)]
     outer = [(f, arranged(f, names, body)) for f in term.factors if not f.names & set(summed)]
     # As beside the state: what factors are among themselves, in less than it, is something else.
     values = (x.dtype for f, x in (*inner, *outer) if f.how in ("value", "reciprocal"))
     common = functools.reduce(torch.promote_types, values, _wide(dtype))
-    product: Tensor | None = None
     if summed:  # first, so that they are not spread over what they lack
         product = _times(product, inner, common)
         product = product.sum(tuple(range(len(names) + 1, product.dim())))

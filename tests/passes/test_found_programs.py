@@ -2206,3 +2206,17 @@ def test_masks_that_grow_in_a_carry_are_known_in_long_sequences(mask):
 
     equal_gradients(run, torch.randn(steps, 4, dtype=torch.float64, requires_grad=True))
     assert [choice.operator for choice in nsa_compile.last_report().attention] == ["window_attention"]
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(torch.uint8, 300), (torch.uint8, -1), (torch.int8, 200)])
+def test_a_state_of_bytes_and_a_number_that_is_none(dtype, number):
+    def run(x):
+        def step(c, row):
+            c = c * (row + 1) + number
+            return c, (row.double() * 0.1).tanh() @ torch.ones(D, D, dtype=torch.float64) + c
+
+        return scan(step, torch.zeros(4, D, dtype=dtype), x)
+
+    x = torch.arange(20 * 4 * D).reshape(20, 4, D).to(dtype)
+    torch.testing.assert_close(compiled(run, fullgraph=True)(x), run(x))
+    assert [r.form for r in nsa_compile.last_report().scans[0].recurrences] == ["a running sum"]

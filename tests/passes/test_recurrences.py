@@ -694,6 +694,10 @@ LOOPS |= {
         "several directions",
     ),
     "a matrix": (projected(lambda s, q, k, v: KEYS_TO_KEYS @ s * 0.1 + outer(k, v)), "of rank one"),
+    "an identity times a matrix": (
+        projected(lambda s, q, k, v: (torch.eye(K, dtype=s.dtype) * outer(q, k)) @ s + outer(k, v)),
+        "of rank one",
+    ),
     "a diagonal beside the first": (
         projected(lambda s, q, k, v: torch.diag_embed(q.sigmoid()[..., 1:], 1) @ s + outer(k, v)),
         "of rank one",
