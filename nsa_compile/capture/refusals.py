@@ -143,7 +143,7 @@ ASKS_FOR_STRIDES = (
     "does not keep; give the scan x.contiguous(), or do not ask"
 )
 READS_GRADIENTS = "it reads .grad, which no tensor has while it runs; give the scan what it is to read"
-FILLS = "it fills a tensor with what another one holds; write t.expand(size), or torch.zeros(size) + t"
+FILLS = "it fills a tensor with a number out of another one; write t.expand(size), or torch.zeros(size) + t"
 HOOKS = "it registers a hook on a tensor from outside, anew at each step; register it once, before the scan"
 READS_MEMORY = (
     "it calls as_strided(), which reads memory as it lies, and a compiled step has its tensors elsewhere; use views"

@@ -3,7 +3,7 @@
 It is `e / e.sum()` with `e = (s - s.amax()).exp()`, or `(s - s.logsumexp()).exp()`. With one score more, `c`, it is
 `e / (e.sum() + (c - top).exp())`, `top` being the largest of the scores and `c`: a softmax over all of them without the
 weight of `c`. Only what takes off the largest of all is taken for a softmax: without that, exponentials overflow, which
-a softmax does not. A mask may come behind the exponentials, and the sum behind the product with the values,
+a softmax does not. A mask may come after the exponentials, and the division after the product with the values,
 `(e * mask) @ v / (e * mask).sum()`.
 """
 
