@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from nsa_compile import cache, inductor_files, modes
 from nsa_compile.cache import constants_digest
@@ -21,7 +25,8 @@ from nsa_compile.capture.scans import turns_gradients_on
 from nsa_compile.compiler_cache import errors_named
 from nsa_compile.inductor_kernels import compile_kernels_together, simplify_plain_indices_by_expanding
 from nsa_compile.ir import markers
-from nsa_compile.ir.scans import VALUE, WRITTEN, Declined
+from nsa_compile.ir.scans import VALUE, WRITTEN, Declined, first_line
+from nsa_compile.ops.loop import Compiler
 from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline, sources_digest
 from nsa_compile.passes.report import Report
@@ -218,7 +223,8 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     with modes.unobserved():
         has_constants = any(VALUE in n.meta for n in gm.graph.find_nodes(op="placeholder"))
         as_captured = verifier.snapshot(gm) if has_constants else None
-        _last_report, written = optimize(gm, options, example_inputs)
+        compiler = _compile_step if options.nested == "inductor" else None
+        _last_report, written = optimize(gm, options, example_inputs, compiler)
     run = written.around(compile_nested(gm, written.examples(example_inputs), options.nested, nvtx=options.nvtx))
     held = marked(gm, written.inputs)
     if not held or as_captured is None:
@@ -240,24 +246,27 @@ def _rewritten(gm: fx.GraphModule, options: Options, inputs: Sequence[Any]) -> C
     return written.around(gm.forward)
 
 
-def optimize(gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor]) -> tuple[Report, WriteBack]:
+def optimize(
+    gm: fx.GraphModule, options: Options, example_inputs: Sequence[Tensor], compiler: Compiler | None = None
+) -> tuple[Report, WriteBack]:
     """Make a captured graph ready for a nested backend, in place: make it functional; run the passes, or fetch what
     they made of an equal one before; make what is still a scan a loop. What it wrote to its inputs is left to be done.
 
-    `check="passes"` compares values on the inputs the program was first called with.
+    `check="passes"` compares values on the inputs the program was first called with. A `compiler` is for the steps of
+    long loops.
     """
     modes.note_autocast(gm)
     try:
         written = make_functional(gm, example_inputs)
     except Declined as declined:
         report, written = leave_alone(gm, options, declined), WriteBack()
-        keep_loops(gm)
+        keep_loops(gm, compiler)
         return report, written
     marked(gm, written.inputs)
     # What is right without gradients alone is not, where the program turns them on.
     with torch.set_grad_enabled(torch.is_grad_enabled() or turns_gradients_on(gm) is not None):
         report = _run_passes(gm, options, example_inputs)
-        keep_loops(gm)
+        keep_loops(gm, compiler)
     return report, written
 
 
@@ -313,6 +322,19 @@ def compile_nested(
     with errors_named(), _limits_named():
         run = lookup_backend("inductor")(gm, examples, **patches)
     return run if not negated else lambda *inputs: run(*_resolved(inputs, negated))
+
+
+def _compile_step(direction: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """A direction of a loop's step by Inductor, for inputs laid out as these."""
+    try:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with torch.no_grad(), tracing(TracingContext(mode)):
+            stand_ins = [mode.from_tensor(x, static_shapes=True) for x in inputs]
+            return compile_nested(copy.deepcopy(direction), stand_ins, "inductor")
+    except Exception as error:
+        why = first_line(error)
+        log.warning("the step of a loop runs operator by operator, as Inductor cannot compile it: %s", why)
+        return direction.forward
 
 
 def _part_kept_programs(gm: fx.GraphModule) -> None:

@@ -13,14 +13,20 @@ from nsa_compile.capture.refusals import ScanNotCompiled, cannot_be
 from nsa_compile.ir.inner_loops import RECOMPUTED
 from nsa_compile.ir.rewriting import delete_unused_graphs
 from nsa_compile.ir.scans import WRITTEN, ScanSite, example, find_scans, location, scan_results, subgraphs
-from nsa_compile.ops.loop import LoopNotTraced, Program, register, run_loop
+from nsa_compile.ops.loop import Compiler, LoopNotTraced, Program, register, run_loop
 from nsa_compile.ops.loop.step import Layout
 
 __all__ = ["keep_loops"]
 
+# A step that runs less often takes less time than a compiler does.
+WORTH_COMPILING = 64
 
-def keep_loops(gm: fx.GraphModule) -> None:
+
+def keep_loops(gm: fx.GraphModule, compiler: Compiler | None = None) -> None:
     """Replace every scan of a graph, and those within their steps, by `nsa_compile::loop`, in place.
+
+    Args:
+        compiler: of the steps of those that are long enough.
 
     Raises:
         ScanNotCompiled: a step holds something that has no functional form.
@@ -28,7 +34,7 @@ def keep_loops(gm: fx.GraphModule) -> None:
     names = set[str]()
     for site in find_scans(gm):
         keep_loops(site.body)
-        _keep(site, names)
+        _keep(site, names, compiler if site.length >= WORTH_COMPILING else None)
     for graph in subgraphs(gm):
         delete_unused_graphs(graph)  # AOTAutograd wants a source for each constant that a body holds
         graph.recompile()
@@ -41,14 +47,16 @@ def _layouts_of_step(site: ScanSite) -> list[Layout]:
     return [*carries, *rows, *(Layout.of(example(n)) for n in site.additional)]
 
 
-def _keep(site: ScanSite, taken: set[str]) -> None:
+def _keep(site: ScanSite, taken: set[str], compiler: Compiler | None) -> None:
     inputs = [*site.init, *site.xs, *site.additional]
     n_init, n_xs, autocast = len(site.init), len(site.xs), modes.autocast_at(site.node)
     read = sorted(site.read)
     with_gradient = [i for i in read if scan_results(site.node)[i].requires_grad]
     layouts = _layouts_of_step(site)
     recomputed = site.node.meta.get(RECOMPUTED, False)
-    program = Program(site.body, layouts, n_init, n_xs, site.length, autocast, read, with_gradient, recomputed)
+    program = Program(
+        site.body, layouts, n_init, n_xs, site.length, autocast, read, with_gradient, recomputed, compiler
+    )
     try:  # so that what cannot be traced is said now, and here
         program.graphs(_differentiable(inputs))
     except LoopNotTraced as error:

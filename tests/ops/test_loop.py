@@ -13,10 +13,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import nsa_compile
-from nsa_compile import modes, scan
+from nsa_compile import backend, modes, scan
 from nsa_compile.backend import optimize, parse_options
 from nsa_compile.ops.loop import LoopNotTraced, Program, program, register, run_loop
 from nsa_compile.ops.loop.step import Layout
+from nsa_compile.program import loops
 from tests.strategies import few
 
 
@@ -125,6 +126,87 @@ def test_equals_the_loop(loop, data):
         torch.testing.assert_close(*((zero if g is None else g).sum() if None in (a, e) else g for g in (a, e)))
 
 
+@pytest.fixture
+def compiled_steps(monkeypatch):
+    """What a compiler has been given; every loop is worth it."""
+    given: list[fx.GraphModule] = []
+
+    def compiler(direction, inputs):
+        given.append(direction)
+        return compile_step(direction, inputs)
+
+    compile_step = backend._compile_step
+    monkeypatch.setattr(backend, "_compile_step", compiler)
+    monkeypatch.setattr(loops, "WORTH_COMPILING", 1)
+    return given
+
+
+def test_compiled_steps_equal_their_loops(compiled_steps):
+    """The gradients that meet the results have strides of zero; inputs are compiled for the strides that they have."""
+
+    def all_of_them(x, w, b):
+        return [loop(x, w, b) for loop in (part_of_the_carries, rows_of_what_is_the_same)]
+
+    def summed(function):
+        def run(x, w, b):
+            leaves = pytree.tree_leaves(function(x, w, b))
+            return sum(y.double().sum() for y in leaves), [y.detach() for y in leaves]
+
+        return run
+
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (6, 12), (12,)))
+    torch._dynamo.reset()
+    fast = summed(nsa_compile.compile(all_of_them, cache=False, disable=["batch_prefill"]))
+    for inputs in ([x, w, b], [x, w.T.contiguous().T, b]):
+        actual, expected = (results_and_gradients(f, inputs, [True] * 3) for f in (fast, summed(all_of_them)))
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    assert len(compiled_steps) == 6  # both directions of two loops, twice; one reads nothing that lies differently
+
+
+def test_a_carry_may_leave_a_compiled_step_transposed():
+    body = fx.symbolic_trace(lambda c, row: [torch.tanh(c * 0.5 + row).t(), c.sum(0)])
+    c, rows = torch.randn(3, 3), torch.randn(4, 3)
+    layouts = [Layout.of(c), Layout.of(rows[0])]
+    results = []
+    for compiler in (None, backend._compile_step):
+        loop = Program(body, layouts, 1, 1, 4, modes.autocast_now(), [0, 1], [0, 1], compiler=compiler)
+        leaf = c.clone().requires_grad_()
+        last, sums = run_loop(register(loop), [leaf, rows])
+        results.append((last, sums, *torch.autograd.grad(last.square().sum() + sums.sum(), leaf)))
+    torch.testing.assert_close(*results)
+
+
+def test_steps_that_draw_or_are_complex_are_not_compiled(compiled_steps):
+    def drawn(x):
+        return scan(lambda c, row: (torch.tanh(c + row * torch.rand(3)), c.sum()), x.new_zeros(3), x)[0]
+
+    def rotated(x):
+        turn = torch.polar(x.abs(), x)
+        return scan(lambda c, z: (c * z + z.conj() * c.abs(), c.abs()), turn[0], turn)[1]
+
+    x = torch.randn(4, 3)
+    for function in (drawn, rotated):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        actual = nsa_compile.compile(function, cache=False)(x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(actual, function(x))
+    assert not compiled_steps
+
+
+def test_a_step_that_inductor_cannot_compile_runs_and_says_so(compiled_steps, monkeypatch, caplog):
+    def fails(gm, inputs, nested, **options):
+        raise RuntimeError("no such thing\nand more") if gm.graph.find_nodes(op="placeholder") else None
+
+    monkeypatch.setattr(backend, "compile_nested", fails)
+    direction = fx.symbolic_trace(lambda x: [x * 2])
+    torch.testing.assert_close(
+        backend._compile_step(direction, [torch.ones(2)])(torch.ones(2)), [torch.full((2,), 2.0)]
+    )
+    assert "the step of a loop runs operator by operator, as Inductor cannot compile it: no such thing" in caplog.text
+
+
 def test_parameters_are_kept_once():
     """What the backward loop needs of each step does not grow with the parameters."""
     torch._dynamo.reset()
@@ -145,13 +227,13 @@ def stepped(function: Any, inputs: list[Tensor], **options: Any) -> Program:
     """The program of the one loop in a function."""
     graphs: list[fx.GraphModule] = []
 
-    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+    def keep(gm: fx.GraphModule, example_inputs: Any) -> Any:
         optimize(gm, parse_options({"cache": False, **options}), example_inputs)
         graphs.append(gm)
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    torch.compile(function, backend=keep, fullgraph=True)(*inputs)
     (node,) = graphs[0].graph.find_nodes(op="call_function", target=run_loop)
     return program(node.args[0])
 

@@ -1,8 +1,9 @@
 """`nsa_compile::loop`: a scan that stays a loop, with a backward pass of its own.
 
 torch's scan operator is a prototype whose gradients are wrong in several ways, so no graph is handed on with one. The
-loop runs the step as two functional graphs (`step.py`), one operator after the other as eager mode does: the forward
-loop keeps what the backward loop needs, once for each step; parameters, and whatever is made of them alone, once.
+loop runs the step as two functional graphs (`step.py`), one operator after the other as eager mode does, or compiled:
+the forward loop keeps what the backward loop needs, once for each step; parameters, and whatever is made of them alone,
+once.
 
 A program is known by a digest of all that it does, so that code which a compiler has kept from an earlier process finds
 it: the process that uses such code has registered the program before.
@@ -15,8 +16,9 @@ import functools
 import hashlib
 import itertools
 import operator
+import threading
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +27,19 @@ from torch import Tensor, fx
 from nsa_compile import modes
 from nsa_compile.ops.loop.step import Layout, LoopNotTraced, StepGraphs, trace_step
 
-__all__ = ["LoopNotTraced", "Program", "program", "register", "run_loop"]
+__all__ = ["Compiler", "LoopNotTraced", "Program", "program", "register", "run_loop"]
+
+# Of a direction of a step and its inputs: a function of inputs laid out as these.
+Compiler = Callable[[fx.GraphModule, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
+_compiling = threading.Lock()
 
 
 class Program:
     """A loop: its step, the layouts of what the step reads, its length, and which of its results are read.
 
     Results that had a gradient as captured (`with_gradient`) have one, though it may be zero in what is left of a step.
-    A step that is `recomputed` in the backward pass keeps nothing for it.
+    A step that is `recomputed` in the backward pass keeps nothing for it. A `compiler` is given each direction of the
+    step when it first runs.
     """
 
     def __init__(
@@ -46,11 +53,13 @@ class Program:
         read: Sequence[int],
         with_gradient: Sequence[int] = (),
         recomputed: bool = False,
+        compiler: Compiler | None = None,
     ) -> None:
-        self.with_gradient, self.recomputed = tuple(with_gradient), recomputed
+        self.with_gradient, self.recomputed, self.compiler = tuple(with_gradient), recomputed, compiler
         self.body, self.inputs, self.autocast, self.read = body, tuple(inputs), autocast, tuple(read)
         self.n_init, self.n_xs, self.length = n_init, n_xs, length
         self._graphs: dict[tuple[bool, ...], StepGraphs] = {}
+        self._compiled: dict[Any, Callable[..., Sequence[Tensor]]] = {}
 
     def graphs(self, differentiable: Sequence[bool]) -> StepGraphs:
         """The two directions of the step, where these inputs have gradients (none of them, if empty).
@@ -66,10 +75,27 @@ class Program:
             )  # fmt: skip
         return self._graphs[key]
 
+    def compiles(self, step: StepGraphs) -> bool:
+        """Whether the directions of a step are compiled. None is that draws random numbers, which a compiler would
+        draw in another way, or computes with complex ones, of which Inductor knows little (torch 2.13)."""
+        return self.compiler is not None and not (step.random or step.is_complex)
+
+    def function(
+        self, step: StepGraphs, direction: fx.GraphModule, inputs: Sequence[Tensor]
+    ) -> Callable[..., Sequence[Tensor]]:
+        """What runs a direction of a step on inputs laid out as these."""
+        if self.compiler is None or not self.compiles(step):
+            return direction.forward
+        key = direction, tuple(map(Layout.of, inputs))
+        with _compiling:
+            if key not in self._compiled:
+                self._compiled[key] = self.compiler(direction, inputs)
+        return self._compiled[key]
+
     def digest(self) -> str:
         shape = (
             f"{self.inputs}|{self.n_init}|{self.n_xs}|{self.length}|{self.autocast}|{self.read}|{self.with_gradient}|"
-            f"{self.recomputed}"
+            f"{self.recomputed}|{self.compiler is not None}"
         )
         text = f"{shape}|{torch.__version__}\n{_text(self.body)}"
         if " at 0x" in text:  # an object without a name: nothing but this process knows what it does
@@ -213,9 +239,11 @@ def _run(first: Tensor, rest: Sequence[Tensor], program: str, differentiable: Se
         n = len(carries)
         stacks = [layout.rows(known.length) for layout in (*step.ys, *step.kept)]
         into = [x.unbind(0) for x in stacks]
+        compiled, run = known.compiles(step), None
         for t, row in enumerate(zip(*known.rows_of(xs), strict=True)):
-            results = step.forward(*carries, *row, *fixed)
-            carries = results[:n]
+            run = run or known.function(step, step.forward, [*carries, *row, *fixed])
+            results = run(*carries, *row, *fixed)
+            carries = [x.contiguous() for x in results[:n]] if compiled else results[:n]
             for rows, value in zip(into, results[n:], strict=True):
                 rows[t].copy_(value)
         # A step may hand an input on as it is; nobody may write to it through the result.
@@ -254,8 +282,9 @@ def loop_backward(
         fixed = step.before_backward(*additional)
         of_carry = {place: i for i, place in enumerate(step.gradients) if place < n}
         carried = [i for i in step.tangents if i < n]
+        compiled, run = known.compiles(step), None
         running = [g.contiguous() for g in gradients[: len(carried)]]
-        rows_of_ys = [g.unbind(0) for g in gradients[len(carried) :]]
+        rows_of_ys = [(g.contiguous() if compiled else g).unbind(0) for g in gradients[len(carried) :]]
         rows_kept = [x.unbind(0) for x in kept]
         rows_of_xs = known.rows_of(xs, step.rows_read)
         # Copied into their place at once: small tensors that live on between large ones keep memory from being reused.
@@ -267,7 +296,9 @@ def loop_backward(
         for t in reversed(range(known.length)):
             of_step = (rows_kept, rows_of_xs, rows_of_ys)
             kept_rows, rows, wanted = ([x[t] for x in some] for some in of_step)
-            found = list(step.backward(*kept_rows, *rows, *fixed, *running, *wanted))
+            read_by_step = [*kept_rows, *rows, *fixed, *running, *wanted]
+            run = run or known.function(step, step.backward, read_by_step)
+            found = list(run(*read_by_step))
             for i, scattered in sorted(step.scattered.items()):
                 if i not in sums:
                     sums[i] = known.inputs[step.gradients[i]].rows(1)[0].zero_()
@@ -277,6 +308,7 @@ def loop_backward(
                 found[of_carry[place]] if place in of_carry else torch.zeros_like(old)
                 for place, old in zip(carried, running, strict=True)
             ]
+            running = [x.contiguous() for x in running] if compiled else running
             for i, place in enumerate(step.gradients):
                 if i in into:
                     into[i][t].copy_(found[i])

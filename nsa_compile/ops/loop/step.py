@@ -11,7 +11,7 @@ The body and its vector-Jacobian product are traced together, as AOTAutograd tra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -122,15 +122,15 @@ class StepGraphs:
         with_gradient: which of them have one after the last step.
         gradients: of which inputs (carries, xs, additional in turn) the backward step yields gradients.
         scattered: of these, by their place among them, those of which it yields two tensors: see `Scattered`.
-        random: whether the step draws random numbers.
+        random: whether the step draws random numbers; is_complex: whether it computes with complex ones.
     """
 
-    before: Callable[..., Sequence[Tensor]]
-    forward: Callable[..., Sequence[Tensor]]
+    before: fx.GraphModule
+    forward: fx.GraphModule
     ys: tuple[Layout, ...]
     kept: tuple[Layout, ...]
-    before_backward: Callable[..., Sequence[Tensor]]
-    backward: Callable[..., Sequence[Tensor]]
+    before_backward: fx.GraphModule
+    backward: fx.GraphModule
     rows_read: tuple[int, ...]
     additional_read: tuple[int, ...]
     tangents: tuple[int, ...]
@@ -138,6 +138,7 @@ class StepGraphs:
     gradients: tuple[int, ...]
     scattered: dict[int, Scattered]
     random: bool
+    is_complex: bool
 
 
 def trace_step(
@@ -358,6 +359,7 @@ def _split(
         gradients=gradients,
         scattered=scattered,
         random=any(_is_random(n) for n in joint.graph.nodes),
+        is_complex=any(isinstance(x := n.meta.get("val"), Tensor) and x.is_complex() for n in joint.graph.nodes),
     )
 
 
@@ -429,8 +431,8 @@ def _is_view(node: fx.Node) -> bool:
 
 def _extract(
     joint: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], also: Sequence[fx.Node] = ()
-) -> Callable[..., Sequence[Tensor]]:
-    """The part of a graph between `inputs` and `outputs`, as a function. It computes `also`, too: a random number that
+) -> fx.GraphModule:
+    """The part of a graph between `inputs` and `outputs`. It computes `also`, too: a random number that
     nobody reads moves the generator on."""
     graph = fx.Graph(joint)
     env = {node: graph.placeholder(node.name) for node in inputs}
@@ -439,4 +441,4 @@ def _extract(
         if node in needed and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output([env[node] for node in outputs])
-    return fx.GraphModule(joint, graph).forward
+    return fx.GraphModule(joint, graph)
