@@ -11,12 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from nsa_compile.analyses.batched_operators import HALF, Value, apply_at_steps, spread
 from nsa_compile.analyses.inner_loops import InnerLoop, body_of
 from nsa_compile.analyses.scores import MASK, used_tiles
 from nsa_compile.ir.aten import SHAPED, aten, operand
-from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, SCORED, SELECT, AttentionCall, Opaque, SelectCall
+from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, SCORED, SELECT, WEIGHTED, AttentionCall, Opaque, SelectCall
 from nsa_compile.ir.carries import Invariant, Known, Latest, Recurrent, Rows
 from nsa_compile.ir.inner_loops import run_inner_loop
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
@@ -29,7 +30,7 @@ _BOUNDED = (
 )  # fmt: skip
 _FEW = 2**16  # numbers of a constant of the graph
 
-ATTENTIONS = (ATTENTION, SELECT, SCORED, NAN_ROWS)
+ATTENTIONS = (ATTENTION, SELECT, SCORED, WEIGHTED, NAN_ROWS)
 
 
 @runtime_checkable
@@ -139,6 +140,9 @@ class BatchedBody:
         self.full: dict[int, Tensor] = {}
         self.stacks: dict[int, Tensor] = {}
         self.queries: dict[tuple[fx.Node, Times], Tensor] = {}
+        self.own_forms: dict[Any, Callable[[fx.Node, Times], Any]] = {
+            SCORED: self._by_program, WEIGHTED: self._by_program, NAN_ROWS: self._nan_rows
+        }  # fmt: skip
 
     def ys(self) -> list[Tensor]:
         """The outputs, `[S, ...]`."""
@@ -212,7 +216,7 @@ class BatchedBody:
             return operator.attrgetter(str(node.target))(self.site.body), False
         if node.target in ATTENTIONS:
             with fx.traceback.set_current_meta(node):
-                compute = {SCORED: self._scored, NAN_ROWS: self._nan_rows}.get(node.target, self._attention)
+                compute = self.own_forms.get(node.target, self._attention)
                 return compute(node, times), True
         if node in self.constants:
             return self._at(self._constant(self.constants[node]), times), True
@@ -250,8 +254,9 @@ class BatchedBody:
         folded = {name: _fold(x, sequences) for name, x in {"q": queries, **spread_caches, **narrow}.items()}
         return run(*replace(batched, **folded).args).unflatten(0, (len(times), sequences))
 
-    def _scored(self, node: fx.Node, times: Times) -> tuple[Tensor, ...]:
-        """Attention by scores of a program: the steps become its queries."""
+    def _by_program(self, node: fx.Node, times: Times) -> Any:
+        """Attention by scores of a program, or a sum by weights of one: the steps become its queries."""
+        run: Any = node.target
         given_args: Any = node.args
         queries, keys, values, leaves, program, _ = given_args
         q = [spread(self.value(x, times), len(times)) for x in queries]
@@ -264,13 +269,13 @@ class BatchedBody:
             tiles = None
             if times == self.all_times:
                 tiles = used_tiles(node.meta[MASK], len(times), v.shape[1], TILE)
-            return tuple(map(_apart, SCORED([_together(x) for x in q], k, v, of_steps, program, tiles)))
+            return pytree.tree_map(_apart, run([_together(x) for x in q], k, v, of_steps, program, tiles))
         # Each step sees caches of its own.
         sequences = q[0].shape[1]
         *k, v = (_fold(spread(x, len(times)), sequences) for x in caches)
         folded = [_fold(spread(self.value(x, times), len(times)), sequences) for x in leaves]
-        found = SCORED([_fold(x, sequences) for x in q], k, v, folded, program, None)
-        return tuple(x.unflatten(0, (len(times), sequences)) for x in found)
+        found = run([_fold(x, sequences) for x in q], k, v, folded, program, None)
+        return pytree.tree_map(lambda x: x.unflatten(0, (len(times), sequences)), found)
 
     def _leaf(self, node: fx.Node, times: Times) -> Value:
         """What scores of a program read: of a table by the distance of query and key, an element for each distance."""

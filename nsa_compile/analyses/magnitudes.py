@@ -493,6 +493,15 @@ def _no_larger(sizes: Magnitudes, node: Any) -> Magnitude | None:
     return None if m is None else _within(Magnitude(m.bound + 1), node, m)
 
 
+def _elu(sizes: Magnitudes, node: Any) -> Magnitude | None:
+    m = sizes.of(node.args[0])
+    m = m and m.numbers()
+    alpha, scale, input_scale = (*node.args[1:], 1, 1, 1)[:3]
+    if m is None or not min(alpha, scale, input_scale) >= 0:
+        return None
+    return _within(Magnitude(scale * m.bound + scale * alpha, -scale * alpha), node, m)
+
+
 def _non_negative(sizes: Magnitudes, node: Any) -> Magnitude | None:
     m = _no_larger(sizes, node)
     return m and replace(m, least=0.0)
@@ -547,7 +556,9 @@ def _above_zero(sizes: Magnitudes, node: Any) -> Magnitude | None:
     m = sizes.of(node.args[0])
     if m is None or m.floors is not None or m.least < 0 or (m.least == 0 and node.target is not aten.sqrt.default):
         return None
-    return DATA if node.target is aten.log.default else replace(DATA, least=0.0)
+    if node.target is aten.log.default:
+        return DATA
+    return replace(DATA, least=0.99 * math.sqrt(m.least) if node.target is aten.sqrt.default else 0.0)
 
 
 def _normalised(sizes: Magnitudes, node: Any) -> Magnitude | None:
@@ -594,10 +605,12 @@ MAGNITUDES: dict[Any, Rule] = {
     **dict.fromkeys(
         (
             aten.silu.default, aten.gelu.default, aten.leaky_relu.default, aten.floor.default, aten.ceil.default,
-            aten.round.default,
+            aten.round.default, aten.hardswish.default, aten.mish.default,
         ),
         _no_larger,
     ),
+    aten.elu.default: _elu,
+    aten.hardsigmoid.default: _between(0.0, 1.0),
     **dict.fromkeys((aten.relu.default, aten.abs.default, aten.softplus.default), _non_negative),
     **dict.fromkeys((aten.cumsum.default, aten._log_softmax.default), _data),
     aten.exp.default: _exponential,

@@ -39,7 +39,7 @@ from nsa_compile.ir.scans import ScanRecord, Step, ancestors, example
 from nsa_compile.ir.step_values import Choice, StepValue, Table
 from nsa_compile.ops.scored.program import OPERATORS, Instruction, Program, derivative
 
-# In the meta of a node of scored_attention: the `Mask` that is known of it.
+# In the meta of a node of scored_attention or weighted_sum: the `Mask` that is known of it.
 MASK = "nsa_known_mask"
 # Instructions of a program; more are no scores of attention.
 LENGTH_LIMIT = 200
@@ -128,11 +128,11 @@ class KeySet:
 
 
 @dataclass
-class _Follower:
+class Follower:
     """Collects products, leaves and instructions on the way up."""
 
     record: ScanRecord
-    changing: _Changing
+    changing: Changing
     rows: int  # N * m
     products: list[tuple[Product, Tensor]] = field(default_factory=list)  # with the elements that scores read
     leaves: list[tuple[fx.Node, Tensor]] = field(default_factory=list)
@@ -180,7 +180,7 @@ class _Follower:
             names = dict(self.names)
             try:
                 value = self._instruction(name, node, elements)
-                if name.partition(".")[0] not in JUMPS or not self._meets_itself(value):
+                if not self._jumps(name) or not self._meets_itself(value):
                     return value
             except OtherKeys:
                 if dtype != torch.bool:  # a mask by the scores of blocks, say, is there as it is
@@ -188,6 +188,13 @@ class _Follower:
             del self.products[products:], self.leaves[leaves:], self.instructions[instructions:]
             self.names = names
         return self._leaf(node, elements)
+
+    def _jumps(self, name: str) -> bool:
+        """Whether a small change of what the latest instruction reads may be a large one of its result. Not of what is
+        divided by something that is read as it is."""
+        divisor = self.instructions[-1].operands[-1]
+        by_leaf = name.startswith("div.") and isinstance(divisor, str) and divisor[0] == "x"
+        return name.partition(".")[0] in JUMPS and not by_leaf
 
     def _meets_itself(self, value: Any) -> bool:
         """Whether an instruction reads a product beside something that is made of its queries or keys.
@@ -320,7 +327,7 @@ def _parts(node: fx.Node) -> tuple[list[Any], Tensor, Tensor]:
     return list(tensors), owner, torch.cat([numbers(x) for x in tensors], dim)
 
 
-class _Changing:
+class Changing:
     """Whether a node may differ from step to step, as the batched body has it."""
 
     def __init__(self, body: fx.GraphModule, record: ScanRecord, xs: int) -> None:
@@ -384,7 +391,7 @@ def key_sets(step: Step, softmax: fx.Node, xs: int, *, floors_vanish: bool) -> l
         raise Unrecognised("its softmax is more precise than float32, its scores are not", softmax)
     elements = torch.arange(shape.numel()).reshape(shape).movedim(dim, -1).reshape(-1, shape[dim])
     record = step.record
-    changing = _Changing(step.body, record, xs)
+    changing = Changing(step.body, record, xs)
     todo = [range(elements.shape[1])]
     found: list[KeySet] = []
     while todo:
@@ -393,7 +400,7 @@ def key_sets(step: Step, softmax: fx.Node, xs: int, *, floors_vanish: bool) -> l
         try:
             for shared, whole in ((True, False), (False, False), (False, True)):
                 precise = example(value).dtype == torch.float64
-                follower = _Follower(record, changing, elements.shape[0], whole=whole, precise=precise, shared=shared)
+                follower = Follower(record, changing, elements.shape[0], whole=whole, precise=precise, shared=shared)
                 score = follower.follow(value, part)
                 if follower.products or (not shared and not follower.instructions):
                     break
@@ -404,15 +411,15 @@ def key_sets(step: Step, softmax: fx.Node, xs: int, *, floors_vanish: bool) -> l
         if follower.wide and any(example(p.node).dtype != torch.float64 for p, _ in follower.products):
             raise Unrecognised("its scores are more precise than its products", softmax)
         masks = [_known_mask(value, part, record, level) for level in (floor, floor_level(example(value).dtype))]
-        found.append(_key_set(follower, score, columns, *masks))
-        if why := _not_differentiable(found[-1]):
+        found.append(key_set(follower, score, columns, *masks))
+        if why := not_differentiable(found[-1]):
             raise Unrecognised(why, value)
     if not any(keys.products for keys in found):
         raise Unrecognised("its scores come from no product of queries and keys", softmax)
     return found
 
 
-def _key_set(follower: _Follower, score: Any, columns: range, mask: Mask, filled: Mask) -> KeySet:
+def key_set(follower: Follower, score: Any, columns: range, mask: Mask, filled: Mask) -> KeySet:
     rows, keys = follower.rows, len(columns)
     # As many sequences as the product with the most of them has: the others' keys are repeated.
     n = max((product.shape[0] for product, _ in follower.products), default=rows)
@@ -423,7 +430,7 @@ def _key_set(follower: _Follower, score: Any, columns: range, mask: Mask, filled
     return KeySet(columns, (n, m, keys), sides, leaves, program, mask, filled)
 
 
-def _not_differentiable(keys: KeySet) -> str:
+def not_differentiable(keys: KeySet) -> str:
     """Why the program of a set cannot be differentiated by all that it reads; empty where it can."""
     kinds = {f"x{i}": example(leaf.node).dtype for i, leaf in enumerate(keys.leaves)}
     floating = [f"s{i}" for i in range(len(keys.products))] + [x for x, kind in kinds.items() if kind.is_floating_point]
@@ -649,8 +656,8 @@ def build_shares(masses: list[Mass], build: NodeBuilder) -> fx.Node:
     return build(aten._softmax.default, build(aten.stack.default, logits), 0, False)
 
 
-def build_scored(keys: KeySet, values: fx.Node, record: ScanRecord, build: NodeBuilder) -> tuple[fx.Node, Mass]:
-    """A node of `scored_attention` at one step; its output and what its keys weigh."""
+def build_call(operator: Any, keys: KeySet, values: fx.Node, record: ScanRecord, build: NodeBuilder) -> fx.Node:
+    """A call of an operator that computes a program, at one step."""
     sides = [side.build(build, keys.shape[:2]) for side in keys.products]
     # What is only compared has no gradient.
     compared = [not keys.program.passes_on(f"s{i}") for i in range(len(sides))]
@@ -662,9 +669,14 @@ def build_scored(keys: KeySet, values: fx.Node, record: ScanRecord, build: NodeB
     for leaf, built in zip(keys.leaves, leaves, strict=True):
         if leaf.by_distance is not None:
             record.by_distance[built] = leaf.by_distance
-    given = ([q for q, _ in sides], [k for _, k in sides], values, leaves, str(keys.program), None)
-    node = build(SCORED, *given)
+    node = build(operator, [q for q, _ in sides], [k for _, k in sides], values, leaves, str(keys.program), None)
     node.meta[MASK] = keys.mask
+    return node
+
+
+def build_scored(keys: KeySet, values: fx.Node, record: ScanRecord, build: NodeBuilder) -> tuple[fx.Node, Mass]:
+    """A node of `scored_attention` at one step; its output and what its keys weigh."""
+    node = build_call(SCORED, keys, values, record, build)
     out, lse, total = (build(operator.getitem, node, i) for i in range(3))
     rows = [keys.shape[0] * keys.shape[1]]
     lse, total = (build(aten.reshape.default, x, rows) for x in (lse, total))

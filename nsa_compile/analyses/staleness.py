@@ -171,7 +171,6 @@ class Analysis:
     # -- the rules, in the order they are tried
 
     def _derive(self, node: fx.Node) -> Facts:
-        inputs = [self.of(n) for n in node.all_input_nodes]
         if node in self.record.known:
             return self._known_value(self.record.known[node])
         if node in self.record.constant:
@@ -181,9 +180,11 @@ class Analysis:
         if node in self.record.guarded_picks:
             return self._guarded_pick(node)
         rule = RULES.get(node.target)
-        if rule is not None:
-            return rule(self, node)
-        if not any(f.stale for f in inputs):
+        return rule(self, node) if rule is not None else self.plain(node)
+
+    def plain(self, node: fx.Node) -> Facts:
+        """Of an operator without a rule of its own."""
+        if not any(self.of(n).stale for n in node.all_input_nodes):
             return CLEAN
         if node.target in FINITE:
             return self.arithmetic(node)
@@ -839,6 +840,14 @@ def _zero_stays_zero(analysis: Analysis, node: fx.Node) -> Facts:
     return replace(analysis.arithmetic(node), zero=analysis.of(node.args[0]).zero)
 
 
+def _power(analysis: Analysis, node: fx.Node) -> Facts:
+    """A zero stays one, and has a derivative, under an exponent of 1 or more."""
+    facts, exponent = analysis.plain(node), node.args[1]
+    of_base = analysis.of(node.args[0])
+    keeps = isinstance(exponent, int | float) and exponent >= 1 and not of_base.stale
+    return replace(facts, zero=of_base.zero) if keeps else facts
+
+
 def _removed_becomes_zero(analysis: Analysis, node: fx.Node) -> Facts:
     """An exponential or a sigmoid of -inf is exactly 0, and so is its derivative."""
     f = analysis.of(node.args[0])
@@ -966,7 +975,8 @@ FINITE = SUB | XOR | COMPARISONS.keys() | {
     aten.gelu.default, aten.leaky_relu.default, aten.abs.default, aten.sin.default, aten.cos.default,
     aten.erf.default, aten.sign.default, aten.floor.default, aten.ceil.default, aten.round.default,
     aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
-    aten.hardtanh.default, aten.softplus.default,
+    aten.hardtanh.default, aten.softplus.default, aten.elu.default, aten.hardswish.default, aten.hardsigmoid.default,
+    aten.mish.default,
 }  # fmt: skip
 
 # The same where the size of what they are given is known to be right: `magnitudes` says so.
@@ -981,7 +991,12 @@ _BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
     _mul: MUL,
     _add: {aten.add.Tensor},
     _div: {aten.div.Tensor},
-    _zero_stays_zero: {aten.neg.default, aten.nan_to_num.default},
+    _zero_stays_zero: {
+        aten.neg.default, aten.nan_to_num.default, aten.relu.default, aten.leaky_relu.default, aten.gelu.default,
+        aten.silu.default, aten.elu.default, aten.tanh.default, aten.abs.default, aten.sin.default, aten.erf.default,
+        aten.sign.default,
+    },
+    _power: {aten.pow.Tensor_Scalar},
     _removed_becomes_zero: {aten.exp.default, aten.sigmoid.default},
     _where: WHERE,
     _masked_fill: MASKED_FILL,

@@ -52,12 +52,14 @@ def inherit_meta(new: fx.Node, old: fx.Node) -> None:
 
 
 def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
-    """Replace a node with several outputs by the nodes of `graph`, fed with `inputs`.
+    """Replace a node by the nodes of `graph`, fed with `inputs`.
 
-    Users of `node` must be `getitem`s; they become users of the graph's outputs. Tensors the graph holds as
-    attributes move to `owner`.
+    Users of a node with several outputs must be `getitem`s; they become users of the graph's outputs. Tensors the graph
+    holds as attributes move to `owner`.
     """
     outputs = _copy_nodes(owner, node, graph, inputs)
+    if isinstance(node.meta.get("val", node.meta.get("example_value")), torch.Tensor):
+        _take_place(outputs[0], node)
     for user in list(node.users):
         assert user.target is operator.getitem, f"{node.name} has a user that is no getitem: {user.format_node()}"
         _take_place(outputs[place_of(user)], user)

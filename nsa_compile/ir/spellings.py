@@ -47,6 +47,8 @@ def _sum_of_products(node: Any, gm: fx.GraphModule) -> fx.Node | None:
     product, dims, keepdim = [*node.args, False][:3]
     if not is_call(product, aten.mul.Tensor) or not isinstance(dims, list) or len(dims) != 1 or node.kwargs:
         return None
+    if len(product.users) > 1:  # what is there anyway
+        return None
     a, b = product.args
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
         return None

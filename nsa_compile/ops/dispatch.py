@@ -65,8 +65,8 @@ class Kernel:
         if hasattr(self.code, "prepare"):
             self.code.prepare()
 
-    def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        return self.code.forward(*arguments)
+    def forward(self, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+        return self.code.forward(*arguments, **named)
 
     def backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         return self.code.backward(*arguments)

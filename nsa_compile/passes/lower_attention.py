@@ -36,7 +36,18 @@ from nsa_compile.analyses.operands import by_group, rows_of, unexpanded
 from nsa_compile.branches import BRANCH_OF
 from nsa_compile.ir import attention as eager
 from nsa_compile.ir.aten import aten
-from nsa_compile.ir.attention import ATTENTION, SCORED, SELECT, All, AttentionCall, Blocks, Opaque, SelectCall, Window
+from nsa_compile.ir.attention import (
+    ATTENTION,
+    SCORED,
+    SELECT,
+    WEIGHTED,
+    All,
+    AttentionCall,
+    Blocks,
+    Opaque,
+    SelectCall,
+    Window,
+)
 from nsa_compile.ir.lowering import reshape_views, trace_to_aten
 from nsa_compile.ir.markers import label_of, set_label
 from nsa_compile.ir.rewriting import eliminate_dead_code, inline_graph, inline_tensors
@@ -44,6 +55,7 @@ from nsa_compile.ir.scans import example, fake_inputs, find_scans, location, sub
 from nsa_compile.ops.compressed import compressed_attention
 from nsa_compile.ops.scored.program import parse
 from nsa_compile.ops.scored.reference import scored_attention as scored_reference
+from nsa_compile.ops.scored.reference import weighted_sum as weighted_reference
 from nsa_compile.ops.selected import selected_attention
 from nsa_compile.ops.step import step_attention
 from nsa_compile.ops.window import window_attention
@@ -72,8 +84,8 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     replaced: set[fx.Node] = set()
     for graph, in_loop in [*((g, False) for g in subgraphs(gm)), *((body, True) for body in bodies)]:
         for node in list(graph.graph.nodes):
-            if node.target is SCORED and not in_loop:
-                changed |= _scored(graph, node, context)
+            if node.target in (SCORED, WEIGHTED) and not in_loop:
+                changed |= _by_program(graph, node, context)
                 continue
             if node.target not in (ATTENTION, SELECT) or node in replaced or not context.may_rewrite():
                 continue
@@ -96,13 +108,14 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     return changed
 
 
-def _scored(graph: fx.GraphModule, node: fx.Node, context: PassContext) -> bool:
-    """Leave attention by scores of a program to its operator, unless dense attention is asked for."""
+def _by_program(graph: fx.GraphModule, node: fx.Node, context: PassContext) -> bool:
+    """Leave what is computed by a program to its operator, unless dense attention is asked for."""
     q, _, v, _, program, _ = cast(Any, node.args)
     queries, keys = example(q[0]).shape[1], example(v).shape[1]
-    dense = context.options.attention == "dense"
-    name, where = "dense" if dense else "scored_attention", location(node)
-    what = f"attention of {queries} queries to {keys} keys (scores of {len(parse(program).instructions)} instructions)"
+    dense, weighted = context.options.attention == "dense", node.target is WEIGHTED
+    operator, made = ("weighted_sum", "weights") if weighted else ("scored_attention", "scores")
+    name, where = "dense" if dense else operator, location(node)
+    what = f"attention of {queries} queries to {keys} keys ({made} of {len(parse(program).instructions)} instructions)"
     context.report.attention.append(AttentionChoice("attention", what, name))
     if not context.may_rewrite():
         return False
@@ -114,7 +127,7 @@ def _scored(graph: fx.GraphModule, node: fx.Node, context: PassContext) -> bool:
 
     def run(*inputs: Tensor) -> list[Tensor]:
         given: Any = fx.node.map_arg(node.args, dict(zip(tensors, inputs, strict=True)).__getitem__)
-        return list(scored_reference(*given[:5]))
+        return [weighted_reference(*given[:5])] if weighted else list(scored_reference(*given[:5]))
 
     inline_graph(graph, node, trace_to_aten(run, fake_inputs(tensors)), tensors)
     context.match(where, f"{what}: {name}")

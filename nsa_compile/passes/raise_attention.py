@@ -38,6 +38,7 @@ from nsa_compile.analyses.scores import (
     KeySet,
     Mass,
     Read,
+    build_call,
     build_logits,
     build_scored,
     build_shares,
@@ -50,6 +51,7 @@ from nsa_compile.analyses.selection import find_selection, keeps_best
 from nsa_compile.analyses.softmax import (
     AttentionRecord,
     Output,
+    Product,
     Scores,
     check_read_by,
     check_scores,
@@ -58,8 +60,9 @@ from nsa_compile.analyses.softmax import (
     walk_up,
 )
 from nsa_compile.analyses.staleness import Analysis, analyse
+from nsa_compile.analyses.weights import weighted_sums
 from nsa_compile.ir.aten import SOFTMAX, arguments, aten, operand
-from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, All, AttentionCall, Blocks, Opaque, Window
+from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, WEIGHTED, All, AttentionCall, Blocks, Opaque, Window
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_earlier
 from nsa_compile.ir.scans import (
     Declined,
@@ -95,6 +98,9 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
                 changed |= _raise(step, sites.get(step.body), softmax, analysis, in_place, context)
             except Unrecognised as found:
                 context.leave(Declined(found.why, found.node))
+        if step.body in sites:
+            with contextlib.suppress(Unrecognised):
+                changed |= _raise_sums(step, sites[step.body], analysis, context)
         if changed:
             eliminate_dead_code(step.body)
             step.body.recompile()
@@ -258,15 +264,44 @@ def replace_by_scores(step: Step, softmax: fx.Node, sets: list[KeySet], reads: l
             out = build(aten.add.Tensor, out, nan)
             there = first_steps(sets[read.keys].mask.known) or (0, 0)
             out = build(NAN_ROWS, out, none, values_of(read, n, build), list(there))
-        product = read.product
-        m = product.shape[1]
-        out = build(aten.reshape.default, out, [product.shape[0], m, example(out).shape[-1]])
-        if product.flipped:
-            out = build(aten.transpose.int, out, 1, 2)
-        out = build(aten.reshape.default, out, list(example(product.node).shape))
-        if example(out).dtype != example(product.node).dtype:
-            out = build(aten._to_copy.default, out, dtype=example(product.node).dtype)
-        replace_earlier(product.node, out)
+        _replace_product(read.product, out, build)
+
+
+def _replace_product(product: Product, out: fx.Node, build: NodeBuilder) -> None:
+    """Put `[N, 1, m, Dv]` in the place of a product of weights and values."""
+    m = product.shape[1]
+    out = build(aten.reshape.default, out, [product.shape[0], m, example(out).shape[-1]])
+    if product.flipped:
+        out = build(aten.transpose.int, out, 1, 2)
+    out = build(aten.reshape.default, out, list(example(product.node).shape))
+    if example(out).dtype != example(product.node).dtype:
+        out = build(aten._to_copy.default, out, dtype=example(product.node).dtype)
+    replace_earlier(product.node, out)
+
+
+def _raise_sums(step: Step, site: ScanSite, analysis: Analysis, context: PassContext) -> bool:
+    """Make an operator of each sum of values by weights that no softmax has made."""
+    with (
+        unset_fake_temporarily(),
+        torch.no_grad(),
+        declined_if_it_fails("it cannot be analysed", step.body.graph.output_node(), Unrecognised),
+    ):
+        found = weighted_sums(step, len(site.xs), analysis)
+    changed = False
+    for sums in found:
+        if not context.may_rewrite():
+            break
+        build, (n, _, keys) = NodeBuilder(step.body, sums.node), sums.keys.shape
+        if sums.read is None:
+            ones = build(aten.full.default, [n, keys, 1], 1, dtype=example(sums.node).dtype, device=build.device)
+            out = build_call(WEIGHTED, sums.keys, ones, step.record, build)
+            replace_earlier(sums.node, build(aten.reshape.default, out, list(example(sums.node).shape)))
+        else:
+            values = values_of(sums.read, n, build)
+            _replace_product(sums.read.product, build_call(WEIGHTED, sums.keys, values, step.record, build), build)
+        context.match(step.name, f"values summed by weights of a program at {location(sums.node)}")
+        changed = True
+    return changed
 
 
 def _build_output(

@@ -169,11 +169,11 @@ void load_tile(const Tensor& x, const Place& place, int64_t width, const Strided
   clear_padding(target, place.rows, padded_rows<E>(place.rows));
 }
 
-// Scores after the last key of all are -inf.
+// Scores after the last key of all are -inf, weights 0.
 template <typename T>
-Vec<T> hide_after(int64_t keys, const Vec<T>& scores) {
+Vec<T> hide_after(int64_t keys, const Vec<T>& scores, T hidden = -kInfinity<T>) {
   if (keys >= kLanes<T>) return scores;
-  return Vec<T>::set(Vec<T>(-kInfinity<T>), scores, std::max<int64_t>(0, keys));
+  return Vec<T>::set(Vec<T>(hidden), scores, std::max<int64_t>(0, keys));
 }
 
 // -- the tensors [N, S, m, T] that scores read beside the products, with strides of 0 where they are the same

@@ -1,4 +1,7 @@
-"""`nsa_compile::scored_attention`: attention whose scores are a program of products, positions and tensors."""
+"""`nsa_compile::scored_attention`: attention whose scores are a program of products, positions and tensors.
+
+`nsa_compile::weighted_sum` is attention without a softmax: the result of the program is the weight itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from nsa_compile.ops.dispatch import Kernel, choose_kernel, register_kernel
 from nsa_compile.ops.scored.program import derivative, parse
 from nsa_compile.ops.tiles import compute_dtype
 
-__all__ = ["TILE", "scored_attention"]
+__all__ = ["TILE", "scored_attention", "weighted_sum"]
 
 TILE = 64  # queries, and keys, of a tile
 
@@ -138,27 +141,46 @@ def _(
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, leaves, ctx.program, tiles = inputs
-    ctx.counts = len(q), len(leaves)
-    passes_on = parse(ctx.program).passes_on
-    ctx.wanted = [i for i, x in enumerate(leaves) if x.requires_grad and passes_on(f"x{i}")]
+    _note(ctx, q, leaves)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*q, *k, v, *leaves, *output, tiles)
 
 
+def _note(ctx: Any, q: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """How many products and leaves there are, and which leaves want a gradient."""
+    ctx.counts = len(q), len(leaves)
+    passes_on = parse(ctx.program).passes_on
+    ctx.wanted = [i for i, x in enumerate(leaves) if x.requires_grad and passes_on(f"x{i}")]
+
+
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple:
-    products, count = ctx.counts
-    saved = iter(ctx.saved_tensors)
-    q, k = ([next(saved) for _ in range(products)] for _ in range(2))
-    v, leaves = next(saved), [next(saved) for _ in range(count)]
-    out, lse, total, tiles = saved
+    q, k, v, leaves, (out, lse, total, tiles) = _saved(ctx)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    integers, booleans = ([f"x{i}" for i, x in enumerate(leaves) if is_kind(x)] for is_kind in (_is_integer, _is_bool))
-    names = (*(f"s{i}" for i in range(products)), *(f"x{i}" for i in ctx.wanted))
-    derivatives = derivative(ctx.program, names, tuple(integers), tuple(booleans))
+    derivatives = _derivatives(ctx, leaves)
     found = scored_attention_backward(
         grad_out, grad_lse, q, k, v, leaves, out, lse, total, ctx.program, derivatives, tiles, ctx.wanted
     )
+    return _by_input(ctx, found)
+
+
+def _saved(ctx: Any) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]:
+    products, count = ctx.counts
+    saved = iter(ctx.saved_tensors)
+    q, k = ([next(saved) for _ in range(products)] for _ in range(2))
+    return q, k, next(saved), [next(saved) for _ in range(count)], list(saved)
+
+
+def _derivatives(ctx: Any, leaves: Sequence[Tensor]) -> str:
+    """The program of the derivatives that are asked for: by each product, and by the leaves that are wanted."""
+    integers, booleans = ([f"x{i}" for i, x in enumerate(leaves) if is_kind(x)] for is_kind in (_is_integer, _is_bool))
+    names = (*(f"s{i}" for i in range(ctx.counts[0])), *(f"x{i}" for i in ctx.wanted))
+    return derivative(ctx.program, names, tuple(integers), tuple(booleans))
+
+
+def _by_input(ctx: Any, found: list[Tensor]) -> tuple:
+    """Gradients in the order of the operator's inputs."""
+    products, count = ctx.counts
     of_leaves: list[Tensor | None] = [None] * count
     for i, gradient in zip(ctx.wanted, found[2 * products + 1 :], strict=True):
         of_leaves[i] = gradient
@@ -176,7 +198,68 @@ def _is_bool(x: Tensor) -> bool:
 scored_attention.register_autograd(_differentiate, setup_context=_save)
 
 
-@register_flop_formula(torch.ops.nsa_compile.scored_attention)
+# -- without a softmax
+
+
+def _compute_sum(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor | None) -> Tensor:
+    _check(q, k, v, leaves, program, tiles)
+    kernel = choose_kernel("scored", v, small=_is_small(q, v))
+    out: Tensor = kernel.forward(q, k, v, leaves, program, tiles, softmax=False)[0]
+    return out
+
+
+#: Sums of values by weights of a program: `out[s] = Σ_t weight[s, t] v[t]`, `[N, S, m, Dv]`, with gradients.
+#:
+#: Args: those of `scored_attention`, but that the program's result is a weight, and that tiles are 0 where all weights
+#: of a tile are 0.
+weighted_sum = torch.library.custom_op(
+    "nsa_compile::weighted_sum",
+    _compute_sum,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, str program, Tensor? tiles) -> Tensor",
+)
+
+
+def _compute_sum_backward(grad_out: Tensor, q: Any, k: Any, v: Tensor, leaves: Any, *rest: Any) -> list[Tensor]:
+    kernel = choose_kernel("scored", v, small=_is_small(q, v))
+    return kernel.code.backward(grad_out, None, q, k, v, leaves, None, None, *rest)
+
+
+weighted_sum_backward = torch.library.custom_op(
+    "nsa_compile::weighted_sum_backward",
+    _compute_sum_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad_out, {_ARGUMENTS}, str program, str derivatives, Tensor? tiles, int[] wanted) -> Tensor[]",
+)
+
+
+@weighted_sum.register_fake
+def _(q: Any, k: Any, v: Tensor, leaves: Any, program: str, tiles: Tensor | None) -> Tensor:
+    _check(q, k, v, leaves, program, tiles)
+    return v.new_empty(*q[0].shape[:3], v.shape[2])
+
+
+@weighted_sum_backward.register_fake
+def _(grad_out: Tensor, q: Any, k: Any, v: Tensor, leaves: Any, *rest: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (*q, *k, v, *(leaves[i] for i in rest[-1]))]
+
+
+def _save_sum(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    q, k, v, leaves, ctx.program, tiles = inputs
+    _note(ctx, q, leaves)
+    ctx.save_for_backward(*q, *k, v, *leaves, tiles)
+
+
+def _differentiate_sum(ctx: Any, grad_out: Tensor) -> tuple:
+    q, k, v, leaves, (tiles,) = _saved(ctx)
+    derivatives = _derivatives(ctx, leaves)
+    return _by_input(ctx, weighted_sum_backward(grad_out, q, k, v, leaves, ctx.program, derivatives, tiles, ctx.wanted))
+
+
+weighted_sum.register_autograd(_differentiate_sum, setup_context=_save_sum)
+
+
+@register_flop_formula([torch.ops.nsa_compile.scored_attention, torch.ops.nsa_compile.weighted_sum])
 def _flops(q: Any, k: Any, v: Any, leaves: Any, *rest: Any, out_shape: Any = None) -> int:
     return sum(flops.attention_flops(a, v, a[1] * v[1]) for a in q)
 
@@ -184,6 +267,11 @@ def _flops(q: Any, k: Any, v: Any, leaves: Any, *rest: Any, out_shape: Any = Non
 @register_flop_formula(torch.ops.nsa_compile.scored_attention_backward)
 def _backward_flops(grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None) -> int:
     return sum(flops.attention_backward_flops(a, v, a[1] * v[1]) for a in q)
+
+
+@register_flop_formula(torch.ops.nsa_compile.weighted_sum_backward)
+def _backward_flops_of_sum(grad_out: Any, q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None) -> int:
+    return _backward_flops(grad_out, None, q, k, v)
 
 
 cpp.register_kernels("scored", generated=True)

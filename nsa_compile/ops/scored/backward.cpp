@@ -1,4 +1,4 @@
-// Attention to scores of a program, backwards.
+// Attention to scores of a program, or sums of values by weights of one, backwards.
 
 #include "scores.h"
 
@@ -157,17 +157,17 @@ void backward(
     for (int64_t index = chunks[chunk].first_tile; index < chunks[chunk].last_tile; index++) {
       Place place{sequence, index * tile_queries, heads, 0, 0, 0, 0};
       place.rows = std::min(tile_queries, sizes.queries - place.first_query) * heads;
-      const int64_t floating = visibility.find(place, blocks);
+      [[maybe_unused]] const int64_t floating = visibility.find(place, blocks);
 
       const Strided<T> grad_rows{grad_tiles[thread], value_width};
       load_tile<E>(grad, place, sizes.value_dim, grad_rows);
-      for (int64_t row = 0; row < place.rows; row++) {
+      for (int64_t row = 0; Gradients::kSoftmax && row < place.rows; row++) {
         const int64_t query = place.query(row), head = place.head(row);
         load_row(out, sequence, query, head, sizes.value_dim, out_rows[thread]);
         delta[row] = delta_of(grad_rows[row], out_rows[thread], value_width, grad_lse, sequence, query, head);
         row_lse[row] = finite_or_infinity(element<T>(lse, sequence, query, head));
       }
-      leave_vanishing(blocks, floating, row_lse, place.rows);
+      if constexpr (Gradients::kSoftmax) leave_vanishing(blocks, floating, row_lse, place.rows);
       const auto q_rows = [&](int64_t i) {
         return Strided<T>{q_tiles[thread] + i * q_elements, keys[i].padded_width};
       };
@@ -250,8 +250,8 @@ void backward(
 
 }  // namespace
 
-// tensors: grad_out, grad_lse, every q, every k, v, every leaf, tiles, out, lse, every dq, every dk, dv, every wanted
-// gradient of a leaf; of the latter the shapes
+// tensors: grad_out, grad_lse, every q, every k, v, every leaf, tiles, out, lse (of a softmax; else they are not read),
+// every dq, every dk, dv, every wanted gradient of a leaf; of the latter the shapes
 extern "C" int scored_attention_backward(
     const Sizes* sizes, const Tensor* tensors, const int64_t* key_dims, const int64_t* leaf_shapes, int64_t threads,
     int64_t) {

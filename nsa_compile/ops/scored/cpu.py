@@ -31,24 +31,26 @@ def prepare() -> None:
 
 
 def forward(
-    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor | None,
+    *, softmax: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
     leaves = [_readable(x) for x in leaves]
     if not _fits(program, None, leaves, v):
-        return portable.forward(q, k, v, leaves, program, tiles)
+        return portable.forward(q, k, v, leaves, program, tiles, softmax=softmax)
     shape = q[0].shape[:3]
     out = cpp.empty(v, *shape, v.shape[2])
-    lse, total = (cpp.empty(v, *shape, dtype=compute_dtype(v)) for _ in range(2))
-    library = _library("forward", program, None, _types(leaves, v), len(q), (), v.dtype, cpp.uses_matrix_unit(v.dtype))
-    tensors = (*q, *_with_heads(k, v), *_expanded(leaves, q, v), _used(tiles), out, lse, total)
+    sums = [cpp.empty(v, *shape, dtype=compute_dtype(v)) for _ in range(2)] if softmax else []
+    unit = cpp.uses_matrix_unit(v.dtype)
+    library = _library("forward", program, None, _types(leaves, v), len(q), (), v.dtype, unit, softmax)
+    tensors = (*q, *_with_heads(k, v), *_expanded(leaves, q, v), _used(tiles), out, *(sums or (None, None)))
     cpp.call("scored", "forward", _sizes(q, v), tensors, [x.shape[3] for x in q], library=library)
-    return out, lse, total
+    return out, *sums
 
 
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor,
-    leaves: Sequence[Tensor], out: Tensor, lse: Tensor, program: str, derivatives: str, tiles: Tensor | None,
-    wanted: Sequence[int],
+    leaves: Sequence[Tensor], out: Tensor | None, lse: Tensor | None, program: str, derivatives: str,
+    tiles: Tensor | None, wanted: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
     asked = [leaves[i] for i in wanted]
     leaves = [_readable(x) for x in leaves]
@@ -61,7 +63,10 @@ def backward(
     sums = [x.new_zeros(x.shape, dtype=compute_dtype(v)) for x in asked]
     targets = zip(sums, _expanded(sums, q, v), strict=True)
     unit = cpp.uses_matrix_unit(v.dtype)
-    library = _library("backward", program, derivatives, _types(leaves, v), len(q), tuple(wanted), v.dtype, unit)
+    softmax = lse is not None
+    library = _library(
+        "backward", program, derivatives, _types(leaves, v), len(q), tuple(wanted), v.dtype, unit, softmax
+    )
     tensors = (
         grad_out, grad_lse, *q, *_with_heads(k, v), *_expanded(leaves, q, v), _used(tiles), out, lse, *dq,
         *_with_heads(dk, dv), *(x if isinstance(y, cpp.View) else y for x, y in targets),
@@ -81,9 +86,10 @@ def _library(
     wanted: tuple[int, ...],
     dtype: torch.dtype,
     matrix_unit: bool,
+    softmax: bool,
 ) -> ctypes.CDLL:
     engine = "Vectors<double>" if dtype == torch.float64 else "Amx" if matrix_unit else "Vectors<float>"
-    text = generate(program, derivatives, leaves, products, wanted)
+    text = generate(program, derivatives, leaves, products, wanted, softmax=softmax)
     return cpp.load_generated("scored", part, f"using Engine = {engine};\n\n{text}")
 
 

@@ -1,4 +1,4 @@
-// Attention to scores of a program, forwards.
+// Attention to scores of a program, or sums of values by weights of one, forwards.
 
 #include "scores.h"
 
@@ -76,12 +76,18 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
         }
         Scores::scores(blocks[at].shown, place, leaves, scores, tile.maxima);
       }
-      rescale(tile, values.padded_width);
+      if constexpr (Scores::kSoftmax) rescale(tile, values.padded_width);
       for (int64_t at = first; at < last; at++) {
         place.move_to(blocks[at].block, sizes.keys);
         const Strided<T> scores{score_tiles[thread] + (at - first) * block_elements, kBlockKeys};
-        const auto weights = engine.weights(
-            scores, place.rows, place.columns, tile.shift, Strided<T>{tile.sums, kLanes<T>}, false, packed_weights[thread]);
+        const auto weights = [&] {
+          if constexpr (!Scores::kSoftmax) {
+            return engine.left_computed(scores, place.rows, place.columns, packed_weights[thread]);
+          } else {
+            const Strided<T> sums{tile.sums, kLanes<T>};
+            return engine.weights(scores, place.rows, place.columns, tile.shift, sums, false, packed_weights[thread]);
+          }
+        }();
         engine.multiply(
             place.rows, sizes.value_dim, place.columns, weights, values.rows(place.sequence, blocks[at].block),
             Strided<T>{tile.out, values.padded_width}, true);
@@ -91,11 +97,16 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
       for (; first < last; first += pass_blocks) pass(first, std::min(last, first + pass_blocks));
     };
     pass_all(0, floating);
-    leave_vanishing(blocks, floating, tile.largest, place.rows);
+    if constexpr (Scores::kSoftmax) leave_vanishing(blocks, floating, tile.largest, place.rows);
     pass_all(floating, blocks.size());
     for (int64_t row = 0; row < place.rows; row++) {
-      const T sum = sum_of_lanes(Vec<T>::loadu(tile.sums + row * kLanes<T>));
       const int64_t query = place.query(row), head = place.head(row);
+      if constexpr (!Scores::kSoftmax) {
+        store_row(
+            tile.out + row * values.padded_width, T(1), out, place.sequence, query, head, sizes.value_dim);
+        continue;
+      }
+      const T sum = sum_of_lanes(Vec<T>::loadu(tile.sums + row * kLanes<T>));
       store_row(
           tile.out + row * values.padded_width, sum == T(0) ? T(0) : T(1) / sum, out, place.sequence, query, head,
           sizes.value_dim);
@@ -107,7 +118,7 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
 
 }  // namespace
 
-// tensors: every q, every k, v, every leaf, tiles, out, lse, total
+// tensors: every q, every k, v, every leaf, tiles, out, and of a softmax lse, total
 extern "C" int scored_attention_forward(
     const Sizes* sizes, const Tensor* tensors, const int64_t* key_dims, int64_t threads, int64_t) {
   return guarded([&] { forward(make_engine<Engine>(tensors[0].dtype), *sizes, key_dims, tensors, threads); });

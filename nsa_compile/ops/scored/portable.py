@@ -19,11 +19,17 @@ TILE = 64
 
 
 def forward(
-    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str, tiles: Tensor | None,
+    *, softmax: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
     dtype = compute_dtype(v)
     n, s, m, _ = q[0].shape
     out = v.new_zeros(n, s, m, v.shape[2])
+    if not softmax:
+        for queries, keys in _spans(tiles, s, v.shape[1]):
+            weights = _scores(parse(program), q, k, leaves, queries, keys, dtype)
+            out[:, queries] = torch.einsum("nsmt,ntd->nsmd", weights, v[:, keys].to(dtype)).to(v.dtype)
+        return (out,)
     lse, total = (v.new_full((n, s, m), x, dtype=dtype) for x in (-torch.inf, 0.0))
     for queries, keys in _spans(tiles, s, v.shape[1]):
         scores = _scores(parse(program), q, k, leaves, queries, keys, dtype)
@@ -43,8 +49,8 @@ def backward(
     k: Sequence[Tensor],
     v: Tensor,
     leaves: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
     program: str,
     derivatives: str,
     tiles: Tensor | None,
@@ -56,13 +62,15 @@ def backward(
         [x.new_zeros(x.shape, dtype=dtype) for x in xs] for xs in (q, k, [v], [leaves[i] for i in wanted])
     )
     for queries, keys in _spans(tiles, q[0].shape[1], v.shape[1]):
-        scores = _scores(parse(program), q, k, leaves, queries, keys, dtype)
-        weights = _exp(scores, lse[:, queries])
+        weights = _scores(parse(program), q, k, leaves, queries, keys, dtype)
         grad = grad_out[:, queries].to(dtype)
+        g = torch.einsum("nsmd,ntd->nsmt", grad, v[:, keys].to(dtype))
+        if lse is not None and out is not None:
+            weights = _exp(weights, lse[:, queries])
+            moved = (grad * out[:, queries].to(dtype)).sum(-1)
+            moved = moved if grad_lse is None else moved - grad_lse[:, queries]
+            g = weights * (g - moved.unsqueeze(-1))
         of_v[0][:, keys] += torch.einsum("nsmt,nsmd->ntd", weights, grad)
-        moved = (grad * out[:, queries].to(dtype)).sum(-1)
-        moved = moved if grad_lse is None else moved - grad_lse[:, queries]
-        g = weights * (torch.einsum("nsmd,ntd->nsmt", grad, v[:, keys].to(dtype)) - moved.unsqueeze(-1))
         given = _given(q, k, leaves, queries, keys, dtype)
         found = gradient.evaluate({**given, "g": g}, dtype)
         found = [torch.as_tensor(x, dtype=dtype, device=v.device).expand(g.shape) for x in found]

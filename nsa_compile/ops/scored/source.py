@@ -607,9 +607,16 @@ class _Loops:
 _PLACE = "const Place& place, [[maybe_unused]] const Tensor* leaves, T* const* products"
 
 
-def _forward(name: str, values: _Values, score: Any, leaves: Sequence[LeafType]) -> list[str]:
+def _forward(name: str, values: _Values, score: Any, leaves: Sequence[LeafType], *, softmax: bool) -> list[str]:
     loops = _Loops(values, leaves)
     loops.place([score])
+    if not softmax:
+        inner = [
+            *loops.scores,
+            f"const Vec<T> weight = hide_after(place.keys - i, {loops.writer.operand(score, 'float')}, T(0));",
+            "weight.store(products[0] + row * kBlockKeys + i);",
+        ]
+        return loops.function(f"{name}({_PLACE}, T*)", [], inner, [])
     inner = [
         *loops.scores,
         f"const Vec<T> score = hide_after(place.keys - i, {loops.writer.operand(score, 'float')});",
@@ -629,15 +636,26 @@ def _backward(
     leaves: Sequence[LeafType],
     products: int,
     wanted: Sequence[int],
+    *,
+    softmax: bool,
 ) -> list[str]:
     loops = _Loops(values, leaves)
     loops.place([score, *derivatives])
-    inner = [
-        *loops.scores,
-        f"const Vec<T> score = hide_after(place.keys - i, {loops.writer.operand(score, 'float')});",
+    result = loops.writer.operand(score, "float")
+    of_softmax = [
+        f"const Vec<T> score = hide_after(place.keys - i, {result});",
         "const Vec<T> weight = exp_nonpositive(score - row_lse);",
         "const Vec<T> gradient = weight * (Vec<T>::loadu(dweights + row * kBlockKeys + i) - row_delta);",
         "const Vec<T> none = weight == Vec<T>(T(0));",  # a key that is not read passes nothing on, whatever it was
+    ]
+    of_sum = [
+        f"const Vec<T> weight = hide_after(place.keys - i, {result}, T(0));",
+        "const Vec<T> gradient = Vec<T>::loadu(dweights + row * kBlockKeys + i);",
+        "const Vec<T> none = hide_after(place.keys - i, Vec<T>(T(0))) != Vec<T>(T(0));",
+    ]
+    inner = [
+        *loops.scores,
+        *(of_softmax if softmax else of_sum),
         *loops.after,
         *(
             f"const Vec<T> d{n} = choose(none, Vec<T>(T(0)), {loops.writer.operand(x, 'float')});"
@@ -647,7 +665,7 @@ def _backward(
         "d0.store(dweights + row * kBlockKeys + i);",
         *(f"d{n}.store(products[{n}] + row * kBlockKeys + i);" for n in range(1, products)),
     ]
-    begin, end = ["const Vec<T> row_lse(lse[row]), row_delta(delta[row]);"], []
+    begin, end = ["const Vec<T> row_lse(lse[row]), row_delta(delta[row]);"] if softmax else [], []
     for n, j in enumerate(wanted):
         if leaves[j].by_key:
             begin.append(f"T* const sum{n} = sums[{n}].keys(place, row);")
@@ -656,17 +674,26 @@ def _backward(
             begin.append(f"Vec<T> sum{n} = Vec<T>::loadu(sums[{n}].lanes + row * kLanes<T>);")
             inner.append(f"sum{n} = sum{n} + d{products + n};")
             end.append(f"sum{n}.store(sums[{n}].lanes + row * kLanes<T>);")
-    arguments = f"{_PLACE}, T* dweights, const T* lse, const T* delta, [[maybe_unused]] const LeafSums<T>* sums"
+    of_rows = "const T* lse, const T* delta" if softmax else "const T*, const T*"
+    arguments = f"{_PLACE}, T* dweights, {of_rows}, [[maybe_unused]] const LeafSums<T>* sums"
     return loops.function(f"{name}({arguments})", begin, inner, end)
 
 
 def generate(
-    program: str, derivatives: str | None, leaves: Sequence[LeafType], products: int, wanted: Sequence[int]
+    program: str,
+    derivatives: str | None,
+    leaves: Sequence[LeafType],
+    products: int,
+    wanted: Sequence[int],
+    *,
+    softmax: bool = True,
 ) -> str:
-    """The struct `Program` of `cpu.cpp`: its `scores` or, with derivatives, its `gradients`."""
+    """The struct `Program` of `cpu.cpp`: its `scores` or, with derivatives, its `gradients`. Without a softmax the
+    program's result is a weight."""
     identities: dict[Any, int] = {}
     mixed = _Values(leaves, identities)
-    highest = _Highest(mixed, _run_all(mixed, program, derivatives)[0])
+    result = _run_all(mixed, program, derivatives)[0]
+    highest = _Highest(mixed, result if softmax else 0.0)  # which weights are zero is not found out by bounds
     conditions = highest.conditions
     shown = _Values(leaves, identities, {mixed.identity[number]: not low for number, low in conditions.items()})
     function = "scores" if derivatives is None else "gradients"
@@ -675,15 +702,16 @@ def generate(
         "struct Program {",
         "  using Int = IntOf<T>;",
         f"  static constexpr int64_t kProducts = {products}, kLeaves = {len(leaves)}, kWanted = {len(wanted)};",
+        f"  static constexpr bool kSoftmax = {'true' if softmax else 'false'};",
         *_tables(leaves, wanted, highest),
         *_known(mixed, highest),
     ]
     for name, values in (("mixed", mixed), ("shown", shown)):
         score, found = _run_all(values, program, derivatives)
         if derivatives is None:
-            lines += _forward(f"{function}_{name}", values, score, leaves)
+            lines += _forward(f"{function}_{name}", values, score, leaves, softmax=softmax)
         else:
-            lines += _backward(f"{function}_{name}", values, score, found, leaves, products, wanted)
+            lines += _backward(f"{function}_{name}", values, score, found, leaves, products, wanted, softmax=softmax)
         if not conditions:
             lines = [line.replace(f"{function}_mixed(", f"{function}_shown(") for line in lines]
             break
