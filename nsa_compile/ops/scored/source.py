@@ -649,7 +649,7 @@ def _backward(
         "const Vec<T> none = weight == Vec<T>(T(0));",  # a key that is not read passes nothing on, whatever it was
     ]
     of_sum = [
-        f"const Vec<T> weight = hide_after(place.keys - i, {result}, T(0));",
+        f"const Vec<T> weight = {result};",
         "const Vec<T> gradient = Vec<T>::loadu(dweights + row * kBlockKeys + i);",
         "const Vec<T> none = hide_after(place.keys - i, Vec<T>(T(0))) != Vec<T>(T(0));",
     ]
