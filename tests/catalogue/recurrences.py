@@ -99,6 +99,19 @@ def linear_normalised_by_ones(z, q, k, v):
     return over_time(step, q.new_zeros(z.B, z.H, z.D, z.D + 1), q, k, v)
 
 
+@program("linear_attention_normalised", "products of all keys under the causal mask, divided by their sum, a cache")
+def linear_normalised_by_cache(z, q, k, v):
+    positions = torch.arange(z.S)
+
+    def step(cache, token):
+        t, q, k, v = token
+        K, V = write(cache[0], t, k), write(cache[1], t, v)
+        w = torch.einsum("bhd,bhsd->bhs", F.elu(q) + 1, F.elu(K) + 1) * (positions <= t)
+        return (K, V), weigh(w, V) / (w.sum(-1, keepdim=True) + 1e-6)
+
+    return over_time(step, (empty(z, k), empty(z, v)), q, k, v)
+
+
 # Decays.
 
 

@@ -497,6 +497,37 @@ def relu_attention(z, q, k, v):
     return over_cache(z, attend, q, k, v)
 
 
+@program("relu", "where(mask, s, 0).relu().pow(2), divided by t + 1 at last")
+def relu_divided_at_last(z, q, k, v):
+    positions = torch.arange(z.S)
+
+    def attend(t, q, K, V):
+        return weigh(torch.where(positions <= t, score(q, K), 0.0).relu().pow(2), V) / (t + 1)
+
+    return over_cache(z, attend, q, k, v)
+
+
+@program("relu_normalised", "relu(s), divided by its sum")
+def relu_normalised(z, q, k, v):
+    positions = torch.arange(z.S)
+
+    def attend(t, q, K, V):
+        w = score(q, K).relu() * (positions <= t)
+        return weigh(w / (w.sum(-1, keepdim=True) + 1e-6), V)
+
+    return over_cache(z, attend, q, k, v)
+
+
+@program("silu", "silu(s) / S, masked to zero")
+def silu_attention(z, q, k, v):
+    positions = torch.arange(z.S)
+
+    def attend(t, q, K, V):
+        return weigh(F.silu(score(q, K)) / z.S * (positions <= t), V)
+
+    return over_cache(z, attend, q, k, v)
+
+
 @program("talking_heads", "scores and weights mixed over heads")
 def talking_heads(z, q, k, v, mix):
     positions = torch.arange(z.S)
