@@ -551,6 +551,14 @@ def _power(sizes: Magnitudes, node: Any) -> Magnitude | None:
     return replace(DATA, least=0.0) if m.least >= 0 else None
 
 
+def _power_of_tensors(sizes: Magnitudes, node: Any) -> Magnitude | None:
+    """By integers that are not negative: then none of them is infinite at zero, or NaN."""
+    base, exponent = (sizes.of(x) for x in node.args[:2])
+    base = base and base.numbers()
+    counts = exponent is not None and exponent.least >= 0 and not example(node.args[1]).dtype.is_floating_point
+    return replace(DATA, least=0.0 if base.least >= 0 else -math.inf) if base is not None and counts else None
+
+
 def _above_zero(sizes: Magnitudes, node: Any) -> Magnitude | None:
     """Functions that are finite above zero: of numbers that are known to keep away from it."""
     m = sizes.of(node.args[0])
@@ -605,7 +613,7 @@ MAGNITUDES: dict[Any, Rule] = {
     **dict.fromkeys(
         (
             aten.silu.default, aten.gelu.default, aten.leaky_relu.default, aten.floor.default, aten.ceil.default,
-            aten.round.default, aten.hardswish.default, aten.mish.default,
+            aten.round.default, aten.mish.default,
         ),
         _no_larger,
     ),
@@ -617,6 +625,7 @@ MAGNITUDES: dict[Any, Rule] = {
     aten.linalg_vector_norm.default: _norm,
     aten.var.correction: _variance,
     aten.pow.Tensor_Scalar: _power,
+    aten.pow.Tensor_Tensor: _power_of_tensors,
     **dict.fromkeys((aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default, aten.log.default), _above_zero),
     **dict.fromkeys((aten.native_layer_norm.default, aten.native_group_norm.default), _normalised),
 }  # fmt: skip

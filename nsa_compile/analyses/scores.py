@@ -175,7 +175,9 @@ class Follower:
         quantized = name == "to" and dtype.is_floating_point and not is_float_cast(node)
         if self.whole or quantized:
             return self._leaf(node, elements)
-        if name in OPERATORS and (dtype.is_floating_point or dtype in (torch.bool, torch.int64)):
+        is_power_of_integers = name in ("pow.Tensor_Tensor", "pow.Scalar") and not dtype.is_floating_point
+        kinds = dtype.is_floating_point or dtype in (torch.bool, torch.int64)
+        if name in OPERATORS and kinds and not is_power_of_integers:
             products, leaves, instructions = len(self.products), len(self.leaves), len(self.instructions)
             names = dict(self.names)
             try:

@@ -975,7 +975,7 @@ FINITE = SUB | XOR | COMPARISONS.keys() | {
     aten.gelu.default, aten.leaky_relu.default, aten.abs.default, aten.sin.default, aten.cos.default,
     aten.erf.default, aten.sign.default, aten.floor.default, aten.ceil.default, aten.round.default,
     aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
-    aten.hardtanh.default, aten.softplus.default, aten.elu.default, aten.hardswish.default, aten.hardsigmoid.default,
+    aten.hardtanh.default, aten.softplus.default, aten.elu.default, aten.hardsigmoid.default,
     aten.mish.default,
 }  # fmt: skip
 

@@ -575,7 +575,9 @@ CASES: dict[Any, list[Case]] = {
     A.exp.default: [unary()],
     A.linalg_vector_norm.default: [unary(2.0, [1]), unary(1.0, [1]), unary(0.0)],
     A.var.correction: [unary([1], correction=1), unary([1], correction=3), unary([0, 1])],
-    A.pow.Tensor_Scalar: [unary(n, positive=None) for n in (2, 3, 1.5, 0.5, -1)],
+    A.pow.Tensor_Scalar: [unary(n, positive=None) for n in (1, 2, 3, 1.5, 0.5, -1)],
+    A.pow.Tensor_Tensor: [binary(), Case(lambda d: [d.floats((2, 3)), d.integers((2, 3))], lambda a, b: (a, b))],
+    A.elu.default: [unary(), unary(1.7, 1.1), unary(-1.0)],
     **each((A.sqrt.default, A.rsqrt.default, A.reciprocal.default, A.log.default), [unary(positive=None)]),
     A.native_layer_norm.default: [replace(unary([3], None, None, eps), item=0) for eps in (1e-5, 0.0)],
     A.native_group_norm.default: [
@@ -592,7 +594,8 @@ CASES: dict[Any, list[Case]] = {
     **each(
         (A.tanh.default, A.sigmoid.default, A.relu.default, A.silu.default, A.gelu.default, A.leaky_relu.default,
          A.abs.default, A.sin.default, A.cos.default, A.erf.default, A.sign.default, A.floor.default,
-         A.ceil.default, A.round.default, A.softplus.default), [unary()],
+         A.ceil.default, A.round.default, A.softplus.default, A.hardsigmoid.default,
+         A.mish.default), [unary()],
     ),
 }  # fmt: skip
 
@@ -704,6 +707,10 @@ FAULTS: dict[str, tuple[Any, str, Any, Any, Any]] = {
     "floors are numbers": (aten.add.Tensor, "item", MAGNITUDES, aten.add.Tensor,
                            lambda sizes, n: magnitudes.join(sizes.of(x, n) for x in n.args[:2])),
     "a quotient is finite": (aten.div.Tensor, "item", MAGNITUDES, aten.div.Tensor, magnitudes._data),
+    "any power is finite": (aten.pow.Tensor_Tensor, "item", MAGNITUDES, aten.pow.Tensor_Tensor, magnitudes._data),
+    "any power of zero is zero": (aten.pow.Tensor_Scalar, "item", RULES, aten.pow.Tensor_Scalar, _keeps("zero")),
+    "a root keeps away from zero": (aten.sqrt.default, "item", MAGNITUDES, aten.sqrt.default,
+                                    lambda *_: replace(magnitudes.DATA, least=2.0)),
     "one over a root is finite": (aten.rsqrt.default, "item", MAGNITUDES, aten.rsqrt.default, magnitudes._data),
     "a variance of few is finite": (aten.var.correction, "item", MAGNITUDES, aten.var.correction,
                                     magnitudes._not_below_zero),

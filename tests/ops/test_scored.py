@@ -166,6 +166,8 @@ TERMS: dict[str, tuple[str, Callable[..., Any]]] = {
     "maximum.default": ("maximum.default(s0, x0)", lambda s, a, b, i, j, c: s.maximum(a)),
     "minimum.default": ("minimum.default(s0, x0)", lambda s, a, b, i, j, c: s.minimum(a)),
     "pow.Tensor_Scalar": ("pow.Tensor_Scalar(x1, 1.5)", lambda s, a, b, i, j, c: b**1.5),
+    "pow.Tensor_Tensor": ("pow.Tensor_Tensor(x1, x0)", lambda s, a, b, i, j, c: b**a),
+    "pow.Scalar": ("pow.Scalar(1.5, x0)", lambda s, a, b, i, j, c: 1.5**a),
     "rsub.Scalar": ("rsub.Scalar(s0, 2.0)", lambda s, a, b, i, j, c: 2 - s),
     "clamp.default": ("clamp.default(s0, -0.5, 0.75)", lambda s, a, b, i, j, c: s.clamp(-0.5, 0.75)),
     "clamp_min.default": ("clamp_min.default(s0, -0.25)", lambda s, a, b, i, j, c: s.clamp(min=-0.25)),

@@ -36,10 +36,11 @@ _BINARY = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "rema
 _UNARY = ("neg", "reciprocal", "abs", "sqrt", "rsqrt", "exp", "exp2", "log", "log1p", "tanh", "sigmoid", "relu", "sin",
           "cos", "erf", "sign", "bitwise_not", "logical_not", "floor", "ceil", "clone", "detach", "alias",
           "isnan")  # fmt: skip
-_OTHERS = ("maximum.default", "minimum.default", "pow.Tensor_Scalar", "rsub.Scalar", "silu.default",
-           "logical_and.default", "logical_or.default", "logical_xor.default", "clamp.default", "clamp_min.default",
-           "clamp_max.default", "where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar",
-           "masked_fill.Scalar", "floor_divide.default", "scalar_tensor.default")  # fmt: skip
+_OTHERS = ("maximum.default", "minimum.default", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar",
+           "rsub.Scalar", "silu.default", "logical_and.default", "logical_or.default", "logical_xor.default",
+           "clamp.default", "clamp_min.default", "clamp_max.default", "where.self", "where.ScalarSelf",
+           "where.ScalarOther", "where.Scalar", "masked_fill.Scalar", "floor_divide.default",
+           "scalar_tensor.default")  # fmt: skip
 
 #: The operators of a program, `name.overload`; `to` is a cast to `float`, `int` or `bool`.
 OPERATORS = frozenset(
@@ -122,7 +123,7 @@ def _apply(operator: str, operands: list[Any], dtype: torch.dtype) -> Any:
     name, _, overload = operator.partition(".")
     if overload in ("Tensor", "self") or name in ("maximum", "minimum", "logical_and", "logical_or", "logical_xor"):
         operands = [_number(x, dtype) for x in operands]
-    elif name != "scalar_tensor":
+    elif operator not in ("scalar_tensor.default", "pow.Scalar"):
         # Of `where` the first is a condition, and the others are numbers where the overload says so.
         places = {"ScalarSelf": (0, 2), "ScalarOther": (0, 1)}.get(overload, (0,))
         operands = [_number(x, dtype) if i in places else x for i, x in enumerate(operands)]

@@ -431,12 +431,14 @@ class _Writer:
                 x = f"at::vec::{name}({x}, {bound})" if bound else x
             return x
         if operator == "pow":
-            return self._power(written[0], operands[1], kind)
+            return self._power(written[0], operands[1], kind, written[1])
         if operator == "div" and not isinstance(operands[1], _Ref) and operands[1] != 0:
             return f"({written[0]} * {_number(1 / operands[1], 'float')})"
         return _FUNCTIONS[operator].format(*written, type=_type(kind))
 
-    def _power(self, x: str, exponent: Any, kind: Kind) -> str:
+    def _power(self, x: str, exponent: Any, kind: Kind, written: str) -> str:
+        if isinstance(exponent, _Ref) and kind == "float":
+            return f"{x}.pow({written})"
         powers: dict[float, str] = {1: "{0}", 2: "({0} * {0})", 3: "({0} * {0} * {0})"}
         if kind == "float":
             powers |= {0.5: "{0}.sqrt()", -0.5: "(Vec<T>(T(1)) / {0}.sqrt())", -1: "(Vec<T>(T(1)) / {0})"}
