@@ -181,7 +181,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[], None]]] = {
     "a bias of the next key": (scores, "_reduced", of_the_next_key, a_bias),
     "a bias has no gradient": (Program, "passes_on", never, a_bias),
     "scores are compared with themselves": (
-        scores._Follower, "_meets_itself", never,
+        scores.Follower, "_meets_itself", never,
         one_set(lambda s, t, P: s.masked_fill((s != causal(s, t, P).amax()) | (t < P), -INF), 130, 16)),
     "tiles off by one": (batched_body, "used_tiles", a_tile_off, one_set(lambda s, t, P: causal(s * s, t, P), 130, 6)),
     "a sink is not in the denominator": (raise_attention, "build_logits", no_mass, a_sink),
