@@ -18,8 +18,9 @@ from nsa_compile.ops.loop.step import Layout
 
 __all__ = ["keep_loops"]
 
-# A step that runs less often takes less time than a compiler does.
-WORTH_COMPILING = 64
+# A step that runs less often takes less time than a compiler does; tiles hold many steps each.
+STEPS_WORTH_COMPILING = 64
+TILES_WORTH_COMPILING = 8
 
 
 def keep_loops(gm: fx.GraphModule, compiler: Compiler | None = None) -> None:
@@ -34,7 +35,8 @@ def keep_loops(gm: fx.GraphModule, compiler: Compiler | None = None) -> None:
     names = set[str]()
     for site in find_scans(gm):
         keep_loops(site.body)
-        _keep(site, names, compiler if site.length >= WORTH_COMPILING else None)
+        enough = TILES_WORTH_COMPILING if site.node.meta.get(RECOMPUTED) else STEPS_WORTH_COMPILING
+        _keep(site, names, compiler if site.length >= enough else None)
     for graph in subgraphs(gm):
         delete_unused_graphs(graph)  # AOTAutograd wants a source for each constant that a body holds
         graph.recompile()

@@ -137,7 +137,7 @@ def compiled_steps(monkeypatch):
 
     compile_step = backend._compile_step
     monkeypatch.setattr(backend, "_compile_step", compiler)
-    monkeypatch.setattr(loops, "WORTH_COMPILING", 1)
+    monkeypatch.setattr(loops, "STEPS_WORTH_COMPILING", 1)
     return given
 
 
@@ -175,6 +175,19 @@ def test_a_carry_may_leave_a_compiled_step_transposed():
         last, sums = run_loop(register(loop), [leaf, rows])
         results.append((last, sums, *torch.autograd.grad(last.square().sum() + sums.sum(), leaf)))
     torch.testing.assert_close(*results)
+
+
+def test_a_negated_view_has_its_sign_in_a_compiled_step():
+    """Of `z.conj().imag` the numbers that lie in memory have the other signs; `z.imag` lies as it does."""
+    body = fx.symbolic_trace(lambda c, row, x: [torch.tanh(c * 0.5 + row * x), c * x])
+    c, rows, z = torch.zeros(3), torch.randn(4, 3), torch.randn(3, dtype=torch.complex64)
+    layouts = [Layout.of(x) for x in (c, rows[0], z.imag)]
+    ways = [
+        register(Program(body, layouts, 1, 1, 4, modes.autocast_now(), [0, 1], compiler=compiler))
+        for compiler in (None, backend._compile_step)
+    ]
+    for x in (z.imag, z.conj().imag):
+        torch.testing.assert_close(*(run_loop(way, [c, rows, x]) for way in ways))
 
 
 def test_steps_that_draw_or_are_complex_are_not_compiled(compiled_steps):

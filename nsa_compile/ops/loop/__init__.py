@@ -31,7 +31,7 @@ __all__ = ["Compiler", "LoopNotTraced", "Program", "program", "register", "run_l
 
 # Of a direction of a step and its inputs: a function of inputs laid out as these.
 Compiler = Callable[[fx.GraphModule, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
-_compiling = threading.Lock()
+_compiling = threading.RLock()
 
 
 class Program:
@@ -232,8 +232,8 @@ def _run(first: Tensor, rest: Sequence[Tensor], program: str, differentiable: Se
     """The operator. One tensor is no part of the list, as torch learns from it where the operator runs."""
     known = _programs[program]
     step = known.graphs(differentiable)
-    init, xs, additional = known.split([first, *rest])
     with _as_called_by_itself():
+        init, xs, additional = known.split([x.resolve_neg() for x in (first, *rest)])
         fixed = step.before(*additional)
         carries: Sequence[Tensor] = [x.contiguous() for x in init]
         n = len(carries)
@@ -276,9 +276,11 @@ def loop_backward(
     """
     known = _programs[program]
     step = known.graphs(differentiable)
-    xs, additional = read[: len(step.rows_read)], read[len(step.rows_read) :][: len(step.additional_read)]
     n, n_rows = known.n_init, known.n_init + known.n_xs
     with _as_called_by_itself():
+        # What a compiled step reads lies in memory as it is.
+        gradients, kept, read = ([x.resolve_neg() for x in some] for some in (gradients, kept, read))
+        xs, additional = read[: len(step.rows_read)], read[len(step.rows_read) :][: len(step.additional_read)]
         fixed = step.before_backward(*additional)
         of_carry = {place: i for i, place in enumerate(step.gradients) if place < n}
         carried = [i for i in step.tangents if i < n]
