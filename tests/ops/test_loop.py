@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import nsa_compile
-from nsa_compile import backend, modes, scan
+from nsa_compile import backend, modes, ops, scan
 from nsa_compile.backend import optimize, parse_options
 from nsa_compile.ops.loop import LoopNotTraced, Program, program, register, run_loop
 from nsa_compile.ops.loop.step import Layout
@@ -186,8 +186,10 @@ def test_a_negated_view_has_its_sign_in_a_compiled_step():
         register(Program(body, layouts, 1, 1, 4, modes.autocast_now(), [0, 1], compiler=compiler))
         for compiler in (None, backend._compile_step)
     ]
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for x in (z.imag, z.conj().imag):
-        torch.testing.assert_close(*(run_loop(way, [c, rows, x]) for way in ways))
+        with torch._C._ForceDispatchKeyGuard(included, excluded | ops.loop._LAZY):  # as in a compiled program
+            torch.testing.assert_close(*(run_loop(way, [c, rows, x]) for way in ways))
 
 
 def test_steps_that_draw_or_are_complex_are_not_compiled(compiled_steps):
