@@ -491,7 +491,7 @@ class Analysis:
         """
         for stale, other in ((0, 1), (1, 0)):
             f = facts[stale]
-            if f.ready is None or f.blank is None or facts[other].stale or not isinstance(operands[other], fx.Node):
+            if f.ready is None or f.blank is None or not isinstance(operands[other], fx.Node):
                 continue
             shape, others = example(operands[stale]).shape, example(operands[other]).shape
             ready, blank = (_full_rank(x, len(shape)).expand(shape) for x in (f.ready, f.blank))
@@ -501,8 +501,10 @@ class Analysis:
                 continue
             if len(others) > 1:
                 ready = ready.unsqueeze(-1 if rows[other] == 0 else -2)
+            zero = self._silence(replace(facts[other], zero=_union(facts[other].zero, ready)))
+            if zero.ready is not None and bool((zero.ready > 0).any()):  # beside the rows of zeros, too
+                continue
             self.hidden[node, node.args.index(operands[other])] = _shrink(ready)
-            zero = replace(facts[other], zero=_union(facts[other].zero, ready))
             return (f, zero) if stale == 0 else (zero, f)
         return None
 

@@ -248,6 +248,12 @@ PROGRAMS: dict[str, Program] = {
         REAL,
         dropped=True,
     ),
+    # Without a mask: rows of zeros have weights, which are made of rows of zeros themselves.
+    "every row": Program(lambda q, k, v, t, x, w: (k @ q).sigmoid() @ v),
+    "every row, and its weight twice": Program(lambda q, k, v, t, x, w: ((k @ q).relu() + v[:, 0]) @ v),
+    "every row, beside the sum of all": Program(lambda q, k, v, t, x, w: (k @ q + (k @ q).sum()) @ v, dropped=False),
+    "every row and one more": Program(lambda q, k, v, t, x, w: (k @ q).sigmoid() @ (v + 1), dropped=False),
+    "the row before": Program(lambda q, k, v, t, x, w: (k @ q).relu() @ v.roll(1, 0), dropped=False),
     "chosen rows": Program(
         lambda q, k, v, t, x, w: torch.where((t >= rows())[:, None], torch.where(v > w, v, -INF), 0.0).amax(0),
         dropped=True,
@@ -257,6 +263,8 @@ PROGRAMS: dict[str, Program] = {
 
 # Some row holds nothing that stands out, so that unwritten rows have weights; they are rows of zeros.
 BY_ROWS_OF_ZEROS = [
+    "every row",
+    "every row, and its weight twice",
     "a padding bias of -inf, given",
     "a padding bias of the lowest, constant",
     "a padding bias of the lowest, given",

@@ -15,7 +15,7 @@ from nsa_compile import scan
 from nsa_compile.analyses import batched_body, scores
 from nsa_compile.analyses.batched_body import apply_at_steps
 from nsa_compile.analyses.scores import Mass
-from nsa_compile.analyses.staleness import Analysis, Facts
+from nsa_compile.analyses.staleness import CLEAN, Analysis, Facts
 from nsa_compile.ir.aten import aten
 from nsa_compile.ops.scored.program import Instruction, Program
 from nsa_compile.passes import raise_attention
@@ -121,6 +121,13 @@ def rows_that_are_no_zeros(original: Any) -> Any:
     return hide
 
 
+def others_are_never_stale(original: Any) -> Any:
+    def hide(self: Analysis, node: Any, operands: Any, facts: Any, rows: Any) -> Any:
+        return original(self, node, operands, tuple(CLEAN if f.blank is None else f for f in facts), rows)
+
+    return hide
+
+
 def turned_around(original: Any) -> Any:
     def instruction(name: str, operands: Any) -> Instruction:
         return original(name, operands[::-1] if name == "sub.Tensor" else operands)
@@ -176,6 +183,8 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[], None]]] = {
     "a hidden row is read a step early": (batched_body, "_from", one_step_early, judged("scores given")),
     "a hidden row is read a step late": (batched_body, "_from", one_step_late, judged("scores given")),
     "rows of others are hidden": (Analysis, "_hide", rows_that_are_no_zeros, judged("scores given", init=0.25)),
+    "what meets rows of zeros is never stale": (
+        Analysis, "_hide", others_are_never_stale, judged("every row, beside the sum of all")),
     "a floor forgets what it absorbed": (Facts, "counted", forgotten, of_floors),
     "a difference is turned around": (scores, "Instruction", turned_around, a_bias),
     "a bias of the next key": (scores, "_reduced", of_the_next_key, a_bias),
