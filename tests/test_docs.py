@@ -238,6 +238,6 @@ def test_the_reasons_of_the_page_on_declines_are_those_the_compiler_gives():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    assert len(reasons) == 7
+    assert len(reasons) == 8
     for part in (part.strip() for reason in reasons for part in reason.split("…")):
         assert any(part in text for text in texts), part

@@ -60,6 +60,7 @@ from nsa_compile.ir.aten import (
     AND,
     COMPARISONS,
     COPIED,
+    DIV,
     JOINED,
     MASKED_FILL,
     MATMUL,
@@ -205,6 +206,8 @@ class Analysis:
         if self.magnitudes.is_smooth(node):
             return replace(facts, hollow=facts.hollow | hollow)
         why = f"the derivative of {node.target} may be infinite, and inf times the zero of an unwritten row is NaN"
+        if node.target in DIV:
+            why += "; add a small number to what it divides by, or clamp it"
         return Facts(
             ready=torch.tensor(self.lost_for_good), sources=facts.sources | hollow, trail=facts.trail or (why, node)
         )

@@ -119,6 +119,31 @@ def test_what_is_left_equals_its_loop(name):
     assert "weighted_sum" not in compared(LEFT[name])
 
 
+DETACHED: dict[str, Attend] = {
+    "weights": lambda t, p, q, k, v: values((scores(q, k).relu() * (p <= t)).detach(), v),
+    "scores": lambda t, p, q, k, v: values(scores(q, k).detach().relu() * (p <= t), v),
+    "half of the weights": lambda t, p, q, k, v: values((scores(q, k).relu() + scores(q, k).detach()) * (p <= t), v),
+}
+
+
+def without_gradient(t: Tensor, p: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        w = scores(q, k).relu() * (p <= t)
+    return values(w, v)
+
+
+@pytest.mark.parametrize("attend", [*DETACHED.values(), without_gradient], ids=[*DETACHED, "under no_grad"])
+def test_what_has_no_gradient_in_the_loop_has_none(attend):
+    """An optimizer leaves a weight alone that has none, and lets one decay that has zeros."""
+    torch._dynamo.reset()
+    loop, inputs = over_caches(attend), tensors()
+    compiled = nsa_compile.compile(loop, nested="eager", attention="sparse", cache=False)
+    found, expected = (torch.autograd.grad(f(*inputs).sum(), inputs, allow_unused=True) for f in (compiled, loop))
+    assert [g is None for g in found] == [g is None for g in expected]
+    assert [choice.operator for choice in nsa_compile.last_report().attention] == ["weighted_sum"]
+    torch.testing.assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
+
+
 def test_dense_attention_is_one_of_torchs_operators():
     torch._dynamo.reset()
     loop, inputs = over_caches(TAKEN["divided by their sum"][0]), tensors()

@@ -60,7 +60,7 @@ _DECOMPOSED: Any = get_decompositions(
 
 # Operators whose results have no gradient.
 _WITHOUT_GRADIENT = frozenset(
-    {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor",
+    {"detach", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor",
      "logical_not", "logical_and", "logical_or", "logical_xor"}
 )  # fmt: skip
 
