@@ -167,13 +167,18 @@ class _Plan:
         return is_integer and node not in self.large and not self._is_cut(node)
 
     def _is_cut(self, node: fx.Node) -> bool:
-        """Whether only parts of a node are read, as of the indices of a sort."""
-        return bool(node.users) and all(u.target is aten.slice.Tensor and u in self.computed for u in node.users)
+        """Whether only parts of what is made of a large value are read, as of the indices of a sort."""
+        if not node.users or any(u.target is not aten.slice.Tensor or u not in self.computed for u in node.users):
+            return False
+        return self._reads_large(operand(node) if node.target is operator.getitem else node)
+
+    def _reads_large(self, node: fx.Node) -> bool:
+        return not self.large.isdisjoint(node.all_input_nodes)
 
     def _before(self) -> set[fx.Node]:
         """What is needed, in the same part, for a large value or for what is made of one."""
         found = set[fx.Node]()
-        reads_large = {n for n in self.after if not self.large.isdisjoint(n.all_input_nodes)}
+        reads_large = {n for n in self.after if self._reads_large(n)}
         for node in reversed(self.order):
             same_part = [u for u in node.users if self.level[u] == self.level[node]]
             if node in self.computed and any(u in self.large or u in reads_large or u in found for u in same_part):
@@ -199,11 +204,11 @@ class _Plan:
         return found
 
     def _is_inside(self, node: fx.Node, level: int) -> bool:
-        is_tuple = node in self.computed and not isinstance(node.meta.get("val"), Tensor)
-        return self.level[node] == level and node in self.after and (self._leads_on(node) or is_tuple)
+        return self.level[node] == level and node in self.after and self._leads_on(node)
 
     def _leads_on(self, node: fx.Node) -> bool:
-        return node in self.before or self._is_cut(node)
+        has_several = node in self.computed and not isinstance(node.meta.get("val"), Tensor)
+        return node in self.before or self._is_cut(node) or (has_several and self._reads_large(node))
 
 
 def _elements(node: fx.Node) -> int:

@@ -88,7 +88,23 @@ def unwritten(keys: Tensor, values: Tensor, t: Tensor, q: Tensor) -> Tensor:
     return torch.einsum("bhd,btd->bht", q, keys).exp().sum(-1)
 
 
+def condensed(keys: Tensor, values: Tensor, t: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of blocks are small; of what is made of them, only parts are read."""
+    weights = scores_of(keys, t, q).softmax(-1)
+    blocks = weights.mean(1)[:, :24].unflatten(-1, (4, 6)).mean(-1)
+    shares = blocks.masked_fill(torch.arange(4) * 6 > t, -1).softmax(-1)[:, :3]
+    best = shares.masked_fill(torch.arange(3) * 6 > t, -1).sort(dim=-1, descending=True, stable=True)
+    return torch.einsum("bht,btd->bhd", weights, values), best.values[:, 0] * best.indices[:, 0]
+
+
+def highest(keys: Tensor, values: Tensor, t: Tensor, q: Tensor) -> Tensor:
+    """One result of an operator that has several."""
+    return scores_of(keys, t, q).max(-1).values
+
+
 PROGRAMS = {
+    "condensed": (condensed, 0),
+    "highest": (highest, 0),
     "purity": (purity, 0),
     "ranked": (ranked, 1),
     "picked": (picked, 1),
