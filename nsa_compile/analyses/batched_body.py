@@ -17,7 +17,17 @@ from nsa_compile.analyses.batched_operators import HALF, Value, apply_at_steps, 
 from nsa_compile.analyses.inner_loops import InnerLoop, body_of
 from nsa_compile.analyses.scores import MASK, used_tiles
 from nsa_compile.ir.aten import SHAPED, aten, operand
-from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, SCORED, SELECT, WEIGHTED, AttentionCall, Opaque, SelectCall
+from nsa_compile.ir.attention import (
+    ATTENTION,
+    NAN_ROWS,
+    PLACES,
+    SCORED,
+    SELECT,
+    WEIGHTED,
+    AttentionCall,
+    Opaque,
+    SelectCall,
+)
 from nsa_compile.ir.carries import Invariant, Known, Latest, Recurrent, Rows
 from nsa_compile.ir.inner_loops import run_inner_loop
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
@@ -30,7 +40,7 @@ _BOUNDED = (
 )  # fmt: skip
 _FEW = 2**16  # numbers of a constant of the graph
 
-ATTENTIONS = (ATTENTION, SELECT, SCORED, WEIGHTED, NAN_ROWS)
+ATTENTIONS = (ATTENTION, SELECT, SCORED, WEIGHTED, PLACES, NAN_ROWS)
 
 
 @runtime_checkable
@@ -141,7 +151,7 @@ class BatchedBody:
         self.stacks: dict[int, Tensor] = {}
         self.queries: dict[tuple[fx.Node, Times], Tensor] = {}
         self.own_forms: dict[Any, Callable[[fx.Node, Times], Any]] = {
-            SCORED: self._by_program, WEIGHTED: self._by_program, NAN_ROWS: self._nan_rows
+            SCORED: self._by_program, WEIGHTED: self._by_program, PLACES: self._by_program, NAN_ROWS: self._nan_rows
         }  # fmt: skip
 
     def ys(self) -> list[Tensor]:
@@ -255,26 +265,31 @@ class BatchedBody:
         return run(*replace(batched, **folded).args).unflatten(0, (len(times), sequences))
 
     def _by_program(self, node: fx.Node, times: Times) -> Any:
-        """Attention by scores of a program, or a sum by weights of one: the steps become its queries."""
+        """Attention by scores of a program, a sum by weights of one, or a ranking: the steps become its queries."""
         run: Any = node.target
         given_args: Any = node.args
-        queries, keys, values, leaves, program, _ = given_args
+        queries, keys, *others = given_args
+        values = [] if node.target is PLACES else [others.pop(0)]
+        leaves, program, _, *count = others
         q = [spread(self.value(x, times), len(times)) for x in queries]
-        caches = [self.value(x, times) for x in (*keys, values)]
+        caches = [self.value(x, times) for x in (*keys, *values)]
+
+        def called(q: list[Tensor], caches: list[Tensor], leaves: list[Tensor], tiles: Tensor | None) -> Any:
+            return run(q, caches[: len(keys)], *caches[len(keys) :], leaves, program, tiles, *count)
 
         if not any(has_steps for _, has_steps in caches):
             given = [self._leaf(x, times) for x in leaves]
-            *k, v = (x for x, _ in caches)
             of_steps = [_together(x) if has_steps else x for x, has_steps in given]
             tiles = None
             if times == self.all_times:
-                tiles = used_tiles(node.meta[MASK], len(times), v.shape[1], TILE)
-            return pytree.tree_map(_apart, run([_together(x) for x in q], k, v, of_steps, program, tiles))
+                tiles = used_tiles(node.meta[MASK], len(times), caches[0][0].shape[1], TILE)
+            found = called([_together(x) for x in q], [x for x, _ in caches], of_steps, tiles)
+            return pytree.tree_map(_apart, found)
         # Each step sees caches of its own.
         sequences = q[0].shape[1]
-        *k, v = (_fold(spread(x, len(times)), sequences) for x in caches)
         folded = [_fold(spread(self.value(x, times), len(times)), sequences) for x in leaves]
-        found = run([_fold(x, sequences) for x in q], k, v, folded, program, None)
+        own = [_fold(spread(x, len(times)), sequences) for x in caches]
+        found = called([_fold(x, sequences) for x in q], own, folded, None)
         return pytree.tree_map(lambda x: x.unflatten(0, (len(times), sequences)), found)
 
     def _leaf(self, node: fx.Node, times: Times) -> Value:

@@ -52,7 +52,7 @@ def apply_at_steps(node: fx.Node, operands: dict[fx.Node, Value]) -> Value:
         return _batched_matmul(node, operands), True
     if node.target in _PICKS and not operands[operand(node)][1]:
         return _picked(node, operands), True
-    if (count := _first_places_read(node)) and ranked.takes(operands[operand(node)][0], count):
+    if (count := first_places_read(node)) and ranked.takes(operands[operand(node)][0], count):
         return (None, ranked.first_places(operands[operand(node)][0], count)), True
     if (reduction := _OF_ALL.get(node.target)) is not None:
         (x, _) = operands[operand(node)]
@@ -245,7 +245,7 @@ def _gathered(x: Tensor, dim: int, index: Tensor) -> Tensor:
     return found.unflatten(0, index.shape)
 
 
-def _first_places_read(node: fx.Node) -> int | None:
+def first_places_read(node: fx.Node) -> int | None:
     """How many indices of a descending sort along the last dimension are read, if nothing else of it is."""
     if node.target not in (aten.sort.default, aten.sort.stable) or not arguments(node).descending:
         return None

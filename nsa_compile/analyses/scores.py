@@ -39,7 +39,7 @@ from nsa_compile.ir.scans import ScanRecord, Step, ancestors, example
 from nsa_compile.ir.step_values import Choice, StepValue, Table
 from nsa_compile.ops.scored.program import OPERATORS, Instruction, Program, derivative
 
-# In the meta of a node of scored_attention or weighted_sum: the `Mask` that is known of it.
+# In the meta of a node of scored_attention, weighted_sum or scored_places: the `Mask` that is known of it.
 MASK = "nsa_known_mask"
 # Instructions of a program; more are no scores of attention.
 LENGTH_LIMIT = 200
@@ -248,7 +248,7 @@ class Follower:
         self.wide |= dtype == torch.float64
         if node.kwargs.get("alpha", 1) != 1 or set(node.kwargs) - {"alpha", "dtype", "device", "layout"}:
             raise Unrecognised(f"its scores are made with {node.target} and {sorted(node.kwargs)}", node)
-        given = [self.follow(x, _read(x, node, elements)) for x in node.args]
+        given = [self.follow(x, elements_read(x, node, elements)) for x in node.args]
         if name.partition(".")[0] in STORED:
             given = [rounded(x, dtype) for x in given]
         if name == "to":
@@ -289,7 +289,7 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def _read(x: Any, node: fx.Node, elements: Tensor) -> Tensor:
+def elements_read(x: Any, node: fx.Node, elements: Tensor) -> Tensor:
     """Which elements of an operand are read for elements of a pointwise node."""
     if not isinstance(x, fx.Node):
         return elements
@@ -412,7 +412,7 @@ def key_sets(step: Step, softmax: fx.Node, xs: int, *, floors_vanish: bool) -> l
             continue
         if follower.wide and any(example(p.node).dtype != torch.float64 for p, _ in follower.products):
             raise Unrecognised("its scores are more precise than its products", softmax)
-        masks = [_known_mask(value, part, record, level) for level in (floor, floor_level(example(value).dtype))]
+        masks = [known_mask(value, part, record, level) for level in (floor, floor_level(example(value).dtype))]
         found.append(key_set(follower, score, columns, *masks))
         if why := not_differentiable(found[-1]):
             raise Unrecognised(why, value)
@@ -461,7 +461,7 @@ def _reduced(elements: Tensor) -> Tensor:
     return elements
 
 
-def _known_mask(value: fx.Node, elements: Tensor, record: ScanRecord, floor: float) -> Mask:
+def known_mask(value: fx.Node, elements: Tensor, record: ScanRecord, floor: float) -> Mask:
     """What is known of the conditions under which scores are not set to a floor, as far up as nothing but movement and
     other masks comes between them and the softmax."""
     conditions: list[Condition] = []
@@ -476,7 +476,11 @@ def _known_mask(value: fx.Node, elements: Tensor, record: ScanRecord, floor: flo
         elif is_float_cast(node):
             node = operand(node)
         elif (scaled := _scaled(node, record)) is not None:
-            elements, node, floor = _read(scaled, node, elements), scaled, -math.inf  # other numbers become others
+            elements, node, floor = (
+                elements_read(scaled, node, elements),
+                scaled,
+                -math.inf,
+            )  # other numbers become others
         elif node.target is aten.cat.default or node.target is aten.constant_pad_nd.default:
             parts, owner, within = _parts(node)
             node, elements = parts[int(owner.flatten()[elements[0, 0]])], within.flatten()[elements]
@@ -489,14 +493,14 @@ def _known_mask(value: fx.Node, elements: Tensor, record: ScanRecord, floor: flo
                 conditions.append(
                     Condition(side.condition, side.constant_if_true, numbers.reshape(example(node).shape), keys)
                 )
-            elements, node = _read(side.value, node, elements), side.value
+            elements, node = elements_read(side.value, node, elements), side.value
         elif (added := _added_mask(node, record, floor)) is not None:
             mask, scores = added
             numbers = torch.full((example(node).numel(),), -1)
             numbers[elements.flatten()] = torch.arange(elements.numel())
             if bool((numbers >= 0).all()) and numbers.numel() == elements.numel():
                 conditions.append(Condition(mask, False, numbers.reshape(example(node).shape), keys, additive=True))
-            elements, node = _read(scores, node, elements), scores
+            elements, node = elements_read(scores, node, elements), scores
         else:
             break
     return conjunction(conditions, record)
@@ -658,20 +662,25 @@ def build_shares(masses: list[Mass], build: NodeBuilder) -> fx.Node:
     return build(aten._softmax.default, build(aten.stack.default, logits), 0, False)
 
 
-def build_call(operator: Any, keys: KeySet, values: fx.Node, record: ScanRecord, build: NodeBuilder) -> fx.Node:
-    """A call of an operator that computes a program, at one step."""
+def build_operands(
+    keys: KeySet, record: ScanRecord, build: NodeBuilder
+) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """Queries, keys and leaves of a call of an operator that computes a program, at one step."""
     sides = [side.build(build, keys.shape[:2]) for side in keys.products]
-    # What is only compared has no gradient.
-    compared = [not keys.program.passes_on(f"s{i}") for i in range(len(sides))]
-    sides = [
-        (build(aten.detach.default, q), build(aten.detach.default, k)) if only else (q, k)
-        for only, (q, k) in zip(compared, sides, strict=True)
-    ]
     leaves = [leaf.build(build) for leaf in keys.leaves]
     for leaf, built in zip(keys.leaves, leaves, strict=True):
         if leaf.by_distance is not None:
             record.by_distance[built] = leaf.by_distance
-    node = build(operator, [q for q, _ in sides], [k for _, k in sides], values, leaves, str(keys.program), None)
+    return [q for q, _ in sides], [k for _, k in sides], leaves
+
+
+def build_call(operator: Any, keys: KeySet, values: fx.Node, record: ScanRecord, build: NodeBuilder) -> fx.Node:
+    """A call of an operator that reads values, at one step."""
+    q, k, leaves = build_operands(keys, record, build)
+    # What is only compared has no gradient.
+    for i in (i for i in range(len(q)) if not keys.program.passes_on(f"s{i}")):
+        q[i], k[i] = (build(aten.detach.default, x) for x in (q[i], k[i]))
+    node = build(operator, q, k, values, leaves, str(keys.program), None)
     node.meta[MASK] = keys.mask
     return node
 

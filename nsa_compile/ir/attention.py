@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from nsa_compile.ops.compressed.selection import best_blocks, block_scores, sum_heads
-from nsa_compile.ops.scored import scored_attention, weighted_sum
+from nsa_compile.ops.scored import scored_attention, scored_places, weighted_sum
 
 
 @dataclass(frozen=True)
@@ -423,3 +423,4 @@ SELECT = select_blocks._opoverload
 NAN_ROWS = nan_rows._opoverload
 SCORED = scored_attention._opoverload
 WEIGHTED = weighted_sum._opoverload
+PLACES = scored_places._opoverload

@@ -13,7 +13,8 @@ After:
     index   = select_blocks(q_cmp, k_cmp, ...)               # importance, ranking and top-n in one
     out     = attention(q, k, v, causal, indices = index)
 
-Indices that are data, and not ranked here, become those of the attention in the same way.
+Indices that are data, and not ranked here, become those of the attention in the same way. A ranking of keys by scores
+that are a program of their own (`analyses/places.py`) becomes one operator, too.
 
 The two halves are separate (`analyses/selection.py` and `analyses/ranking.py` find them): where the scores are computed
 in another way than by eq. 8 to 11, the attention still becomes one on indices, and they stay as they are.
@@ -21,6 +22,7 @@ in another way than by eq. 8 to 11, the attention still becomes one on indices, 
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from dataclasses import replace
 
@@ -29,13 +31,25 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.masks import MOVES, Unrecognised, mask_tensor
+from nsa_compile.analyses.places import rankings
 from nsa_compile.analyses.ranking import Ranking, find_ranking
+from nsa_compile.analyses.scores import MASK, build_operands
 from nsa_compile.analyses.selection import Selection, find_selection, position_node, table_of
 from nsa_compile.analyses.softmax import AttentionRecord, raised
-from nsa_compile.ir.aten import aten
-from nsa_compile.ir.attention import ATTENTION, SELECT, AttentionCall, Opaque, SelectCall
+from nsa_compile.ir.aten import arguments, aten
+from nsa_compile.ir.attention import ATTENTION, PLACES, SELECT, AttentionCall, Opaque, SelectCall
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node, eliminate_dead_code, replace_earlier, replace_node
-from nsa_compile.ir.scans import Declined, ScanRecord, Step, declined_if_it_fails, example, find_steps, location
+from nsa_compile.ir.scans import (
+    Declined,
+    ScanRecord,
+    ScanSite,
+    Step,
+    declined_if_it_fails,
+    example,
+    find_scans,
+    find_steps,
+    location,
+)
 from nsa_compile.ir.step_values import StepMask
 from nsa_compile.passes.pipeline import PassContext, register
 
@@ -44,6 +58,7 @@ from nsa_compile.passes.pipeline import PassContext, register
 def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
     """Turn masks scattered from block indices into attention on the indices, and their ranking into one operator."""
     changed = False
+    sites = {site.body: site for site in find_scans(gm)}
     for step in find_steps(gm):
         record = step.record
         for node in list(step.body.graph.nodes):
@@ -66,9 +81,38 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
                 what = "importance, ranking and mask" if ranking else "mask"
                 context.match(step.name, f"{what} of blocks of {selection.block} at {location(node)}")
                 changed = True
+        if (site := sites.get(step.body)) is not None:
+            with contextlib.suppress(Unrecognised):
+                changed |= _rank_by_programs(step, site, context)
         if changed:
             eliminate_dead_code(step.body)
             step.body.recompile()
+    return changed
+
+
+def _rank_by_programs(step: Step, site: ScanSite, context: PassContext) -> bool:
+    """Make an operator of each sort of scores of a program of which the first indices are read."""
+    with (
+        unset_fake_temporarily(),
+        torch.no_grad(),
+        declined_if_it_fails("it cannot be analysed", step.body.graph.output_node(), Unrecognised),
+    ):
+        found = rankings(step, len(site.xs))
+    changed = False
+    for places in found:
+        if not context.may_rewrite():
+            break
+        build = NodeBuilder(step.body, places.sort)
+        given = [[build(aten.detach.default, x) for x in xs] for xs in build_operands(places.keys, step.record, build)]
+        node = build(PLACES, *given, str(places.keys.program), None, places.count)
+        node.meta[MASK] = places.keys.mask
+        *lead, _ = example(places.sort)[0].shape
+        first = build(aten.reshape.default, node, [*lead, places.count])
+        for indices in list(places.sort.users):
+            for part in list(indices.users):
+                replace_earlier(part, build(aten.slice.Tensor, first, len(lead), 0, arguments(part).end))
+        context.match(step.name, f"keys ranked by a program of scores at {location(places.sort)}")
+        changed = True
     return changed
 
 

@@ -38,6 +38,7 @@ from nsa_compile.ir import attention as eager
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.attention import (
     ATTENTION,
+    PLACES,
     SCORED,
     SELECT,
     WEIGHTED,
@@ -53,9 +54,8 @@ from nsa_compile.ir.markers import label_of, set_label
 from nsa_compile.ir.rewriting import eliminate_dead_code, inline_graph, inline_tensors
 from nsa_compile.ir.scans import example, fake_inputs, find_scans, location, subgraphs
 from nsa_compile.ops.compressed import compressed_attention
+from nsa_compile.ops.scored import reference
 from nsa_compile.ops.scored.program import parse
-from nsa_compile.ops.scored.reference import scored_attention as scored_reference
-from nsa_compile.ops.scored.reference import weighted_sum as weighted_reference
 from nsa_compile.ops.selected import selected_attention
 from nsa_compile.ops.step import step_attention
 from nsa_compile.ops.window import window_attention
@@ -84,7 +84,7 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     replaced: set[fx.Node] = set()
     for graph, in_loop in [*((g, False) for g in subgraphs(gm)), *((body, True) for body in bodies)]:
         for node in list(graph.graph.nodes):
-            if node.target in (SCORED, WEIGHTED) and not in_loop:
+            if node.target in _BY_PROGRAM and not in_loop:
                 changed |= _by_program(graph, node, context)
                 continue
             if node.target not in (ATTENTION, SELECT) or node in replaced or not context.may_rewrite():
@@ -108,14 +108,33 @@ def lower_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     return changed
 
 
+class _ByProgram(NamedTuple):
+    """An operator that computes a program: its name, what its programs make, and how it is computed densely."""
+
+    name: str
+    made: str
+    dense: Callable[..., Any]
+
+
+_BY_PROGRAM: dict[Any, _ByProgram] = {
+    SCORED: _ByProgram("scored_attention", "scores", lambda *given: reference.scored_attention(*given[:5])),
+    WEIGHTED: _ByProgram("weighted_sum", "weights", lambda *given: [reference.weighted_sum(*given[:5])]),
+    PLACES: _ByProgram(
+        "scored_places", "scores", lambda q, k, xs, text, _, n: [reference.scored_places(q, k, xs, text, n)]
+    ),
+}
+
+
 def _by_program(graph: fx.GraphModule, node: fx.Node, context: PassContext) -> bool:
     """Leave what is computed by a program to its operator, unless dense attention is asked for."""
-    q, _, v, _, program, _ = cast(Any, node.args)
-    queries, keys = example(q[0]).shape[1], example(v).shape[1]
-    dense, weighted = context.options.attention == "dense", node.target is WEIGHTED
-    operator, made = ("weighted_sum", "weights") if weighted else ("scored_attention", "scores")
-    name, where = "dense" if dense else operator, location(node)
-    what = f"attention of {queries} queries to {keys} keys ({made} of {len(parse(program).instructions)} instructions)"
+    q, k, *others = cast(Any, node.args)
+    queries, keys = example(q[0]).shape[1], example(k[0]).shape[1]
+    program = next(x for x in others if isinstance(x, str))
+    operator, dense = _BY_PROGRAM[node.target], context.options.attention == "dense"
+    name, where = "dense" if dense else operator.name, location(node)
+    does = "ranking" if node.target is PLACES else "attention"
+    made = f"{operator.made} of {len(parse(program).instructions)} instructions"
+    what = f"{does} of {queries} queries to {keys} keys ({made})"
     context.report.attention.append(AttentionChoice("attention", what, name))
     if not context.may_rewrite():
         return False
@@ -127,7 +146,7 @@ def _by_program(graph: fx.GraphModule, node: fx.Node, context: PassContext) -> b
 
     def run(*inputs: Tensor) -> list[Tensor]:
         given: Any = fx.node.map_arg(node.args, dict(zip(tensors, inputs, strict=True)).__getitem__)
-        return [weighted_reference(*given[:5])] if weighted else list(scored_reference(*given[:5]))
+        return list(operator.dense(*given))
 
     inline_graph(graph, node, trace_to_aten(run, fake_inputs(tensors)), tensors)
     context.match(where, f"{what}: {name}")

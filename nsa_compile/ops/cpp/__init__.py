@@ -117,9 +117,8 @@ def register_kernels(operator: str, *, generated: bool = False) -> None:
 
     def load_vectors() -> SimpleNamespace:
         code, on_vectors = load_code(), _on_vectors()
-        return SimpleNamespace(
-            prepare=code.prepare, forward=on_vectors(code.forward), backward=on_vectors(code.backward)
-        )
+        functions = [name for name in code.__all__ if name != "prepare"]
+        return SimpleNamespace(prepare=code.prepare, **{name: on_vectors(getattr(code, name)) for name in functions})
 
     register_kernel(_CppKernel(operator, "cpu", "C++", load_code, device="cpu", priority=1, alone=generated))
     register_kernel(Kernel(operator, "vectors", "C++, vectors", load_vectors, device="cpu", priority=-1))

@@ -1,10 +1,12 @@
 """`nsa_compile::scored_attention`: attention whose scores are a program of products, positions and tensors.
 
 `nsa_compile::weighted_sum` is attention without a softmax: the result of the program is the weight itself.
+`nsa_compile::scored_places` ranks keys by such scores.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
@@ -19,7 +21,7 @@ from nsa_compile.ops.dispatch import Kernel, choose_kernel, register_kernel
 from nsa_compile.ops.scored.program import derivative, parse
 from nsa_compile.ops.tiles import compute_dtype
 
-__all__ = ["TILE", "scored_attention", "weighted_sum"]
+__all__ = ["TILE", "scored_attention", "scored_places", "weighted_sum"]
 
 TILE = 64  # queries, and keys, of a tile
 
@@ -257,6 +259,45 @@ def _differentiate_sum(ctx: Any, grad_out: Tensor) -> tuple:
 
 
 weighted_sum.register_autograd(_differentiate_sum, setup_context=_save_sum)
+
+
+# -- the keys with the largest scores
+
+
+def _find_places(q: Any, k: Any, leaves: Any, program: str, tiles: Tensor | None, count: int) -> Tensor:
+    _check(q, k, k[0], leaves, program, tiles)
+    if not 0 < count <= k[0].shape[1]:
+        raise ValueError(f"count is {count}; it must be 1 to {k[0].shape[1]}, the number of keys")
+    kernel = choose_kernel("scored", k[0], small=_is_small(q, k[0]))
+    places: Tensor = kernel.code.places(q, k, leaves, program, tiles, count)
+    return places
+
+
+#: The places of the keys with the largest scores of a program, summed over the heads of a query, without a gradient.
+#:
+#: Args:
+#:     q, k, leaves, program, tiles: those of `scored_attention`.
+#:     count: how many places of each query.
+#:
+#: Returns:
+#:     int64 `[N, S, count]`: the first indices of a stable, descending sort, NaN before all.
+scored_places = torch.library.custom_op(
+    "nsa_compile::scored_places",
+    _find_places,
+    mutates_args=(),
+    schema="(Tensor[] q, Tensor[] k, Tensor[] leaves, str program, Tensor? tiles, int count) -> Tensor",
+)
+
+
+@scored_places.register_fake
+def _(q: Any, k: Any, leaves: Any, program: str, tiles: Tensor | None, count: int) -> Tensor:
+    _check(q, k, k[0], leaves, program, tiles)
+    return q[0].new_empty(*q[0].shape[:2], count, dtype=torch.int64)
+
+
+@register_flop_formula(torch.ops.nsa_compile.scored_places)
+def _flops_of_places(q: Any, k: Any, *rest: Any, out_shape: Any = None) -> int:
+    return sum(2 * math.prod(a) * b[1] for a, b in zip(q, k, strict=True))
 
 
 @register_flop_formula([torch.ops.nsa_compile.scored_attention, torch.ops.nsa_compile.weighted_sum])

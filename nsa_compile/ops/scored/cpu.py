@@ -18,7 +18,7 @@ from nsa_compile.ops.scored import portable
 from nsa_compile.ops.scored.source import Bounds, LeafType, bounds_of_integers, generate
 from nsa_compile.ops.tiles import compute_dtype
 
-__all__ = ["backward", "forward", "prepare"]
+__all__ = ["backward", "forward", "places", "prepare"]
 
 logger = logging.getLogger("nsa_compile")
 
@@ -74,6 +74,22 @@ def backward(
     shapes = [size for x in sums for size in x.shape]
     cpp.call("scored", "backward", _sizes(q, v), tensors, [x.shape[3] for x in q], shapes, library=library)
     return [*dq, *dk, dv, *(total.to(x.dtype) for total, x in zip(sums, asked, strict=True))]
+
+
+def places(
+    q: Sequence[Tensor], k: Sequence[Tensor], leaves: Sequence[Tensor], program: str, tiles: Tensor | None, count: int
+) -> Tensor:
+    leaves = [_readable(x) for x in leaves]
+    if not _fits(program, None, leaves, k[0]):
+        return portable.places(q, k, leaves, program, tiles, count)
+    n, s, m, width = q[0].shape
+    found = cpp.empty(k[0], n, s, count, dtype=torch.int64)
+    unit = cpp.uses_matrix_unit(k[0].dtype)
+    library = _library("places", program, None, _types(leaves, k[0]), len(q), (), k[0].dtype, unit, softmax=True)
+    tensors = (*q, *(x.unsqueeze(2) for x in k), *_expanded(leaves, q, k[0]), _used(tiles), found)
+    sizes = cpp.Sizes(n, s, k[0].shape[1], m, 1, width, count)
+    cpp.call("scored", "forward", sizes, tensors, [x.shape[3] for x in q], library=library)
+    return found
 
 
 @cache

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_compile.ops.scored.program import Program, parse
 from nsa_compile.ops.tiles import compute_dtype, of_distances
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "places"]
 
 TILE = 64
 
@@ -81,6 +82,18 @@ def backward(
             _add(of_leaf, of_score, queries, keys, (q[0].shape[1], v.shape[1]))
     given_to = [*q, *k, v, *(leaves[i] for i in wanted)]
     return [x.to(y.dtype) for x, y in zip([*of_q, *of_k, *of_v, *of_leaves], given_to, strict=True)]
+
+
+def places(
+    q: Sequence[Tensor], k: Sequence[Tensor], leaves: Sequence[Tensor], program: str, tiles: Tensor | None, count: int
+) -> Tensor:
+    (n, s, _, _), keys = q[0].shape, k[0].shape[1]
+    found = torch.arange(count, device=k[0].device).repeat(n, s, 1)  # where all scores are -inf
+    for queries, seen in _spans(tiles, s, keys):
+        scores = _scores(parse(program), q, k, leaves, queries, seen, compute_dtype(k[0])).sum(2)
+        scores = F.pad(scores, (seen.start, keys - seen.stop), value=-torch.inf)
+        found[:, queries] = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return found
 
 
 def _spans(tiles: Tensor | None, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:

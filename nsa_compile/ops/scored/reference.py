@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa_compile.ops.scored.program import parse
 from nsa_compile.ops.tiles import compute_dtype, of_distances
 
-__all__ = ["scored_attention", "weighted_sum"]
+__all__ = ["scored_attention", "scored_places", "weighted_sum"]
 
 
 def scored_attention(
@@ -31,6 +31,14 @@ def weighted_sum(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Se
     """Output `[N, S, m, Dv]`, differentiable by autograd."""
     weights = _evaluated(q, k, v, leaves, program)
     return torch.einsum("nsmt,ntd->nsmd", weights, v.to(weights.dtype)).to(v.dtype)
+
+
+def scored_places(
+    q: Sequence[Tensor], k: Sequence[Tensor], leaves: Sequence[Tensor], program: str, count: int
+) -> Tensor:
+    """The places of the largest scores, summed over heads, `[N, S, count]`."""
+    scores = _evaluated(q, k, k[0], leaves, program).sum(2)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _evaluated(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, leaves: Sequence[Tensor], program: str) -> Tensor:
