@@ -13,17 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.zoo.bigbird_variant import drawn_block
 from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
+from nsa_compile.models.zoo.masked_variants import drawn_block
 
 
 class BigBirdAttention(GroupedAttention):
     """Attention to a window, global and drawn blocks; sizes are a `BigBirdPattern`."""
-
-    def __init__(self, model: NSAConfig) -> None:
-        super().__init__(model)
-        self.block = model.pattern.block
 
     def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
         pattern, heads = self.config.pattern, self.config.n_heads

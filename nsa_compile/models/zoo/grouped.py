@@ -49,13 +49,12 @@ class KVCache(NamedTuple):
 
 class GroupedAttention(ScannedAttention):
     """Projections of grouped queries, `G` heads of keys and values each of which serves `h = Hq / G` queries, and
-    caches with room for whole blocks of `block` tokens. A subclass adds `step`."""
-
-    block = 1
+    caches with room for whole blocks of `block` tokens, where the pattern has blocks. A subclass adds `step`."""
 
     def __init__(self, model: NSAConfig) -> None:
         super().__init__()
         self.config = model
+        self.block = getattr(model.pattern, "block", 1)
         self.q = nn.Linear(model.dim, model.n_heads * model.head_dim, bias=False)
         self.k = nn.Linear(model.dim, model.n_kv_heads * model.head_dim, bias=False)
         self.v = nn.Linear(model.dim, model.n_kv_heads * model.value_dim, bias=False)

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.zoo.grouped import GroupedAttention, attend, put
 from nsa_compile.models.zoo.indexed import first_best
 
@@ -32,10 +31,6 @@ class PooledKVCache(NamedTuple):
 
 class InfLLMAttention(GroupedAttention):
     """Attention to first, last and best blocks; sizes are an `InfLLMPattern`."""
-
-    def __init__(self, model: NSAConfig) -> None:
-        super().__init__(model)
-        self.block = model.pattern.block
 
     def init_state(self, batch_size: int, max_len: int) -> PooledKVCache:
         p = self.config.pattern

@@ -15,16 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
 
 
 class MoBAttention(GroupedAttention):
     """Attention to the blocks of tokens whose mean keys suit a query best; sizes are a `MoBAPattern`."""
-
-    def __init__(self, model: NSAConfig) -> None:
-        super().__init__(model)
-        self.block = model.pattern.block
 
     def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
         q, k, v = self.project(x, t)

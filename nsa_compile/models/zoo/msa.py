@@ -36,7 +36,7 @@ class MSAttention(GroupedAttention):
 
     def __init__(self, model: NSAConfig) -> None:
         super().__init__(model)
-        self.block, width = model.pattern.block, model.pattern.index_dim
+        width = model.pattern.index_dim
         self.index_q = nn.Linear(model.dim, model.n_kv_heads * width, bias=False)
         self.index_k = nn.Linear(model.dim, width, bias=False)
         self.index_q_norm = nn.RMSNorm(width, eps=model.norm_eps)

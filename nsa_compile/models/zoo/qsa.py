@@ -38,7 +38,6 @@ class QSAttention(GroupedAttention):
     def __init__(self, model: NSAConfig) -> None:
         super().__init__(model)
         p = model.pattern
-        self.block = p.block
         self.index_q = nn.Linear(model.dim, p.index_heads * p.index_dim, bias=False)
         self.index_k = nn.Linear(model.dim, p.index_dim, bias=False)
         self.index_q_norm = nn.RMSNorm(p.index_dim, eps=model.norm_eps)

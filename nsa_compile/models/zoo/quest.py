@@ -14,16 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
 
 
 class QuestAttention(GroupedAttention):
     """Attention to the pages of keys that may score highest; sizes are a `QuestPattern`."""
-
-    def __init__(self, model: NSAConfig) -> None:
-        super().__init__(model)
-        self.block = model.pattern.block
 
     def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
         q, k, v = self.project(x, t)
