@@ -49,7 +49,10 @@ class KVCache(NamedTuple):
 
 class GroupedAttention(ScannedAttention):
     """Projections of grouped queries, `G` heads of keys and values each of which serves `h = Hq / G` queries, and
-    caches with room for whole blocks of `block` tokens, where the pattern has blocks. A subclass adds `step`."""
+    caches with room for whole blocks of `block` tokens, where the pattern has blocks.
+
+    A subclass says which keys are `seen`, or has a `step` of its own.
+    """
 
     def __init__(self, model: NSAConfig) -> None:
         super().__init__()
@@ -66,6 +69,28 @@ class GroupedAttention(ScannedAttention):
         q = rope(self.q(x).unflatten(-1, (self.config.n_heads, -1)), t, theta)
         k = rope(self.k(x).unflatten(-1, (groups, -1)), t, theta)
         return q.unflatten(1, (groups, -1)), k, self.v(x).unflatten(-1, (groups, -1))
+
+    def append(self, state: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries of a token, and the caches of keys and values with its own."""
+        q, k, v = self.project(x, t)
+        return q, put(state.k, k, t), put(state.v, v, t)
+
+    def seen(self, q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+        """Which of the cached keys the queries of the token at `t` attend to, as `attend` takes it."""
+        raise NotImplementedError
+
+    def step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, ...]:
+        q, k, v = self.append(state, x, t)
+        return KVCache(k, v), self.out(attend(q, k, v, self.seen(q, k, t)).flatten(1))
+
+    def in_best_blocks(self, score: Tensor, k: Tensor, t: Tensor) -> Tensor:
+        """`seen` of the `num_selected` blocks of highest `score` `[B, G, h, N]`, with the query's own up to itself."""
+        number, own = torch.arange(score.shape[-1], device=k.device), (t // self.block)[..., None, None, None]
+        score = score.masked_fill(number > own, -torch.inf).masked_fill(number == own, torch.inf)
+        best = score.topk(min(self.config.pattern.num_selected, len(number))).indices
+        chosen = torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True)
+        past = torch.arange(k.shape[1], device=k.device) <= t[..., None]
+        return chosen.repeat_interleave(self.block, -1) & past[..., None, None, :]
 
     def init_state(self, batch_size: int, max_len: int) -> Any:
         config, rows = self.config, -(-max_len // self.block) * self.block

@@ -48,8 +48,7 @@ class MSAttention(GroupedAttention):
 
     def step(self, state: IndexedCache, x: Tensor, t: Tensor) -> tuple[IndexedCache, Tensor, Tensor]:
         p, theta, groups = self.config.pattern, self.config.rope_theta, self.config.n_kv_heads
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
+        q, k, v = self.append(state, x, t)
         q_index = rope(self.index_q_norm(self.index_q(x.detach()).unflatten(-1, (groups, -1))), t, theta)
         k_index = rope(self.index_k_norm(self.index_k(x.detach()))[:, None], t, theta)[:, 0]
         k_index = put(state.k_index, k_index, t)

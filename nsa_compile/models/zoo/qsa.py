@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.zoo.grouped import GroupedAttention, put, rope
+from nsa_compile.models.zoo.grouped import GroupedAttention, rope
 from nsa_compile.models.zoo.indexed import first_best, indexer_loss
 
 
@@ -51,8 +51,7 @@ class QSAttention(GroupedAttention):
 
     def step(self, state: PooledCache, x: Tensor, t: Tensor) -> tuple[PooledCache, Tensor, Tensor]:
         p, theta, each = self.config.pattern, self.config.rope_theta, t[..., None]
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
+        q, k, v = self.append(state, x, t)
         q_index = rope(self.index_q_norm(self.index_q(x.detach()).unflatten(-1, (p.index_heads, -1))), t, theta)
         recent = torch.cat([state.recent[:, 1:], self.index_k(x.detach())[:, None]], dim=1)
         pooled = rope(self.index_k_norm(recent.mean(1))[:, None], t - (self.block - 1), theta)
