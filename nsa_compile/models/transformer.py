@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,11 @@ class ModelState(NamedTuple):
     def caches(self) -> list[Tensor]:
         """The tensors `[B, ...]` of all layers, without those that a layer does not have."""
         return [cache for layer in self.layers for cache in layer if cache is not None]
+
+    def with_caches(self, t: Tensor, caches: Iterable[Tensor]) -> ModelState:
+        """The state of the same layers with other positions and tensors, as `caches` orders them."""
+        rest = iter(caches)
+        return ModelState(t, [type(layer)(*(x if x is None else next(rest) for x in layer)) for layer in self.layers])
 
 
 def check_prompts(lengths: Tensor, shape: Sequence[int], max_len: int) -> None:
