@@ -430,18 +430,18 @@ class NSATransformer(nn.Module):
         batch, length = tokens.shape
         if lengths is None:
             lengths = torch.full((batch,), length, dtype=torch.int64, device=tokens.device)
-        check_prompts(lengths, tokens.shape, length if max_len is None else max_len)
+        max_len = length if max_len is None else max_len
+        check_prompts(lengths, tokens.shape, max_len)
         x = self.embedding(tokens)
         layers: list[Any] = []
         chosen: list[Tensor] = []
         asked = self._asked_of_layers(selection, return_selection, tokens.shape)
         for module, selecting in zip(self.blocks, asked, strict=True):
-            layer, x, *of_layer = block(module, x, lengths, length if max_len is None else max_len, **selecting)
+            layer, x, *of_layer = block(module, x, lengths, max_len, **selecting)
             layers.append(layer)
             chosen += of_layer
         read = x if every else x[torch.arange(batch, device=x.device), lengths - 1]
-        state = ModelState(lengths.clone(), layers)
-        return _with_selection(state, self.head(self.norm(read)), chosen)
+        return _with_selection(ModelState(lengths.clone(), layers), self.head(self.norm(read)), chosen)
 
     def decode_step(
         self,

@@ -30,14 +30,15 @@ def rope_pairs(x: Tensor, t: Tensor, theta: float, width: int | None = None) -> 
     return torch.cat([kept, turned.unflatten(-1, (2, -1)).mT.flatten(-2)], dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """softmax(q kᵀ / √D) v of grouped queries `[B, G, h, D]` over the keys `[B, S, G, D]` that `seen` keeps.
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(q kᵀ / √D) v of grouped queries `[B, G, h, D]` over the keys `[B, S, G, D]` that `seen` keeps, and this
+    softmax, `[B, G, h, S]`.
 
     `seen` is bool and broadcasts to `[B, G, h, S]`; some key must be seen.
     """
     scores = torch.einsum("bghd,bsgd->bghs", q, k) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("bghs,bsge->bghe", weights, v)
+    return torch.einsum("bghs,bsge->bghe", weights, v), weights
 
 
 class KVCache(NamedTuple):
@@ -81,7 +82,8 @@ class GroupedAttention(ScannedAttention):
 
     def step(self, state: Any, x: Tensor, t: Tensor) -> tuple[Any, ...]:
         q, k, v = self.append(state, x, t)
-        return KVCache(k, v), self.out(attend(q, k, v, self.seen(q, k, t)).flatten(1))
+        o, _ = attend(q, k, v, self.seen(q, k, t))
+        return KVCache(k, v), self.out(o.flatten(1))
 
     def in_best_blocks(self, score: Tensor, k: Tensor, t: Tensor) -> Tensor:
         """`seen` of the `num_selected` blocks of highest `score` `[B, G, h, N]`, with the query's own up to itself."""

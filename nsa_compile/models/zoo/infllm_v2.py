@@ -63,4 +63,5 @@ class InfLLMAttention(GroupedAttention):
         seen = (first_best(score, p.num_selected) | local).repeat_interleave(self.block, -1)  # [B, G, S]
         past = (torch.arange(k.shape[1], device=x.device) <= each)[..., None, :]  # [1, S], or [B, 1, S]
         seen = (seen | (t < p.dense_len)[..., None, None]) & past
-        return PooledKVCache(k, v, recent, pooled), self.out(attend(q, k, v, seen[:, :, None]).flatten(1))
+        o, _ = attend(q, k, v, seen[:, :, None])
+        return PooledKVCache(k, v, recent, pooled), self.out(o.flatten(1))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.zoo.grouped import GroupedAttention, put, rope
+from nsa_compile.models.zoo.grouped import GroupedAttention, attend, put, rope
 from nsa_compile.models.zoo.indexed import indexer_loss
 
 
@@ -62,8 +62,6 @@ class MSAttention(GroupedAttention):
         chosen = torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True)
         seen = chosen.repeat_interleave(self.block, -1) & past  # [B, G, S]
 
-        scores = torch.einsum("bghd,bsgd->bghs", q, k) * q.shape[-1] ** -0.5
-        weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
-        o = torch.einsum("bghs,bsge->bghe", weights, v)
+        o, weights = attend(q, k, v, seen[:, :, None])
         loss = indexer_loss(weights.mean(2), index, seen).mean(1)
         return IndexedCache(k, v, k_index), self.out(o.flatten(1)), loss

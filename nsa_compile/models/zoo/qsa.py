@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.zoo.grouped import GroupedAttention, rope
+from nsa_compile.models.zoo.grouped import GroupedAttention, attend, rope
 from nsa_compile.models.zoo.indexed import first_best, indexer_loss
 
 
@@ -65,8 +65,6 @@ class QSAttention(GroupedAttention):
         tail = (position >= (each + 1) // self.block * self.block) & (position <= each)
         seen = (chosen.repeat_interleave(self.block, -1) | tail)[:, None, None]
 
-        scores = torch.einsum("bghd,bsgd->bghs", q, k) * q.shape[-1] ** -0.5
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        o = torch.einsum("bghs,bsge->bghe", weights, v)
+        o, weights = attend(q, k, v, seen)
         mass = weights.sum((1, 2)).unflatten(-1, (-1, self.block)).sum(-1)  # [B, N]
         return PooledCache(k, v, recent, k_index), self.out(o.flatten(1)), indexer_loss(mass, index, chosen)
