@@ -28,7 +28,6 @@ from nsa_compile.config import load_config
 from nsa_compile.estimation.estimate import count_parameters
 from nsa_compile.models.config import NSAConfig, SparsePattern
 from nsa_compile.models.flops import (
-    attention_pairs,
     training_flops_per_token,
     visible_compressed,
     visible_selected,
@@ -264,7 +263,7 @@ def predict_step(model: NSAConfig, seq_len: int, sequences: int, machine: Machin
     tokens = seq_len * sequences
     problem = Problem(seq_len, model.n_kv_heads, model.n_heads, model.head_dim, sequences, model.pattern)
     useful = training_flops_per_token(model, seq_len) * tokens
-    pairs = model.n_layers * model.n_heads * attention_pairs(model, seq_len) * sequences
+    pairs = model.n_layers * model.n_heads * model.variant.pairs(model, seq_len) * sequences
     attention_flops = 3 * 2 * pairs * (model.head_dim + model.value_dim)
     weights = count_parameters(model)  # AdamW reads and writes 7 float32 for each
     moved = model.n_layers * ACTIVATIONS * tokens * model.dim * BYTES + LOGIT_BYTES * tokens * model.vocab_size

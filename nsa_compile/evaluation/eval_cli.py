@@ -84,6 +84,7 @@ def evaluate(
     if out is not None:
         check_file(out)
     from nsa_compile.evaluation.evaluation_page import tables, write_page
+    from nsa_compile.evaluation.held_out import score_texts
     from nsa_compile.evaluation.scoring import Scorer
     from nsa_compile.generation.trained import load_trained
 
@@ -104,7 +105,8 @@ def evaluate(
     found: list[Found] = []
     if task == "text":
         meaning = STREAM
-        scores = _score(scorer, trained, texts, lengths, stride)
+        token_bytes = trained.tokenizer.token_bytes
+        scores = [score_texts(scorer, texts, length, stride or length, token_bytes) for length in lengths]
     else:
         meaning = RECORDS if records else SENTENCES
         found = _find(scorer, trained, texts, lengths, depths, samples)
@@ -150,15 +152,6 @@ def _texts(run: Path, trained: TrainedModel, data: str | None, max_tokens: int |
     if not texts:
         raise UserError(f"'{data}' holds no text; give another one with --data PATH")
     return texts
-
-
-def _score(
-    scorer: Any, trained: TrainedModel, texts: list[Text], lengths: tuple[int, ...], stride: int | None
-) -> list[TextScore]:
-    from nsa_compile.evaluation.held_out import score_texts
-
-    token_bytes = trained.tokenizer.token_bytes
-    return [score_texts(scorer, texts, length, stride or length, token_bytes) for length in lengths]
 
 
 def _find(

@@ -18,7 +18,7 @@ from nsa_compile.data.conversations import read_conversations
 from nsa_compile.data.corpus import split_conversations
 from nsa_compile.data.documents import find_files, read_documents
 from nsa_compile.data.tokenizers import Tokenizer
-from nsa_compile.evaluation.scoring import Scorer, bits
+from nsa_compile.evaluation.scoring import Scorer
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TextScore:
 
     @property
     def bits_per_byte(self) -> float:
-        return bits(self.nats) / self.bytes
+        return self.nats / math.log(2) / self.bytes
 
     @property
     def nats_per_token(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -64,8 +63,3 @@ class Scorer:
             top = logits.argmax(-1) == rows[:, 1:]
             for sequence, log_probs, firsts in zip(part, chosen.cpu().numpy(), top.cpu().numpy(), strict=False):
                 yield Scores(log_probs[: len(sequence) - 1], firsts[: len(sequence) - 1])
-
-
-def bits(nats: float) -> float:
-    """The same information in bits."""
-    return nats / math.log(2)

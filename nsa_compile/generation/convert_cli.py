@@ -9,34 +9,31 @@ from typing import Any
 import click
 
 from nsa_compile.arguments import check_new_directory
+from nsa_compile.cli import stacked
 from nsa_compile.errors import UserError
 from nsa_compile.generation.export_cli import write_folder
 from nsa_compile.models.config import SparsePattern
 
-_SIZES = ("compress_block", "compress_stride", "select_block", "num_selected", "window")
-
-
-def _pattern_options(command: Any) -> Any:
-    defaults = SparsePattern()
-    meaning = {
-        "compress_block": "Tokens pooled into one compressed key.",
-        "compress_stride": "Tokens between the starts of neighbouring compressed blocks.",
-        "select_block": "Tokens of a selection block.",
-        "num_selected": "Selection blocks that a query attends to.",
-        "window": "Tokens of the sliding window.",
-    }
-    for name in reversed(_SIZES):
-        option = f"--{name.replace('_', '-')}"
-        command = click.option(
-            option, name, type=int, default=getattr(defaults, name), show_default=True, help=meaning[name]
-        )(command)
-    return command
+_SIZES = {
+    "compress_block": "Tokens pooled into one compressed key.",
+    "compress_stride": "Tokens between the starts of neighbouring compressed blocks.",
+    "select_block": "Tokens of a selection block.",
+    "num_selected": "Selection blocks that a query attends to.",
+    "window": "Tokens of the sliding window.",
+}
 
 
 @click.command()
 @click.argument("source")
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="A folder that is new.")
-@_pattern_options
+@stacked(
+    *(
+        click.option(
+            f"--{name.replace('_', '-')}", type=int, default=getattr(SparsePattern, name), show_default=True, help=text
+        )
+        for name, text in _SIZES.items()
+    )
+)
 def convert(source: str, out: Path, **sizes: Any) -> None:
     """Make an NSA model of a dense one; train --init-from goes on with it.
 

@@ -82,7 +82,7 @@ def _write_model(trained: TrainedModel, kind: str, folder: Path) -> None:
     exported = Exported(trained.model, trained.tokenizer.name, trained.seq_len, trained.chat)
     write_exported(folder, exported, module=kind == "hf")
     if kind == "hf":
-        from nsa_compile.train.torchao_import import import_torchao
+        from nsa_compile.train.low_precision import import_torchao
 
         # transformers imports torchao where it is installed.
         import_torchao("nsa_compile.hf.tokenizer").save_tokenizer(trained.tokenizer, folder)

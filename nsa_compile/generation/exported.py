@@ -96,7 +96,8 @@ def read_exported(folder: Path) -> Exported:
     for name, value, kind in kinds:
         if value is not None and type(value) is not kind:
             raise UserError(f"'{folder / CONFIG}': {name} = {value!r} must be of type {kind.__name__}; export it anew")
-    weights = _read_weights(folder / WEIGHTS)
+    tensors = read_tensors(folder / WEIGHTS, "export the model anew")
+    weights = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
     if config.tie_embeddings and "embedding.weight" in weights:
         weights["head.weight"] = weights["embedding.weight"]
     model = NSATransformer(config)
@@ -153,13 +154,13 @@ def read_config(path: Path, model_types: Sequence[str], whose: str, way_out: str
     return values
 
 
-def _read_weights(path: Path) -> dict[str, Any]:
-    """The tensors of an `NSATransformer`; never a pickle, which may run any code."""
+def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
+    """The tensors of a file of safetensors; never a pickle, which may run any code."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        tensors = load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"'{path}' is no file of safetensors: {error}; export the model anew") from None
-    return {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
+        raise UserError(f"'{path}' is no file of safetensors: {error}; {way_out}") from None
+    return tensors

@@ -28,18 +28,16 @@ class FlatStep(nn.Module):
     def __init__(self, model: NSATransformer, max_len: int) -> None:
         super().__init__()
         self.model = model
-        state = model.init_state(1, max_len)
-        self.layers, self.max_len = state.layers, max_len
+        self.empty, self.max_len = model.init_state(1, max_len), max_len
         # What a cache holds of an earlier text is written before it is read; a state of a fixed size goes on from it.
         longer = model.init_state(1, 2 * max_len).caches()
-        self.begins = [a if a.shape == b.shape else None for a, b in zip(state.caches(), longer, strict=True)]
+        self.begins = [a if a.shape == b.shape else None for a, b in zip(self.empty.caches(), longer, strict=True)]
 
     def after(self, tokens: Tensor, t: Tensor, caches: list[Tensor]) -> tuple[ModelState, Tensor]:
         """The state after the next token `[B]` of each sequence, at its position, and the logits `[B, V]`. At position
         0 a text begins, whatever the row held before."""
-        rest = map(partial(_begun, t == 0), self.begins, caches)
-        layers = [type(layer)(*(None if x is None else next(rest) for x in layer)) for layer in self.layers]
-        return self.model.decode_step(ModelState(t, layers), tokens)
+        state = self.empty.with_caches(t, map(partial(_begun, t == 0), self.begins, caches))
+        return self.model.decode_step(state, tokens)
 
 
 def _begun(is_first: Tensor, begin: Tensor | None, cache: Tensor) -> Tensor:

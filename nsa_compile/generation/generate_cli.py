@@ -201,22 +201,18 @@ class Text:
     stopped_by: str  # "length", "stop", "end" or "interrupted"
 
 
+@dataclass
 class Writer:
     """A model, how it is asked to write, and the texts that it writes."""
 
-    def __init__(
-        self,
-        trained: TrainedModel,
-        decoder: Decoder,
-        sampling: Sampling,
-        count: int,
-        seed: int,
-        stops: Sequence[str],
-        batch: int,
-    ) -> None:
-        self.trained, self.decoder, self.sampling = trained, decoder, sampling
-        self.count, self.seed, self.stops, self.batch = count, seed, stops, batch
-        self._session: Session | None = None
+    trained: TrainedModel
+    decoder: Decoder
+    sampling: Sampling
+    count: int
+    seed: int
+    stops: Sequence[str]
+    batch: int
+    _session: Session | None = None
 
     @classmethod
     def of(

@@ -28,10 +28,9 @@ def import_model(source: Path, out: Path) -> None:
     check_new_directory(out)
     importlib.import_module("safetensors")  # who lacks the extra need not wait for torch
     from nsa_compile.generation.exported import write_exported
-    from nsa_compile.generation.folders import OTHERS, read_folder
-    from nsa_compile.generation.imported import TOKENIZER_OF_TEXT, copy_tokenizer
+    from nsa_compile.generation.imported import OTHERS, TOKENIZER_OF_TEXT, copy_tokenizer, read_folder
 
-    model = read_folder(source, OTHERS)
+    model = read_folder(source, list(OTHERS))
 
     def write(folder: Path) -> None:
         write_exported(folder, model)

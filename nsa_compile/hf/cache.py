@@ -91,35 +91,18 @@ class NSACache(Cache):
     def grow(self, model: NSATransformer, room: int) -> None:
         """Make room for `room` tokens; what the caches hold stays."""
         assert self.state is not None
-        empty = model.init_state(len(self.state.t), room)
-        self.state = ModelState(
-            self.state.t,
-            [
-                type(layer)(
-                    *(old if old is None else _begin_with(new, old) for new, old in zip(more, layer, strict=True))
-                )
-                for more, layer in zip(empty.layers, self.state.layers, strict=True)
-            ],
-        )
-        self.room = room
+        larger = model.init_state(len(self.state.t), room)
+        for new, old in zip(larger.caches(), self.state.caches(), strict=True):
+            new[tuple(slice(0, size) for size in old.shape)] = old
+        self.state, self.room = larger._replace(t=self.state.t), room
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace each tensor of the state, and what is recorded."""
         self.selections = [function(selection) for selection in self.selections]
         if self.state is not None:
-            layers: list[Any] = [
-                type(layer)(*(tensor if tensor is None else function(tensor) for tensor in layer))
-                for layer in self.state.layers
-            ]
-            self.state = ModelState(function(self.state.t), layers)
+            self.state = self.state.with_caches(function(self.state.t), map(function, self.state.caches()))
 
 
 def _sizes(layer: Any) -> Any:
     """What the state of a layer is, but for its numbers."""
     return type(layer), [None if x is None else (x.shape, x.dtype) for x in layer]
-
-
-def _begin_with(new: Tensor, old: Tensor) -> Tensor:
-    """`new`, with `old` in its first rows of each dimension."""
-    new[tuple(slice(0, size) for size in old.shape)] = old
-    return new

@@ -34,6 +34,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = NSAConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embedding"
     _no_split_modules = ["Block"]  # noqa: RUF012
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
     _is_stateful = True  # so that no assistant is let guess ahead: the state takes no token back
@@ -83,12 +84,6 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def continuous_batching_context_manager(self, *_: Any, **__: Any) -> Any:
         """Not for this model."""
         raise NotImplementedError("NSAForCausalLM does not take generate_batch; give generate a batch")
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.head

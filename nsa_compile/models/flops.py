@@ -37,11 +37,6 @@ def blocks_before(block: int, seq_len: int) -> int:
     return block * full * (full - 1) // 2 + full * rest
 
 
-def attention_pairs(config: NSAConfig, seq_len: int) -> int:
-    """Query-key pairs one head of one layer works on in a sequence of ``seq_len`` tokens."""
-    return config.variant.pairs(config, seq_len)
-
-
 def projections(config: NSAConfig, kv_sets: int) -> int:
     """Multiplies a token of the projections of a layer: queries, ``kv_sets`` of keys and values, output."""
     heads, groups, key_dim, value_dim = config.n_heads, config.n_kv_heads, config.head_dim, config.value_dim
@@ -53,7 +48,7 @@ def forward_flops_per_token(config: NSAConfig, seq_len: int) -> float:
     swiglu = 3 * config.dim * config.hidden_dim
     multiplies: float = config.dim * config.vocab_size + config.n_layers * swiglu
     for layer in config.layers():
-        pairs = attention_pairs(layer, seq_len) / seq_len
+        pairs = layer.variant.pairs(layer, seq_len) / seq_len
         multiplies += sum(layer.variant.multiplies(layer, seq_len))
         multiplies += pairs * layer.n_heads * (layer.head_dim + layer.value_dim)
     return 2.0 * multiplies

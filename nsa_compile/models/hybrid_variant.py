@@ -21,11 +21,7 @@ HYBRID = "hybrid"
 
 @dataclass(frozen=True)
 class HybridPattern(Pattern):
-    """Which attention each layer has, and their sizes.
-
-    Raises:
-        ValueError: naming the field, its value and the rule it breaks.
-    """
+    """Which attention each layer has, and their sizes."""
 
     layers: tuple[str, ...] = ("kda", "kda", "kda", "nsa")
     """Attentions of the layers from the first on, again from the start where the model has more; names as those of

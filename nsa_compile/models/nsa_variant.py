@@ -5,9 +5,8 @@ The step is in ``nsa.py``, its layer in ``nsa_layer.py``, what measures a layer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from nsa_compile.branches import BRANCHES
 from nsa_compile.models.variant import AttentionVariant, LayerRow, Panel, Picture
@@ -17,13 +16,6 @@ if TYPE_CHECKING:
 
     from nsa_compile.models.config import NSAConfig
     from nsa_compile.models.transformer import AttentionLayer, NSATransformer
-
-
-# What the layer takes of a model's configuration.
-_LAYER_FIELDS = (
-    "dim", "n_heads", "n_kv_heads", "head_dim", "v_head_dim", "pattern", "phi", "phi_hidden", "shared_kv", "branches",
-    "rope_theta",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,6 +57,7 @@ class LayerStatistics(LayerRow):
 class NSA(AttentionVariant):
     """Native Sparse Attention (arXiv 2502.11089): compressed blocks, selected blocks and a window, each with a gate."""
 
+    shown_sizes: ClassVar = {"n": "num_selected", "w": "window"}
     verified = True
     ranges_expected: ClassVar = {"nsa.sel.ranges_v2": "selected attention did not run on token ranges"}
     row = LayerStatistics
@@ -116,15 +109,10 @@ class NSA(AttentionVariant):
         from nsa_compile.models.nsa_layer import NSAttention
 
         fields = (
-            "v_head_dim", "pattern", "phi", "phi_hidden", "shared_kv", "compress_rotated", "branches", "rope_theta",
+            "dim", "n_heads", "n_kv_heads", "head_dim", "v_head_dim", "pattern", "phi", "phi_hidden", "shared_kv",
+            "compress_rotated", "branches", "rope_theta",
         )  # fmt: skip
-        return NSAttention(
-            model.dim,
-            model.n_heads,
-            model.n_kv_heads,
-            model.head_dim,
-            **{name: getattr(model, name) for name in fields},
-        )
+        return NSAttention(**{name: getattr(model, name) for name in fields})
 
     def min_seq_len(self, model: NSAConfig) -> tuple[int, str]:
         least = model.pattern.compress_block
@@ -146,9 +134,6 @@ class NSA(AttentionVariant):
             phi = sum(_phi(model, width) for width in (model.head_dim, model.value_dim))
             parts.append(blocks_per_token * model.n_kv_heads * phi)
         return parts
-
-    def sizes(self, settings: Mapping[str, Any]) -> str:
-        return f", n = {settings['num_selected']}, w = {settings['window']}"
 
     def statistics(self, model: NSATransformer, tokens: Tensor) -> list[LayerStatistics]:
         """None where ``model.branches`` leaves a branch out, because then there are no three to weigh."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, get_args
 
 IndexConvention = Literal["minus", "paper_v2"]
 # No dimension of a tensor is larger.
@@ -41,7 +42,20 @@ def require_positive(owner: object, name: str) -> None:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Sizes of an attention. A subclass has a default for each, checks them, and explains them by a text below each."""
+    """Sizes of an attention. A subclass has a default for each, and explains it by a text below it.
+
+    An integer is at least 1, or 0 where ``from_zero`` names it; rules of its own a subclass adds to ``__post_init__``.
+
+    Raises:
+        ValueError: naming the field, its value and the rule it breaks.
+    """
+
+    from_zero: ClassVar[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type in (int, "int"):
+                require_int(self, field.name, 0 if field.name in self.from_zero else 1)
 
     @classmethod
     def sections(cls) -> dict[str, Any]:
@@ -51,11 +65,9 @@ class Pattern:
 
 @dataclass(frozen=True)
 class SparsePattern(Pattern):
-    """Which keys a query of NSA sees: the paper's block sizes and counts.
+    """Which keys a query of NSA sees: the paper's block sizes and counts."""
 
-    Raises:
-        ValueError: naming the field, its value and the rule it breaks.
-    """
+    from_zero = ("num_initial",)
 
     compress_block: int = 32
     """Tokens pooled into one compressed key, ``l`` (eq. 7)."""
@@ -76,9 +88,7 @@ class SparsePattern(Pattern):
     second version, (l'/d)·j − m − n."""
 
     def __post_init__(self) -> None:
-        for name in ("compress_block", "compress_stride", "select_block", "num_selected", "window", "num_local"):
-            require_int(self, name, 1)
-        require_int(self, "num_initial", 0)
+        super().__post_init__()
         require_choice(self, "index_convention", get_args(IndexConvention))
         for name, symbol in (("compress_block", "l"), ("select_block", "l'")):
             if getattr(self, name) % self.compress_stride:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,11 @@ class ModelState(NamedTuple):
     def caches(self) -> list[Tensor]:
         """The tensors `[B, ...]` of all layers, without those that a layer does not have."""
         return [cache for layer in self.layers for cache in layer if cache is not None]
+
+    def with_caches(self, t: Tensor, caches: Iterable[Tensor]) -> ModelState:
+        """The state of the same layers with other positions and tensors, as `caches` orders them."""
+        rest = iter(caches)
+        return ModelState(t, [type(layer)(*(x if x is None else next(rest) for x in layer)) for layer in self.layers])
 
 
 def check_prompts(lengths: Tensor, shape: Sequence[int], max_len: int) -> None:
@@ -425,18 +430,18 @@ class NSATransformer(nn.Module):
         batch, length = tokens.shape
         if lengths is None:
             lengths = torch.full((batch,), length, dtype=torch.int64, device=tokens.device)
-        check_prompts(lengths, tokens.shape, length if max_len is None else max_len)
+        max_len = length if max_len is None else max_len
+        check_prompts(lengths, tokens.shape, max_len)
         x = self.embedding(tokens)
         layers: list[Any] = []
         chosen: list[Tensor] = []
         asked = self._asked_of_layers(selection, return_selection, tokens.shape)
         for module, selecting in zip(self.blocks, asked, strict=True):
-            layer, x, *of_layer = block(module, x, lengths, length if max_len is None else max_len, **selecting)
+            layer, x, *of_layer = block(module, x, lengths, max_len, **selecting)
             layers.append(layer)
             chosen += of_layer
         read = x if every else x[torch.arange(batch, device=x.device), lengths - 1]
-        state = ModelState(lengths.clone(), layers)
-        return _with_selection(state, self.head(self.norm(read)), chosen)
+        return _with_selection(ModelState(lengths.clone(), layers), self.head(self.norm(read)), chosen)
 
     def decode_step(
         self,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 REGISTERED = {
     "nsa": "nsa_compile.models.nsa_variant:NSA",
     "dense": "nsa_compile.models.dense_variant:Dense",
-    "gqa": "nsa_compile.models.zoo.gqa_variant:GQA",
-    "streaming": "nsa_compile.models.zoo.streaming_variant:Streaming",
-    "gpt_oss": "nsa_compile.models.zoo.gpt_oss_variant:GptOss",
-    "longformer": "nsa_compile.models.zoo.longformer_variant:Longformer",
-    "bigbird": "nsa_compile.models.zoo.bigbird_variant:BigBird",
-    "moba": "nsa_compile.models.zoo.moba_variant:MoBA",
-    "quest": "nsa_compile.models.zoo.quest_variant:Quest",
-    "infllm_v2": "nsa_compile.models.zoo.infllm_v2_variant:InfLLM",
-    "dsa": "nsa_compile.models.zoo.dsa_variant:DSA",
-    "msa": "nsa_compile.models.zoo.msa_variant:MSA",
-    "qsa": "nsa_compile.models.zoo.qsa_variant:QSA",
-    "csa": "nsa_compile.models.zoo.deepseek_v4_variant:CSA",
-    "hca": "nsa_compile.models.zoo.deepseek_v4_variant:HCA",
+    "gqa": "nsa_compile.models.zoo.masked_variants:GQA",
+    "streaming": "nsa_compile.models.zoo.masked_variants:Streaming",
+    "gpt_oss": "nsa_compile.models.zoo.masked_variants:GptOss",
+    "longformer": "nsa_compile.models.zoo.masked_variants:Longformer",
+    "bigbird": "nsa_compile.models.zoo.masked_variants:BigBird",
+    "moba": "nsa_compile.models.zoo.masked_variants:MoBA",
+    "quest": "nsa_compile.models.zoo.masked_variants:Quest",
+    "infllm_v2": "nsa_compile.models.zoo.masked_variants:InfLLM",
+    "dsa": "nsa_compile.models.zoo.indexed_variants:DSA",
+    "msa": "nsa_compile.models.zoo.indexed_variants:MSA",
+    "qsa": "nsa_compile.models.zoo.indexed_variants:QSA",
+    "csa": "nsa_compile.models.zoo.indexed_variants:CSA",
+    "hca": "nsa_compile.models.zoo.indexed_variants:HCA",
     "hybrid": "nsa_compile.models.hybrid_variant:Hybrid",
-    "linear": "nsa_compile.models.zoo.linear_variant:Linear",
-    "retnet": "nsa_compile.models.zoo.retnet_variant:RetNet",
-    "gla": "nsa_compile.models.zoo.gla_variant:GLA",
-    "mamba2": "nsa_compile.models.zoo.mamba2_variant:Mamba2",
-    "delta_net": "nsa_compile.models.zoo.delta_net_variant:DeltaNet",
-    "gated_delta_net": "nsa_compile.models.zoo.gated_delta_net_variant:GatedDeltaNet",
-    "kda": "nsa_compile.models.zoo.kda_variant:KDA",
+    "linear": "nsa_compile.models.zoo.recurrent_variants:Linear",
+    "retnet": "nsa_compile.models.zoo.recurrent_variants:RetNet",
+    "gla": "nsa_compile.models.zoo.recurrent_variants:GLA",
+    "mamba2": "nsa_compile.models.zoo.recurrent_variants:Mamba2",
+    "delta_net": "nsa_compile.models.zoo.recurrent_variants:DeltaNet",
+    "gated_delta_net": "nsa_compile.models.zoo.recurrent_variants:GatedDeltaNet",
+    "kda": "nsa_compile.models.zoo.recurrent_variants:KDA",
 }
 
 
@@ -89,6 +89,7 @@ class AttentionVariant(ABC):
         auxiliary: its layers have a loss of their own, as an indexer has that no gradient reaches otherwise; training
             adds their sum to the loss of the tokens.
         alike: its layers are equal, so that one of them stands for all.
+        shown_sizes: fields of ``pattern`` in the headline of a profile, by their symbols.
         scanned: its layer is a :func:`nsa_compile.scan` over the tokens, so it is slow uncompiled, and a loop that is
             left in what is compiled is a fallback.
         verified: ``nsa-compile verify`` has properties of it.
@@ -101,6 +102,7 @@ class AttentionVariant(ABC):
     """
 
     pattern: ClassVar[type[Pattern]] = SparsePattern
+    shown_sizes: ClassVar[Mapping[str, str]] = {}
     auxiliary: ClassVar[bool] = False
     alike: ClassVar[bool] = True
     scanned: ClassVar[bool] = True
@@ -141,7 +143,7 @@ class AttentionVariant(ABC):
 
     def sizes(self, settings: Mapping[str, Any]) -> str:
         """The sizes among the settings of a profile that tell this attention from one of other sizes: ``, w = 512``."""
-        return ""
+        return "".join(f", {symbol} = {settings[name]}" for symbol, name in self.shown_sizes.items())
 
     def statistics(self, model: NSATransformer, tokens: Tensor) -> list[Any]:
         """A ``row`` for each layer of ``model`` on ``tokens`` ``[B, S]`` int64; none where there are no statistics."""
@@ -155,6 +157,5 @@ def find(name: str) -> AttentionVariant:
 
 @cache
 def _load(name: str, place: str) -> AttentionVariant:
-    module, _, kind = place.partition(":")
-    variant: AttentionVariant = getattr(importlib.import_module(module), kind)(name)
+    variant: AttentionVariant = pkgutil.resolve_name(place)(name)
     return variant

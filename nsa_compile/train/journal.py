@@ -114,7 +114,7 @@ class Journal:
             return
         self.steps.append(row)
         if self._tensorboard is not None:
-            self._tensorboard.training(row)
+            self._tensorboard.write("training", row.step, row)
         if result.overlap is not None:
             if not self._overlaps:
                 self.log(f"[ddp] {result.overlap.sent_bytes / 1e6:,.1f} MB of gradients sent by each process a step")
@@ -136,7 +136,8 @@ class Journal:
             self._attention.append({"step": step, **asdict(layer)})
         self._attention.flush()
         if self._tensorboard is not None:
-            self._tensorboard.attention(step, layers)
+            for layer in layers:
+                self._tensorboard.write(f"layer {layer.layer}", step, layer)
 
     def evaluation(self, row: EvalRow) -> None:
         """Record a held-out loss."""
@@ -145,7 +146,7 @@ class Journal:
         self.evaluations.append(row)
         self.evaluations.flush()
         if self._tensorboard is not None:
-            self._tensorboard.validation(row)
+            self._tensorboard.write("validation", row.step, row)
         accuracy = "" if row.accuracy is None else f", {row.accuracy:.1%} of the answers right"
         self.log(f"step {row.step}: validation loss {row.val_loss:.4f}{accuracy}")
 

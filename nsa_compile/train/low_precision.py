@@ -7,11 +7,12 @@ model.
 
 from __future__ import annotations
 
+import importlib
+import logging
+import warnings
 from typing import Any
 
 from torch import nn
-
-from nsa_compile.train.torchao_import import import_torchao
 
 # Of each block. Not the gates of the branches and φ, which are small and run in the loop over tokens; nor embedding and
 # head, whose rounding shows in every logit.
@@ -47,3 +48,19 @@ def convert_linear_layers(model: nn.Module, kind: str, emulate: bool = False) ->
         for module in chosen:
             module.__class__ = int8_linear
     return len(chosen), len(layers)
+
+
+def import_torchao(name: str) -> Any:
+    """Import a module of torchao, which takes seconds, or one of ours that imports it, without its messages.
+
+    They are about libraries for hardware that is not here.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        module = importlib.import_module(name)
+    finally:
+        logging.disable(disabled)
+    # Said once for each kind of state when an optimizer's first step is compiled; it concerns a cache only.
+    warnings.filterwarnings("ignore", message="OptimState.*_stable_hash_for_caching")
+    return module

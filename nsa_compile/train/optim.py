@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nsa_compile import inductor_files
 from nsa_compile.config import OptimSection
-from nsa_compile.train.torchao_import import import_torchao
+from nsa_compile.train.low_precision import import_torchao
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import nsa_compile
 from nsa_compile.cli import cli, main
 from nsa_compile.generation.exported import read_exported
-from nsa_compile.generation.imported import _config
+from nsa_compile.generation.imported import _fla
 
 # As fla's NSAConfig.save_pretrained writes it, without what no model depends on.
 CONFIG = {
@@ -151,7 +151,7 @@ def test_the_config_may_leave_out_what_has_a_default_in_fla(tmp_path):
     assert invoke("import", source, "--out", tmp_path / "ours").exit_code == 0
     assert read_exported(tmp_path / "ours").seq_len is None
     values = {**CONFIG, "tie_word_embeddings": False, "num_kv_heads": None}
-    assert _config(values, HIDDEN).n_kv_heads == CONFIG["num_heads"]
+    assert _fla(values).n_kv_heads == CONFIG["num_heads"]
 
 
 def test_a_folder_without_a_tokenizer_is_imported_with_a_note(tmp_path):

@@ -19,7 +19,7 @@ from nsa_compile.config_cli import completions
 from nsa_compile.data import load_corpus
 from nsa_compile.errors import UserError
 from nsa_compile.models import NSATransformer
-from nsa_compile.models.flops import attention_pairs, forward_flops_per_token
+from nsa_compile.models.flops import forward_flops_per_token
 from nsa_compile.models.variant import REGISTERED
 from nsa_compile.profiles.audit import audit_attention
 from nsa_compile.train.loop import run
@@ -79,11 +79,11 @@ def test_it_trains_and_its_records_are_its_own(overrides, changes, capsys):
 def test_its_useful_work_is_counted(overrides):
     model = load_config(overrides=overrides()).model
     window, length = model.pattern.window, 20
-    assert attention_pairs(model, length) == sum(min(t + 1, window) for t in range(length))
+    assert model.variant.pairs(model, length) == sum(min(t + 1, window) for t in range(length))
     matrices = sum(
         module.weight.numel() for module in NSATransformer(model).modules() if isinstance(module, torch.nn.Linear)
     )
-    scores = model.n_layers * model.n_heads * (model.head_dim + model.value_dim) * attention_pairs(model, length)
+    scores = model.n_layers * model.n_heads * (model.head_dim + model.value_dim) * model.variant.pairs(model, length)
     assert math.isclose(forward_flops_per_token(model, length), 2 * (matrices + scores / length))
 
 

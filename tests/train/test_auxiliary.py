@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
 from nsa_compile.models import NSAConfig, NSATransformer
-from nsa_compile.models.zoo.msa_variant import MSAPattern
+from nsa_compile.models.zoo.indexed_variants import MSAPattern
 from nsa_compile.train.loop import run
 from nsa_compile.train.records.run_directory import create_run_directory
 from nsa_compile.train.report.report_page import write_report

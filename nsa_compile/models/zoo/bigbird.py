@@ -13,28 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.zoo.bigbird_variant import drawn_block
-from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
+from nsa_compile.models.zoo.grouped import GroupedAttention
+from nsa_compile.models.zoo.masked_variants import drawn_block
 
 
 class BigBirdAttention(GroupedAttention):
     """Attention to a window, global and drawn blocks; sizes are a `BigBirdPattern`."""
 
-    def __init__(self, model: NSAConfig) -> None:
-        super().__init__(model)
-        self.block = model.pattern.block
-
-    def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
+    def seen(self, q: Tensor, k: Tensor, t: Tensor) -> Tensor:
         pattern, heads = self.config.pattern, self.config.n_heads
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
-        position = torch.arange(k.shape[1], device=x.device)
+        position = torch.arange(k.shape[1], device=k.device)
         number, own = position // self.block, t // self.block
         own = own[..., None, None]  # [1, 1], or [B, 1, 1]
-        head, draw = torch.arange(heads, device=x.device)[:, None], torch.arange(pattern.num_random, device=x.device)
+        head, draw = torch.arange(heads, device=k.device)[:, None], torch.arange(pattern.num_random, device=k.device)
         drawn = drawn_block(own, head, draw)  # [Hq, r], or [B, Hq, r]
         drawn = (drawn[..., None] == number).any(-2)  # [Hq, S], or [B, Hq, S]
         seen = (number > own - pattern.num_window) | (number < pattern.num_global) | drawn
-        seen = seen & (position <= t[..., None, None])
-        return KVCache(k, v), self.out(attend(q, k, v, seen.unflatten(-2, q.shape[1:3])).flatten(1))
+        return (seen & (position <= t[..., None, None])).unflatten(-2, q.shape[1:3])

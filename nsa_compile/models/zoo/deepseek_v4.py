@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.transformer import ScannedAttention
 from nsa_compile.models.zoo.grouped import put, rope_pairs
-from nsa_compile.models.zoo.indexed import first_best, indexer_loss
+from nsa_compile.models.zoo.indexed import first_best, index_scores, indexer_loss
 
 
 class EntryCache(NamedTuple):
@@ -186,7 +186,7 @@ class CSAttention(_EntryAttention):
         q_index = self.index_q(c_q.detach()).unflatten(-1, (p.index_heads, -1))
         q_index = rope_pairs(q_index, t, self.config.rope_theta, p.rope_dim)
         weight = self.index_weight(x.detach()) * (p.index_heads * p.index_dim) ** -0.5
-        index = torch.einsum("bj,bjn->bn", weight, torch.einsum("bjd,bnd->bjn", q_index, keys).relu())
+        index = index_scores(weight, q_index, keys)
         complete = self.compressor.complete(entries, t)
         chosen = first_best(index.masked_fill(~complete, -torch.inf), p.num_selected) & complete  # [B, N]
 

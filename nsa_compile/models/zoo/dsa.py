@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.transformer import ScannedAttention
 from nsa_compile.models.zoo.grouped import put, rope, rope_pairs
-from nsa_compile.models.zoo.indexed import first_places, indexer_loss
+from nsa_compile.models.zoo.indexed import first_places, index_scores, indexer_loss
 
 
 class LatentCache(NamedTuple):
@@ -97,11 +97,6 @@ class DSAttention(ScannedAttention):
         """Heads of the indexer, whose first channels are turned."""
         width = self.config.pattern.rope_dim
         return torch.cat([rope(x[..., :width], t, self.config.rope_theta), x[..., width:]], dim=-1)
-
-
-def index_scores(weight: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """`Σ_j w[j] · ReLU(q[j] · k[s])`: w `[B, J]`, q `[B, J, d]`, k `[B, S, d]` -> `[B, S]` (eq. 1)."""
-    return torch.einsum("bj,bjs->bs", weight, torch.einsum("bjd,bsd->bjs", q, k).relu())
 
 
 def gather_rows(cache: Tensor, index: Tensor) -> Tensor:

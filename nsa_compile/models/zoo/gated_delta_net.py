@@ -10,21 +10,18 @@ q, k, v and β are those of DeltaNet. Each head's output is normalised and gated
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.zoo.delta_net import delta_rule
 from nsa_compile.models.zoo.recurrent import ConvolvedMemory, DeltaAttention, in_sums, initial_bias, initial_rate
 
 
 def gated_delta_rule(s: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """A token's `q` and `k` `[B, H, K]`, `v` `[B, H, V]`, β and `g` = log α `[B, H]`: the new state, and the output
     `[B, H, V]`."""
-    s = s * g.exp()[..., None, None]
-    error = v - torch.einsum("bhk,bhkv->bhv", k, s)
-    s = s + k[..., None] * (beta[..., None] * error)[..., None, :]
-    return s, torch.einsum("bhk,bhkv->bhv", q, s)
+    return delta_rule(s * g.exp()[..., None, None], q, k, v, beta)
 
 
 class GatedDeltaNetAttention(DeltaAttention):

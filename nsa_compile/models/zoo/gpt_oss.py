@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, put
+from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache
 
 
 class SinkLogitAttention(GroupedAttention):
@@ -25,8 +25,7 @@ class SinkLogitAttention(GroupedAttention):
         self.sinks = nn.Parameter(torch.zeros(model.n_heads))
 
     def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
+        q, k, v = self.append(state, x, t)
         position, t = torch.arange(k.shape[1], device=x.device), t[..., None]
         seen = (position <= t) & (position > t - self.config.pattern.window)
         scores = torch.einsum("bghd,bsgd->bghs", q, k) * q.shape[-1] ** -0.5

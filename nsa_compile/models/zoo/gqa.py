@@ -10,14 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
+from nsa_compile.models.zoo.grouped import GroupedAttention
 
 
 class GroupedQueryAttention(GroupedAttention):
     """Attention to all tokens, whatever `dense` computes by SDPA."""
 
-    def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
-        seen = torch.arange(k.shape[1], device=x.device) <= t[..., None]
-        return KVCache(k, v), self.out(attend(q, k, v, seen[..., None, None, :]).flatten(1))
+    def seen(self, q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+        return (torch.arange(k.shape[1], device=k.device) <= t[..., None])[..., None, None, :]

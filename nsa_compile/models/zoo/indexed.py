@@ -20,6 +20,11 @@ def first_best(scores: Tensor, count: int) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
 
 
+def index_scores(weight: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """`Σ_j w[j] · ReLU(q[j] · k[s])`: w `[B, J]`, q `[B, J, d]`, k `[B, S, d]` -> `[B, S]`."""
+    return torch.einsum("bj,bjs->bs", weight, torch.einsum("bjd,bsd->bjs", q, k).relu())
+
+
 def indexer_loss(mass: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
     """KL(p ‖ softmax(scores)) over what is `seen`, `[..., S] -> [...]`: p is the `mass` that attention gives each key,
     made to add up to 1. No gradient reaches attention. Where nothing is seen the loss is zero."""

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.zoo.grouped import GroupedAttention, attend, put
 from nsa_compile.models.zoo.indexed import first_best
 
@@ -32,10 +31,6 @@ class PooledKVCache(NamedTuple):
 
 class InfLLMAttention(GroupedAttention):
     """Attention to first, last and best blocks; sizes are an `InfLLMPattern`."""
-
-    def __init__(self, model: NSAConfig) -> None:
-        super().__init__(model)
-        self.block = model.pattern.block
 
     def init_state(self, batch_size: int, max_len: int) -> PooledKVCache:
         p = self.config.pattern
@@ -68,4 +63,5 @@ class InfLLMAttention(GroupedAttention):
         seen = (first_best(score, p.num_selected) | local).repeat_interleave(self.block, -1)  # [B, G, S]
         past = (torch.arange(k.shape[1], device=x.device) <= each)[..., None, :]  # [1, S], or [B, 1, S]
         seen = (seen | (t < p.dense_len)[..., None, None]) & past
-        return PooledKVCache(k, v, recent, pooled), self.out(attend(q, k, v, seen[:, :, None]).flatten(1))
+        o, _ = attend(q, k, v, seen[:, :, None])
+        return PooledKVCache(k, v, recent, pooled), self.out(o.flatten(1))

@@ -11,21 +11,18 @@ gated by a sigmoid: W_O (RMSNorm(o_t) ⊙ σ(W↑_G W↓_G x_t)).
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.zoo.delta_net import delta_rule
 from nsa_compile.models.zoo.recurrent import ConvolvedMemory, DeltaAttention, in_sums, initial_bias, initial_rate
 
 
 def kimi_delta_rule(s: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """A token's `q`, `k` and `g` = log α `[B, H, K]`, `v` `[B, H, V]` and β `[B, H]`: the new state, and the output
     `[B, H, V]`."""
-    s = s * g.exp()[..., None]
-    error = v - torch.einsum("bhk,bhkv->bhv", k, s)
-    s = s + k[..., None] * (beta[..., None] * error)[..., None, :]
-    return s, torch.einsum("bhk,bhkv->bhv", q, s)
+    return delta_rule(s * g.exp()[..., None], q, k, v, beta)
 
 
 class KimiDeltaAttention(DeltaAttention):

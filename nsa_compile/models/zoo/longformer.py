@@ -12,18 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
+from nsa_compile.models.zoo.grouped import GroupedAttention
 
 
 class LongformerAttention(GroupedAttention):
     """Attention to windows, dilated in the last heads; sizes are a `LongformerPattern`."""
 
-    def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
+    def seen(self, q: Tensor, k: Tensor, t: Tensor) -> Tensor:
         pattern, heads = self.config.pattern, self.config.n_heads
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
-        dilated = torch.arange(heads, device=x.device) >= heads - pattern.num_dilated
+        dilated = torch.arange(heads, device=k.device) >= heads - pattern.num_dilated
         dilation = torch.where(dilated, pattern.dilation, 1)[:, None]  # [Hq, 1]
-        back = t[..., None, None] - torch.arange(k.shape[1], device=x.device)  # [1, S], or [B, 1, S]
+        back = t[..., None, None] - torch.arange(k.shape[1], device=k.device)  # [1, S], or [B, 1, S]
         seen = (back >= 0) & (back < pattern.window * dilation) & (back % dilation == 0)  # [Hq, S], or [B, Hq, S]
-        return KVCache(k, v), self.out(attend(q, k, v, seen.unflatten(-2, q.shape[1:3])).flatten(1))
+        return seen.unflatten(-2, q.shape[1:3])

@@ -15,27 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
+from nsa_compile.models.zoo.grouped import GroupedAttention
 
 
 class MoBAttention(GroupedAttention):
     """Attention to the blocks of tokens whose mean keys suit a query best; sizes are a `MoBAPattern`."""
 
-    def __init__(self, model: NSAConfig) -> None:
-        super().__init__(model)
-        self.block = model.pattern.block
-
-    def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
+    def seen(self, q: Tensor, k: Tensor, t: Tensor) -> Tensor:
         means = k.unflatten(1, (-1, self.block)).mean(2)  # [B, N, G, D]
-        gate = torch.einsum("bghd,bngd->bghn", q, means)
-        number = torch.arange(means.shape[1], device=x.device)
-        own = (t // self.block)[..., None, None, None]
-        gate = gate.masked_fill(number > own, -torch.inf).masked_fill(number == own, torch.inf)
-        best = gate.topk(min(self.config.pattern.num_selected, len(number))).indices
-        chosen = torch.zeros_like(gate, dtype=torch.bool).scatter(-1, best, True)
-        past = torch.arange(k.shape[1], device=x.device) <= t[..., None]
-        seen = chosen.repeat_interleave(self.block, -1) & past[..., None, None, :]
-        return KVCache(k, v), self.out(attend(q, k, v, seen).flatten(1))
+        return self.in_best_blocks(torch.einsum("bghd,bngd->bghn", q, means), k, t)

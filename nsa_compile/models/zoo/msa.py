@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.zoo.grouped import GroupedAttention, put, rope
+from nsa_compile.models.zoo.grouped import GroupedAttention, attend, put, rope
 from nsa_compile.models.zoo.indexed import indexer_loss
 
 
@@ -36,7 +36,7 @@ class MSAttention(GroupedAttention):
 
     def __init__(self, model: NSAConfig) -> None:
         super().__init__(model)
-        self.block, width = model.pattern.block, model.pattern.index_dim
+        width = model.pattern.index_dim
         self.index_q = nn.Linear(model.dim, model.n_kv_heads * width, bias=False)
         self.index_k = nn.Linear(model.dim, width, bias=False)
         self.index_q_norm = nn.RMSNorm(width, eps=model.norm_eps)
@@ -48,8 +48,7 @@ class MSAttention(GroupedAttention):
 
     def step(self, state: IndexedCache, x: Tensor, t: Tensor) -> tuple[IndexedCache, Tensor, Tensor]:
         p, theta, groups = self.config.pattern, self.config.rope_theta, self.config.n_kv_heads
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
+        q, k, v = self.append(state, x, t)
         q_index = rope(self.index_q_norm(self.index_q(x.detach()).unflatten(-1, (groups, -1))), t, theta)
         k_index = rope(self.index_k_norm(self.index_k(x.detach()))[:, None], t, theta)[:, 0]
         k_index = put(state.k_index, k_index, t)
@@ -63,8 +62,6 @@ class MSAttention(GroupedAttention):
         chosen = torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True)
         seen = chosen.repeat_interleave(self.block, -1) & past  # [B, G, S]
 
-        scores = torch.einsum("bghd,bsgd->bghs", q, k) * q.shape[-1] ** -0.5
-        weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
-        o = torch.einsum("bghs,bsge->bghe", weights, v)
+        o, weights = attend(q, k, v, seen[:, :, None])
         loss = indexer_loss(weights.mean(2), index, seen).mean(1)
         return IndexedCache(k, v, k_index), self.out(o.flatten(1)), loss

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.zoo.grouped import GroupedAttention, put, rope
+from nsa_compile.models.zoo.grouped import GroupedAttention, attend, rope
 from nsa_compile.models.zoo.indexed import first_best, indexer_loss
 
 
@@ -38,7 +38,6 @@ class QSAttention(GroupedAttention):
     def __init__(self, model: NSAConfig) -> None:
         super().__init__(model)
         p = model.pattern
-        self.block = p.block
         self.index_q = nn.Linear(model.dim, p.index_heads * p.index_dim, bias=False)
         self.index_k = nn.Linear(model.dim, p.index_dim, bias=False)
         self.index_q_norm = nn.RMSNorm(p.index_dim, eps=model.norm_eps)
@@ -52,8 +51,7 @@ class QSAttention(GroupedAttention):
 
     def step(self, state: PooledCache, x: Tensor, t: Tensor) -> tuple[PooledCache, Tensor, Tensor]:
         p, theta, each = self.config.pattern, self.config.rope_theta, t[..., None]
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
+        q, k, v = self.append(state, x, t)
         q_index = rope(self.index_q_norm(self.index_q(x.detach()).unflatten(-1, (p.index_heads, -1))), t, theta)
         recent = torch.cat([state.recent[:, 1:], self.index_k(x.detach())[:, None]], dim=1)
         pooled = rope(self.index_k_norm(recent.mean(1))[:, None], t - (self.block - 1), theta)
@@ -67,8 +65,6 @@ class QSAttention(GroupedAttention):
         tail = (position >= (each + 1) // self.block * self.block) & (position <= each)
         seen = (chosen.repeat_interleave(self.block, -1) | tail)[:, None, None]
 
-        scores = torch.einsum("bghd,bsgd->bghs", q, k) * q.shape[-1] ** -0.5
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        o = torch.einsum("bghs,bsge->bghe", weights, v)
+        o, weights = attend(q, k, v, seen)
         mass = weights.sum((1, 2)).unflatten(-1, (-1, self.block)).sum(-1)  # [B, N]
         return PooledCache(k, v, recent, k_index), self.out(o.flatten(1)), indexer_loss(mass, index, chosen)

@@ -14,28 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
+from nsa_compile.models.zoo.grouped import GroupedAttention
 
 
 class QuestAttention(GroupedAttention):
     """Attention to the pages of keys that may score highest; sizes are a `QuestPattern`."""
 
-    def __init__(self, model: NSAConfig) -> None:
-        super().__init__(model)
-        self.block = model.pattern.block
-
-    def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
+    def seen(self, q: Tensor, k: Tensor, t: Tensor) -> Tensor:
         pages = k.detach().unflatten(1, (-1, self.block)).transpose(1, 3)  # [B, G, B, N, D]
         least, greatest = pages.amin(2), pages.amax(2)  # [B, G, N, D]
         each = q.detach()[:, :, :, None]
         bound = torch.maximum(each * least[:, :, None], each * greatest[:, :, None]).sum(-1)  # [B, G, h, N]
-        number, own = torch.arange(bound.shape[-1], device=x.device), (t // self.block)[..., None, None, None]
-        bound = bound.masked_fill(number > own, -torch.inf).masked_fill(number == own, torch.inf)
-        best = bound.topk(min(self.config.pattern.num_selected, len(number))).indices
-        chosen = torch.zeros_like(bound, dtype=torch.bool).scatter(-1, best, True)
-        past = torch.arange(k.shape[1], device=x.device) <= t[..., None]
-        seen = chosen.repeat_interleave(self.block, -1) & past[..., None, None, :]
-        return KVCache(k, v), self.out(attend(q, k, v, seen).flatten(1))
+        return self.in_best_blocks(bound, k, t)

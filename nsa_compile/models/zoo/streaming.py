@@ -10,16 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_compile.models.zoo.grouped import GroupedAttention, KVCache, attend, put
+from nsa_compile.models.zoo.grouped import GroupedAttention
 
 
 class StreamingAttention(GroupedAttention):
     """Attention to a window and the first tokens; sizes are a `StreamingPattern`."""
 
-    def step(self, state: KVCache, x: Tensor, t: Tensor) -> tuple[KVCache, Tensor]:
-        pattern = self.config.pattern
-        q, k, v = self.project(x, t)
-        k, v = put(state.k, k, t), put(state.v, v, t)
-        position, t = torch.arange(k.shape[1], device=x.device), t[..., None]
+    def seen(self, q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+        pattern, position, t = self.config.pattern, torch.arange(k.shape[1], device=k.device), t[..., None]
         seen = (position <= t) & ((position > t - pattern.window) | (position < pattern.num_sinks))
-        return KVCache(k, v), self.out(attend(q, k, v, seen[..., None, None, :]).flatten(1))
+        return seen[..., None, None, :]

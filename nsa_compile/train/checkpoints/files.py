@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -72,7 +72,7 @@ class Checkpoint:
 
     def to_manifest(self) -> str:
         """The text of ``manifest.json``."""
-        files = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in self.files.items()}
+        files = {name: asdict(entry) for name, entry in self.files.items()}
         values = {
             "format": FORMAT,
             "step": self.step,
@@ -213,7 +213,7 @@ def set_aside(directory: Path, step: int) -> Path | None:
     Raises:
         CheckpointError: they cannot be moved.
     """
-    later = [path for path in checkpoint_paths(directory) if path.name != step_name(step) and _step(path) > step]
+    later = [path for path in checkpoint_paths(directory) if int(path.name.removeprefix("step-")) > step]
     if not later:
         return None
     count = 1
@@ -277,10 +277,6 @@ def _is_number(value: Any, limit: float) -> TypeGuard[float]:
 
 def _short(value: Any) -> str:
     return shortened(ascii(value), 80)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def _reason(error: Exception) -> str:

@@ -11,8 +11,7 @@ from torch import nn
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.generation.exported import CONFIG
-from nsa_compile.generation.folders import read_folder
-from nsa_compile.generation.imported import INDEX, TOKENIZER_FILES
+from nsa_compile.generation.imported import INDEX, TOKENIZER_FILES, read_folder
 from nsa_compile.models import NSAConfig, NSATransformer
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
 from nsa_compile.train.checkpoints.files import MANIFEST, STATE, Checkpoint, verify_checkpoint

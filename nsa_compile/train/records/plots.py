@@ -62,14 +62,22 @@ def run_figures(
     if steps or evals:
         yield "loss", "Training and held-out loss.", lambda: loss_figure(steps, evals, best_unigram_loss, resumed)
     if any(row.accuracy is not None for row in evals):
-        yield "accuracy", "Share of the answers predicted right, held out.", lambda: _accuracy(evals)
+        yield (
+            "accuracy",
+            "Share of the answers predicted right, held out.",
+            partial(_curve, evals, "accuracy", "answers predicted right", share=True, marker="o"),
+        )
     if steps:
         yield "optimizer", "Learning rate, and norm of the gradient before clipping.", lambda: _optimizer(steps)
-        yield "throughput", "Tokens per second of each step.", lambda: _throughput(steps)
+        yield (
+            "throughput",
+            "Tokens per second of each step.",
+            partial(_curve, steps, "tokens_per_s", "tokens/s", linewidth=0.8),
+        )
     if any(row.other_s is not None for row in steps):
         yield "phases", "Seconds of a step by phase, stacked.", lambda: _phases(steps)
     if any(row.memory_bytes is not None for row in steps):
-        yield "memory", "Peak memory so far.", lambda: _memory(steps)
+        yield "memory", "Peak memory so far.", partial(_curve, steps, "memory_bytes", "peak memory, GiB", unit=2**30)
     for picture in pictures:
         if any(getattr(row, picture.lines[0][0].column) is not None for _, row in layers):
             yield picture.name, picture.caption, partial(_by_panel, picture, layers)
@@ -83,12 +91,15 @@ def _figure(height: float = 2.8, rows: int = 1, columns: int = 1) -> tuple[Figur
     return figure, axes
 
 
-def _accuracy(evals: Sequence[EvalRow]) -> Figure:
+def _curve(
+    rows: Sequence[StepRow] | Sequence[EvalRow], name: str, label: str, share: bool = False, unit: int = 1, **style: Any
+) -> Figure:
+    """A column over the steps at which it was measured."""
     figure, axes = _figure()
-    measured = [(row.step, row.accuracy) for row in evals if row.accuracy is not None]
-    axes.plot(*zip(*measured, strict=True), marker="o")
-    axes.set_ylabel("answers predicted right")
-    axes.set_ylim(-0.02, 1.02)
+    measured = [(row.step, value / unit) for row in rows if (value := getattr(row, name)) is not None]
+    axes.plot(*zip(*measured, strict=True), **style)
+    axes.set_ylabel(label)
+    _limit(axes, share)
     return figure
 
 
@@ -98,14 +109,6 @@ def _optimizer(steps: Sequence[StepRow]) -> Figure:
     upper.set_ylabel("learning rate")
     lower.semilogy([row.step for row in steps], [row.grad_norm for row in steps], linewidth=0.8)
     lower.set_ylabel("gradient norm")
-    return figure
-
-
-def _throughput(steps: Sequence[StepRow]) -> Figure:
-    figure, axes = _figure()
-    axes.plot([row.step for row in steps], [row.tokens_per_s for row in steps], linewidth=0.8)
-    axes.set_ylabel("tokens/s")
-    _from_zero(axes)
     return figure
 
 
@@ -129,33 +132,22 @@ def _phases(steps: Sequence[StepRow]) -> Figure:
     return figure
 
 
-def _memory(steps: Sequence[StepRow]) -> Figure:
-    figure, axes = _figure()
-    measured = [(row.step, row.memory_bytes / 2**30) for row in steps if row.memory_bytes is not None]
-    axes.plot(*zip(*measured, strict=True))
-    axes.set_ylabel("peak memory, GiB")
-    _from_zero(axes)
-    return figure
-
-
 def _by_panel(picture: Picture, layers: Layers) -> Figure:
     rows, columns = len(picture.lines), len(picture.lines[0])
     figure, grid = _figure(5 if rows > 1 else 2.8, rows=rows, columns=columns)
     all_axes = [grid] if rows == columns == 1 else list(grid.flat)
     for axes, panel in zip(all_axes, (panel for line in picture.lines for panel in line), strict=True):
         _by_layer(axes, layers, panel.column)
-        if panel.share:
-            axes.set_ylim(-0.02, 1.02)
-        else:
-            _from_zero(axes)
+        _limit(axes, panel.share)
         axes.set_ylabel(panel.label)
         axes.set_title(panel.title)
     _layer_legend(figure, all_axes[0])
     return figure
 
 
-def _from_zero(axes: Any) -> None:
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+def _limit(axes: Any, share: bool) -> None:
+    """An axis from 0 on, to 1 for a share."""
+    axes.set_ylim(*((-0.02, 1.02) if share else (0, 1.05 * axes.get_ylim()[1])))
 
 
 def _by_layer(axes: Any, layers: Layers, name: str) -> None:

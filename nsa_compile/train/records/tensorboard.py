@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nsa_compile.files import make_directory, refuse_links
 
@@ -31,26 +30,14 @@ class TensorBoard:
         refuse_links(folder, and_pipes=True)  # the writer, which is not ours, opens what has the name that it makes up
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
-    def training(self, row: StepRow) -> None:
-        """The figures of a step."""
-        self._scalars("training", row.step, vars(row))
-
-    def validation(self, row: EvalRow) -> None:
-        """The figures of an evaluation."""
-        self._scalars("validation", row.step, vars(row))
-
-    def attention(self, step: int, layers: Iterable[LayerRow]) -> None:
-        """The statistics of every layer after ``step`` optimizer steps."""
-        for layer in layers:
-            self._scalars(f"layer {layer.layer}", step, vars(layer))
+    def write(self, group: str, step: int, row: StepRow | EvalRow | LayerRow) -> None:
+        """The figures of a row after ``step`` optimizer steps."""
+        for name, value in vars(row).items():
+            if name not in ("step", "layer") and value is not None:
+                self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def __enter__(self) -> TensorBoard:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._writer.close()
-
-    def _scalars(self, group: str, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if name not in ("step", "layer") and value is not None:
-                self._writer.add_scalar(f"{group}/{name}", value, step)

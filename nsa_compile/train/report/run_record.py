@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import CheckpointError, UserError
@@ -23,10 +23,8 @@ from nsa_compile.models.config import NSAConfig
 from nsa_compile.models.variant import AttentionVariant, LayerRow, find
 from nsa_compile.page import size
 from nsa_compile.train.checkpoints.files import Checkpoint, checkpoint_paths, read_checkpoint
-from nsa_compile.train.records.rows import EvalRow, StepRow, finite_or_none, row_parser, throughput
+from nsa_compile.train.records.rows import EvalRow, Row, StepRow, finite_or_none, row_parser, throughput
 from nsa_compile.train.records.run_directory import lock_run_directory
-
-Row = TypeVar("Row", StepRow, EvalRow)
 
 # What a summary must hold for the report, beside what its author adds.
 _RESULTS = (

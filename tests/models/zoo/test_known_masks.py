@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_compile.models.zoo.bigbird_variant import drawn_block
+from nsa_compile.models.zoo.masked_variants import drawn_block
 from tests.models.zoo import judge
 from tests.models.zoo.written import attention, causal, linear, projected
 from tests.strategies import few

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_compile.models.zoo.recurrent import Memory
-from nsa_compile.models.zoo.recurrent_variant import Recurrent
+from nsa_compile.models.zoo.recurrent_variants import Recurrent
 from tests.models.zoo import judge, recurrences
 from tests.models.zoo.written import linear, rms_norm, turned
 from tests.strategies import few

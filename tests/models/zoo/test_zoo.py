@@ -17,7 +17,7 @@ from nsa_compile.generation.exported_step import InPlaceStep, export_step
 from nsa_compile.models import NSATransformer, transformer
 from nsa_compile.models.flops import forward_flops_per_token
 from nsa_compile.models.variant import REGISTERED, find
-from nsa_compile.models.zoo.recurrent_variant import Recurrent
+from nsa_compile.models.zoo.recurrent_variants import Recurrent
 from nsa_compile.train.loop import run
 from nsa_compile.train.records.run_directory import create_run_directory
 from tests.models.zoo import judge

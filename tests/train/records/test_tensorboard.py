@@ -30,10 +30,10 @@ def test_event_files_hold_the_figures(tmp_path):
     pytest.importorskip("tensorboard")
     layer = LayerStatistics(3, 0.25, *[0.5] * 6, None, *[None] * 5)
     with TensorBoard(tmp_path) as board:
-        board.training(row(1, 5.5))
-        board.training(row(2, 4.5))
-        board.validation(EvalRow(2, 4.75, 0.125))
-        board.attention(2, [layer])
+        board.write("training", 1, row(1, 5.5))
+        board.write("training", 2, row(2, 4.5))
+        board.write("validation", 2, EvalRow(2, 4.75, 0.125))
+        board.write("layer 3", 2, layer)
     assert scalars(tmp_path, "training/loss") == [(1, 5.5), (2, 4.5)]
     assert scalars(tmp_path, "training/memory_bytes") == [(1, 2**20), (2, 2**20)]
     assert scalars(tmp_path, "training/forward_s") == []  # not measured
@@ -46,9 +46,9 @@ def test_what_a_resumed_run_does_again_replaces_what_was_there(tmp_path):
     pytest.importorskip("tensorboard")
     with TensorBoard(tmp_path) as board:
         for step in (1, 2, 3):
-            board.training(row(step, 5.0))
+            board.write("training", step, row(step, 5.0))
     with TensorBoard(tmp_path, resumed_at=2) as board:
-        board.training(row(3, 4.0))
+        board.write("training", 3, row(3, 4.0))
     assert scalars(tmp_path, "training/loss") == [(1, 5.0), (2, 5.0), (3, 4.0)]
 
 
