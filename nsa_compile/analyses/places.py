@@ -1,4 +1,4 @@
-"""Rankings of keys: the first indices of a descending sort of scores that are a program.
+"""Rankings of keys: the first indices of a descending sort, or of a top-k, of scores that are a program.
 
 A lightning indexer (eq. 1 of arXiv 2512.02556), say, makes scores of products of queries and keys, sums them over its
 heads, and masks the sum. What the sum runs over become the heads of the queries; a mask of -inf is one of each head.
@@ -28,7 +28,7 @@ from nsa_compile.analyses.scores import (
 )
 from nsa_compile.analyses.softmax import TRACE_LIMIT, Product
 from nsa_compile.ir.aten import arguments, aten, operand
-from nsa_compile.ir.scans import Step, ancestors, example
+from nsa_compile.ir.scans import Step, ancestors, example, place_of
 from nsa_compile.ops import ranked
 from nsa_compile.ops.scored.program import Instruction
 
@@ -40,11 +40,15 @@ _MOST_HEADS = 64
 
 @dataclass(frozen=True)
 class Places:
-    """The indices of a sort that are read, the first `count`; what the scores of `keys` are made of."""
+    """A ranking of the scores of `keys`, and how many of the first indices each node is that reads them."""
 
-    sort: fx.Node
-    count: int
+    ranking: fx.Node
+    indices: dict[fx.Node, int]
     keys: KeySet
+
+    @property
+    def count(self) -> int:
+        return max(self.indices.values())
 
 
 def rankings(step: Step, xs: int) -> list[Places]:
@@ -55,17 +59,29 @@ def rankings(step: Step, xs: int) -> list[Places]:
     """
     changing = Changing(step.body, step.record, xs)
     found: list[Places] = []
-    for sort in step.body.graph.nodes:
-        count = first_places_read(sort)
-        if count is None or not ranked.takes(example(operand(sort)), count):
+    for node in step.body.graph.nodes:
+        indices = _indices_read(node)
+        if not indices or not ranked.takes(example(operand(node)), 1):
             continue
         try:
-            keys = _scores(step, changing, operand(sort))
-            _check_read_by(keys, sort)
+            keys = _scores(step, changing, operand(node))
+            _check_read_by(keys, node)
         except (Unrecognised, Divided):
             continue
-        found.append(Places(sort, count, keys.by_distance(step.record)))
+        found.append(Places(node, indices, keys.by_distance(step.record)))
     return found
+
+
+def _indices_read(node: fx.Node) -> dict[fx.Node, int]:
+    """The nodes that are the first indices of a ranking, and how many each is, if nothing else of it is read."""
+    if node.target is aten.topk.default:
+        how, rank = arguments(node), example(operand(node)).dim()
+        is_last = rank > 0 and how.dim % rank == rank - 1
+        read = is_last and how.largest and all(place_of(user) == 1 for user in node.users)
+        return dict.fromkeys(node.users, how.k) if read else {}
+    if first_places_read(node) is None:
+        return {}
+    return {part: arguments(part).end for user in node.users for part in user.users}
 
 
 def _scores(step: Step, changing: Changing, scores: fx.Node) -> KeySet:
@@ -171,17 +187,17 @@ def _weighed(product: Product, elements: Tensor, changing: Changing) -> _Terms |
     return _Terms(scores, terms.contiguous(), (weights, own.expand(-1, keys).contiguous()))
 
 
-def _check_read_by(keys: KeySet, sort: fx.Node) -> None:
-    """That nobody but a sort reads what its scores are made of, from the products on.
+def _check_read_by(keys: KeySet, ranking: fx.Node) -> None:
+    """That nobody but a ranking reads what its scores are made of, from the products on.
 
     Raises:
         Unrecognised: it is computed for all steps anyway.
     """
     inside = {side.product.node for side in keys.products}
-    between = ancestors([sort]) | {sort}
-    for node in sort.graph.nodes:
+    between = ancestors([ranking]) | {ranking}
+    for node in ranking.graph.nodes:
         if node in between and not inside.isdisjoint(node.all_input_nodes):
             inside.add(node)
-    for node in inside - {sort}:
+    for node in inside - {ranking}:
         if any(user not in inside for user in node.users):
             raise Unrecognised("what its scores are made of is read elsewhere", node)

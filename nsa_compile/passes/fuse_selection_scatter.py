@@ -36,7 +36,7 @@ from nsa_compile.analyses.ranking import Ranking, find_ranking
 from nsa_compile.analyses.scores import MASK, build_operands
 from nsa_compile.analyses.selection import Selection, find_selection, position_node, table_of
 from nsa_compile.analyses.softmax import AttentionRecord, raised
-from nsa_compile.ir.aten import arguments, aten
+from nsa_compile.ir.aten import aten, operand
 from nsa_compile.ir.attention import ATTENTION, PLACES, SELECT, AttentionCall, Opaque, SelectCall
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node, eliminate_dead_code, replace_earlier, replace_node
 from nsa_compile.ir.scans import (
@@ -91,7 +91,7 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
 
 
 def _rank_by_programs(step: Step, site: ScanSite, context: PassContext) -> bool:
-    """Make an operator of each sort of scores of a program of which the first indices are read."""
+    """Make an operator of each ranking by scores of a program of which the first indices are read."""
     with (
         unset_fake_temporarily(),
         torch.no_grad(),
@@ -102,16 +102,15 @@ def _rank_by_programs(step: Step, site: ScanSite, context: PassContext) -> bool:
     for places in found:
         if not context.may_rewrite():
             break
-        build = NodeBuilder(step.body, places.sort)
+        build = NodeBuilder(step.body, places.ranking)
         given = [[build(aten.detach.default, x) for x in xs] for xs in build_operands(places.keys, step.record, build)]
         node = build(PLACES, *given, str(places.keys.program), None, places.count)
         node.meta[MASK] = places.keys.mask
-        *lead, _ = example(places.sort)[0].shape
+        *lead, _ = example(operand(places.ranking)).shape
         first = build(aten.reshape.default, node, [*lead, places.count])
-        for indices in list(places.sort.users):
-            for part in list(indices.users):
-                replace_earlier(part, build(aten.slice.Tensor, first, len(lead), 0, arguments(part).end))
-        context.match(step.name, f"keys ranked by a program of scores at {location(places.sort)}")
+        for indices, count in places.indices.items():
+            replace_earlier(indices, build(aten.slice.Tensor, first, len(lead), 0, count))
+        context.match(step.name, f"keys ranked by a program of scores at {location(places.ranking)}")
         changed = True
     return changed
 

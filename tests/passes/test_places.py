@@ -155,6 +155,30 @@ def test_numbers_that_are_not_whole():
     assert count_of(compared(TAKEN["an indexer"], whole=False)) == 1
 
 
+TOP: dict[str, tuple[Rank, bool]] = {
+    "indices": (lambda t, p, w, q, k: by_head(q, k).sum(1).masked_fill(p > t, -INF).topk(COUNT).indices, True),
+    "most of them": (lambda t, p, w, q, k: by_head(q, k).sum(1).masked_fill(p > t, -INF).topk(S - 2).indices, True),
+    "the lowest": (lambda t, p, w, q, k: by_head(q, k).sum(1).masked_fill(p > t, INF).topk(COUNT, largest=False).indices,
+                   False),
+    "values as well": (lambda t, p, w, q, k: (lambda x: x.indices * (x.values > 0))(
+        by_head(q, k).sum(1).masked_fill(p > t, -INF).topk(COUNT)), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOP)
+def test_topk(name):
+    """Of hidden keys, which torch takes in an order of its own, the first are taken."""
+    torch.manual_seed(0)
+    rank, taken = TOP[name]
+    loop, inputs = over_caches(rank), tensors(S, torch.float64, whole=False)
+    compiled = nsa_compile.compile(loop, nested="eager", cache=False)
+    (best, out), (best_of_loop, out_of_loop) = compiled(*inputs), loop(*inputs)
+    later = torch.arange(S)[:, None, None]
+    assert torch.equal(*(x.masked_fill(x > later, -1) for x in (best, best_of_loop)))
+    torch.testing.assert_close(out, out_of_loop)
+    assert count_of(nsa_compile.last_report()) == int(taken)
+
+
 def test_dense_attention_ranks_all_scores():
     report = compared(TAKEN["an indexer"], attention="dense")
     assert [c.operator for c in report.attention if "ranking of 13 queries to 13 keys" in c.what] == ["dense"]
