@@ -68,15 +68,14 @@ def compare(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/estimate.json without it.")
-def main(out: str | None) -> None:
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
+def main(out: Path) -> None:
     """Compare estimates with training steps that really run."""
-    path = Path(out) if out else RECORD
     rows: list[dict[str, Any]] = []
     for changes in CASES:
         rows.append(compare(changes))
         click.echo(rows[-1])
-        write_record(path, make_record("estimate", {"steps": STEPS}, rows))
+        write_record(out, make_record("estimate", {"steps": STEPS}, rows))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch
 from tabulate import tabulate
 
 import nsa_compile
-from nsa_compile.config import RunConfig, load_config
+from nsa_compile.config import RunConfig, load_config, options_of
 from nsa_compile.machine.matmul_rate import measure_matmul
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
@@ -124,11 +124,11 @@ def two_processes(steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         changes = {"run.dir": directory, "train.steps": steps, "train.eval_batches": 1, "optim.warmup": 1}
         changes |= {"train.eval_every": steps, "train.sample_tokens": 0, "log.stats_every": 0}
-        sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-m", "nsa_compile", "train", "--config", str(PRESET), "--nproc", "2", "--json"]
+        options = options_of(str(PRESET), [f"{key}={value}" for key, value in changes.items()])
+        command = [sys.executable, "-m", "nsa_compile", "train", *options, "--nproc", "2", "--json"]
         # How many threads each process has is the launcher's choice.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        process = subprocess.Popen([*command, *sets], stdout=subprocess.PIPE, text=True, env=environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         peak = 0
 
         def look() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from nsa_compile.config import RunConfig
+from nsa_compile.config import RunConfig, options_of
 from nsa_compile.errors import UserError
 
 WORKER = "nsa_compile.launch.worker"
@@ -58,9 +58,7 @@ class Job:
 
     def worker(self) -> list[str]:
         """The arguments of each process."""
-        config = ["--config", self.config_path] if self.config_path else []
-        sets = [word for override in self.overrides for word in ("--set", override)]
-        return [*config, *sets, "--resume", "auto"]
+        return [*options_of(self.config_path, self.overrides), "--resume", "auto"]
 
 
 def slurm(job: Job, *, time: str | None = None, partition: str | None = None, account: str | None = None) -> str:

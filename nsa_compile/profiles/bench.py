@@ -30,7 +30,6 @@ from nsa_compile.ops import selected_attention
 from nsa_compile.ops.dispatch import choose_kernel
 from nsa_compile.ops.selected.ranges import selected_attention_v1
 from nsa_compile.profiles.measure import (
-    CPU,
     SEED,
     build,
     forward_backward,
@@ -48,10 +47,11 @@ Row = dict[str, Any]
 Timed = Callable[[], Any]
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal SDPA of q `[B, S, Hq, D]` over k, v `[B, S, G, D]`, the baseline of everything measured here."""
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    """SDPA of q `[B, S, Hq, D]` over k, v `[B, S, G, D]`, causal without a mask; the baseline of what is measured."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    causal = attn_mask is None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
 def _too_long(seq_len: int, max_dense_seq_len: int | None) -> dict[str, Any] | None:
@@ -118,7 +118,7 @@ def attention(
         tensors = problem.inputs(seq_len, device)
         q, k_slc, v_slc = tensors[0], tensors[3], tensors[4]
         compiled = nsa_compile.compile(nsa, nested=problem.nested, attention=problem.attention)
-        for direction, run in (("forward", _forward), ("forward+backward", _forward_backward)):
+        for direction, run in (("forward", _forward), ("forward+backward", output_and_gradients)):
             works = {
                 "sparse": partial(run, compiled, *tensors),
                 "dense": partial(run, dense_attention, q, k_slc, v_slc),
@@ -138,7 +138,8 @@ def _forward(fn: Callable[..., Tensor], *inputs: Tensor) -> None:
         fn(*inputs)
 
 
-def _forward_backward(fn: Callable[..., Tensor], *inputs: Tensor) -> None:
+def output_and_gradients(fn: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Forward and backward, with a gradient for each of the inputs."""
     out = fn(*inputs)
     torch.autograd.grad(out, inputs, torch.ones_like(out))
 
@@ -163,11 +164,10 @@ def prefill(
     eager_repeats: int,
     nested: str,
     max_eager_seconds: float,
-    device: torch.device = CPU,
-    with_dense: bool = False,
-    max_dense_seq_len: int | None = None,
+    device: torch.device,
+    max_dense_seq_len: int | None,
 ) -> Iterator[Row]:
-    """The loop over the tokens against the compiled graph, forward and backward of the whole model.
+    """The loop over the tokens against the compiled graph and dense attention, forward and backward of the whole model.
 
     A length whose loop does not fit into memory or time is recorded as not measured; nothing is extrapolated.
     """
@@ -191,7 +191,7 @@ def prefill(
         if not skipped and eager_repeats:
             models["eager"] = build(config).to(device)
         too_long = _too_long(seq_len, max_dense_seq_len)
-        if with_dense and not too_long:
+        if not too_long:
             models["dense"] = _compiled_dense(config, nested, device)
         for name, model in models.items():
             # Every token takes the same way through the loop, so a few of them warm it up.
@@ -201,11 +201,10 @@ def prefill(
         timings = interleave(works, counts, device, warm_up=False)
 
         eager, fast = timings.get("eager", skipped or not_measured("skipped")), timings["compiled"]
+        dense = too_long or timings["dense"]
         row = {"seq_len": seq_len, "eager": eager, "compiled": fast, "ratio": ratio(eager, fast)}
         row |= {"first_call_s": first_call, "batched": all(s.batched for s in report.scans)}
-        if with_dense:
-            dense = too_long or timings["dense"]
-            row |= {"dense": dense, "dense_ratio": ratio(dense, fast)}
+        row |= {"dense": dense, "dense_ratio": ratio(dense, fast)}
         rows.append(row)
         yield row
 

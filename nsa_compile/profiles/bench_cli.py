@@ -268,7 +268,7 @@ def prefill(
     # CUDA reserves far more addresses than it uses memory.
     with measure.limited_memory(memory_gb if device.type == "cpu" else 0):
         rows = measure.prefill(
-            config, seq_lens, repeats, eager_repeats, nested, max_eager_seconds, device, True, max_dense_seq_len
+            config, seq_lens, repeats, eager_repeats, nested, max_eager_seconds, device, max_dense_seq_len
         )
         to.show("prefill", settings, rows, model=asdict(config))
 

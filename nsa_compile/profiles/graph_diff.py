@@ -37,7 +37,7 @@ def side_by_side(before: str, after: str, context: int = 2) -> list[Row]:
         return []
     rows: list[Row] = []
     for tag, i, i_end, j, j_end in matcher.get_opcodes():
-        lefts, rights = _numbered(left, i, i_end), _numbered(right, j, j_end)
+        lefts, rights = list(enumerate(left[i:i_end], i + 1)), list(enumerate(right[j:j_end], j + 1))
         if tag != "equal":
             pairs = zip_longest(lefts, rights, fillvalue=(None, ""))
             rows += [Row("changed", a, b, n, m) for (n, a), (m, b) in pairs]
@@ -53,10 +53,6 @@ def side_by_side(before: str, after: str, context: int = 2) -> list[Row]:
         source = [row for row in folded if row.left.lstrip().startswith("# File")][-1:] if tail else []
         rows += [*same[:head], Row("folded", f"{len(folded) - len(source)} equal lines", ""), *source, *kept]
     return rows
-
-
-def _numbered(lines: Sequence[str], start: int, end: int) -> list[tuple[int | None, str]]:
-    return [(number + 1, lines[number]) for number in range(start, end)]
 
 
 def render_side_by_side(rows: Sequence[Row], width: int) -> str:
