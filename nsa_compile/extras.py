@@ -12,20 +12,9 @@ LAB = {"hypothesis": "", "matplotlib": "", "nvtx": ""}
 HF = {"huggingface_hub": "", "safetensors": "", "transformers": ""}
 ONNX = {"onnx": "", "onnxscript": ""}
 TRAIN_COMMANDS = (
-    "chat",
-    "ckpt",
-    "config",
-    "convert",
-    "data",
-    "doctor",
-    "eval",
-    "export",
-    "generate",
-    "import",
-    "launch",
-    "train",
+    "chat", "ckpt", "config", "convert", "data", "doctor", "eval", "export", "generate", "import", "launch", "train",
     "watch",
-)
+)  # fmt: skip
 
 
 def installed_version(package: str) -> str | None:

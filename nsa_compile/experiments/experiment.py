@@ -19,6 +19,7 @@ from nsa_compile.errors import UserError
 from nsa_compile.experiments.runs import Arm, Results, RunResult, base_overrides, check_arms, run_arms
 from nsa_compile.experiments.statistics import MIN_PAIRS, Comparison, compare, rank
 from nsa_compile.files import write_json
+from nsa_compile.machine import cores
 from nsa_compile.train.records.run_directory import check_output, lock_run_directory
 from nsa_compile.train.report.summary import doubts_of
 
@@ -178,7 +179,7 @@ def scaling_plan(
         overrides = () if strong else (f"train.batch_size={batch * nproc}",)
         arms.append(Arm(f"nproc={nproc}", load_config(config_path, [*common, *overrides]), nproc, overrides))
     chosen = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(chosen) if chosen.isdecimal() else max(1, len(os.sched_getaffinity(0)) // numbers[-1])
+    threads = int(chosen) if chosen.isdecimal() else max(1, cores() // numbers[-1])
     sequences = f"{batch} sequences shared by all processes" if strong else f"{batch} sequences a process"
     note = f"{'strong' if strong else 'weak'} scaling: {sequences}, {threads} threads each"
     return Plan("scaling", f"Scaling to {numbers[-1]} processes", tuple(arms), threads, (note,))
