@@ -25,8 +25,8 @@ import click
 import torch
 from tabulate import tabulate
 
-import nsa_compile
-from nsa_compile.config import RunConfig, load_config, options_of
+from nsa_compile.config import load_config, options_of
+from nsa_compile.estimation.estimate import make_step
 from nsa_compile.machine.matmul_rate import measure_matmul
 from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
@@ -37,30 +37,12 @@ from nsa_compile.profiles.measure import (
     not_measured,
     peak_memory,
     ran_out_of_memory,
-    random_tokens,
     ratio,
     write_record,
 )
-from nsa_compile.train.optim import make_optimizer
-from nsa_compile.train.steps import train_step
 
 PRESET = Path(__file__).parents[1] / "configs" / "m7c_125m_2xa100_production.yaml"
 RECORD = Path(__file__).parent / "results" / "production.json"
-
-
-def make_step(config: RunConfig, device: torch.device = CPU, batch_size: int = 1) -> Any:
-    """A function that does one optimizer step of the configured model on random sequences."""
-    torch.manual_seed(config.run.seed)
-    model = NSATransformer(config.model).to(device)
-    model.checkpoint_blocks(config.checkpointed_blocks())
-    nsa_compile.compile_blocks(model, nested=config.compile.nested)
-    optimizer = make_optimizer(model, config.optim)
-    batch = random_tokens(config.model, config.train.seq_len + 1, batch_size).numpy()
-
-    def step() -> None:
-        train_step(model, optimizer, [batch], config.optim.lr, config.optim.clip, device, config.train.dtype)
-
-    return step
 
 
 def one_process(
@@ -74,7 +56,7 @@ def one_process(
     """Times of steps of a preset with NSA and of the dense twin, taken in turn, of `batch_size` sequences each."""
     steps, flops, parameters = {}, {}, {}
     for attention in ("nsa", "dense"):
-        changes = [*overrides, f"train.seq_len={seq_len}", f"model.attention={attention}"]
+        changes = [*overrides, f"train.seq_len={seq_len}", "train.accumulate=1", f"model.attention={attention}"]
         config = load_config(str(preset), changes)
         steps[attention] = make_step(config, device, batch_size)
         flops[attention] = training_flops_per_token(config.model, seq_len)

@@ -132,15 +132,15 @@ def step_costs(seq_len: int, tokens: int, runs: Path) -> dict[str, dict[str, Any
         return kept
     import torch
 
-    from benchmarks.production import make_step
+    from nsa_compile.estimation.estimate import make_step
     from nsa_compile.models import NSATransformer
-    from nsa_compile.profiles.measure import interleave
+    from nsa_compile.profiles.measure import CPU, interleave
 
     torch.set_num_threads(1)
     works, weights = {}, {}
     for attention in ATTENTIONS:
         config = Cell(attention, seq_len, 1, 1337).config(tokens, runs)
-        works[attention] = make_step(config, batch_size=config.train.batch_size)
+        works[attention] = make_step(config, CPU, config.train.batch_size)
         with torch.device("meta"):
             weights[attention] = sum(weight.numel() for weight in NSATransformer(config.model).parameters())
         works[attention]()

@@ -19,7 +19,7 @@ import argparse
 import ast
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -352,13 +352,20 @@ def report(compared: Iterable[Compared | None]) -> int:
             x.requires_grad_()
             o = f(x)
             results.append((o.detach().double(), torch.autograd.grad(o.square().sum(), x)[0].double()))
-        cells = []
-        for a, b in zip(*results, strict=True):
-            difference, size = (a - b).abs().max().item(), a.abs().max().item()
-            far |= not difference <= TOLERANCE * size
-            cells.append(f"{difference:.1e} of {size:.2g}")
-        print(f"{name:7} {peer:36} {cells[0]:>20} {cells[1]:>20}")
+        cells, too_far = differences(*results, TOLERANCE)
+        far |= too_far
+        print(f"{name:7} {peer:36} {cells}")
     return int(far)
+
+
+def differences(expected: Sequence[Tensor], given: Sequence[Tensor], tolerance: float) -> tuple[str, bool]:
+    """How far tensors are from others, as two columns, and whether one is too far."""
+    cells, far = [], False
+    for a, b in zip(expected, given, strict=True):
+        difference, size = (a - b).abs().max().item(), a.abs().max().item()
+        far |= not (a.dtype == b.dtype and difference <= tolerance * size)
+        cells.append(f"{difference:.1e} of {size:.2g}")
+    return f"{cells[0]:>20} {cells[1]:>20}", far
 
 
 if __name__ == "__main__":
