@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ class Contest:
     forms: Callable[[], dict[str, Callable[..., Tensor]]]
     bars: dict[str, float]
     same: tuple[str, ...] = ()
-    slow: tuple[str, ...] = field(default=("eager", "loop"))
+    slow: tuple[str, ...] = ()
 
 
 # -- scores that are a program
