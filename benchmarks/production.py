@@ -26,9 +26,8 @@ import torch
 from tabulate import tabulate
 
 from nsa_compile.config import load_config, options_of
-from nsa_compile.estimation.estimate import make_step
+from nsa_compile.estimation.estimate import count_parameters, make_step
 from nsa_compile.machine.matmul_rate import measure_matmul
-from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.profiles.measure import (
     CPU,
@@ -60,8 +59,7 @@ def one_process(
         config = load_config(str(preset), changes)
         steps[attention] = make_step(config, device, batch_size)
         flops[attention] = training_flops_per_token(config.model, seq_len)
-        with torch.device("meta"):
-            parameters[attention] = sum(p.numel() for p in NSATransformer(config.model).parameters())
+        parameters[attention] = count_parameters(config.model)
     failed = {name: reason for name, step in steps.items() if (reason := settle(step)) is not None}
     peak = measure_matmul(device, (torch.bfloat16,), seconds=2.0).peak
     times = interleave({name: step for name, step in steps.items() if name not in failed}, repeats, device, False)

@@ -132,8 +132,7 @@ def step_costs(seq_len: int, tokens: int, runs: Path) -> dict[str, dict[str, Any
         return kept
     import torch
 
-    from nsa_compile.estimation.estimate import make_step
-    from nsa_compile.models import NSATransformer
+    from nsa_compile.estimation.estimate import count_parameters, make_step
     from nsa_compile.profiles.measure import CPU, interleave
 
     torch.set_num_threads(1)
@@ -141,8 +140,7 @@ def step_costs(seq_len: int, tokens: int, runs: Path) -> dict[str, dict[str, Any
     for attention in ATTENTIONS:
         config = Cell(attention, seq_len, 1, 1337).config(tokens, runs)
         works[attention] = make_step(config, CPU, config.train.batch_size)
-        with torch.device("meta"):
-            weights[attention] = sum(weight.numel() for weight in NSATransformer(config.model).parameters())
+        weights[attention] = count_parameters(config.model)
         works[attention]()
     if abs(weights["dense"] / weights["nsa"] - 1) > ALLOWED:
         raise SystemExit(f"the models have {weights} weights, which differ by more than {ALLOWED:.0%}")

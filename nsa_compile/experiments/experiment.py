@@ -302,13 +302,7 @@ def _judge_sweep(plan: Plan, results: Results) -> dict[str, Any]:
     if not rates[names[0]]:
         return {"comparisons": [], "verdict": "no verdict: no round in which every value has a finished run"}
     ranking = rank(rates, {name: within_runs(results.of(name)) for name in names})
-    return {
-        "comparisons": [comparison.plain() for comparison in ranking.comparisons],
-        "leader": ranking.leader,
-        "winner": ranking.winner,
-        "tied": ranking.tied,
-        "verdict": ranking.verdict,
-    }
+    return {**vars(ranking), "comparisons": [comparison.plain() for comparison in ranking.comparisons]}
 
 
 def _judge_scaling(plan: Plan, results: Results) -> dict[str, Any]:
