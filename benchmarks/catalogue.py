@@ -33,7 +33,15 @@ import torch.nn.functional as F
 from tabulate import tabulate
 
 import nsa_compile
-from nsa_compile.profiles.measure import make_record, not_measured, seconds_of, show, summarize, write_record
+from nsa_compile.profiles.measure import (
+    make_record,
+    not_measured,
+    processor_seconds,
+    seconds_of,
+    show,
+    summarize,
+    write_record,
+)
 from tests.catalogue.catalogue import LONG, Program, class_of, verdict
 from tests.catalogue.programs import PROGRAMS
 
@@ -46,12 +54,6 @@ ENOUGH = 4.0  # seconds of repetitions, after which no more are made
 def dense_causal(z, q, k, v):
     """What attention without a mask of its own costs; not compiled."""
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
-
-
-def processor_seconds() -> float:
-    """Processor time of this process and of compilers that it has run."""
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in usage)
 
 
 def worker(name: str, seq_len: int, repeats: int) -> None:
@@ -130,17 +132,16 @@ def cliffs(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, str, str
 @click.option("--limit", default=120.0, show_default=True, help="Seconds of processor time for a program, all told.")
 @click.option("--memory", default=6.0, show_default=True, help="GiB that a program may take.")
 @click.option("--processes", default=1, show_default=True, help="Programs at a time.")
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/catalogue.json without it.")
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 def main(only, seq_len, repeats, limit, memory, processes, out) -> None:
     """Time the catalogue, and compare spellings of the same attention."""
     names = [name for name in PROGRAMS if name.startswith(tuple(only.split(",")))]
     sizes = replace(LONG, S=seq_len)
     settings = {"repeats": repeats, "limit_s": limit, "threads": 1, "processes": processes}
     settings |= {"dtype": "float32", "nested": "inductor", "clock": "processor time"}
-    path = Path(out) if out else RECORD
     rows: dict[str, dict[str, Any]] = {}
-    if only and path.exists():
-        rows = {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["results"]}
+    if only and out.exists():
+        rows = {row["name"]: row for row in json.loads(out.read_text(encoding="utf-8"))["results"]}
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(processes) as pool:
 
         def measure(name: str) -> dict[str, Any]:
@@ -150,11 +151,11 @@ def main(only, seq_len, repeats, limit, memory, processes, out) -> None:
             if row["verdict"]:
                 row["class"] = class_of(row["verdict"])
             rows[row["name"]] = {**row, "memory_gib": memory}
-            write_record(path, make_record("catalogue", settings, list(rows.values()), sizes=asdict(sizes)))
+            write_record(out, make_record("catalogue", settings, list(rows.values()), sizes=asdict(sizes)))
             print(f"{row['name']}: {show(row['time'])} ms, {row['verdict'] or row['time']}", flush=True)
     headers = ("program", "verdict", "ms (range)", "over the fastest", "compile, s", "spelling")
     print(tabulate(list(cliffs(list(rows.values()))), headers=headers, disable_numparse=True))
-    print(path)
+    print(out)
 
 
 if __name__ == "__main__":

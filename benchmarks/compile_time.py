@@ -11,8 +11,6 @@ blocks compile once, so layers should cost next to nothing.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -26,8 +24,10 @@ from tabulate import tabulate
 from nsa_compile.profiles.measure import (
     build,
     forward_backward,
+    in_a_new_process,
     make_record,
     model_config,
+    processor_seconds,
     random_tokens,
     seconds_of,
     show,
@@ -37,11 +37,6 @@ from nsa_compile.profiles.measure import (
 
 WORKER_FLAG = "--worker"
 RECORD = Path(__file__).parent / "results" / "compile_time.json"
-
-
-def processor_seconds() -> float:
-    """Of this process and of the compilers that it started and that have ended."""
-    return sum(os.times()[:4])
 
 
 def worker(layers: int, seq_len: int, dim: int, head_dim: int, nested: str) -> None:
@@ -65,23 +60,14 @@ def worker(layers: int, seq_len: int, dim: int, head_dim: int, nested: str) -> N
     print(json.dumps(found))
 
 
-def in_a_new_process(arguments: tuple[Any, ...], cache: str) -> dict[str, Any]:
-    # The package's own cache lies below Inductor's, so one folder empties both.
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-    command = [sys.executable, str(Path(__file__)), WORKER_FLAG, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if result.returncode:
-        raise SystemExit(f"the measured process failed:\n{result.stderr}")
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 def measure(layers: int, seq_len: int, dim: int, head_dim: int, nested: str, repeats: int) -> dict[str, Any]:
     """Cold and warm compile times of one size."""
     cold, warm = [], []
+    words = (__file__, WORKER_FLAG, layers, seq_len, dim, head_dim, nested)
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as cache:
-            cold.append(in_a_new_process((layers, seq_len, dim, head_dim, nested), cache))
-            warm.append(in_a_new_process((layers, seq_len, dim, head_dim, nested), cache))
+            cold.append(in_a_new_process(*words, cache=cache))
+            warm.append(in_a_new_process(*words, cache=cache))
     row: dict[str, Any] = {"layers": layers, "seq_len": seq_len}
     for name, runs in (("cold", cold), ("warm", warm)):
         row[name] = summarize([run["first"]["compile_s"] for run in runs])
@@ -106,7 +92,7 @@ def numbers(text: str) -> list[int]:
 @click.option("--head-dim", default=64, show_default=True)
 @click.option("--repeats", default=3, show_default=True, help="Cold and warm pairs of each size.")
 @click.option("--nested", default="inductor", show_default=True)
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/compile_time.json without it.")
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 def main(layers, seq_lens, dim, head_dim, repeats, nested, out) -> None:
     """Time compilation with an empty and with a filled cache."""
     layer_counts, lengths = numbers(layers), numbers(seq_lens)
@@ -114,11 +100,10 @@ def main(layers, seq_lens, dim, head_dim, repeats, nested, out) -> None:
     settings = {"repeats": repeats, "nested": nested, "batch_size": 1, "dtype": "float32", "device": "cpu"}
     # The model of the first size; each row says its own number of layers.
     model = asdict(model_config(layer_counts[0], dim, head_dim))
-    path = Path(out) if out else RECORD
     rows: list[dict[str, Any]] = []
     for n, seq_len in sizes:
         rows.append(measure(n, seq_len, dim, head_dim, nested, repeats))
-        write_record(path, make_record("compile_time", settings, rows, model=model))
+        write_record(out, make_record("compile_time", settings, rows, model=model))
         print(f"{n} layers, S = {seq_len}: cold {show(rows[-1]['cold'], 1)} s", flush=True)
     columns = {
         "cold": "cold, s (range)",
@@ -130,7 +115,7 @@ def main(layers, seq_lens, dim, head_dim, repeats, nested, out) -> None:
     table = [(r["layers"], r["seq_len"], *(show(r[key], 1) for key in columns)) for r in rows]
     headers = ("layers", "S", *columns.values())
     print(tabulate(table, headers=headers, disable_numparse=True))
-    print(path)
+    print(out)
 
 
 if __name__ == "__main__":

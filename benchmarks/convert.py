@@ -25,7 +25,7 @@ import torch
 from tabulate import tabulate
 
 import nsa_compile
-from nsa_compile.config import load_config
+from nsa_compile.config import load_config, options_of
 from nsa_compile.data import load_corpus
 from nsa_compile.generation.converted import Gates, to_sparse
 from nsa_compile.generation.exported import Exported
@@ -107,7 +107,7 @@ def trained(directory: Path, overrides: list[str]) -> tuple[dict[str, Any], Path
     if not (done := list(directory.glob("*/summary.json"))):
         quiet = ["train.sample_tokens=0", "train.save_every=0", "log.stats_every=0", "compile.check=false"]
         keys = [f"run.dir={directory}", "train.eval_batches=16", "watchdog.enabled=false", *quiet, *overrides]
-        command("train", "--config", str(CONFIG), *(word for key in keys for word in ("--set", key)))
+        command("train", *options_of(str(CONFIG), keys))
         done = list(directory.glob("*/summary.json"))
     return json.loads(done[0].read_text()), done[0].parent
 

@@ -88,11 +88,10 @@ def stepped(config: NSAConfig, context: int, batch: int) -> tuple[NSATransformer
 @click.option("--contexts", default="2048,8192,32768,131072", show_default=True, help="Tokens in the caches.")
 @click.option("--batches", default="1,8", show_default=True, help="Sequences decoded side by side.")
 @click.option("--tokens", default=30, show_default=True, type=click.IntRange(min=1), help="Timed steps, in turns.")
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/decode.json without it.")
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 @torch.no_grad()
 def main(contexts, batches, tokens, out) -> None:
     """Time decode steps of NSA and of its dense twin."""
-    path = Path(out) if out else RECORD
     config = model_config(layers=2, dim=256, head_dim=64)
     rows: list[dict[str, Any]] = []
     per_byte = math.inf
@@ -116,7 +115,7 @@ def main(contexts, batches, tokens, out) -> None:
             rows.append(row)
             settings = {"tokens": tokens, "layers": 2, "dim": config.dim, "heads": config.n_heads, "dtype": "float32"}
             settings |= {"groups": config.n_kv_heads, "bytes_per_s": 1 / per_byte}
-            write_record(path, make_record("decode", settings, rows))
+            write_record(out, make_record("decode", settings, rows))
     table = [
         (
             *(r["context"], r["batch"]),
@@ -131,7 +130,7 @@ def main(contexts, batches, tokens, out) -> None:
         *("dense / NSA", "NSA / floor", "dense / floor"),
     )
     print(tabulate(table, headers=headers))
-    print(f"{1 / per_byte / 1e9:.1f} GB/s read; {path}")
+    print(f"{1 / per_byte / 1e9:.1f} GB/s read; {out}")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,9 @@ from typing import Any
 import click
 import torch
 
-import nsa_compile
 from nsa_compile.config import load_config
-from nsa_compile.estimation.estimate import estimate_memory, measure_step
-from nsa_compile.models import NSATransformer
-from nsa_compile.profiles.measure import CPU, make_record, peak_memory, random_tokens, seconds_of, write_record
-from nsa_compile.train.optim import make_optimizer
-from nsa_compile.train.steps import train_step
+from nsa_compile.estimation.estimate import estimate_memory, make_step, measure_step
+from nsa_compile.profiles.measure import CPU, make_record, peak_memory, seconds_of, write_record
 
 RECORD = Path(__file__).parent / "results" / "estimate.json"
 CASES = (
@@ -39,18 +35,11 @@ def compare(changes: dict[str, Any]) -> dict[str, Any]:
     """Predicted and measured bytes and seconds of one configuration."""
     torch._dynamo.reset()
     config = load_config(None, [f"{key}={value}" for key, value in changes.items()])
-    train, optim = config.train, config.optim
     memory = estimate_memory(config, CPU)
     time = measure_step(config, CPU)
 
     torch._dynamo.reset()
-    model = nsa_compile.compile_blocks(NSATransformer(config.model))
-    optimizer = make_optimizer(model, optim)
-    batch = random_tokens(config.model, train.seq_len + 1, train.batch_size).numpy()
-
-    def step() -> None:
-        train_step(model, optimizer, [batch], optim.lr, optim.clip, CPU, train.dtype)
-
+    step = make_step(config, CPU, config.train.batch_size)
     for _ in range(2):
         step()
     measured = peak_memory(step)
@@ -68,15 +57,14 @@ def compare(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/estimate.json without it.")
-def main(out: str | None) -> None:
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
+def main(out: Path) -> None:
     """Compare estimates with training steps that really run."""
-    path = Path(out) if out else RECORD
     rows: list[dict[str, Any]] = []
     for changes in CASES:
         rows.append(compare(changes))
         click.echo(rows[-1])
-        write_record(path, make_record("estimate", {"steps": STEPS}, rows))
+        write_record(out, make_record("estimate", {"steps": STEPS}, rows))
 
 
 if __name__ == "__main__":

@@ -17,46 +17,39 @@ from typing import Any
 import click
 import torch
 from tabulate import tabulate
-from torch import Tensor
 
 import nsa_compile
 from nsa_compile.models import SparsePattern, nsa_attention
-from nsa_compile.profiles.bench import AttentionProblem, dense_attention
+from nsa_compile.profiles.bench import AttentionProblem, dense_attention, output_and_gradients
 from nsa_compile.profiles.measure import CPU, interleave, make_record, ratio, show, write_record
 
 RECORD = Path(__file__).parent / "results" / "fusion.json"
 PASS = "fuse_selection_scatter"
 
 
-def forward_backward(fn: Any, *inputs: Tensor) -> None:
-    out = fn(*inputs)
-    torch.autograd.grad(out, inputs, torch.ones_like(out))
-
-
 @click.command()
 @click.option("--seq-lens", default="2048,4096,8192", show_default=True, help="Sequence lengths.")
 @click.option("--repeats", default=5, show_default=True, help="Timed runs of each variant, in turns, after a warm-up.")
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/fusion.json without it.")
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 def main(seq_lens, repeats, out) -> None:
     """Time attention with the pass on and off."""
     problem = AttentionProblem(1, 8, 2, 64, SparsePattern(), "float32", "auto", "inductor")
-    path = Path(out) if out else RECORD
     rows: list[dict[str, Any]] = []
     for seq_len in (int(word) for word in seq_lens.split(",")):
         torch._dynamo.reset()
         inputs = problem.inputs(seq_len, CPU)
         attention = partial(nsa_attention, pattern=problem.pattern)
         works = {
-            "on": partial(forward_backward, nsa_compile.compile(attention), *inputs),
-            "off": partial(forward_backward, nsa_compile.compile(attention, disable=(PASS,)), *inputs),
-            "dense": partial(forward_backward, dense_attention, inputs[0], inputs[3], inputs[4]),
+            "on": partial(output_and_gradients, nsa_compile.compile(attention), *inputs),
+            "off": partial(output_and_gradients, nsa_compile.compile(attention, disable=(PASS,)), *inputs),
+            "dense": partial(output_and_gradients, dense_attention, inputs[0], inputs[3], inputs[4]),
         }
         timings = interleave(works, repeats, CPU)
         rows.append({"seq_len": seq_len, **timings, "ratio": ratio(timings["off"], timings["on"])})
-        write_record(path, make_record("fusion", {"repeats": repeats, "disabled": PASS, **asdict(problem)}, rows))
+        write_record(out, make_record("fusion", {"repeats": repeats, "disabled": PASS, **asdict(problem)}, rows))
     table = [(r["seq_len"], *(show(r[name]) for name in ("on", "off", "dense")), f"{r['ratio']:.1f}") for r in rows]
     print(tabulate(table, headers=("S", "on, ms (range)", "off, ms (range)", "dense SDPA, ms (range)", "off / on")))
-    print(path)
+    print(out)
 
 
 if __name__ == "__main__":

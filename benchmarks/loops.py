@@ -10,7 +10,6 @@ on one thread, forward and backward, gpt-fast's forward alone.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch import Tensor
 
 import nsa_compile
 from nsa_compile.loops import LoopDeclined
-from nsa_compile.profiles.measure import make_record, summarize, write_record
+from nsa_compile.profiles.measure import load_module, make_record, summarize, write_record
 
 RECORD = Path(__file__).parent / "results" / "loops.json"
 
@@ -68,7 +67,7 @@ def llama(checkouts: Path, seq_len: int) -> Loop:
 
 def gated_delta_rule(checkouts: Path, seq_len: int) -> Loop:
     """`naive_recurrent_gated_delta_rule` of flash-linear-attention."""
-    naive = _module(checkouts / "flash-linear-attention/fla/ops/gated_delta_rule/naive.py")
+    naive = load_module(checkouts / "flash-linear-attention/fla/ops/gated_delta_rule/naive.py", "gated_delta_rule")
     q, k, v = (_random(1, seq_len, 2, 16) for _ in range(3))
     k = torch.nn.functional.normalize(k.detach(), dim=-1).requires_grad_()
     beta, g = torch.rand(1, seq_len, 2).requires_grad_(), (-torch.rand(1, seq_len, 2)).requires_grad_()
@@ -78,7 +77,7 @@ def gated_delta_rule(checkouts: Path, seq_len: int) -> Loop:
 
 def gated_linear(checkouts: Path, seq_len: int) -> Loop:
     """`naive_recurrent_gla` of flash-linear-attention."""
-    naive = _module(checkouts / "flash-linear-attention/fla/ops/gla/naive.py")
+    naive = load_module(checkouts / "flash-linear-attention/fla/ops/gla/naive.py", "gla")
     q, k, v = (_random(1, seq_len, 2, 16) for _ in range(3))
     gate = (-torch.rand(1, seq_len, 2, 16)).requires_grad_()
     return Loop(naive.naive_recurrent_gla, (q, k, v, gate))
@@ -86,7 +85,7 @@ def gated_linear(checkouts: Path, seq_len: int) -> Loop:
 
 def gpt_fast(checkouts: Path, seq_len: int) -> Loop:
     """The decoding of gpt-fast: its `Transformer`, and its caches of full length, fed token by token."""
-    model = _module(checkouts / "gpt-fast/model.py", "model")
+    model = load_module(checkouts / "gpt-fast/model.py", "model")
     arguments = model.ModelArgs(
         block_size=seq_len, vocab_size=256, n_layer=2, n_head=4, dim=64, intermediate_size=128, n_local_heads=2
     )
@@ -166,16 +165,6 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(shape).requires_grad_()
 
 
-def _module(path: Path, name: str | None = None) -> Any:
-    spec = importlib.util.spec_from_file_location(name or path.parent.name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(loop: Loop, function: Callable[..., Any]) -> tuple[list[Tensor], float]:
     """What a function yields, its gradients behind it, and the processor's seconds."""
     loop.before()
@@ -226,8 +215,8 @@ def measure(loop: Loop, repeats: int) -> dict[str, Any]:
 @click.option("--programs", default=",".join(PROGRAMS), show_default=True, help="Which loops.")
 @click.option("--seq-lens", default="256,1024", show_default=True, help="Sequence lengths.")
 @click.option("--repeats", default=3, show_default=True, help="Runs of what is compiled.")
-@click.option("--out", metavar="PATH", default=str(RECORD), help="Where the record goes.")
-def main(checkouts: Path, programs: str, seq_lens: str, repeats: int, out: str) -> None:
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
+def main(checkouts: Path, programs: str, seq_lens: str, repeats: int, out: Path) -> None:
     """Compile loops from checkouts, compare them with themselves as written, and time both."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
@@ -238,7 +227,7 @@ def main(checkouts: Path, programs: str, seq_lens: str, repeats: int, out: str) 
             if "reason" in row:
                 row["reason"] = row["reason"].replace(f"{checkouts}/", "")
             rows.append({"program": name, "seq_len": seq_len} | row)
-            write_record(Path(out), make_record("loops", {"dtype": "float32", "repeats": repeats}, rows))
+            write_record(out, make_record("loops", {"dtype": "float32", "repeats": repeats}, rows))
             print(rows[-1], flush=True)
 
 

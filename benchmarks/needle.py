@@ -53,11 +53,10 @@ GOAL = 0.9
 @click.option("--eval-seconds", default=20.0, show_default=True, help="Training time between evaluations.")
 @click.option("--sequences", default=256, show_default=True, help="Held-out sequences that the final accuracy is of.")
 @click.option("--threads", default=1, show_default=True)
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/needle.json without it.")
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 def main(config_path, overrides, seconds, eval_seconds, sequences, threads, out) -> None:
     """Train with and without the selected branch and record how many answers are right."""
     torch.set_num_threads(threads)
-    path = Path(out) if out else RECORD
     settings = {"seconds": seconds, "eval_seconds": eval_seconds, "sequences": sequences, "threads": threads}
     rows: list[dict[str, Any]] = []
     configs = {name: load_config(config_path, [*overrides, f"model.branches={b}"]) for name, b in VARIANTS.items()}
@@ -65,7 +64,7 @@ def main(config_path, overrides, seconds, eval_seconds, sequences, threads, out)
         rows.append({"variant": name, "branches": list(config.model.branches)})
         for row in train(config, seconds, eval_seconds, sequences):
             rows[-1] |= row
-            write_record(path, make_record("needle", settings, rows, config=configs["all branches"].plain()))
+            write_record(out, make_record("needle", settings, rows, config=configs["all branches"].plain()))
             last = row["curve"][-1]
             print(
                 f"{name}: {last['seconds']:.0f} s, step {last['step']} of S = {last['seq_len']}, "
@@ -73,7 +72,7 @@ def main(config_path, overrides, seconds, eval_seconds, sequences, threads, out)
                 f"{last['accuracy']:.1%} of the answers right, {row['tokens_per_s'] or 0:,.0f} tokens/s",
                 flush=True,
             )
-    plot(path.with_suffix(".png"), rows, configs["all branches"])
+    plot(out.with_suffix(".png"), rows, configs["all branches"])
     headers = ("", "answers right", "95 % interval", "answers", "above 90 % after", "seconds", "steps")
     table = [
         (
@@ -88,7 +87,7 @@ def main(config_path, overrides, seconds, eval_seconds, sequences, threads, out)
         for row in rows
     ]
     print(tabulate(table, headers=headers, disable_numparse=True))
-    print(path)
+    print(out)
 
 
 def train(config: RunConfig, seconds: float, eval_seconds: float, sequences: int) -> Iterator[dict[str, Any]]:

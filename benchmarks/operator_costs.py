@@ -26,7 +26,6 @@ from typing import Any
 import click
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from nsa_compile.ir import attention
 from nsa_compile.ops import compressed_attention, flops, force_implementation, selected_attention, window_attention
 from nsa_compile.ops.compressed.selection import best_blocks_at
 from nsa_compile.ops.dispatch import choose_kernel
+from nsa_compile.profiles.bench import dense_attention
 from nsa_compile.profiles.measure import SEED, interleave, make_record, write_record
 
 COSTS = Path(nsa_compile.analyses.__file__).parent / "operator_costs.json"
@@ -62,8 +62,8 @@ def cases(seq_len: int, device: torch.device) -> Iterator[Case]:
     q, k, v = normal(seq_len, GROUPS * HEADS), normal(seq_len, GROUPS), normal(seq_len, GROUPS)
     position = torch.arange(seq_len, device=device)
     mask = (position > position[:, None] - WINDOWS[-1]) & (position <= position[:, None])
-    yield "dense", "masked", seq_len**2, partial(run, partial(dense, attn_mask=mask), q, k, v)
-    yield "dense_causal", "causal", seq_len**2, partial(run, partial(dense, is_causal=True), q, k, v)
+    yield "dense", "masked", seq_len**2, partial(run, partial(dense_attention, attn_mask=mask), q, k, v)
+    yield "dense_causal", "causal", seq_len**2, partial(run, dense_attention, q, k, v)
     for window in WINDOWS:
         fn = partial(window_attention, window=window)
         yield "window", f"{window} keys", flops.window_pairs(seq_len, seq_len, window), partial(run, fn, q, k, v)
@@ -83,19 +83,16 @@ def cases(seq_len: int, device: torch.device) -> Iterator[Case]:
         yield "selected", f"{count} blocks", pairs, partial(run, fn, q, k, v)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> tuple[Tensor]:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return (F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask).transpose(1, 2),)
-
-
-def dense_scores(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+def dense_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q = q.unflatten(2, (GROUPS, HEADS)).transpose(1, 2).flatten(0, 1)  # [G, S, h, D]
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-    return (attention.dense(attention.AttentionCall(q, k, v, None, None, DIM**-0.5, attention.Blocks(BLOCK, STRIDE))),)
+    return attention.dense(attention.AttentionCall(q, k, v, None, None, DIM**-0.5, attention.Blocks(BLOCK, STRIDE)))
 
 
-def run(fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> None:
-    out = fn(*inputs)[0]
+def run(fn: Callable[..., Any], *inputs: Tensor) -> None:
+    """Forward and backward of a function or an operator, which returns more than its output."""
+    out = fn(*inputs)
+    out = out if isinstance(out, Tensor) else out[0]
     torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
@@ -117,7 +114,7 @@ def fit(samples: list[dict[str, Any]]) -> dict[str, float]:
 @click.option("--repeats", default=5, show_default=True, help="Timed runs of each case, in turns, after a warm-up.")
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "vectors", "cuda"]))
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU; torch's default without it.")
-@click.option("--out", metavar="PATH", help="Where the costs go; the file that the compiler reads without it.")
+@click.option("--out", type=click.Path(path_type=Path), default=COSTS, show_default=True)
 def main(seq_lens, repeats, device, threads, out) -> None:
     """Measure the costs of the attention operators; those of other devices in the file stay."""
     if threads:
@@ -148,12 +145,11 @@ def main(seq_lens, repeats, device, threads, out) -> None:
         "unit": f"ns of forward + backward for one key/value head and its {HEADS} query heads",
         "implementations": {name: choose_kernel(name, x).name for name in ("window", "compressed", "selected")},
     }  # fmt: skip
-    path = Path(out) if out else COSTS
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kept = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     measured = {**kept.get("measured", {}), device: make_record("operator_costs", settings, samples, on)}
-    write_record(path, {**kept, device: costs, "measured": measured})
+    write_record(out, {**kept, device: costs, "measured": measured})
     print(tabulate(table, headers=("operator", "ns per pair", "ns per query", "largest error of the fit")))
-    print(path)
+    print(out)
 
 
 def predict(cost: dict[str, float], sample: dict[str, Any]) -> float:

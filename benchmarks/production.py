@@ -25,10 +25,9 @@ import click
 import torch
 from tabulate import tabulate
 
-import nsa_compile
-from nsa_compile.config import RunConfig, load_config
+from nsa_compile.config import load_config, options_of
+from nsa_compile.estimation.estimate import count_parameters, make_step
 from nsa_compile.machine.matmul_rate import measure_matmul
-from nsa_compile.models import NSATransformer
 from nsa_compile.models.flops import training_flops_per_token
 from nsa_compile.profiles.measure import (
     CPU,
@@ -37,30 +36,12 @@ from nsa_compile.profiles.measure import (
     not_measured,
     peak_memory,
     ran_out_of_memory,
-    random_tokens,
     ratio,
     write_record,
 )
-from nsa_compile.train.optim import make_optimizer
-from nsa_compile.train.steps import train_step
 
 PRESET = Path(__file__).parents[1] / "configs" / "m7c_125m_2xa100_production.yaml"
 RECORD = Path(__file__).parent / "results" / "production.json"
-
-
-def make_step(config: RunConfig, device: torch.device = CPU, batch_size: int = 1) -> Any:
-    """A function that does one optimizer step of the configured model on random sequences."""
-    torch.manual_seed(config.run.seed)
-    model = NSATransformer(config.model).to(device)
-    model.checkpoint_blocks(config.checkpointed_blocks())
-    nsa_compile.compile_blocks(model, nested=config.compile.nested)
-    optimizer = make_optimizer(model, config.optim)
-    batch = random_tokens(config.model, config.train.seq_len + 1, batch_size).numpy()
-
-    def step() -> None:
-        train_step(model, optimizer, [batch], config.optim.lr, config.optim.clip, device, config.train.dtype)
-
-    return step
 
 
 def one_process(
@@ -74,12 +55,11 @@ def one_process(
     """Times of steps of a preset with NSA and of the dense twin, taken in turn, of `batch_size` sequences each."""
     steps, flops, parameters = {}, {}, {}
     for attention in ("nsa", "dense"):
-        changes = [*overrides, f"train.seq_len={seq_len}", f"model.attention={attention}"]
+        changes = [*overrides, f"train.seq_len={seq_len}", "train.accumulate=1", f"model.attention={attention}"]
         config = load_config(str(preset), changes)
         steps[attention] = make_step(config, device, batch_size)
         flops[attention] = training_flops_per_token(config.model, seq_len)
-        with torch.device("meta"):
-            parameters[attention] = sum(p.numel() for p in NSATransformer(config.model).parameters())
+        parameters[attention] = count_parameters(config.model)
     failed = {name: reason for name, step in steps.items() if (reason := settle(step)) is not None}
     peak = measure_matmul(device, (torch.bfloat16,), seconds=2.0).peak
     times = interleave({name: step for name, step in steps.items() if name not in failed}, repeats, device, False)
@@ -124,11 +104,11 @@ def two_processes(steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         changes = {"run.dir": directory, "train.steps": steps, "train.eval_batches": 1, "optim.warmup": 1}
         changes |= {"train.eval_every": steps, "train.sample_tokens": 0, "log.stats_every": 0}
-        sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-m", "nsa_compile", "train", "--config", str(PRESET), "--nproc", "2", "--json"]
+        options = options_of(str(PRESET), [f"{key}={value}" for key, value in changes.items()])
+        command = [sys.executable, "-m", "nsa_compile", "train", *options, "--nproc", "2", "--json"]
         # How many threads each process has is the launcher's choice.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        process = subprocess.Popen([*command, *sets], stdout=subprocess.PIPE, text=True, env=environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         peak = 0
 
         def look() -> None:

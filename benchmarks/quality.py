@@ -36,7 +36,7 @@ from typing import Any
 import click
 from tabulate import tabulate
 
-from nsa_compile.config import RunConfig, load_config
+from nsa_compile.config import RunConfig, load_config, options_of
 from nsa_compile.experiments.statistics import student_t
 
 ROOT = Path(__file__).parent.parent
@@ -132,17 +132,15 @@ def step_costs(seq_len: int, tokens: int, runs: Path) -> dict[str, dict[str, Any
         return kept
     import torch
 
-    from benchmarks.production import make_step
-    from nsa_compile.models import NSATransformer
-    from nsa_compile.profiles.measure import interleave
+    from nsa_compile.estimation.estimate import count_parameters, make_step
+    from nsa_compile.profiles.measure import CPU, interleave
 
     torch.set_num_threads(1)
     works, weights = {}, {}
     for attention in ATTENTIONS:
         config = Cell(attention, seq_len, 1, 1337).config(tokens, runs)
-        works[attention] = make_step(config, batch_size=config.train.batch_size)
-        with torch.device("meta"):
-            weights[attention] = sum(weight.numel() for weight in NSATransformer(config.model).parameters())
+        works[attention] = make_step(config, CPU, config.train.batch_size)
+        weights[attention] = count_parameters(config.model)
         works[attention]()
     if abs(weights["dense"] / weights["nsa"] - 1) > ALLOWED:
         raise SystemExit(f"the models have {weights} weights, which differ by more than {ALLOWED:.0%}")
@@ -155,17 +153,13 @@ def step_costs(seq_len: int, tokens: int, runs: Path) -> dict[str, dict[str, Any
 def train(cell: Cell, tokens: int, runs: Path) -> None:
     """Make a run that is not finished yet, in a process of its own, and score the whole held-out text by its model."""
     if finished(cell, runs) is None:
-        words = ["--resume", "auto", "--json", "--config", str(CONFIG)]
-        command(["train", *words, *sets(cell.overrides(tokens, runs))], runs / f"{cell.name}.log")
+        words = ["--resume", "auto", "--json", *options_of(str(CONFIG), cell.overrides(tokens, runs))]
+        command(["train", *words], runs / f"{cell.name}.log")
     run = finished(cell, runs)
     assert run is not None
     if not (run / HELD_OUT).exists():
         command(["eval", str(run), "--json"], run / f".{HELD_OUT}")
         (run / f".{HELD_OUT}").rename(run / HELD_OUT)
-
-
-def sets(overrides: Sequence[str]) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
 
 
 def command(words: Sequence[str], out: Path) -> None:

@@ -61,7 +61,7 @@ def joined(decoder: Decoder, given: list[list[int]], limit: int | None) -> tuple
 @click.command()
 @click.option("--texts", default=8, show_default=True, type=click.IntRange(min=2), help="How many.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Timed, in turns.")
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/ragged_batch.json without it.")
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 @torch.no_grad()
 def main(texts, rounds, out) -> None:
     """Decode a ragged mix in each way."""
@@ -88,8 +88,7 @@ def main(texts, rounds, out) -> None:
             "seconds": seconds[name], "texts_as_in_one_batch": sum(map(list.__eq__, drawn, alike)),
         })  # fmt: skip
     settings = {"prompt_tokens": [len(prompt) for prompt in given], "drawn": DRAWN, "threads": torch.get_num_threads()}
-    path = Path(out) if out else RECORD
-    write_record(path, make_record("ragged_batch", settings, rows))
+    write_record(out, make_record("ragged_batch", settings, rows))
     table = [
         (row["way"], *(f"{row[f'{kind}_cache_bytes'] / 2**20:.0f}" for kind in ("most", "mean")),
          *(f"{row[f'tokens_per_{unit}']:.0f}" for unit in ("s", "processor_s")))

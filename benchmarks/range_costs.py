@@ -38,7 +38,7 @@ RECORD = Path(__file__).parent / "results" / "range_costs.json"
 @click.option(
     "--repeats", default=15, show_default=True, help="Timed steps of each variant, in turns, after a warm-up."
 )
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/range_costs.json without it.")
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 def main(seq_lens, layers, repeats, out) -> None:
     """Write the record after each length; print a table."""
     config = model_config(layers, dim=256, head_dim=64)
@@ -59,7 +59,7 @@ def main(seq_lens, layers, repeats, out) -> None:
             works[name] = step
         timings = interleave(works, repeats)
         rows.append({"seq_len": seq_len, **timings, "ratio": ratio(timings["with"], timings["without"])})
-        write_record(Path(out) if out else RECORD, make_record("nvtx", settings, rows))
+        write_record(out, make_record("nvtx", settings, rows))
     table = [[row["seq_len"], show(row["without"]), show(row["with"]), f"{row['ratio']:.3f}"] for row in rows]
     click.echo(tabulate(table, headers=["seq_len", "without, ms", "with, ms", "with / without"]))
 

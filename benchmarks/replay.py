@@ -112,17 +112,16 @@ def compare(run: Path, dtype: str, batch: Tensor) -> dict[str, Any]:
 @click.command()
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--sequences", default=32, show_default=True, type=click.IntRange(min=1), help="Of the run's length.")
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/replay.json without it.")
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 @torch.no_grad()
-def main(run: Path, sequences: int, out: str | None) -> None:
+def main(run: Path, sequences: int, out: Path) -> None:
     """Compare the selections of a trained model's compiled forms."""
-    path = Path(out) if out else RECORD
     batch = held_out(run, sequences)
     rows = []
     for dtype in ("float32", "bf16"):
         rows.append(compare(run, dtype, batch))
         settings = {"sequences": sequences, "seq_len": batch.shape[1] - 1, "run": run.name}
-        write_record(path, make_record("replay", settings, rows))
+        write_record(out, make_record("replay", settings, rows))
     table = [
         (row["dtype"], name, *("" if x is None else f"{x:.1e}" for x in error.values()))
         for row in rows
@@ -132,7 +131,7 @@ def main(run: Path, sequences: int, out: str | None) -> None:
         shares = ", ".join(f"{name.replace('_', ' / ')} {share:.4%}" for name, share in row["differing"].items())
         print(f"{row['dtype']}: of {row['selections']:,} selections with a choice differ: {shares}")
     print(tabulate(table, headers=("", "log-probability beside decode's", "mean", "max", "mean where blocks differ")))
-    print(path)
+    print(out)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def mixes() -> dict[str, list[int]]:
 
 @click.command()
 @click.option("--repeats", default=7, show_default=True, help="Timed runs of each variant, in turns, after a warm-up.")
-@click.option("--out", metavar="PATH", help="Where the record goes; benchmarks/results/varlen.json without it.")
+@click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 def main(repeats, out) -> None:
     """Time packed documents and the same ones alone."""
     torch.set_num_threads(1)
@@ -60,7 +60,6 @@ def main(repeats, out) -> None:
     def batch(*shape: int) -> Tensor:
         return torch.randn(*shape, SIZES["dim"], requires_grad=True)
 
-    path = Path(out) if out else RECORD
     rows: list[dict[str, Any]] = []
     for mix, lengths in mixes().items():
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
@@ -77,13 +76,13 @@ def main(repeats, out) -> None:
             "ratio": ratio(timings["packed"], timings["alone"]),
         })  # fmt: skip
         settings = {"repeats": repeats, **SIZES, "pattern": asdict(layer.pattern), "tokens": TOKENS}
-        write_record(path, make_record("varlen", {**settings, "seconds": "processor time"}, rows))
+        write_record(out, make_record("varlen", {**settings, "seconds": "processor time"}, rows))
     table = [
         (r["mix"], f"{r['places'] / TOKENS:.2f}", *(show(r[name]) for name in works), f"{r['ratio']:.2f}") for r in rows
     ]
     headers = ("documents", "places / tokens", *(f"{name}, ms (range)" for name in works), "packed / alone")
     print(tabulate(table, headers=headers))
-    print(path)
+    print(out)
 
 
 if __name__ == "__main__":

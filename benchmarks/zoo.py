@@ -18,20 +18,16 @@ bar is the least that it is to be. `--only` replaces the rows that it names in a
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -51,13 +47,17 @@ from nsa_compile.models.zoo.linear import linear_attention
 from nsa_compile.models.zoo.mamba2 import ssd
 from nsa_compile.models.zoo.recurrent import unit
 from nsa_compile.passes import ORDER
+from nsa_compile.profiles.bench import dense_attention
 from nsa_compile.profiles.measure import (
     CPU,
     build,
     forward_backward,
+    in_a_new_process,
     interleave,
+    load_module,
     make_record,
     not_measured,
+    processor_seconds,
     ran_out_of_memory,
     random_tokens,
     ratio,
@@ -89,7 +89,7 @@ class Contest:
     forms: Callable[[], dict[str, Callable[..., Tensor]]]
     bars: dict[str, float]
     same: tuple[str, ...] = ()
-    slow: tuple[str, ...] = field(default=("eager", "loop"))
+    slow: tuple[str, ...] = ()
 
 
 # -- scores that are a program
@@ -167,8 +167,7 @@ def scores_contest(name: str, seq_len: int) -> Contest:
 
     def with_mask(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Tensor:
         """What a mask costs; it holds no bias, which would cost a gradient, too."""
-        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask)
-        return out.transpose(1, 2)
+        return dense_attention(q, k, v, attn_mask=mask)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Tensor:
         return ops.window_attention(q, k, v, window=seq_len)[0]
@@ -230,11 +229,6 @@ class Plain(nn.Module):
         return self.out(self.attention(q, k, v).flatten(2))
 
 
-def causal_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
 def some_blocks(seq_len: int, groups: int, count: int, block: int) -> Tensor:
     """`[1, S, G, count]`: of each query its own block and others before it."""
     own = torch.arange(seq_len)[:, None, None] // block
@@ -273,7 +267,7 @@ def selection_contest(name: str, seq_len: int) -> Contest:
         layer = variant.layer(model)
         return {
             "compiled": nsa_compile.compile(partial(trained, layer), cache=False),
-            "SDPA, causal": torch.compile(Plain(model, causal_sdpa), dynamic=False),
+            "SDPA, causal": torch.compile(Plain(model, dense_attention), dynamic=False),
             "as many keys": torch.compile(Plain(model, given), dynamic=False),
         }
 
@@ -377,16 +371,6 @@ DESIGNS = {
 }
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"fla_{path.parent.name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where Dynamo looks for the globals of its functions
-    spec.loader.exec_module(module)
-    return module
-
-
 def recurrence_contest(name: str, seq_len: int, fla: Path | None) -> Contest:
     design, problem = DESIGNS[name], Problem(1, seq_len, HEADS, DIM)
     loop = partial(design.loop, problem)
@@ -399,7 +383,7 @@ def recurrence_contest(name: str, seq_len: int, fla: Path | None) -> Contest:
         }
         if fla is not None and design.peer is not None:
             folder, function = design.peer
-            theirs = getattr(load(fla / "fla" / "ops" / folder / "naive.py"), function)
+            theirs = getattr(load_module(fla / "fla" / "ops" / folder / "naive.py", f"fla_{folder}"), function)
             found["fla"] = torch.compile(partial(design.theirs, theirs), fullgraph=True, dynamic=False)
         return found
 
@@ -486,22 +470,11 @@ def worker(attention: str, seq_len: int) -> None:
     print(json.dumps({"wall": wall, "processor": processor}))
 
 
-def processor_seconds() -> float:
-    """Processor time of this process and of the compilers that it has run."""
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in usage)
-
-
 def compile_times(attention: str, seq_len: int, repeats: int) -> list[dict[str, float]]:
     found = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as cache:
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-            command = [sys.executable, str(Path(__file__)), WORKER_FLAG, attention, str(seq_len)]
-            result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if result.returncode:
-            raise SystemExit(f"the measured process failed:\n{result.stderr}")
-        found.append(json.loads(result.stdout.splitlines()[-1]))
+            found.append(in_a_new_process(__file__, WORKER_FLAG, attention, seq_len, cache=cache))
     return found
 
 

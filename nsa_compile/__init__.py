@@ -26,19 +26,9 @@ __all__ = [
     "scan",
 ]  # fmt: skip
 
-_HOME = {
-    "compile": "backend",
-    "compile_block": "backend",
-    "compile_blocks": "backend",
-    "compile_decode_step": "backend",
-    "compile_prefill": "backend",
-    "last_report": "backend",
-    "loop": "loops",
-    "scan": "scanning",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    module = {"loop": "loops", "scan": "scanning"}.get(name, "backend")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

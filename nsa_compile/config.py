@@ -536,6 +536,12 @@ def load_config(path: str | None = None, overrides: Sequence[str] = ()) -> RunCo
         raise UserError(_describe(error)) from None
 
 
+def options_of(path: str | None, overrides: Sequence[str]) -> list[str]:
+    """The options that lead a command to the configuration of `load_config(path, overrides)`."""
+    chosen = [] if path is None else ["--config", path]
+    return [*chosen, *(word for override in overrides for word in ("--set", override))]
+
+
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested dicts as dotted keys and values."""
     if not isinstance(value, dict):

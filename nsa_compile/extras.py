@@ -6,26 +6,16 @@ from importlib import metadata
 
 from nsa_compile.errors import UserError
 
+TRAIN = ("click", "packaging", "psutil", "pydantic", "tabulate", "tqdm", "yaml")
+LAB = ("hypothesis", "matplotlib", "nvtx")
+HF = ("huggingface_hub", "safetensors", "transformers")
+ONNX = ("onnx", "onnxscript")
 # Module to package, where the two differ.
-TRAIN = {"click": "", "packaging": "", "psutil": "", "pydantic": "", "tabulate": "", "tqdm": "", "yaml": "pyyaml"}
-LAB = {"hypothesis": "", "matplotlib": "", "nvtx": ""}
-HF = {"huggingface_hub": "", "safetensors": "", "transformers": ""}
-ONNX = {"onnx": "", "onnxscript": ""}
+PACKAGES = {"yaml": "pyyaml"}
 TRAIN_COMMANDS = (
-    "chat",
-    "ckpt",
-    "config",
-    "convert",
-    "data",
-    "doctor",
-    "eval",
-    "export",
-    "generate",
-    "import",
-    "launch",
-    "train",
+    "chat", "ckpt", "config", "convert", "data", "doctor", "eval", "export", "generate", "import", "launch", "train",
     "watch",
-)
+)  # fmt: skip
 
 
 def installed_version(package: str) -> str | None:
@@ -44,10 +34,11 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> UserError | None:
         command: the first word of the command line; empty for the command line itself.
     """
     module = (error.name or "").partition(".")[0]
-    if module not in TRAIN | LAB | HF | ONNX:
+    brought = {"train": TRAIN, "lab": LAB, "hf": HF, "onnx": ONNX}
+    extra = next((extra for extra, modules in brought.items() if module in modules), None)
+    if extra is None:
         return None
-    extra = "train" if module in TRAIN and command in ("", *TRAIN_COMMANDS) else "lab"
-    extra = "hf" if module in HF else "onnx" if module in ONNX else extra
-    name = f"nsa-compile {command}".rstrip()
-    package = (TRAIN | LAB | HF | ONNX)[module] or module
+    if extra == "train" and command not in ("", *TRAIN_COMMANDS):
+        extra = "lab"
+    name, package = f"nsa-compile {command}".rstrip(), PACKAGES.get(module, module)
     return UserError(f"{name} needs {package}; install it with: pip install 'nsa-compile[{extra}]'")

@@ -160,8 +160,6 @@ def _markdown(block: Block) -> str:
             return _plain(block.caption)
         case Code():
             return "\n".join(f"    {line}" for line in block.text.splitlines())
-        case Columns():
-            return "\n".join(f"    {row.left} | {row.right}" for row in block.rows)
     raise TypeError(block)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nsa_compile.cli import LAZY_COMMANDS
-from nsa_compile.extras import HF, LAB, ONNX, TRAIN, TRAIN_COMMANDS, missing_extra
+from nsa_compile.extras import HF, LAB, ONNX, PACKAGES, TRAIN, TRAIN_COMMANDS, missing_extra
 
 ROOT = Path(__file__).parent.parent
 # Finds none of the packages that its first argument names.
@@ -79,10 +79,8 @@ def test_the_extras_bring_what_the_code_imports():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     assert names(project["dependencies"]) == {"torch", "numpy", "filelock", "platformdirs"}
-    assert {package or module for module, package in TRAIN.items()} | {"jinja2"} == names(extras["train"])
-    assert {package or module for module, package in LAB.items()} | {"nsa-compile"} == names(
-        extras["lab"] + extras["plots"]
-    )
+    assert {PACKAGES.get(module, module) for module in TRAIN} | {"jinja2"} == names(extras["train"])
+    assert {*LAB, "nsa-compile"} == names(extras["lab"] + extras["plots"])
     assert "nsa-compile[train,plots]" in extras["lab"]
     assert set(HF) | {"accelerate"} == names(extras["hf"])
     assert set(ONNX) == names(extras["onnx"])
@@ -102,7 +100,7 @@ def test_the_compiler_and_the_models_need_no_extra():
 
 
 def test_each_command_names_its_extra_in_one_line():
-    result = without([*TRAIN.keys() - {"click"}, *LAB], COMMANDS)
+    result = without([*set(TRAIN) - {"click"}, *LAB], COMMANDS)
     lines = result.stdout.splitlines()
     assert [line.split()[1] for line in lines] == list(LAZY_COMMANDS), (result.stdout, result.stderr)
     for line in lines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -143,10 +143,3 @@ def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def faster_of_ours(cell: Mapping[str, Any], names: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
-    """The faster of `names`, by forward and backward, and its result."""
-    measured = [(name, cell["contenders"].get(name, {})) for name in names]
-    measured = [(name, result) for name, result in measured if "both" in result]
-    return min(measured, key=lambda pair: pair[1]["both"]["median_s"], default=None)

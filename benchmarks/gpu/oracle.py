@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,26 +66,19 @@ def nsa_at(
 
 
 def dense_at(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, positions: Tensor, pattern: SparsePattern
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, positions: Tensor, pattern: SparsePattern, windowed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention with the arguments of `nsa_at`; nothing is chosen, so every margin is infinite."""
-    groups = k.shape[2]
-    seen = torch.arange(k.shape[1], device=q.device) <= positions[:, None]
-    out, _ = _attend(q.unflatten(2, (groups, -1)), k.transpose(1, 2), v.transpose(1, 2), seen[:, None])
-    return out.flatten(2, 3), q.new_full((*q.shape[:2], groups), torch.inf)
-
-
-def window_at(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, positions: Tensor, pattern: SparsePattern
-) -> tuple[Tensor, Tensor]:
-    """Attention to the last `pattern.window` keys, with the arguments of `nsa_at`."""
+    """Causal attention with the arguments of `nsa_at`, to all keys or to the last `pattern.window`; nothing is chosen,
+    so every margin is infinite."""
     groups, key = k.shape[2], torch.arange(k.shape[1], device=q.device)
-    seen = (key <= positions[:, None]) & (key > positions[:, None] - pattern.window)
+    seen = key <= positions[:, None]
+    if windowed:
+        seen &= key > positions[:, None] - pattern.window
     out, _ = _attend(q.unflatten(2, (groups, -1)), k.transpose(1, 2), v.transpose(1, 2), seen[:, None])
     return out.flatten(2, 3), q.new_full((*q.shape[:2], groups), torch.inf)
 
 
-REFERENCES = {"nsa": nsa_at, "dense": dense_at, "window": window_at}
+REFERENCES = {"nsa": nsa_at, "dense": dense_at, "window": partial(dense_at, windowed=True)}
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_compile.profiles.measure import not_measured, ran_out_of_memory, summarize
 
+REPEATS = (3, 20)  # at least, and at most
 DIRECTIONS = ("forward", "backward", "both")
 FLUSHED_BYTES = 256 * 2**20  # more than the L2 cache of any GPU so far
 
@@ -57,9 +58,8 @@ def time_in_turns(
     grad: Tensor,
     device: torch.device,
     seconds: float,
-    repeats: tuple[int, int] = (3, 20),
 ) -> dict[str, dict[str, Any]]:
-    """Each of `works` in turn until `seconds` are over, within `repeats`, after two steps each that do not count.
+    """Each of `works` in turn until `seconds` are over, within `REPEATS`, after two steps each that do not count.
 
     Returns, for each, the directions with median, range and samples; what does not fit into memory says so.
     """
@@ -67,10 +67,10 @@ def time_in_turns(
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in works}
     failed: set[str] = set()
     end = None
-    for turn in range(-2, repeats[1]):
+    for turn in range(-2, REPEATS[1]):
         if turn == 0:
             end = time.monotonic() + seconds
-        if end is not None and turn >= repeats[0] and time.monotonic() > end:
+        if end is not None and turn >= REPEATS[0] and time.monotonic() > end:
             break
         for name, attention in works.items():
             if name in failed:

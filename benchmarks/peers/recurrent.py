@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sparse import BATCH, DIM, Compared, copy, default_double, ours, report, rows
+from sparse import BATCH, DIM, Compared, copy, default_double, differences, ours, report, rows
 from torch import Tensor
 
 from nsa_compile.models.zoo.delta_net import delta_rule
@@ -204,12 +204,9 @@ def compare(name: str, problem: dict[str, Any]) -> bool:
     far = False
     expected = results.pop("own")
     for form, given in results.items():
-        cells = []
-        for a, b in zip(given, expected, strict=True):
-            difference, size = (a - b).abs().max().item(), b.abs().max().item()
-            far |= not (a.dtype == torch.float64 and difference <= TOLERANCE * size)
-            cells.append(f"{difference:.1e} of {size:.2g}")
-        print(f"{name:17} {form:10} {cells[0]:>20} {cells[1]:>20}")
+        cells, too_far = differences(expected, given, TOLERANCE)
+        far |= too_far
+        print(f"{name:17} {form:10} {cells}")
     return far
 
 

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from torch import Tensor, nn
 
 from nsa_compile.models import NSAConfig
 from nsa_compile.models.config import from_plain
+from nsa_compile.profiles.measure import load_module
 
 BATCH, LENGTH, DIM = 2, 53, 32
 TOLERANCE = 1e-4
@@ -52,15 +51,6 @@ def ours(attention: str, pattern: dict[str, Any], **model: Any) -> Any:
             elif name == "sinks":
                 parameter.copy_(torch.randn_like(parameter))
     return layer, config
-
-
-def load(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def functions(path: Path, names: set[str]) -> dict[str, Any]:
@@ -271,7 +261,7 @@ def gpt_oss() -> Compared:
 
 
 def moba(root: Path) -> Compared:
-    peer = load(root / "moba" / "moba_naive.py", "moba_naive")
+    peer = load_module(root / "moba" / "moba_naive.py", "moba_naive")
     layer, _ = ours("moba", {"block": 6, "num_selected": 3})
 
     def forward(x: Tensor) -> Tensor:
@@ -362,13 +352,20 @@ def report(compared: Iterable[Compared | None]) -> int:
             x.requires_grad_()
             o = f(x)
             results.append((o.detach().double(), torch.autograd.grad(o.square().sum(), x)[0].double()))
-        cells = []
-        for a, b in zip(*results, strict=True):
-            difference, size = (a - b).abs().max().item(), a.abs().max().item()
-            far |= not difference <= TOLERANCE * size
-            cells.append(f"{difference:.1e} of {size:.2g}")
-        print(f"{name:7} {peer:36} {cells[0]:>20} {cells[1]:>20}")
+        cells, too_far = differences(*results, TOLERANCE)
+        far |= too_far
+        print(f"{name:7} {peer:36} {cells}")
     return int(far)
+
+
+def differences(expected: Sequence[Tensor], given: Sequence[Tensor], tolerance: float) -> tuple[str, bool]:
+    """How far tensors are from others, as two columns, and whether one is too far."""
+    cells, far = [], False
+    for a, b in zip(expected, given, strict=True):
+        difference, size = (a - b).abs().max().item(), a.abs().max().item()
+        far |= not (a.dtype == b.dtype and difference <= tolerance * size)
+        cells.append(f"{difference:.1e} of {size:.2g}")
+    return f"{cells[0]:>20} {cells[1]:>20}", far
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +30,10 @@ from nsa_compile.errors import UserError
 from nsa_compile.models import NSAConfig, NSATransformer
 from nsa_compile.models.flops import forward_flops_per_token
 from nsa_compile.models.transformer import Block
+from nsa_compile.profiles.measure import random_tokens, seconds_of
 from nsa_compile.train.low_precision import convert_linear_layers
 from nsa_compile.train.optim import make_optimizer
+from nsa_compile.train.steps import train_step
 
 # Bits and block of a quantized moment: it has a float32 scale for each block of values, and a table of what its codes
 # stand for. Weights that are small, or no multiple of a block, have moments in float32.
@@ -258,6 +262,20 @@ def step_flops(config: RunConfig) -> float:
     return (3 * forward + again) * train.seq_len * train.batch_size * train.accumulate
 
 
+def make_step(config: RunConfig, device: torch.device, batch_size: int) -> Callable[[], Any]:
+    """A function that does an optimizer step of the configured model, compiled, on random micro batches."""
+    train, optim = config.train, config.optim
+    torch.manual_seed(config.run.seed)
+    model = NSATransformer(config.model).to(device)
+    model.checkpoint_blocks(config.checkpointed_blocks())
+    if train.matmul != "native":
+        convert_linear_layers(model, train.matmul)
+    nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable)
+    batches = [random_tokens(config.model, train.seq_len + 1, batch_size).numpy()] * train.accumulate
+    rest = (batches, optim.lr, optim.clip, device, train.dtype)
+    return partial(train_step, model, make_optimizer(model, optim), *rest, auxiliary=config.model.auxiliary)
+
+
 def measure_step(config: RunConfig, device: torch.device, processes: int = 1) -> dict[str, float]:
     """Train models of one and of two blocks for some steps on one process, and go on from them to the model's depth.
 
@@ -266,24 +284,12 @@ def measure_step(config: RunConfig, device: torch.device, processes: int = 1) ->
     Returns:
         Median seconds of a step of each, and ``"seconds"`` of a step of the whole model, communication not counted.
     """
-    from nsa_compile.profiles.measure import random_tokens, seconds_of
-    from nsa_compile.train.steps import train_step
-
     config.require_equal_layers()
-    train, optim = config.train, config.optim
-    batch = random_tokens(config.model, train.seq_len + 1, train.batch_size // processes).numpy()
-    batches = [batch] * train.accumulate
 
-    def step(layers: int) -> Any:
-        model = NSATransformer(dataclasses.replace(config.model, n_layers=layers)).to(device)
-        if train.matmul != "native":
-            convert_linear_layers(model, train.matmul)
-        nsa_compile.compile_blocks(model, nested=config.compile.nested, disable=config.compile.disable)
-        optimizer = make_optimizer(model, optim)
-        auxiliary = config.model.auxiliary
-        return lambda: train_step(
-            model, optimizer, batches, optim.lr, optim.clip, device, train.dtype, auxiliary=auxiliary
-        )
+    def step(layers: int) -> Callable[[], Any]:
+        model = dataclasses.replace(config.model, n_layers=layers)
+        kept = config.changed(train={"activation_checkpointing": "none"}).model_copy(update={"model": model})
+        return make_step(kept, device, config.train.batch_size // processes)
 
     works = [step(layers) for layers in (1, 2)]
     for work in works:

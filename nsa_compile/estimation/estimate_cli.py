@@ -67,6 +67,7 @@ def _estimate(config: RunConfig, processes: int, measure: bool) -> dict[str, Any
     import torch
 
     from nsa_compile.estimation import estimate as estimates
+    from nsa_compile.machine import cores
     from nsa_compile.machine.environment import peak_memory
     from nsa_compile.machine.matmul_rate import best_of, busy, measure_matmul, multiplied_dtypes
     from nsa_compile.models.flops import training_flops_per_token
@@ -77,7 +78,7 @@ def _estimate(config: RunConfig, processes: int, measure: bool) -> dict[str, Any
     device = choose_device(config, World())
     if device.type == "cpu" and processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         # As the launcher has it.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+        torch.set_num_threads(max(1, cores() // processes))
     parameters = estimates.count_parameters(config.model)
     memory = estimates.estimate_memory(config, device, processes)
     # Torch and the compiler are loaded by now, and nothing else is.

@@ -19,6 +19,7 @@ from nsa_compile.errors import UserError
 from nsa_compile.experiments.runs import Arm, Results, RunResult, base_overrides, check_arms, run_arms
 from nsa_compile.experiments.statistics import MIN_PAIRS, Comparison, compare, rank
 from nsa_compile.files import write_json
+from nsa_compile.machine import cores
 from nsa_compile.train.records.run_directory import check_output, lock_run_directory
 from nsa_compile.train.report.summary import doubts_of
 
@@ -178,7 +179,7 @@ def scaling_plan(
         overrides = () if strong else (f"train.batch_size={batch * nproc}",)
         arms.append(Arm(f"nproc={nproc}", load_config(config_path, [*common, *overrides]), nproc, overrides))
     chosen = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(chosen) if chosen.isdecimal() else max(1, len(os.sched_getaffinity(0)) // numbers[-1])
+    threads = int(chosen) if chosen.isdecimal() else max(1, cores() // numbers[-1])
     sequences = f"{batch} sequences shared by all processes" if strong else f"{batch} sequences a process"
     note = f"{'strong' if strong else 'weak'} scaling: {sequences}, {threads} threads each"
     return Plan("scaling", f"Scaling to {numbers[-1]} processes", tuple(arms), threads, (note,))
@@ -301,13 +302,7 @@ def _judge_sweep(plan: Plan, results: Results) -> dict[str, Any]:
     if not rates[names[0]]:
         return {"comparisons": [], "verdict": "no verdict: no round in which every value has a finished run"}
     ranking = rank(rates, {name: within_runs(results.of(name)) for name in names})
-    return {
-        "comparisons": [comparison.plain() for comparison in ranking.comparisons],
-        "leader": ranking.leader,
-        "winner": ranking.winner,
-        "tied": ranking.tied,
-        "verdict": ranking.verdict,
-    }
+    return {**vars(ranking), "comparisons": [comparison.plain() for comparison in ranking.comparisons]}
 
 
 def _judge_scaling(plan: Plan, results: Results) -> dict[str, Any]:

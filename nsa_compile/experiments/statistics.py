@@ -141,16 +141,16 @@ class Standing:
     """Which of several variants wins.
 
     Attributes:
+        comparisons: the others against the leader.
         leader: the one with the highest mean.
         winner: the leader, or of those tied with it the one with the lowest variance; ``None`` if nothing was tested.
         tied: those without a significant difference to the leader, itself included.
-        comparisons: the others against the leader.
     """
 
+    comparisons: list[Comparison]
     leader: str
     winner: str | None
     tied: list[str]
-    comparisons: list[Comparison]
     verdict: str
 
 
@@ -169,13 +169,13 @@ def rank(rates: dict[str, list[float]], deviations: dict[str, float]) -> Standin
     if not all(comparison.tested for comparison in comparisons):
         pairs = min(comparison.pairs for comparison in comparisons)
         verdict = f"no winner: {highest}, but n = {pairs} is too few to tell (the test needs {MIN_PAIRS} rounds)"
-        return Standing(leader, None, [], comparisons, verdict)
+        return Standing(comparisons, leader, None, [], verdict)
     tied = [leader, *(comparison.name for comparison in comparisons if not comparison.different)]
     if len(tied) == 1:
-        return Standing(leader, leader, tied, comparisons, f"{leader} wins: {highest}, significantly above the others")
+        return Standing(comparisons, leader, leader, tied, f"{leader} wins: {highest}, significantly above the others")
     winner = min(tied, key=lambda name: deviations[name])
     verdict = (
         f"{winner} wins: {highest}, without a significant difference to {', '.join(tied[1:])}; of these the deviation "
         f"from step to step is lowest for {winner}, {deviations[winner]:,.0f} tokens/s"
     )
-    return Standing(leader, winner, tied, comparisons, verdict)
+    return Standing(comparisons, leader, winner, tied, verdict)

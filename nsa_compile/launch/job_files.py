@@ -2,12 +2,13 @@
 
 Whatever starts it, every node runs the same ``torchrun``, which starts a process for each GPU (or for each share of the
 cores) and meets the other nodes at the first one. The run goes on from its newest checkpoint, if there is one, so a job
-that was pre-empted only has to be started again.
+that was pre-empted only has to be started again. A script for ``sbatch`` starts again by itself: the nodes share the
+directory it is submitted from, and ``nsa-compile`` is on the PATH there. To Kubernetes the configuration travels along,
+resolved, and what relative paths name lies on the volume of the claim.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from nsa_compile.config import RunConfig
+from nsa_compile.config import RunConfig, options_of
 from nsa_compile.errors import UserError
 
 WORKER = "nsa_compile.launch.worker"
@@ -58,49 +59,14 @@ class Job:
 
     def worker(self) -> list[str]:
         """The arguments of each process."""
-        config = ["--config", self.config_path] if self.config_path else []
-        sets = [word for override in self.overrides for word in ("--set", override)]
-        return [*config, *sets, "--resume", "auto"]
+        return [*options_of(self.config_path, self.overrides), "--resume", "auto"]
 
 
-def slurm(job: Job, *, time: str | None = None, partition: str | None = None, account: str | None = None) -> str:
-    """A script for ``sbatch``, which starts again by itself when it is pre-empted or its time is over.
-
-    The nodes share the directory it is submitted from, where ``nsa-compile`` must be on the PATH.
-    """
-    return _fill("slurm.sh", job=job, limits={"time": time, "partition": partition, "account": account})
-
-
-def torchx(job: Job, *, image: str) -> str:
-    """A component file for ``torchx run``, whatever scheduler that is told to use."""
-    return _fill("torchx.py.txt", job=job, image=image)
-
-
-def k8s(job: Job, *, image: str, claim: str) -> str:
-    """Manifests for ``kubectl apply``: the configuration, a name for each pod, and an Indexed Job with a pod a node.
-
-    Args:
-        job: what to start. Its configuration travels along, resolved: pods need no file of the user's.
-        image: of the container; ``nsa-compile`` is installed in it.
-        claim: PersistentVolumeClaim that all pods can write to. It is the working directory, so that runs, texts and
-            whatever else a relative path names lie there.
-
-    Raises:
-        UserError: the name is none that Kubernetes takes.
-    """
-    # Pods are called NAME-INDEX, and that has to be a host name.
-    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", job.name):
-        raise UserError(
-            f"'{job.name}' is no name for Kubernetes: it must be at most 52 lower-case letters, digits and hyphens, "
-            "beginning with a letter; give another with --name"
-        )
-    return _fill("k8s.yaml", job=job, image=image, claim=claim)
-
-
-def _fill(template: str, **values: Any) -> str:
+def fill(template: str, job: Job, **values: Any) -> str:
+    """The template of this name for a job."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"repr": repr, "shell": shlex.join}
     text = (resources.files(__package__) / "templates" / template).read_text("utf-8")
-    return environment.from_string(text).render(module=WORKER, port=PORT, grace=GRACE_SECONDS, **values)
+    return environment.from_string(text).render(job=job, module=WORKER, port=PORT, grace=GRACE_SECONDS, **values)

@@ -74,13 +74,14 @@ def slurm(job: Job, time: str | None, partition: str | None, account: str | None
     \b
     nsa-compile launch slurm --nodes 4 --nproc 8 --config my_run.yaml --time 12:00:00 > job.sh
     """
-    from nsa_compile.launch.job_files import slurm as render
+    from nsa_compile.launch.job_files import fill
 
     for option, value in (("--partition", partition), ("--account", account)):
         _require_match(option, value, NAME, "a name of letters, digits, '.', '_' and '-'")
     days_and_clock = r"(\d+-)?\d{1,3}(:\d{2}){0,2}"
     _require_match("--time", time, days_and_clock, "minutes, H:MM:SS or D-HH:MM:SS")
-    click.echo(render(job, time=time, partition=partition, account=account), nl=False)
+    limits = {"time": time, "partition": partition, "account": account}
+    click.echo(fill("slurm.sh", job, limits=limits), nl=False)
 
 
 @launch.command(short_help="A component file for torchx.")
@@ -93,10 +94,10 @@ def torchx(job: Job, image: str) -> None:
     nsa-compile launch torchx --nodes 4 --nproc 8 --image registry/nsa:1 > job.py
     torchx run -s kubernetes job.py:train
     """
-    from nsa_compile.launch.job_files import torchx as render
+    from nsa_compile.launch.job_files import fill
 
     _require_image(image)
-    click.echo(render(job, image=image), nl=False)
+    click.echo(fill("torchx.py.txt", job, image=image), nl=False)
 
 
 @launch.command(short_help="Manifests for Kubernetes.")
@@ -111,11 +112,17 @@ def k8s(job: Job, image: str, claim: str) -> None:
     \b
     nsa-compile launch k8s --nodes 4 --nproc 8 --image registry/nsa:1 --claim runs | kubectl apply -f -
     """
-    from nsa_compile.launch.job_files import k8s as render
+    from nsa_compile.launch.job_files import fill
 
     _require_image(image)
     _require_match("--claim", claim, r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "lower-case letters, digits, '-' and '.'")
-    click.echo(render(job, image=image, claim=claim), nl=False)
+    # Pods are called NAME-INDEX, and that has to be a host name.
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", job.name):
+        raise UserError(
+            f"'{job.name}' is no name for Kubernetes: it must be at most 52 lower-case letters, digits and hyphens, "
+            "beginning with a letter; give another with --name"
+        )
+    click.echo(fill("k8s.yaml", job, image=image, claim=claim), nl=False)
 
 
 def _require_image(image: str) -> None:

@@ -21,6 +21,7 @@ import psutil
 
 from nsa_compile.config import RunConfig
 from nsa_compile.launch.worker import LOST_CONTACT
+from nsa_compile.machine import cores
 from nsa_compile.train.records.jsonl import JsonlReader
 from nsa_compile.train.signals import EXIT_CODES, StopRequest, handled
 from nsa_compile.train.watch.halt import HALT_EXIT_CODE as STALLED
@@ -98,7 +99,7 @@ def run_processes(config: RunConfig, nproc: int, command: Sequence[str]) -> dict
     Returns:
         Exit codes of those that failed, by rank; negative for signals.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     # Its tables of failed ranks say less than what the ranks have printed.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 

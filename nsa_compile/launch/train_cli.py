@@ -69,7 +69,7 @@ def _train(
 ) -> dict[str, Any] | None:
     """Do what the options say, and return the summary of the run; ``None`` for a dry one."""
     # Everything a user can get wrong is found before torch is imported.
-    from nsa_compile.config import load_config
+    from nsa_compile.config import load_config, options_of
     from nsa_compile.data import load_corpus
     from nsa_compile.launch.start import open_run
     from nsa_compile.machine.preflight import check_run, wait_passively
@@ -114,9 +114,7 @@ def _train(
     with open_run(config, found) as start:
         wait_passively()
         if launched:
-            options = [word for override in overrides for word in ("--set", override)]
-            options += ["--config", config_path] if config_path else []
-            summary = _launch(config, start.directory, nproc, options)
+            summary = _launch(config, start.directory, nproc, options_of(config_path, overrides))
         else:
             from nsa_compile.launch.launcher import watched
             from nsa_compile.train.loop import run

@@ -1,1 +1,8 @@
 """The machine: what it is, what it can run, and what a run needs of it."""
+
+import os
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

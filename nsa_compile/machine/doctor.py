@@ -25,6 +25,7 @@ from nsa_compile import compiler_cache, inductor_files
 from nsa_compile.errors import UserError
 from nsa_compile.extras import installed_version
 from nsa_compile.files import nearest_existing, read_sealed
+from nsa_compile.machine import cores
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -119,13 +120,12 @@ def _processor() -> Iterator[CheckResult]:
 
     from nsa_compile.ops.cpp import has_matrix_unit
 
-    cores = _cores()
     units = "AMX" if has_matrix_unit() else "no AMX"
     capability = torch.backends.cpu.get_cpu_capability()
     slow = capability in ("DEFAULT", "NO AVX")
     yield _advised(
         "processor",
-        f"{cores} cores for this process, vectors {capability}, {units}",
+        f"{cores()} cores for this process, vectors {capability}, {units}",
         "no vector unit that torch knows: training on the processor is slow" if slow else "",
     )
     memory = psutil.virtual_memory()
@@ -135,10 +135,6 @@ def _processor() -> Iterator[CheckResult]:
         f"{_gigabytes(memory.available)} of {_gigabytes(memory.total)} available",
         "little is left; nsa-compile estimate tells what a run needs" if little else "",
     )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _compiler() -> Iterator[CheckResult]:
@@ -318,16 +314,16 @@ def _limits() -> Iterator[CheckResult]:
 
 def _openmp() -> Iterator[CheckResult]:
     """Settings of OpenMP that make threads fight over cores."""
-    cores, settings = _cores(), os.environ
+    count, settings = cores(), os.environ
     advice = []
     if settings.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE":
         advice.append("unset OMP_WAIT_POLICY: spinning threads take the time of those they wait for")
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = settings.get(name, "").partition(",")[0]
-        if value.isdigit() and int(value) > cores:
-            advice.append(f"set {name} to {cores} at most, the cores of this process")
-        elif value.isdigit() and int(value) == 1 and cores > 1:
-            advice.append(f"{name} = 1 uses one of {cores} cores; right only for as many processes")
+        if value.isdigit() and int(value) > count:
+            advice.append(f"set {name} to {count} at most, the cores of this process")
+        elif value.isdigit() and int(value) == 1 and count > 1:
+            advice.append(f"{name} = 1 uses one of {count} cores; right only for as many processes")
     if settings.get("OMP_PROC_BIND", "false").lower() not in ("", "false"):
         advice.append("unset OMP_PROC_BIND: the processes of a run would be bound to the same cores")
     shown = {name: settings[name] for name in sorted(settings) if name.startswith(("OMP_", "MKL_", "KMP_", "GOMP_"))}

@@ -8,13 +8,13 @@ all threads together are no faster than each of them alone.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from nsa_compile.machine import cores
 from nsa_compile.machine.environment import synchronize
 
 # Rows and columns; a CPU is full with small ones, a GPU is not.
@@ -63,8 +63,7 @@ def measure_matmul(
     if device.type == "cuda":
         return best
     # More threads than cores are no faster than the cores.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    fraction = min(1.0, cores / (torch.get_num_threads() * processes))
+    fraction = min(1.0, cores() / (torch.get_num_threads() * processes))
     return MatmulRate(best.peak * fraction, best.best * fraction, best.usual * fraction, best.threads)
 
 

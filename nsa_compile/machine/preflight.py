@@ -20,7 +20,8 @@ def check_run(config: RunConfig) -> None:
     check_compiler(config)
     check_tensorboard(config)
     check_torchao(config)
-    check_lora(config)
+    if config.lora.rank:
+        _require("peft", f"lora.rank = {config.lora.rank}", "lora.rank=0", extra="lora")
     check_matmul(config)
 
 
@@ -29,12 +30,18 @@ def check_compiler(config: RunConfig) -> None:
 
     Also settles where compiled programs are kept, for the processes of the run, too.
     """
-    if config.compile.enabled and config.compile.nested == "inductor":
-        require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
+    if config.compile.enabled:
+        check_nested(config)
     if config.optim.name != "adamw":
         require_cxx(f"optim.name = '{config.optim.name}'", "--set optim.name=adamw")
     if config.compile.enabled or config.optim.name != "adamw":
         compiler_cache.directory()
+
+
+def check_nested(config: RunConfig) -> None:
+    """Raise a UserError if Inductor is to compile and finds no compiler."""
+    if config.compile.nested == "inductor":
+        require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
 
 
 def check_tensorboard(config: RunConfig) -> None:
@@ -49,12 +56,6 @@ def check_torchao(config: RunConfig) -> None:
         _require("torchao", f"optim.name = '{config.optim.name}'", "optim.name=adamw")
     if config.train.matmul != "native":
         _require("torchao", f"train.matmul = '{config.train.matmul}'", "train.matmul=native")
-
-
-def check_lora(config: RunConfig) -> None:
-    """Raise a UserError if adapters are asked for and peft is not installed. Imports neither it nor torch."""
-    if config.lora.rank:
-        _require("peft", f"lora.rank = {config.lora.rank}", "lora.rank=0", extra="lora")
 
 
 def _require(package: str, what: str, without: str, extra: str | None = None) -> None:

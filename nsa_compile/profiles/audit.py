@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 import nsa_compile
 from nsa_compile import ranges
@@ -33,8 +31,8 @@ from nsa_compile.machine.environment import describe_environment
 from nsa_compile.models import NSATransformer
 from nsa_compile.ops.dispatch import Use, observe
 from nsa_compile.passes.report import Report
-from nsa_compile.profiles.attribution import Event, read_trace, segments
-from nsa_compile.profiles.measure import interleave, named_kernels, random_tokens
+from nsa_compile.profiles.attribution import Event, segments
+from nsa_compile.profiles.measure import interleave, named_kernels, random_tokens, traced
 from nsa_compile.train.distributed.group import choose_device
 from nsa_compile.train.distributed.world import World
 
@@ -162,18 +160,14 @@ def _watched(uses: dict[str, list[Use]], layer: int, direction: str) -> Iterator
 
 
 def _observe(run: Callable[..., None], device: torch.device) -> list[Observed]:
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     uses: dict[str, list[Use]] = {}
     ranges.enable()
     try:
-        with profile(activities=activities) as recorded, ranges.step(1):
+        with traced(device) as events, ranges.step(1):
             run(partial(_watched, uses))
     finally:
         ranges.enable(False)
-    with TemporaryDirectory() as directory:
-        trace = Path(directory) / "trace.json"
-        recorded.export_chrome_trace(str(trace))
-        return recognise(read_trace(trace), uses)
+    return recognise(events, uses)
 
 
 def recognise(events: Sequence[Event], uses: dict[str, list[Use]]) -> list[Observed]:

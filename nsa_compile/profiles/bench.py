@@ -30,7 +30,6 @@ from nsa_compile.ops import selected_attention
 from nsa_compile.ops.dispatch import choose_kernel
 from nsa_compile.ops.selected.ranges import selected_attention_v1
 from nsa_compile.profiles.measure import (
-    CPU,
     SEED,
     build,
     forward_backward,
@@ -48,27 +47,33 @@ Row = dict[str, Any]
 Timed = Callable[[], Any]
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal SDPA of q `[B, S, Hq, D]` over k, v `[B, S, G, D]`, the baseline of everything measured here."""
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    """SDPA of q `[B, S, Hq, D]` over k, v `[B, S, G, D]`, causal without a mask; the baseline of what is measured."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    causal = attn_mask is None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
-def _too_long(seq_len: int, max_dense_seq_len: int | None) -> dict[str, Any] | None:
-    """Why dense attention is left out at this length, if it is."""
-    if max_dense_seq_len is None or seq_len <= max_dense_seq_len:
-        return None
-    return not_measured(f"longer than --max-dense-seq-len {max_dense_seq_len}")
+@dataclass(frozen=True)
+class Measuring:
+    """What all benchmarks measure by: lengths, timed runs of each variant, device, longest of dense attention."""
 
+    seq_lens: Sequence[int]
+    repeats: int
+    device: torch.device
+    max_dense_seq_len: int | None = None
 
-def _beside_dense(
-    works: Mapping[str, Timed], seq_len: int, max_dense_seq_len: int | None, repeats: int, device: torch.device
-) -> dict[str, dict[str, Any]]:
-    """The timings of `works`, the one named dense left out where the sequence is too long for it."""
-    skipped = _too_long(seq_len, max_dense_seq_len)
-    if skipped is None:
-        return interleave(works, repeats, device)
-    return interleave({n: work for n, work in works.items() if n != "dense"}, repeats, device) | {"dense": skipped}
+    def too_long(self, seq_len: int) -> dict[str, Any] | None:
+        """Why dense attention is left out at this length, if it is."""
+        if self.max_dense_seq_len is None or seq_len <= self.max_dense_seq_len:
+            return None
+        return not_measured(f"longer than --max-dense-seq-len {self.max_dense_seq_len}")
+
+    def beside_dense(self, works: Mapping[str, Timed], seq_len: int) -> dict[str, dict[str, Any]]:
+        """The timings of `works`, the one named dense left out where the sequence is too long for it."""
+        skipped = self.too_long(seq_len)
+        timed = {name: work for name, work in works.items() if skipped is None or name != "dense"}
+        return interleave(timed, self.repeats, self.device) | ({} if skipped is None else {"dense": skipped})
 
 
 # -- attention
@@ -100,36 +105,29 @@ class AttentionProblem:
         return [x.detach().requires_grad_() for x in tensors]
 
 
-def attention(
-    problem: AttentionProblem,
-    seq_lens: Sequence[int],
-    repeats: int,
-    device: torch.device,
-    max_dense_seq_len: int | None = None,
-    memory: bool = False,
-) -> Iterator[Row]:
+def attention(problem: AttentionProblem, by: Measuring, memory: bool = False) -> Iterator[Row]:
     """Whole NSA attention, compiled, against causal SDPA on the same queries: two rows a length."""
 
     def nsa(*tensors: Tensor) -> Tensor:
         return nsa_attention(*tensors, pattern=problem.pattern)
 
-    for seq_len in seq_lens:
+    for seq_len in by.seq_lens:
         torch._dynamo.reset()
-        tensors = problem.inputs(seq_len, device)
+        tensors = problem.inputs(seq_len, by.device)
         q, k_slc, v_slc = tensors[0], tensors[3], tensors[4]
         compiled = nsa_compile.compile(nsa, nested=problem.nested, attention=problem.attention)
-        for direction, run in (("forward", _forward), ("forward+backward", _forward_backward)):
+        for direction, run in (("forward", _forward), ("forward+backward", output_and_gradients)):
             works = {
                 "sparse": partial(run, compiled, *tensors),
                 "dense": partial(run, dense_attention, q, k_slc, v_slc),
             }
-            timings = _beside_dense(works, seq_len, max_dense_seq_len, repeats, device)
+            timings = by.beside_dense(works, seq_len)
             row = {"seq_len": seq_len, "direction": direction, **timings}
             row["ratio"] = ratio(timings["dense"], timings["sparse"])
             row |= _what_was_compiled(q)
             if memory:
                 measured = [name for name in works if "median_s" in timings[name]]
-                row["peak_bytes"] = {name: peak_memory(works[name], device) for name in measured}
+                row["peak_bytes"] = {name: peak_memory(works[name], by.device) for name in measured}
             yield row
 
 
@@ -138,7 +136,8 @@ def _forward(fn: Callable[..., Tensor], *inputs: Tensor) -> None:
         fn(*inputs)
 
 
-def _forward_backward(fn: Callable[..., Tensor], *inputs: Tensor) -> None:
+def output_and_gradients(fn: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Forward and backward, with a gradient for each of the inputs."""
     out = fn(*inputs)
     torch.autograd.grad(out, inputs, torch.ones_like(out))
 
@@ -157,22 +156,15 @@ def _what_was_compiled(q: Tensor) -> dict[str, Any]:
 
 
 def prefill(
-    config: NSAConfig,
-    seq_lens: Sequence[int],
-    repeats: int,
-    eager_repeats: int,
-    nested: str,
-    max_eager_seconds: float,
-    device: torch.device = CPU,
-    with_dense: bool = False,
-    max_dense_seq_len: int | None = None,
+    config: NSAConfig, by: Measuring, eager_repeats: int, max_eager_seconds: float, nested: str
 ) -> Iterator[Row]:
-    """The loop over the tokens against the compiled graph, forward and backward of the whole model.
+    """The loop over the tokens against the compiled graph and dense attention, forward and backward of the whole model.
 
     A length whose loop does not fit into memory or time is recorded as not measured; nothing is extrapolated.
     """
+    device = by.device
     rows: list[Row] = []
-    for seq_len in seq_lens:
+    for seq_len in by.seq_lens:
         stopped = next((r for r in rows if "memory" in r["eager"].get("not_measured", "")), None)
         expected = _expected_eager_seconds(rows, seq_len)
         skipped = None
@@ -190,22 +182,21 @@ def prefill(
         models: dict[str, nn.Module] = {"compiled": compiled}
         if not skipped and eager_repeats:
             models["eager"] = build(config).to(device)
-        too_long = _too_long(seq_len, max_dense_seq_len)
-        if with_dense and not too_long:
+        too_long = by.too_long(seq_len)
+        if not too_long:
             models["dense"] = _compiled_dense(config, nested, device)
         for name, model in models.items():
             # Every token takes the same way through the loop, so a few of them warm it up.
             forward_backward(model, tokens[:, :32] if name == "eager" else tokens)
         works = {name: partial(forward_backward, model, tokens) for name, model in models.items()}
-        counts = {name: eager_repeats if name == "eager" else repeats for name in works}
+        counts = {name: eager_repeats if name == "eager" else by.repeats for name in works}
         timings = interleave(works, counts, device, warm_up=False)
 
         eager, fast = timings.get("eager", skipped or not_measured("skipped")), timings["compiled"]
+        dense = too_long or timings["dense"]
         row = {"seq_len": seq_len, "eager": eager, "compiled": fast, "ratio": ratio(eager, fast)}
         row |= {"first_call_s": first_call, "batched": all(s.batched for s in report.scans)}
-        if with_dense:
-            dense = too_long or timings["dense"]
-            row |= {"dense": dense, "dense_ratio": ratio(dense, fast)}
+        row |= {"dense": dense, "dense_ratio": ratio(dense, fast)}
         rows.append(row)
         yield row
 
@@ -245,13 +236,7 @@ PATTERNS = ("random", "sequential", "duplicates", "gaps", "single block", "all i
 TOLERANCES = {"float32": 2e-5, "float64": 1e-12}
 
 
-def selection(
-    problem: AttentionProblem,
-    seq_lens: Sequence[int],
-    repeats: int,
-    device: torch.device,
-    max_dense_seq_len: int | None = None,
-) -> Iterator[Row]:
+def selection(problem: AttentionProblem, by: Measuring) -> Iterator[Row]:
     """The loop over queries and token ranges (v1) against the operator (v2) on each pattern of indices.
 
     Values and gradients are compared in float32 and float64; times are of forward + backward in float32.
@@ -267,21 +252,21 @@ def selection(
     def dense(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
         return dense_attention(q, k, v)
 
-    for seq_len in seq_lens:
+    for seq_len in by.seq_lens:
         for pattern in PATTERNS:
-            indices = selection_indices(pattern, problem, seq_len).to(device)
+            indices = selection_indices(pattern, problem, seq_len).to(by.device)
             parity = {}
             for dtype, tolerance in TOLERANCES.items():
-                q, k, v = replace(problem, dtype=dtype).inputs(seq_len, device)[:3]
+                q, k, v = replace(problem, dtype=dtype).inputs(seq_len, by.device)[:3]
                 parity[dtype] = _parity(
                     values_and_gradients(v1, q, k, v, indices), values_and_gradients(v2, q, k, v, indices), tolerance
                 )
-            q, k, v = replace(problem, dtype="float32").inputs(seq_len, device)[:3]
+            q, k, v = replace(problem, dtype="float32").inputs(seq_len, by.device)[:3]
             works = {
                 name: partial(values_and_gradients, fn, q, k, v, indices)
                 for name, fn in (("v1", v1), ("v2", v2), ("dense", dense))
             }
-            timings = _beside_dense(works, seq_len, max_dense_seq_len, repeats, device)
+            timings = by.beside_dense(works, seq_len)
             yield {
                 "seq_len": seq_len,
                 "pattern": pattern,
@@ -342,24 +327,22 @@ def _parity(v1: dict[str, Tensor], v2: dict[str, Tensor], tolerance: float) -> d
 
 def step(
     config: NSAConfig,
-    seq_lens: Sequence[int],
+    by: Measuring,
     batch_size: int,
-    repeats: int,
     dtype: str,
-    device: torch.device,
-    attention: Literal["auto", "sparse", "dense"] = "auto",
-    nested: str = "inductor",
-    max_dense_seq_len: int | None = None,
+    attention: Literal["auto", "sparse", "dense"],
+    nested: str,
 ) -> Iterator[Row]:
     """A training step (forward, backward, clipping, AdamW) of the model against the same one with dense attention.
 
     The machine's rate of matrix products is measured before and after each length; MFU is of the best so far.
     """
+    device = by.device
     trainer_dtype = "bf16" if dtype == "bfloat16" else dtype
     used = multiplied_dtypes(trainer_dtype)
     rates = [measure_matmul(device, used)]
     optim = OptimSection()
-    for seq_len in seq_lens:
+    for seq_len in by.seq_lens:
         torch._dynamo.reset()
         tokens = random_tokens(config, seq_len + 1, batch_size).numpy()
         models = {"sparse": build(config).to(device), "dense": _compiled_dense(config, nested, device)}
@@ -370,7 +353,7 @@ def step(
             )
             for name, model in models.items()
         }
-        timings = _beside_dense(works, seq_len, max_dense_seq_len, repeats, device)
+        timings = by.beside_dense(works, seq_len)
         rates.append(measure_matmul(device, used))
         row: Row = {"seq_len": seq_len, **timings, "ratio": ratio(timings["dense"], timings["sparse"])}
         row |= {"peak_flops": best_of(rates), "busy": busy(rates[-2:])}

@@ -18,7 +18,7 @@ from nsa_compile.files import nearest_existing
 from nsa_compile.models.config import SparsePattern
 
 if TYPE_CHECKING:
-    import torch
+    from nsa_compile.profiles.bench import Measuring
 
 
 class Lengths(click.ParamType):
@@ -111,17 +111,21 @@ NESTED = option(
 
 
 @dataclass(frozen=True)
-class Output:
-    """Where a benchmark runs, and where its rows go."""
+class Common:
+    """The options of every benchmark: what it measures by, and where its rows go."""
 
+    seq_lens: list[int]
+    repeats: int
+    pattern: SparsePattern
+    max_dense_seq_len: int | None
     device: str
     threads: int | None
     as_json: bool
     out: Path | None
     plot: Path | None
 
-    def prepare(self, nested: str | None = None) -> torch.device:
-        """Check everything that could lose a finished measurement, then import torch and return the device.
+    def prepare(self, nested: str | None = None) -> Measuring:
+        """Check everything that could lose a finished measurement, and only then import torch.
 
         Raises:
             UserError: a file cannot be written, matplotlib, a C++ compiler or the GPU is missing.
@@ -144,7 +148,10 @@ class Output:
             raise UserError("--device cuda: torch finds no usable GPU here; use --device cpu")
         if self.threads:
             torch.set_num_threads(self.threads)
-        return torch.device(self.device)
+
+        from nsa_compile.profiles.bench import Measuring
+
+        return Measuring(self.seq_lens, self.repeats, torch.device(self.device), self.max_dense_seq_len)
 
     def show(
         self, name: str, settings: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], **more: Any
@@ -208,8 +215,8 @@ def bench() -> None:
 @NESTED
 @click.option("--memory", is_flag=True, help="Measure peak memory above the inputs, too.")
 def attention(
-    seq_lens: list[int], repeats: int, pattern: SparsePattern, max_dense_seq_len: int | None, batch_size: int,
-    heads: int, groups: int, head_dim: int, dtype: str, attention: Any, nested: str, memory: bool, **output: Any,
+    batch_size: int, heads: int, groups: int, head_dim: int, dtype: str, attention: Any, nested: str, memory: bool,
+    **common: Any,
 ) -> None:  # fmt: skip
     """Time whole NSA attention, compiled, against causal SDPA over all keys: forward, and forward + backward.
 
@@ -220,16 +227,16 @@ def attention(
     nsa-compile bench attention
     nsa-compile bench attention --seq-lens 1024,8192,32768 --max-dense-seq-len 8192 --memory
     """
+    chosen = Common(**common)
     _check_heads(heads, groups)
-    _check_lengths(seq_lens, pattern)
-    to = Output(**output)
-    device = to.prepare(nested)
+    _check_lengths(chosen)
+    by = chosen.prepare(nested)
 
     from nsa_compile.profiles import bench as measure
 
-    problem = measure.AttentionProblem(batch_size, heads, groups, head_dim, pattern, dtype, attention, nested)
-    rows = measure.attention(problem, seq_lens, repeats, device, max_dense_seq_len, memory)
-    to.show("attention", _settings(problem, repeats), rows, pattern=asdict(pattern))
+    problem = measure.AttentionProblem(batch_size, heads, groups, head_dim, chosen.pattern, dtype, attention, nested)
+    rows = measure.attention(problem, by, memory)
+    chosen.show("attention", _settings(problem, by.repeats), rows, pattern=asdict(chosen.pattern))
 
 
 @bench.command(short_help="The loop over the tokens against the compiled model.")
@@ -240,8 +247,8 @@ def attention(
 @option("--memory-gb", 24.0, "Address space of the process on a CPU; 0: no limit.", type=FiniteRange(min=0))
 @NESTED
 def prefill(
-    seq_lens: list[int], repeats: int, pattern: SparsePattern, max_dense_seq_len: int | None, layers: int, dim: int,
-    head_dim: int, eager_repeats: int, max_eager_seconds: float, memory_gb: float, nested: str, **output: Any,
+    layers: int, dim: int, head_dim: int, eager_repeats: int, max_eager_seconds: float, memory_gb: float, nested: str,
+    **common: Any,
 ) -> None:  # fmt: skip
     """Time forward and backward of a whole model: run as written, token by token, and compiled; and dense.
 
@@ -251,36 +258,31 @@ def prefill(
     nsa-compile bench prefill
     nsa-compile bench prefill --seq-lens 2048 --max-eager-seconds 0
     """
+    chosen = Common(**common)
     _check_even(head_dim)
-    _check_lengths(seq_lens, pattern)
-    to = Output(**output)
-    device = to.prepare(nested)
+    _check_lengths(chosen)
+    by = chosen.prepare(nested)
 
     from nsa_compile.profiles import bench as measure
     from nsa_compile.profiles.measure import model_config
 
-    config = model_config(layers, dim, head_dim, pattern)
+    config = model_config(layers, dim, head_dim, chosen.pattern)
     settings = {
-        "batch": 1, "layers": layers, "dim": dim, "pattern": _short(pattern), "dtype": "float32", "nested": nested,
-        "repeats": repeats, "eager_repeats": eager_repeats, "max_eager_seconds": max_eager_seconds,
+        "batch": 1, "layers": layers, "dim": dim, "pattern": _short(chosen.pattern), "dtype": "float32",
+        "nested": nested, "repeats": by.repeats, "eager_repeats": eager_repeats, "max_eager_seconds": max_eager_seconds,
         "memory_gb": memory_gb,
     }  # fmt: skip
     # CUDA reserves far more addresses than it uses memory.
-    with measure.limited_memory(memory_gb if device.type == "cpu" else 0):
-        rows = measure.prefill(
-            config, seq_lens, repeats, eager_repeats, nested, max_eager_seconds, device, True, max_dense_seq_len
-        )
-        to.show("prefill", settings, rows, model=asdict(config))
+    with measure.limited_memory(memory_gb if by.device.type == "cpu" else 0):
+        rows = measure.prefill(config, by, eager_repeats, max_eager_seconds, nested)
+        chosen.show("prefill", settings, rows, model=asdict(config))
 
 
 @bench.command(short_help="Selected attention: loop against operator, on every pattern of indices.")
 @common("512")
 @LAYER
 @click.pass_context
-def selection(
-    ctx: click.Context, seq_lens: list[int], repeats: int, pattern: SparsePattern, max_dense_seq_len: int | None,
-    batch_size: int, heads: int, groups: int, head_dim: int, **output: Any,
-) -> None:  # fmt: skip
+def selection(ctx: click.Context, batch_size: int, heads: int, groups: int, head_dim: int, **common: Any) -> None:
     """Compare selected attention as a loop over token ranges (v1) with the operator (v2): values, gradients, time.
 
     Patterns of selected blocks: random, sequential, duplicates, gaps, single block, all invalid. Exit code 1 if the two
@@ -290,16 +292,15 @@ def selection(
     nsa-compile bench selection
     nsa-compile bench selection --seq-lens 1024,2048 --pattern 32/16/64/8/512
     """
+    chosen = Common(**common)
     _check_heads(heads, groups)
-    to = Output(**output)
-    device = to.prepare()
+    by = chosen.prepare()
 
     from nsa_compile.profiles import bench as measure
 
-    problem = measure.AttentionProblem(batch_size, heads, groups, head_dim, pattern, "float32", "sparse", "none")
-    rows = measure.selection(problem, seq_lens, repeats, device, max_dense_seq_len)
-    settings = {k: v for k, v in _settings(problem, repeats).items() if k not in ("attention", "nested")}
-    done = to.show("selection", settings, rows, pattern=asdict(pattern))
+    problem = measure.AttentionProblem(batch_size, heads, groups, head_dim, chosen.pattern, "float32", "sparse", "none")
+    settings = {k: v for k, v in _settings(problem, by.repeats).items() if k not in ("attention", "nested")}
+    done = chosen.show("selection", settings, measure.selection(problem, by), pattern=asdict(chosen.pattern))
     wrong = [f"{row['pattern']} at S = {row['seq_len']}" for row in done if not row["equal"]]
     if wrong:
         click.echo(f"error: loop and operator disagree: {', '.join(wrong)}", err=True)
@@ -314,8 +315,7 @@ def selection(
 @WISH
 @NESTED
 def step(
-    seq_lens: list[int], repeats: int, pattern: SparsePattern, max_dense_seq_len: int | None, batch_size: int,
-    layers: int, dim: int, head_dim: int, dtype: str, attention: Any, nested: str, **output: Any,
+    batch_size: int, layers: int, dim: int, head_dim: int, dtype: str, attention: Any, nested: str, **common: Any
 ) -> None:  # fmt: skip
     """Time a training step (forward, backward, clipping, AdamW) with NSA and with dense attention.
 
@@ -325,22 +325,22 @@ def step(
     nsa-compile bench step
     nsa-compile bench step --seq-lens 2048,4096 --layers 12 --dim 768
     """
+    chosen = Common(**common)
     _check_even(head_dim)
-    _check_lengths(seq_lens, pattern)
-    to = Output(**output)
-    device = to.prepare(nested)
+    _check_lengths(chosen)
+    by = chosen.prepare(nested)
 
     from nsa_compile.profiles import bench as measure
     from nsa_compile.profiles.measure import model_config
 
-    config = model_config(layers, dim, head_dim, pattern)
+    config = model_config(layers, dim, head_dim, chosen.pattern)
     settings = {
         "batch": batch_size, "layers": layers, "dim": dim, "heads": config.n_heads, "groups": config.n_kv_heads,
-        "head_dim": head_dim, "pattern": _short(pattern), "dtype": dtype, "attention": attention, "nested": nested,
-        "repeats": repeats,
+        "head_dim": head_dim, "pattern": _short(chosen.pattern), "dtype": dtype, "attention": attention,
+        "nested": nested, "repeats": by.repeats,
     }  # fmt: skip
-    rows = measure.step(config, seq_lens, batch_size, repeats, dtype, device, attention, nested, max_dense_seq_len)
-    to.show("step", settings, rows, model=asdict(config))
+    rows = measure.step(config, by, batch_size, dtype, attention, nested)
+    chosen.show("step", settings, rows, model=asdict(config))
 
 
 def _settings(problem: Any, repeats: int) -> dict[str, Any]:
@@ -364,9 +364,10 @@ def _check_even(head_dim: int) -> None:
         raise UserError(f"--head-dim {head_dim} must be even, because RoPE rotates pairs; use {head_dim + 1}")
 
 
-def _check_lengths(seq_lens: list[int], pattern: SparsePattern) -> None:
-    if seq_lens[0] < pattern.compress_block:
+def _check_lengths(chosen: Common) -> None:
+    shortest, block = chosen.seq_lens[0], chosen.pattern.compress_block
+    if shortest < block:
         raise UserError(
-            f"--seq-lens {seq_lens[0]} must be at least {pattern.compress_block}, the compressed block of --pattern, "
+            f"--seq-lens {shortest} must be at least {block}, the compressed block of --pattern, "
             "or no query ever sees a compressed block; use longer sequences or another --pattern"
         )

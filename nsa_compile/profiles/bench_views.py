@@ -18,11 +18,21 @@ Series = dict[str, list[tuple[int, Mapping[str, Any]]]]
 
 @dataclass(frozen=True)
 class View:
-    """How one benchmark is shown: its title, a function for its table, and one for the lines of its picture."""
+    """How one benchmark is shown: its title, a function for its table, and labels of what its picture shows of rows."""
 
     title: str
     table: Callable[[Sequence[Row]], str]
-    series: Callable[[Sequence[Row]], Series]
+    labels: Mapping[str, str]
+
+    def series(self, rows: Sequence[Row]) -> Series:
+        """The lines of the picture: for each direction, where there are several; of all patterns the random one."""
+        found: Series = {}
+        for row in rows:
+            if row.get("pattern", "random") == "random":
+                direction = f", {row['direction']}" if "direction" in row else ""
+                for name, label in self.labels.items():
+                    found.setdefault(label + direction, []).append((row["seq_len"], row[name]))
+        return found
 
 
 def describe(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
@@ -68,14 +78,6 @@ def _bytes(row: Row, name: str) -> str:
     return "not measured" if value is None else with_unit(value, "B")
 
 
-def _attention_series(rows: Sequence[Row]) -> Series:
-    return {
-        f"{label}, {direction}": [(row["seq_len"], row[name]) for row in rows if row["direction"] == direction]
-        for direction in ("forward", "forward+backward")
-        for name, label in (("sparse", "NSA"), ("dense", "dense causal SDPA"))
-    }
-
-
 def _prefill_table(rows: Sequence[Row]) -> str:
     return table(
         (
@@ -91,11 +93,6 @@ def _prefill_table(rows: Sequence[Row]) -> str:
         ),
         left=1,
     )  # fmt: skip
-
-
-def _prefill_series(rows: Sequence[Row]) -> Series:
-    labels = {"eager": "NSA, loop over the tokens", "compiled": "NSA, compiled", "dense": "dense, compiled"}
-    return {label: [(row["seq_len"], row[name]) for row in rows] for name, label in labels.items()}
 
 
 def _selection_table(rows: Sequence[Row]) -> str:
@@ -130,14 +127,6 @@ def _selection_table(rows: Sequence[Row]) -> str:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.1e}"
-
-
-def _selection_series(rows: Sequence[Row]) -> Series:
-    labels = {"v1": "v1 (loop), random pattern", "v2": "v2 (operator), random pattern", "dense": "dense causal SDPA"}
-    return {
-        label: [(row["seq_len"], row[name]) for row in rows if row["pattern"] == "random"]
-        for name, label in labels.items()
-    }
 
 
 def _step_table(rows: Sequence[Row]) -> str:
@@ -180,17 +169,21 @@ def _share(row: Row, name: str) -> str:
     return f"{row[name]['mfu']:.1%}{mark} of {row['peak_flops'] / 1e9:,.0f}"
 
 
-def _step_series(rows: Sequence[Row]) -> Series:
-    return {
-        label: [(row["seq_len"], row[name]) for row in rows] for name, label in (("sparse", "NSA"), ("dense", "dense"))
-    }
-
-
 VIEWS = {
-    "attention": View("NSA attention against dense attention", _attention_table, _attention_series),
-    "prefill": View("Forward + backward of the model: loop, compiled, dense", _prefill_table, _prefill_series),
-    "selection": View("Selected attention: loop (v1) against operator (v2)", _selection_table, _selection_series),
-    "step": View("Training step, NSA against dense attention", _step_table, _step_series),
+    "attention": View(
+        "NSA attention against dense attention", _attention_table, {"sparse": "NSA", "dense": "dense causal SDPA"}
+    ),
+    "prefill": View(
+        "Forward + backward of the model: loop, compiled, dense",
+        _prefill_table,
+        {"eager": "NSA, loop over the tokens", "compiled": "NSA, compiled", "dense": "dense, compiled"},
+    ),
+    "selection": View(
+        "Selected attention: loop (v1) against operator (v2)",
+        _selection_table,
+        {"v1": "v1 (loop), random pattern", "v2": "v2 (operator), random pattern", "dense": "dense causal SDPA"},
+    ),
+    "step": View("Training step, NSA against dense attention", _step_table, {"sparse": "NSA", "dense": "dense"}),
 }
 
 

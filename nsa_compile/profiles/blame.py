@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,6 @@ class Blame:
     after: str | None
     options: dict[str, Any]
     checks: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:

@@ -13,6 +13,8 @@ import click
 from nsa_compile import page
 from nsa_compile.page import Code, Columns, Items, Text
 
+CONTEXT = 2
+
 
 @dataclass(frozen=True)
 class Row:
@@ -28,8 +30,8 @@ class Row:
     right_number: int | None = None
 
 
-def side_by_side(before: str, after: str, context: int = 2) -> list[Row]:
-    """Pair the lines of two graphs. Of a run of equal lines, `context` at each end are kept; [] where all are equal."""
+def side_by_side(before: str, after: str) -> list[Row]:
+    """Pair the lines of two graphs. Of a run of equal lines, `CONTEXT` at each end are kept; [] where all are equal."""
     left, right = before.splitlines(), after.splitlines()
     # Without the heuristic that ignores frequent lines: in a long graph those are the operators.
     matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
@@ -37,14 +39,14 @@ def side_by_side(before: str, after: str, context: int = 2) -> list[Row]:
         return []
     rows: list[Row] = []
     for tag, i, i_end, j, j_end in matcher.get_opcodes():
-        lefts, rights = _numbered(left, i, i_end), _numbered(right, j, j_end)
+        lefts, rights = list(enumerate(left[i:i_end], i + 1)), list(enumerate(right[j:j_end], j + 1))
         if tag != "equal":
             pairs = zip_longest(lefts, rights, fillvalue=(None, ""))
             rows += [Row("changed", a, b, n, m) for (n, a), (m, b) in pairs]
             continue
         same = [Row("same", a, b, n, m) for (n, a), (m, b) in zip(lefts, rights, strict=True)]
-        head = context if rows else 0
-        tail = context if i_end < len(left) or j_end < len(right) else 0
+        head = CONTEXT if rows else 0
+        tail = CONTEXT if i_end < len(left) or j_end < len(right) else 0
         if len(same) <= head + tail + 1:  # a line that says how many there are saves nothing
             rows += same
             continue
@@ -53,10 +55,6 @@ def side_by_side(before: str, after: str, context: int = 2) -> list[Row]:
         source = [row for row in folded if row.left.lstrip().startswith("# File")][-1:] if tail else []
         rows += [*same[:head], Row("folded", f"{len(folded) - len(source)} equal lines", ""), *source, *kept]
     return rows
-
-
-def _numbered(lines: Sequence[str], start: int, end: int) -> list[tuple[int | None, str]]:
-    return [(number + 1, lines[number]) for number in range(start, end)]
 
 
 def render_side_by_side(rows: Sequence[Row], width: int) -> str:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
+import os
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from nsa_compile.machine import environment
 from nsa_compile.machine.environment import describe_environment, synchronize
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
+from nsa_compile.profiles.attribution import Event, read_trace
 
 SEED = 1337
 CPU = torch.device("cpu")
@@ -52,6 +61,34 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> None:
     model(tokens).square().mean().backward()
 
 
+def processor_seconds() -> float:
+    """Processor time of this process and of the compilers that it has run."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in usage)
+
+
+def in_a_new_process(script: str, *arguments: Any, cache: str) -> Any:
+    """What a Python program prints as JSON on its last line; what it compiles is kept in the folder `cache`."""
+    # The package's own cache lies below Inductor's, so one folder empties both.
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    command = [sys.executable, script, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if result.returncode:
+        raise SystemExit(f"the measured process failed:\n{result.stderr}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def load_module(path: Path, name: str) -> ModuleType:
+    """The module that a file of somebody else's holds."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where Dynamo looks for the globals of its functions
+    spec.loader.exec_module(module)
+    return module
+
+
 def seconds_of(
     work: Callable[[], Any], device: torch.device = CPU, clock: Callable[[], float] = time.perf_counter
 ) -> float:
@@ -60,6 +97,19 @@ def seconds_of(
     work()
     synchronize(device)
     return clock() - start
+
+
+@contextmanager
+def traced(device: torch.device, trace: Path | None = None) -> Iterator[list[Event]]:
+    """Record what runs inside by torch's profiler. Afterwards the list holds the events, and the file `trace` all."""
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    events: list[Event] = []
+    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as recorded:
+        yield events
+    with TemporaryDirectory() as directory:
+        path = trace or Path(directory) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events += read_trace(path)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -319,7 +320,7 @@ def bisect(
     """
     from nsa_compile.arguments import check_directory, check_seq_len
     from nsa_compile.config import load_config
-    from nsa_compile.machine.preflight import require_cxx, wait_passively
+    from nsa_compile.machine.preflight import check_nested, wait_passively
     from nsa_compile.train.distributed.world import check_device
 
     config = load_config(config_path, overrides)
@@ -328,8 +329,7 @@ def bisect(
     check_seq_len(config, seq_len)
     if out is not None:
         check_directory(Path(out))
-    if config.compile.nested == "inductor":
-        require_cxx("compile.nested = 'inductor'", "--set compile.nested=aot_eager")
+    check_nested(config)
 
     wait_passively()
     check_device(config)
@@ -355,7 +355,7 @@ def bisect(
         _write_graphs(culprit, Path(out))
     if as_json:
         settings = {"check": script or kind or "numeric", "seq_len": None if script else seq_len}
-        click.echo(json.dumps({**settings, "blame": culprit and culprit.to_dict()}, indent=2))
+        click.echo(json.dumps({**settings, "blame": culprit and asdict(culprit)}, indent=2))
     else:
         healthy = f"the check does not fail, so there is nothing to blame{f'; {slow.verdict}' if slow else ''}"
         click.echo(render_blame(culprit, out) if culprit else healthy)

@@ -1,17 +1,18 @@
-"""`nsa-compile profile`: where time goes."""
+"""`nsa-compile profile`: where time goes, in a training step and pass by pass."""
 
 from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from nsa_compile.cli import SuggestingGroup, run_options
+from nsa_compile.cli import FiniteRange, SuggestingGroup, run_options
+from nsa_compile.errors import UserError
 from nsa_compile.files import write_json
-from nsa_compile.profiles.pass_profile_cli import passes
 
 if TYPE_CHECKING:
     from nsa_compile.config import RunConfig
@@ -26,9 +27,6 @@ def profile() -> None:
     nsa-compile profile step --config my_run.yaml --steps 20
     nsa-compile profile passes --out profile
     """
-
-
-profile.add_command(passes)
 
 
 @profile.command(short_help="Where the time of a training step goes.")
@@ -83,9 +81,8 @@ def step(
         check_port(config.ddp.port)
         ctx.exit(_in_processes(config, nproc, ctx, directory))
 
-    from nsa_compile.profiles.step_page import write_page
     from nsa_compile.profiles.step_profile import profile_step
-    from nsa_compile.profiles.step_views import render_step
+    from nsa_compile.profiles.step_views import render_step, write_page
     from nsa_compile.train.distributed.group import barrier, broadcast, choose_device, process_group
 
     with process_group(config.ddp, world, choose_device(config, world)):
@@ -104,12 +101,12 @@ def step(
 
 def _in_processes(config: RunConfig, nproc: int, ctx: click.Context, directory: Path) -> int:
     """The same command in `nproc` processes that know of each other; the exit code of the first that failed."""
+    from nsa_compile.config import options_of
     from nsa_compile.launch.launcher import run_processes
 
     given = ctx.params
     words = ["--steps", str(given["steps"]), "--warmup", str(given["warmup"]), "--out", str(directory)]
-    words += ["--config", given["config_path"]] if given["config_path"] else []
-    words += [word for override in given["overrides"] for word in ("--set", override)]
+    words += options_of(given["config_path"], given["overrides"])
     words += ["--json"] if given["as_json"] else []
     codes = run_processes(config, nproc, ("-m", "nsa_compile", "profile", "step", *words))
     return next((code if code > 0 else 1 for _, code in sorted(codes.items())), 0)
@@ -126,3 +123,72 @@ def _directory(config: RunConfig, out: str | None) -> Path:
     check_directory(directory)
     directory.mkdir(exist_ok=True)
     return directory
+
+
+@profile.command(short_help="What each pass of the compiler costs and brings.")
+@run_options
+@click.option(
+    "--seq-len", type=click.IntRange(min=1), default=256, show_default=True,
+    help="Tokens of the block. train.seq_len is not used: early prefixes loop over the tokens.",
+)  # fmt: skip
+@click.option("--repeats", type=click.IntRange(min=2), default=5, show_default=True, help="Timed runs of each prefix.")
+@click.option(
+    "--limit", "limit_s", type=FiniteRange(min=1, max=86_400), default=120, show_default=True,
+    help="Seconds to compile and first run a prefix; what takes longer is not measured.",
+)  # fmt: skip
+@click.option("--out", metavar="DIR", help="Write passes.html, passes.json and the graphs here.")
+def passes(
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    seq_len: int,
+    repeats: int,
+    limit_s: float,
+    out: str | None,
+) -> None:
+    """Compile one block of a configured model after 0, 1, 2, … passes, and measure each.
+
+    Time of the pass, nodes and operators, matches and declines, estimated arithmetic, traffic and memory; measured time
+    forward and backward, peak memory, kernels, and the error against the uncompiled block in float64. The first
+    time, compiling the programs takes some minutes on two cores.
+
+    \b
+    nsa-compile profile passes --out profile
+    nsa-compile profile passes --set compile.nested=aot_eager --json
+    nsa-compile profile passes --config my_run.yaml --seq-len 512 --repeats 9
+    """
+    # Everything a user can get wrong is found before torch is imported.
+    from nsa_compile.arguments import check_directory, check_seq_len
+    from nsa_compile.config import load_config
+    from nsa_compile.machine.preflight import check_nested, wait_passively
+    from nsa_compile.train.distributed.world import check_device
+
+    config = load_config(config_path, overrides)
+    check_seq_len(config, seq_len)
+    check_nested(config)
+    if out is not None:
+        check_directory(Path(out))
+        if find_spec("matplotlib") is None:
+            raise UserError(
+                "--out needs matplotlib for its plots; pip install 'nsa-compile[plots]', or leave --out out"
+            )
+
+    wait_passively()
+    check_device(config)
+
+    from nsa_compile.profiles.pass_page import render_profile, write_profile_page
+    from nsa_compile.profiles.pass_profile import profile_passes
+
+    record, graphs = profile_passes(
+        config, seq_len=seq_len, repeats=repeats, limit_s=limit_s, tell=lambda line: click.echo(line, err=True)
+    )
+    if out is not None:
+        folder = Path(out)
+        folder.mkdir(exist_ok=True)
+        for number, graph in enumerate(graphs):
+            (folder / f"graph_{number}.py").write_text(graph)
+        write_json(folder / "passes.json", record)
+        write_profile_page(folder / "passes.html", record, graphs)
+    click.echo(json.dumps(record, indent=2) if as_json else render_profile(record))
+    if out is not None:
+        click.echo(f"page: {Path(out) / 'passes.html'}", err=as_json)

@@ -13,19 +13,18 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from nsa_compile import ranges
 from nsa_compile.config import RunConfig
 from nsa_compile.data import Corpus
 from nsa_compile.machine.environment import describe_environment
-from nsa_compile.profiles.attribution import SYNC_PHASES, Timeline, attribute, host_intervals, read_trace, timelines
-from nsa_compile.profiles.measure import named_kernels, summarize
+from nsa_compile.profiles.attribution import SYNC_PHASES, Timeline, attribute, host_intervals, timelines
+from nsa_compile.profiles.measure import named_kernels, summarize, traced
 from nsa_compile.profiles.python_lines import LineTracer, Mark, Sampler
 from nsa_compile.train.distributed.group import broadcast
 from nsa_compile.train.distributed.world import World
@@ -61,9 +60,10 @@ def profile_step(
             warm = _seconds(run.run(warmup))
             compiled = counters["stats"]["unique_graphs"]
             plain = _seconds(run.run(steps))
-            profiled = _seconds(run.profiled(steps, trace))
+            with traced(run.trainer.device, trace) as events:
+                profiled = _seconds(run.run(steps))
             recompiled = counters["stats"]["unique_graphs"] - compiled
-            attribution = attribute(timelines(read_trace(trace)))
+            attribution = attribute(timelines(events))
             checks = {
                 "sum": _check_sum(attribution, profiled),
                 "compiled_before": {"ok": not recompiled, "value": recompiled, "limit": 0},
@@ -102,31 +102,16 @@ class _Steps:
             self.trainer.timer.step_done()
         return moments
 
-    def profiled(self, count: int, trace: Path) -> list[tuple[int, int]]:
-        """The same under torch's profiler, which leaves a trace."""
-        with self._profiler() as recorded:
-            moments = self.run(count)
-        recorded.export_chrome_trace(str(trace))
-        return moments
-
     def observed(self, count: int, observer: Sampler | LineTracer) -> tuple[list[Timeline], list[Mark]]:
         """The same under an observer: the steps taken apart, and what it saw, in microseconds of the trace."""
-        with TemporaryDirectory() as directory:
-            trace = Path(directory) / "trace.json"
-            with self._profiler() as recorded:
-                ticks = _ticks()
-                with observer:
-                    self.run(count)
-            recorded.export_chrome_trace(str(trace))
-            events = read_trace(trace)
+        with traced(self.trainer.device) as events:
+            ticks = _ticks()
+            with observer:
+                self.run(count)
         # The two clocks run alike and start apart. A tick is read after its end, so none says too much.
         ends = sorted(event.end for event in events if event.name == TICK)
         apart = max(end - time_ns / 1e3 for end, time_ns in zip(ends, ticks, strict=True))
         return timelines(events), [(time_ns / 1e3 + apart, place) for time_ns, place in observer.marks]
-
-    def _profiler(self) -> profile:
-        on_gpu = [ProfilerActivity.CUDA] if self.trainer.device.type == "cuda" else []
-        return profile(activities=[ProfilerActivity.CPU, *on_gpu])
 
 
 def _ticks() -> list[int]:

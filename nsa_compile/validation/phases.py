@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa_compile.branches import BRANCHES
+from nsa_compile.config import options_of
 from nsa_compile.experiments.runs import base_overrides
 from nsa_compile.experiments.views import CHART_CAPTION, figure
 from nsa_compile.files import replace, write_json
@@ -357,8 +358,7 @@ def train(work: PhaseRun, steps: int, *settings: str, on_noise: bool = False) ->
     """
     config_file = str(work.plan.config_file)
     made = base_overrides(config_file, [f"run.dir={work.folder / 'runs'}", *settings], steps)
-    options = ["--config", config_file, *(word for setting in made for word in ("--set", setting))]
-    summary = work.command("train", "train", *options, "--nproc", str(work.plan.processes))
+    summary = work.command("train", "train", *options_of(config_file, made), "--nproc", str(work.plan.processes))
     record = read_run(Path(summary["run_dir"]))
     picture = record.directory / "loss.png"
     caption = f"Loss on random bytes: {NO_FALL}." if on_noise else "Loss of the run on the configured data."

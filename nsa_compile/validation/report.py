@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def report_document(plan: Runbook, outcomes: Sequence[PhaseOutcome], open_phases
             "dtype": config.train.dtype,
             "processes": plan.processes,
         },
-        "phases": [outcome.to_dict() for outcome in outcomes],
+        "phases": [asdict(outcome) for outcome in outcomes],
     }
 
 

@@ -130,9 +130,6 @@ class PhaseOutcome:
     artifacts: list[str] = field(default_factory=list)
     captions: dict[str, str] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PhaseOutcome:
         figures = [Figure(**figure) for figure in data.pop("figures")]
@@ -297,7 +294,7 @@ def _run(plan: Runbook, phase: Phase) -> PhaseOutcome:
         if outcome.problems or not all(criterion.met for criterion in outcome.criteria):
             outcome.status = "failed"
     # What is read back decides which phases are run again.
-    write_json(work.folder / "outcome.json", outcome.to_dict(), durable=True)
+    write_json(work.folder / "outcome.json", dataclasses.asdict(outcome), durable=True)
     return outcome
 
 

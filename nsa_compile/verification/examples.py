@@ -9,7 +9,7 @@ import dataclasses
 import shlex
 from typing import TYPE_CHECKING
 
-from nsa_compile.config import DataSection, RunConfig, flatten, load_config
+from nsa_compile.config import DataSection, RunConfig, flatten, load_config, options_of
 from nsa_compile.models.config import NSAConfig, SparsePattern
 
 if TYPE_CHECKING:
@@ -119,11 +119,9 @@ def _example(config: RunConfig, model: NSAConfig, seq_len: int, batch_size: int)
 def options(example: RunConfig, config_path: str | None) -> list[str]:
     """The options that lead a command to this example."""
     base = dict(flatten(load_config(config_path).plain()))
-    words = ["--config", config_path] if config_path else []
-    for key, value in flatten(example.plain()):
-        if base.get(key) != value or key not in base:
-            words += ["--set", f"{key}={_yaml(value)}"]
-    return [shlex.quote(word) for word in words]
+    values = flatten(example.plain())
+    changed = [f"{key}={_yaml(value)}" for key, value in values if base.get(key) != value or key not in base]
+    return [shlex.quote(word) for word in options_of(config_path, changed)]
 
 
 def _yaml(value: object) -> str:

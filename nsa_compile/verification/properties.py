@@ -77,8 +77,7 @@ def paths(example: RunConfig, setting: Setting) -> Measured:
     measured = Measured()
     model, tokens = _model(example, setting), _tokens(example, setting)
     exact = _results(model, model, tokens)
-    size = _sizes(exact)
-    bounds = [BANDS["float64"] * x + 1e-3 * BANDS["float64"] * max(size) for x in size]
+    bounds = _exact_bounds(exact)
     others = {
         "compiled, against the loop": _results(model, _compiled(model, example, nested=_quick(example)), tokens),
         "decoding step by step, against the loop": _results(model, lambda x: _decode(model, x), tokens),
@@ -176,16 +175,9 @@ def replay(example: RunConfig, setting: Setting) -> Measured:
     # Blocks that no token would choose: those of another token, later ones among them, some twice.
     other = selection.flip(1).clamp(min=0)
     exact = _results(model, lambda x: model(x, other), tokens)
-    size = _sizes(exact)
-    bounds = [BANDS["float64"] * x + 1e-3 * BANDS["float64"] * max(size) for x in size]
-    _hold(
-        measured,
-        "a replay in the compiled model",
-        model,
-        _results(model, lambda x: run(x, other), tokens),
-        exact,
-        bounds,
-    )
+    bounds = _exact_bounds(exact)
+    replaying = _results(model, lambda x: run(x, other), tokens)
+    _hold(measured, "a replay in the compiled model", model, replaying, exact, bounds)
     with torch.no_grad():
         replayed = {"prefill": prefilled(other)[0], "the decode step": _decode(model, read, step, replayed=other)}
     for name, logits in replayed.items():
@@ -200,8 +192,7 @@ def passes(example: RunConfig, setting: Setting) -> Measured:
     example = example.changed(train={"seq_len": shorter})
     model, tokens = _model(example, setting), _tokens(example, setting)
     exact = _results(model, model, tokens)
-    size = _sizes(exact)
-    bounds = [BANDS["float64"] * x + 1e-3 * BANDS["float64"] * max(size) for x in size]
+    bounds = _exact_bounds(exact)
     off = tuple(example.compile.disable)
     on = [name for name in ORDER if name not in off]
     wrong: dict[str | None, Broken] = {}
@@ -393,6 +384,12 @@ def _rms(x: Tensor) -> float:
 
 def _sizes(results: Sequence[Tensor]) -> list[float]:
     return [_rms(x) for x in results]
+
+
+def _exact_bounds(exact: Sequence[Tensor]) -> list[float]:
+    """How far results in float64 may be from each other: the band of each, and a thousandth of that of the largest."""
+    size, band = _sizes(exact), BANDS["float64"]
+    return [band * x + 1e-3 * band * max(size) for x in size]
 
 
 def _low_bounds(exact: Sequence[Tensor], eager: Sequence[Tensor], dtype: str) -> list[float]:

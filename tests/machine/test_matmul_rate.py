@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(matmul_rate.time, "perf_counter", lambda: state["now"])
     monkeypatch.setattr(torch, "get_num_threads", lambda: state["threads"])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: state.update(threads=count))
-    monkeypatch.setattr(matmul_rate.os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
 
     def product(side, device, dtype):
         return lambda: state.update(now=state["now"] + state["seconds"](side, state["threads"]))

@@ -87,7 +87,7 @@ def test_attention_is_measured_in_both_directions(tmp_path):
 def test_dense_operators_are_reported_as_dense():
     pattern = measure.SparsePattern(8, 4, 8, 3, 8)
     problem = bench.AttentionProblem(1, 2, 1, 8, pattern, "float32", "dense", "eager")
-    row = next(bench.attention(problem, [32], 1, torch.device("cpu"), max_dense_seq_len=16))
+    row = next(bench.attention(problem, bench.Measuring([32], 1, torch.device("cpu"), max_dense_seq_len=16)))
     assert set(row["operators"]) == {"compressed", "selected", "selection", "window"}
     assert set(row["operators"].values()) == {"dense", "dense scores"}
     assert row["implementations"] == {}
