@@ -242,7 +242,7 @@ class _Notes:
     def taken(self) -> Iterator[None]:
         """Inside this context what is called is noted."""
         before = sys.getprofile()
-        sys.setprofile(self.note)
+        sys.setprofile(self._noting())
         try:
             yield
         finally:
@@ -254,23 +254,30 @@ class _Notes:
                 variables.pop("type", None)
             self.lent.clear()
 
-    def note(self, frame: types.FrameType, event: str, argument: Any) -> None:
-        """What `sys.setprofile` calls.
+    def _noting(self) -> Callable[[types.FrameType, str, Any], None]:
+        """What `sys.setprofile` calls, millions of times.
 
         Raises:
             NotFollowed: a function written in C is about to be called, whose effect nobody would see.
         """
-        if event == "c_call":
-            kind = type(getattr(argument, "__self__", None))
-            if kind not in self.harmless and (kind is not types.ModuleType or argument not in self.harmless_functions):
-                self._refuse_effects(frame, argument, kind)
-            return
-        code = frame.f_code
-        if event == "return" and id(code) in self.asking and holds_symbols(frame):
-            self.asked.append(f"{code.co_filename}:{code.co_firstlineno}")
-        if event != "call" or id(code) in self.libraries:
-            return
-        variables = frame.f_globals
+        harmless, functions, libraries, asking = self.harmless, self.harmless_functions, self.libraries, self.asking
+        module = types.ModuleType
+
+        def note(frame: types.FrameType, event: str, argument: Any) -> None:
+            if event == "c_call":
+                kind = type(getattr(argument, "__self__", None))
+                if kind not in harmless and (kind is not module or argument not in functions):
+                    self._refuse_effects(frame, argument, kind)
+            elif event == "call":
+                if id(frame.f_code) not in libraries:
+                    self._note_call(frame)
+            elif event == "return" and asking and id(frame.f_code) in asking and holds_symbols(frame):
+                self.asked.append(f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}")
+
+        return note
+
+    def _note_call(self, frame: types.FrameType) -> None:
+        code, variables = frame.f_code, frame.f_globals
         if str(variables.get("__name__", "")).partition(".")[0] in _LIBRARIES:
             self.libraries[id(code)] = code
             return

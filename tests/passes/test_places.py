@@ -158,8 +158,8 @@ def test_numbers_that_are_not_whole():
 TOP: dict[str, tuple[Rank, bool]] = {
     "indices": (lambda t, p, w, q, k: by_head(q, k).sum(1).masked_fill(p > t, -INF).topk(COUNT).indices, True),
     "most of them": (lambda t, p, w, q, k: by_head(q, k).sum(1).masked_fill(p > t, -INF).topk(S - 2).indices, True),
-    "the lowest": (lambda t, p, w, q, k: by_head(q, k).sum(1).masked_fill(p > t, INF).topk(COUNT, largest=False).indices,
-                   False),
+    "the lowest": (lambda t, p, w, q, k: by_head(q, k).sum(1).masked_fill(p > t, INF).topk(
+        COUNT, largest=False).indices, False),
     "values as well": (lambda t, p, w, q, k: (lambda x: x.indices * (x.values > 0))(
         by_head(q, k).sum(1).masked_fill(p > t, -INF).topk(COUNT)), False),
 }  # fmt: skip
