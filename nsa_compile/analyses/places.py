@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,7 +29,6 @@ from nsa_compile.analyses.softmax import TRACE_LIMIT, Product
 from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.scans import Step, ancestors, example, place_of
 from nsa_compile.ops import ranked
-from nsa_compile.ops.scored.program import Instruction
 
 # Scores over all steps from which an operator of its own, which is compiled, is worth it.
 FEWEST = 2**22
@@ -103,11 +101,11 @@ def _scores(step: Step, changing: Changing, scores: fx.Node) -> KeySet:
     follower = Follower(step.record, changing, rows * heads, precise=value.dtype == torch.float64, shared=True)
     score = follower.follow(terms.node, terms.elements)
     if terms.factor is not None:
-        score = _added(follower, "mul.Tensor", score, follower.follow(*terms.factor))
+        score = follower.add("mul.Tensor", [score, follower.follow(*terms.factor)], scores)
     for condition, hidden, of_scores in masks:
         flag = follower.follow(condition, of_scores.repeat_interleave(heads, 0))
-        given = ("masked_fill.Scalar", score, flag) if hidden else ("where.ScalarOther", flag, score)
-        score = _added(follower, *given, -math.inf)
+        name, given = ("masked_fill.Scalar", [score, flag]) if hidden else ("where.ScalarOther", [flag, score])
+        score = follower.add(name, [*given, -math.inf], scores)
     if not follower.products or not follower.instructions:
         raise Unrecognised("its scores are not made of products of queries and keys", scores)
     if any(example(p.node).dtype != value.dtype for p, _ in follower.products):
@@ -117,11 +115,6 @@ def _scores(step: Step, changing: Changing, scores: fx.Node) -> KeySet:
     if keys.shape[0] > rows:
         raise Unrecognised("its heads have keys of their own", scores)
     return regrouped(keys, rows)
-
-
-def _added(follower: Follower, name: str, *operands: Any) -> str:
-    follower.instructions.append(Instruction(name, operands))
-    return f"v{len(follower.instructions) - 1}"
 
 
 def _unmasked(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ from nsa_compile.ir.carries import Invariant, Rows
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node
 from nsa_compile.ir.scans import ScanRecord, Step, ancestors, example
 from nsa_compile.ir.step_values import Choice, StepValue, Table
-from nsa_compile.ops.scored.program import OPERATORS, Instruction, Program, derivative
+from nsa_compile.ops.scored.program import OPERATORS, SPELLED, Instruction, Program, derivative, spelled_out
 
 # In the meta of a node of scored_attention, weighted_sum or scored_places: the `Mask` that is known of it.
 MASK = "nsa_known_mask"
@@ -175,6 +176,8 @@ class Follower:
         quantized = name == "to" and dtype.is_floating_point and not is_float_cast(node)
         if self.whole or quantized:
             return self._leaf(node, elements)
+        if node.target in SPELLED and dtype.is_floating_point:
+            return self._spelled_out(node, elements)
         is_power_of_integers = name in ("pow.Tensor_Tensor", "pow.Scalar") and not dtype.is_floating_point
         kinds = dtype.is_floating_point or dtype in (torch.bool, torch.int64)
         if name in OPERATORS and kinds and not is_power_of_integers:
@@ -255,6 +258,19 @@ class Follower:
             if is_float_cast(node):
                 return given[0]
             given = [given[0], "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"]
+        return self.add(name, given, node)
+
+    def _spelled_out(self, node: fx.Node, elements: Tensor) -> Any:
+        """What a function of one number is made of."""
+        self.wide |= example(node).dtype == torch.float64
+        program = spelled_out(node.target, node.args[1:], node.kwargs)
+        names: dict[Any, Any] = {"x": self.follow(node.args[0], elements)}
+        for i, instruction in enumerate(program.instructions):
+            names[f"v{i}"] = self.add(instruction.operator, [names.get(x, x) for x in instruction.operands], node)
+        return names[program.results[0]]
+
+    def add(self, name: str, given: Sequence[Any], node: fx.Node) -> str:
+        """The name of the result of one more instruction, which a node needs."""
         if len(self.instructions) >= LENGTH_LIMIT:
             raise Unrecognised(f"its scores are made in more than {LENGTH_LIMIT} steps", node)
         self.instructions.append(Instruction(name, tuple(given)))

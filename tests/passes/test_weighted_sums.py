@@ -66,6 +66,10 @@ TAKEN: dict[str, tuple[Attend, int]] = {
     "sigmoid of -inf": (lambda t, p, q, k, v: values(scores(q, k).masked_fill(p > t, -torch.inf).sigmoid(), v), 1),
     "silu in a window": (
         lambda t, p, q, k, v: values(F.silu(scores(q, k)).masked_fill((p > t) | (p < t - 3), 0.0), v), 1),
+    "gelu": (lambda t, p, q, k, v: values(F.gelu(3 * scores(q, k)).masked_fill(p > t, 0.0), v), 1),
+    "gelu by tanh": (lambda t, p, q, k, v: values(F.gelu(3 * scores(q, k), approximate="tanh") * (p <= t), v), 1),
+    "leaky relu": (lambda t, p, q, k, v: values(F.leaky_relu(scores(q, k), 0.1) * (p <= t), v), 1),
+    "between two numbers": (lambda t, p, q, k, v: values(F.hardtanh(scores(q, k), -0.5, 0.25) * (p <= t), v), 1),
     "tanh under where": (lambda t, p, q, k, v: values(torch.where(p <= t, scores(q, k).tanh(), 0.0), v), 1),
     "products under a decay": (
         lambda t, p, q, k, v: values(scores(q, k) * torch.where(p <= t, 0.9 ** (t - p).clamp(min=0), 0.0), v), 1),

@@ -27,7 +27,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["OPERATORS", "Instruction", "Program", "derivative", "parse"]
+__all__ = ["OPERATORS", "SPELLED", "Instruction", "Program", "derivative", "parse", "spelled_out"]
 
 aten = torch.ops.aten
 
@@ -57,6 +57,9 @@ _DECOMPOSED: Any = get_decompositions(
         aten.zeros_like, aten.ones_like, aten.addcmul, aten.sgn,
     ]
 )  # fmt: skip
+
+# Functions of one number that are programs themselves, in values and derivatives.
+SPELLED = (aten.gelu.default, aten.leaky_relu.default, aten.hardtanh.default)
 
 # Operators whose results have no gradient.
 _WITHOUT_GRADIENT = frozenset(
@@ -221,6 +224,14 @@ def derivative(text: str, wanted: tuple[str, ...], integers: tuple[str, ...], bo
         written = make_fx(differentiate, _DECOMPOSED)(*examples)  # some derivatives write in place
         graph = make_fx(functionalize(written), _DECOMPOSED)(*examples)
     return str(from_graph(graph.graph, (*names, "g")))
+
+
+def spelled_out(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Program:
+    """The program of one of `SPELLED` with its further arguments; of the number `x`."""
+    decompositions: Any = get_decompositions(SPELLED)
+    with _disable_current_modes():
+        traced = make_fx(lambda x: [function(x, *arguments, **named)], decompositions)
+        return from_graph(traced(torch.ones(2, dtype=torch.float64)).graph, ["x"])
 
 
 def from_graph(graph: fx.Graph, names: Sequence[str]) -> Program:
