@@ -26,8 +26,8 @@ from nsa_compile.analyses.scores import (
     regrouped,
 )
 from nsa_compile.analyses.softmax import TRACE_LIMIT, Product
-from nsa_compile.ir.aten import arguments, aten, operand
-from nsa_compile.ir.scans import Step, ancestors, example, place_of
+from nsa_compile.ir.aten import SORTED, arguments, aten, operand
+from nsa_compile.ir.scans import Declined, Step, ancestors, example, place_of
 from nsa_compile.ops import ranked
 
 # Scores over all steps from which an operator of its own, which is compiled, is worth it.
@@ -49,25 +49,31 @@ class Places:
         return max(self.indices.values())
 
 
-def rankings(step: Step, xs: int) -> list[Places]:
-    """The rankings of a step whose scores are a program of products with keys that are the same at all steps.
+def rankings(step: Step, xs: int) -> tuple[list[Places], list[Declined]]:
+    """The rankings of a step whose scores are a program of products with keys that are the same at all steps; and why
+    others are not, which are large.
 
     Args:
         xs: how many tensors a step gets one row of.
     """
     changing = Changing(step.body, step.record, xs)
     found: list[Places] = []
+    left: list[Declined] = []
     for node in step.body.graph.nodes:
-        indices = _indices_read(node)
-        if not indices or not ranked.takes(example(operand(node)), 1):
+        if node.target not in SORTED or not ranked.takes(example(operand(node)), 1):
             continue
         try:
+            if not (indices := _indices_read(node)):
+                raise Unrecognised("more than its first indices is read", node)
             keys = _scores(step, changing, operand(node))
             _check_read_by(keys, node)
-        except (Unrecognised, Divided):
+        except (Unrecognised, Divided) as why:
+            if example(operand(node)).numel() * step.record.length >= FEWEST:
+                reason = why.why if isinstance(why, Unrecognised) else "its scores are put side by side"
+                left.append(Declined(f"a ranking computes the scores of all keys at each step: {reason}", node))
             continue
         found.append(Places(node, indices, keys.by_distance(step.record)))
-    return found
+    return found, left
 
 
 def _indices_read(node: fx.Node) -> dict[fx.Node, int]:

@@ -222,7 +222,8 @@ def _in_tiles(plan: _Plan, record: ScanRecord, inside: set[fx.Node], yields: Seq
     rows = tuple(n for n in ordered if n in plan.varying)
     same = tuple(n for n in ordered if n not in plan.varying)
     device = example(yields[0]).device
-    budget = _TILE_BYTES.get(device.type, _TILE_BYTES["cpu"])
+    # Each tile adds to the gradients of all that is the same for all: it should be no smaller than that.
+    budget = max(_TILE_BYTES.get(device.type, _TILE_BYTES["cpu"]), max((bytes_of(n) for n in same), default=0))
     most = max(bytes_of(n) for n in nodes)
     size = min(record.length, max(_FEWEST, 2 ** ((budget // most).bit_length() - 1) if budget > most else 0))
     with FakeTensorMode(allow_non_fake_inputs=True):

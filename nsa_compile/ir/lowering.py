@@ -247,7 +247,12 @@ class BodyInterpreter(fx.Interpreter):
         found = super().fetch_args_kwargs_from_env(n)
         if self.grad_enabled or n.op not in ("call_function", "call_method", "call_module"):
             return found
-        return torch.utils._pytree.tree_map_only(Tensor, torch.detach, found)
+        return torch.utils._pytree.tree_map_only(Tensor, _without_gradient, found)
+
+
+def _without_gradient(x: Tensor) -> Tensor:
+    """A tensor detached; integers never have a gradient."""
+    return x.detach() if x.is_floating_point() or x.is_complex() else x
 
 
 # Not `lift_fresh_copy`: it makes a literal a tensor of whoever traces the graph next.

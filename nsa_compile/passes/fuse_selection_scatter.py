@@ -61,6 +61,7 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
     sites = {site.body: site for site in find_scans(gm)}
     for step in find_steps(gm):
         record = step.record
+        not_ranked: dict[fx.Node, Declined] = {}  # indices, and why their ranking is not that of NSA
         for node in list(step.body.graph.nodes):
             known = raised(node)
             if known is None or not known.mask.data:
@@ -72,33 +73,44 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
                     declined_if_it_fails("it cannot be analysed", node, Unrecognised),
                 ):
                     selection = _selection_of(node, known, step)
-                    ranking = _ranking_of(selection, step, context, by_itself=step.body is gm)
+                    ranking = _ranking_of(selection, step, by_itself=step.body is gm)
             except Unrecognised as found:
                 context.leave(Declined(found.why, found.node))
                 continue
+            if isinstance(ranking, Declined):
+                not_ranked[selection.indices], ranking = ranking, None
             if context.may_rewrite():
                 rewrite(step.body, node, known, selection, ranking, record)
                 what = "importance, ranking and mask" if ranking else "mask"
                 context.match(step.name, f"{what} of blocks of {selection.block} at {location(node)}")
                 changed = True
+        if changed:
+            eliminate_dead_code(step.body)  # rankings that are NSA's
+        by_programs = set[fx.Node]()
         if (site := sites.get(step.body)) is not None:
             with contextlib.suppress(Unrecognised):
-                changed |= _rank_by_programs(step, site, context)
+                by_programs = _rank_by_programs(step, site, context)
+        for indices, why in not_ranked.items():
+            if indices not in by_programs:
+                context.leave(why)
+        changed |= bool(by_programs)
         if changed:
             eliminate_dead_code(step.body)
             step.body.recompile()
     return changed
 
 
-def _rank_by_programs(step: Step, site: ScanSite, context: PassContext) -> bool:
-    """Make an operator of each ranking by scores of a program of which the first indices are read."""
+def _rank_by_programs(step: Step, site: ScanSite, context: PassContext) -> set[fx.Node]:
+    """Make an operator of each ranking by scores of a program of which the first indices are read: these."""
     with (
         unset_fake_temporarily(),
         torch.no_grad(),
         declined_if_it_fails("it cannot be analysed", step.body.graph.output_node(), Unrecognised),
     ):
-        found = rankings(step, len(site.xs))
-    changed = False
+        found, left = rankings(step, len(site.xs))
+    for why in left:
+        context.leave(why)
+    ranked = set[fx.Node]()
     for places in found:
         if not context.may_rewrite():
             break
@@ -111,8 +123,8 @@ def _rank_by_programs(step: Step, site: ScanSite, context: PassContext) -> bool:
         for indices, count in places.indices.items():
             replace_earlier(indices, build(aten.slice.Tensor, first, len(lead), 0, count))
         context.match(step.name, f"keys ranked by a program of scores at {location(places.ranking)}")
-        changed = True
-    return changed
+        ranked.update(places.indices)
+    return ranked
 
 
 def _selection_of(node: fx.Node, known: AttentionRecord, step: Step) -> Selection:
@@ -125,15 +137,14 @@ def _selection_of(node: fx.Node, known: AttentionRecord, step: Step) -> Selectio
     return selection
 
 
-def _ranking_of(selection: Selection, step: Step, context: PassContext, *, by_itself: bool) -> Ranking | None:
-    """How the indices were ranked, if that is eq. 8 to 11; a note in the report if it is not."""
+def _ranking_of(selection: Selection, step: Step, *, by_itself: bool) -> Ranking | Declined | None:
+    """How the indices were ranked, if that is eq. 8 to 11, or why it is not; None of indices that are given."""
     if selection.given:
         return None
     try:
         return find_ranking(selection, step.body, step.record, by_itself=by_itself)
     except Unrecognised as found:
-        context.leave(Declined(f"the ranking of its blocks stays as it is: {found.why}", found.node))
-        return None
+        return Declined(f"the ranking of its blocks stays as it is: {found.why}", found.node)
 
 
 def rewrite(
