@@ -23,11 +23,12 @@ from nsa_compile.analyses.scores import (
     elements_read,
     key_set,
     known_mask,
+    made_of,
     regrouped,
 )
 from nsa_compile.analyses.softmax import TRACE_LIMIT, Product
 from nsa_compile.ir.aten import SORTED, arguments, aten, operand
-from nsa_compile.ir.scans import Declined, Step, ancestors, example, place_of
+from nsa_compile.ir.scans import Declined, Step, example, place_of
 from nsa_compile.ops import ranked
 
 # Scores over all steps from which an operator of its own, which is compiled, is worth it.
@@ -60,7 +61,7 @@ def rankings(step: Step, xs: int) -> tuple[list[Places], list[Declined]]:
     found: list[Places] = []
     left: list[Declined] = []
     for node in step.body.graph.nodes:
-        if node.target not in SORTED or not ranked.takes(example(operand(node)), 1):
+        if node.target not in SORTED:
             continue
         try:
             if not (indices := _indices_read(node)):
@@ -72,7 +73,8 @@ def rankings(step: Step, xs: int) -> tuple[list[Places], list[Declined]]:
                 reason = why.why if isinstance(why, Unrecognised) else "its scores are put side by side"
                 left.append(Declined(f"a ranking computes the scores of all keys at each step: {reason}", node))
             continue
-        found.append(Places(node, indices, keys.by_distance(step.record)))
+        if ranked.takes(example(operand(node)), 1):  # last: it may compile a kernel
+            found.append(Places(node, indices, keys.by_distance(step.record)))
     return found, left
 
 
@@ -192,11 +194,7 @@ def _check_read_by(keys: KeySet, ranking: fx.Node) -> None:
     Raises:
         Unrecognised: it is computed for all steps anyway.
     """
-    inside = {side.product.node for side in keys.products}
-    between = ancestors([ranking]) | {ranking}
-    for node in ranking.graph.nodes:
-        if node in between and not inside.isdisjoint(node.all_input_nodes):
-            inside.add(node)
+    inside = made_of(keys, ranking)
     for node in inside - {ranking}:
         if any(user not in inside for user in node.users):
             raise Unrecognised("what its scores are made of is read elsewhere", node)

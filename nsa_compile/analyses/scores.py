@@ -448,6 +448,16 @@ def key_set(follower: Follower, score: Any, columns: range, mask: Mask, filled: 
     return KeySet(columns, (n, m, keys), sides, leaves, program, mask, filled)
 
 
+def made_of(keys: KeySet, result: fx.Node) -> set[fx.Node]:
+    """The products of a set, and what is made of them on the way to a result, this included."""
+    inside = {side.product.node for side in keys.products}
+    between = ancestors([result]) | {result}
+    for node in result.graph.nodes:
+        if node in between and not inside.isdisjoint(node.all_input_nodes):
+            inside.add(node)
+    return inside
+
+
 def not_differentiable(keys: KeySet) -> str:
     """Why the program of a set cannot be differentiated by all that it reads; empty where it can."""
     kinds = {f"x{i}": example(leaf.node).dtype for i, leaf in enumerate(keys.leaves)}

@@ -20,6 +20,7 @@ from nsa_compile.analyses.scores import (
     KeySet,
     Read,
     key_set,
+    made_of,
     not_differentiable,
     regrouped,
 )
@@ -27,7 +28,7 @@ from nsa_compile.analyses.softmax import TRACE_LIMIT, Product
 from nsa_compile.analyses.staleness import Analysis
 from nsa_compile.ir.aten import MATMUL, arguments, aten, operand
 from nsa_compile.ir.attention import Opaque
-from nsa_compile.ir.scans import Step, ancestors, example
+from nsa_compile.ir.scans import Step, example
 from nsa_compile.ir.step_values import StepMask
 
 
@@ -121,11 +122,7 @@ def _made_of(keys: KeySet, weights: fx.Node) -> set[fx.Node]:
     Raises:
         Unrecognised: somebody else reads that, too, so that it is computed for all steps anyway.
     """
-    inside = {side.product.node for side in keys.products}
-    between = ancestors([weights]) | {weights}
-    for node in weights.graph.nodes:
-        if node in between and not inside.isdisjoint(node.all_input_nodes):
-            inside.add(node)
+    inside = made_of(keys, weights)
     for node in inside:
         if any(user not in inside and user.target not in (*MATMUL, aten.sum.dim_IntList) for user in node.users):
             raise Unrecognised("what its weights are made of is read elsewhere", node)

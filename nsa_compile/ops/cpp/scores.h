@@ -169,6 +169,20 @@ void load_tile(const Tensor& x, const Place& place, int64_t width, const Strided
   clear_padding(target, place.rows, padded_rows<E>(place.rows));
 }
 
+// The keys of each product in blocks, as the engine multiplies queries with them, and by rows where these are asked for.
+template <typename E>
+std::vector<Blocks<E>> pack_keys(
+    const E& engine, const Sizes& sizes, const int64_t* key_dims, const Tensor* k, int64_t products, bool by_rows,
+    int64_t threads) {
+  std::vector<Blocks<E>> keys;
+  keys.reserve(products);
+  for (int64_t i = 0; i < products; i++) {
+    keys.emplace_back(engine, sizes, kBlockKeys, key_dims[i]);
+    keys[i].pack(k[i], sizes, by_rows, true, typename E::Value(1), threads);
+  }
+  return keys;
+}
+
 // Scores after the last key of all are -inf, weights 0.
 template <typename T>
 Vec<T> hide_after(int64_t keys, const Vec<T>& scores, T hidden = -kInfinity<T>) {

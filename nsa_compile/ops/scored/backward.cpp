@@ -101,14 +101,8 @@ void backward(
   const Tensor *dq = &lse + 1, *dk = dq + products, *dleaves = dk + products + 1;
   const Tensor& dv = dk[products];
 
-  std::vector<Blocks<E>> keys;
-  keys.reserve(products);
-  int64_t widest = 0;
-  for (int64_t i = 0; i < products; i++) {
-    keys.emplace_back(engine, sizes, kBlockKeys, key_dims[i]);
-    keys[i].pack(k[i], sizes, true, true, T(1), threads);
-    widest = std::max(widest, key_dims[i]);
-  }
+  const std::vector<Blocks<E>> keys = pack_keys(engine, sizes, key_dims, k, products, true, threads);
+  const int64_t widest = *std::max_element(key_dims, key_dims + products);
   Blocks<E> values(engine, sizes, kBlockKeys, sizes.value_dim);
   values.pack(v, sizes, false, true, T(1), threads);
 

@@ -14,14 +14,8 @@ void forward(const E& engine, const Sizes& sizes, const int64_t* key_dims, const
   const Tensor *q = tensors, *k = q + products, *leaves = k + products + 1;
   const Tensor &v = k[products], &tiles = leaves[Scores::kLeaves], &out = (&tiles)[1], &lse = (&tiles)[2], &total = (&tiles)[3];
 
-  std::vector<Blocks<E>> keys;
-  keys.reserve(products);
-  int64_t widest = 0;
-  for (int64_t i = 0; i < products; i++) {
-    keys.emplace_back(engine, sizes, kBlockKeys, key_dims[i]);
-    keys[i].pack(k[i], sizes, false, true, T(1), threads);
-    widest = std::max(widest, key_dims[i]);
-  }
+  const std::vector<Blocks<E>> keys = pack_keys(engine, sizes, key_dims, k, products, false, threads);
+  const int64_t widest = *std::max_element(key_dims, key_dims + products);
   Blocks<E> values(engine, sizes, kBlockKeys, sizes.value_dim);
   values.pack(v, sizes, true, false, T(1), threads);
   const int64_t heads = sizes.heads(), tile_queries = queries_of_tile(sizes);

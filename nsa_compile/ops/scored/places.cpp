@@ -16,14 +16,8 @@ void rank(const E& engine, const Sizes& sizes, const int64_t* key_dims, const Te
   const Tensor &tiles = leaves[Scores::kLeaves], &places = (&tiles)[1];
   const int64_t wanted = sizes.value_dim;
 
-  std::vector<Blocks<E>> keys;
-  keys.reserve(products);
-  int64_t widest = 0;
-  for (int64_t i = 0; i < products; i++) {
-    keys.emplace_back(engine, sizes, kBlockKeys, key_dims[i]);
-    keys[i].pack(k[i], sizes, false, true, T(1), threads);
-    widest = std::max(widest, key_dims[i]);
-  }
+  const std::vector<Blocks<E>> keys = pack_keys(engine, sizes, key_dims, k, products, false, threads);
+  const int64_t widest = *std::max_element(key_dims, key_dims + products);
   const int64_t heads = sizes.heads(), tile_queries = queries_of_tile(sizes);
   const Visibility<Scores, T> visibility(sizes, key_dims, q, k, leaves, tiles, tile_queries, threads);
   const int64_t count = divide_up(sizes.queries, tile_queries), rows = padded_rows<E>(tile_queries * heads);
