@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.nsa import empty_cache
 from nsa_compile.models.transformer import AttentionLayer, apply_rope, check_prompts, check_token
 
 
@@ -53,11 +54,9 @@ class DenseAttention(AttentionLayer):
         return KVCache(F.pad(k, room), F.pad(v, room)), self._attend(q, k, v)
 
     def init_state(self, batch_size: int, max_len: int) -> KVCache:
-        config, weight = self.config, self.q.weight
-        value_dim = config.value_dim
+        c = self.config
         return KVCache(
-            weight.new_zeros(batch_size, max_len, config.n_kv_heads, config.head_dim),
-            weight.new_zeros(batch_size, max_len, config.n_kv_heads, value_dim),
+            *(empty_cache(self.q.weight, batch_size, max_len, c.n_kv_heads, w) for w in (c.head_dim, c.value_dim))
         )
 
     def room(self, state: KVCache) -> int:

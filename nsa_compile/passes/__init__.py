@@ -13,4 +13,5 @@ ORDER = (
     "batch_prefill",
     "lower_attention",
     "annotate_ranges",
+    "skinny_products",
 )

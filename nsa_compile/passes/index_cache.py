@@ -7,7 +7,7 @@ Before, in a step that generates one token at a position t known at run time onl
 
 After:
 
-    cache = index_copy(cache, t, new)                   # writes one row where the cache is updated in place
+    cache = index_put(cache, t, new)                    # writes one row where the cache is updated in place
     out   = attention(q, k, v, mask, indices = t - w + 1 … t)   # reads w rows
 
 The position is one for all sequences or one for each. Nothing is assumed of it: a row is read if it can be kept, and
@@ -108,7 +108,8 @@ def write_row(build: NodeBuilder, write: Write) -> fx.Node:
     if not write.by_sequence:
         old = build(aten.index_select.default, write.cache, write.dim, row)
         new = build(aten.where.self, there, write.source, old)
-        return build(aten.index_copy.default, write.cache, write.dim, row, new)
+        # Not `index_copy`: AOTAutograd makes its result contiguous, a copy of a cache that lies otherwise (torch 2.13).
+        return build(aten.index_put.default, write.cache, [*[None] * write.dim, row], new)
     # What is indexed comes first, with nothing between: [B, ...] without the dimension of the rows.
     sequence = build(aten.arange.default, count, dtype=torch.int64, device=example(write.cache).device)
     at = [sequence, *[None] * (write.dim - 1), row]

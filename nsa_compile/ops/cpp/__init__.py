@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from torch._inductor.cpp_builder import CppBuilder
 
 __all__ = [
-    "Sizes", "View", "backward", "call", "check_compiler", "empty", "forward", "has_matrix_unit", "kernel_directory",
+    "DTYPES", "Sizes", "View", "backward", "call", "check_compiler", "empty", "forward", "has_matrix_unit", "kernel_directory",
     "load", "load_generated", "register_kernels", "register_step_kernel", "sizes_of", "uses_matrix_unit", "works",
 ]  # fmt: skip
 
 logger = logging.getLogger("nsa_compile")
 
-_DTYPES = {
+DTYPES = {
     torch.float32: 0,
     torch.float64: 1,
     torch.bfloat16: 2,
@@ -379,8 +379,8 @@ def _describe(x: Tensor | View | None) -> tuple[int, ...]:
     if x is None:
         return 0, 0, 0, 0, 0, 0
     if isinstance(x, View):
-        return x.of.data_ptr() + x.offset * x.of.element_size(), *x.strides, _DTYPES[x.of.dtype]
-    return x.data_ptr(), *x.stride(), *(0,) * (4 - x.dim()), _DTYPES[x.dtype]
+        return x.of.data_ptr() + x.offset * x.of.element_size(), *x.strides, DTYPES[x.of.dtype]
+    return x.data_ptr(), *x.stride(), *(0,) * (4 - x.dim()), DTYPES[x.dtype]
 
 
 def _to_c(parameter: object) -> object:
