@@ -116,8 +116,8 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     given, and no gradient flows. `compile(model.decode_step)` leaves the state as it was, at the cost of copying every
     cache for each token.
 
-    Of a model with `blocks` each block is compiled by itself, and equal ones once: its `decode_step` takes the function
-    that runs a block, as `NSATransformer.decode_step` does.
+    Of a model with `blocks` each block is compiled by itself, and equal ones once, and what makes logits of the last
+    one's output: its `decode_step` takes the functions that run them, as `NSATransformer.decode_step` does.
     """
     step_of: Any = model.decode_step
     if not hasattr(model, "blocks"):
@@ -128,11 +128,14 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
         lambda block, state, x, t, **asked: _in_place(state, *block.decode_step(state, x, t, **asked)), **options
     )
 
+    compiled_logits = compile(lambda model, x: model.logits(x), **options)
+
     def in_place(block: nn.Module, layer: Any, x: Tensor, t: Tensor, **asked: Any) -> tuple[Any, ...]:
         return layer, *compiled_block(block, layer, x, t, **asked)
 
     def decode_step(state: Any, tokens: Tensor, **asked: Any) -> tuple[Any, ...]:
-        after, *outputs = _without_gradients(step_of, state, tokens, block=in_place, **asked)
+        functions = {"block": in_place, "logits": compiled_logits}
+        after, *outputs = _without_gradients(step_of, state, tokens, **functions, **asked)
         state.t.copy_(after.t)
         return state, *outputs
 
@@ -198,7 +201,14 @@ def nsa_compile_backend(
         _explained.append(report)
     if captured is not None:
         run = FirstCall(captured, run, chosen, _rewritten, lambda line: setattr(report, "first_call", line))
-    return _refusing_tangents(run) if report.scans or report.attention else run
+    return _refusing_tangents(run) if _holds_operators(report) else run
+
+
+def _holds_operators(report: Report) -> bool:
+    """Whether a program has, or may have, operators of this package."""
+    return bool(
+        report.scans or report.attention or any(p.name == "skinny_products" and p.changed for p in report.passes)
+    )
 
 
 def _refusing_tangents(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,7 +219,7 @@ def _refusing_tangents(run: Callable[..., Any]) -> Callable[..., Any]:
             for x in inputs:
                 if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
                     raise ScanNotCompiled(
-                        "a compiled scan has no derivatives in forward mode, and an input of it is a dual tensor; call "
+                        "what is compiled has no derivatives in forward mode, and an input of it is a dual tensor; call "
                         "the function as written, without compiling it"
                     )
         return run(*inputs)

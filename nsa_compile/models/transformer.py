@@ -377,10 +377,14 @@ class NSATransformer(nn.Module):
                 given = block(x, **selecting)
             x, *of_layer = given if return_selection or losses[index] else (given,)
             (auxiliary if losses[index] else chosen).extend(of_layer)
-        logits = self.head(self.norm(x))
+        logits = self.logits(x)
         if return_auxiliary:
             return logits, torch.stack(auxiliary).sum()
         return (logits, torch.stack(chosen, dim=2)) if return_selection else logits
+
+    def logits(self, x: Tensor) -> Tensor:
+        """`[..., V]` of what the last block gives, `[..., dim]`."""
+        return self.head(self.norm(x))
 
     def _asked_of_layers(
         self, selection: Tensor | None, return_selection: bool, rows: torch.Size
@@ -441,7 +445,7 @@ class NSATransformer(nn.Module):
             layers.append(layer)
             chosen += of_layer
         read = x if every else x[torch.arange(batch, device=x.device), lengths - 1]
-        return _with_selection(ModelState(lengths.clone(), layers), self.head(self.norm(read)), chosen)
+        return _with_selection(ModelState(lengths.clone(), layers), self.logits(read), chosen)
 
     def decode_step(
         self,
@@ -451,11 +455,13 @@ class NSATransformer(nn.Module):
         selection: Tensor | None = None,
         return_selection: bool = False,
         block: Callable[..., tuple[Any, ...]] = Block.decode_step,
+        logits: Callable[[NSATransformer, Tensor], Tensor] = logits,
     ) -> Any:
         """The next token of each sequence, `[B]` int64, to the new state and the logits `[B, V]` after it.
 
         `selection`, and what comes third with `return_selection`, are the blocks that the token reads in each layer,
-        `[B, layers, G, n]`, as those of `forward`. `block` runs one block, `(block, state, x, t) -> (state, x)`.
+        `[B, layers, G, n]`, as those of `forward`. `block` runs one block, `(block, state, x, t) -> (state, x)`, and
+        `logits` what is after the last, `(model, x) -> logits`.
 
         Raises:
             ValueError: the caches have no room for a token more.
@@ -471,7 +477,7 @@ class NSATransformer(nn.Module):
             layer, x, *of_layer = block(module, layer, x, state.t, **selecting)
             layers.append(layer)
             chosen += of_layer
-        return _with_selection(ModelState(state.t + 1, layers), self.head(self.norm(x)), chosen)
+        return _with_selection(ModelState(state.t + 1, layers), logits(self, x), chosen)
 
 
 def _with_selection(state: ModelState, logits: Tensor, chosen: list[Tensor]) -> tuple[Any, ...]:

@@ -17,16 +17,23 @@ whichever others are decoded beside it. Only where no gradient flows.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_node
 from nsa_compile.ir.scans import example, location, subgraphs
 from nsa_compile.ops import skinny
 from nsa_compile.passes.pipeline import PassContext, register
+
+
+SKINNY = torch.ops.nsa_compile.skinny_linear.default
+# As captured, where no other pass had anything to do, and as traced.
+LINEAR = {F.linear, torch._C._nn.linear, aten.linear.default}
 
 
 @register("skinny_products")
@@ -40,11 +47,9 @@ def skinny_products(gm: fx.GraphModule, context: PassContext) -> bool:
             operands = _operands(node)
             if operands is None or not context.may_rewrite():
                 continue
-            build = NodeBuilder(graph, node)
-            x, transposed, bias = operands
-            weight = build(aten.t.default, transposed)
-            replace_node(node, build(torch.ops.nsa_compile.skinny_linear.default, x, weight, bias))
-            context.match(location(weight), f"{_shape(x)} by a weight {_shape(weight)}")
+            x, weight, bias = operands
+            context.match(location(node), f"{_shape(x)} by a weight {_shape(weight)}")
+            replace_node(node, _multiply(NodeBuilder(graph, node), x, weight, bias))
             changed = True
         if changed:
             eliminate_dead_code(graph)
@@ -53,20 +58,34 @@ def skinny_products(gm: fx.GraphModule, context: PassContext) -> bool:
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """`x [M, K]`, `weightᵀ [K, N]` and the bias of a product for the operator."""
-    bias: fx.Node | None = None
-    if node.target is aten.mm.default and not node.kwargs:
-        x, transposed = cast(Any, node.args)
-    elif node.target is aten.addmm.default and not node.kwargs:  # else factors
-        bias, x, transposed = cast(Any, node.args)
+    """`x [..., K]`, a weight and the bias of a product for the operator; the weight of `mm` is `[K, N]`."""
+    given: list[Any] = list(node.args)
+    if node.target in LINEAR:
+        x, weight, bias = (*given, None, None)[:3]
+        bias = node.kwargs.get("bias", bias)
+    elif node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs:  # else with factors
+        x, weight = given[-2:]
+        bias = given[0] if node.target is aten.addmm.default else None
     else:
         return None
-    rows, weight = example(x), example(transposed).t()
-    if not skinny.takes(rows, weight):
+    operands = [example(n) for n in (x, weight, bias) if n is not None]
+    rows, matrix = operands[0], operands[1] if node.target in LINEAR else operands[1].t()
+    # Under autocast, a product that was not traced has another dtype than its operands.
+    if any(is_traceable_wrapper_subclass(y) or y.dtype != example(node).dtype for y in operands):
         return None
-    if bias is not None and (example(bias).shape != weight.shape[:1] or example(bias).dtype != rows.dtype):
+    if bias is not None and example(bias).shape != matrix.shape[:1]:
         return None
-    return x, transposed, bias
+    return (x, weight, bias) if skinny.takes(rows, matrix) else None
+
+
+def _multiply(build: NodeBuilder, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
+    if build.before.target not in LINEAR:
+        weight = build(aten.t.default, weight)
+    *shape, depth = example(x).shape
+    if len(shape) == 1:
+        return build(SKINNY, x, weight, bias)
+    product = build(SKINNY, build(aten.reshape.default, x, [-1, depth]), weight, bias)
+    return build(aten.reshape.default, product, [*shape, example(weight).shape[0]])
 
 
 def _shape(node: fx.Node) -> str:

@@ -27,15 +27,18 @@ _library.define("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the operator is for `x [M, K]` and `weight [N, K]`: few rows in float32 or float64 on the CPU, with a
-    compiler, and a weight whose rows lie in one piece each."""
+    """Whether the operator is for the rows of `x [..., K]` and `weight [N, K]`: few of them, in float32 or float64, on
+    the CPU, with a compiler, and a weight whose rows lie in one piece each."""
     return (
-        0 < x.shape[0] <= MOST_ROWS
-        and min(weight.shape) > 0
-        and weight.stride(1) == 1
+        x.device.type == weight.device.type == "cpu"
+        and x.layout == weight.layout == torch.strided
         and x.dtype == weight.dtype
         and x.dtype in DTYPES
-        and {x.device.type, weight.device.type} == {"cpu"}
+        and x.dim() > 0
+        and weight.dim() == 2
+        and min(*x.shape, *weight.shape) > 0
+        and x.shape[:-1].numel() <= MOST_ROWS
+        and weight.stride(1) == 1
         and cpp.works("skinny", "products of few rows are a library's")
     )
 
@@ -85,7 +88,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"bias is {list(bias.shape)}; it must be {[weight.shape[0]]}")
     dtypes = {y.dtype for y in (x, weight, bias) if y is not None}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        raise ValueError(f"the dtypes are {', '.join(sorted(map(str, dtypes)))}; they must be all float32 or all float64")
+        raise ValueError(
+            f"the dtypes are {', '.join(sorted(map(str, dtypes)))}; they must be all float32 or all float64"
+        )
 
 
 cpp.register_step_kernel("skinny")
