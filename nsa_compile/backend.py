@@ -117,7 +117,8 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     cache for each token.
 
     Of a model with `blocks` each block is compiled by itself, and equal ones once, and what makes logits of the last
-    one's output: its `decode_step` takes the functions that run them, as `NSATransformer.decode_step` does.
+    one's output: its `decode_step` takes the functions that run them, as `NSATransformer.decode_step` does. The report
+    is that of the blocks.
     """
     step_of: Any = model.decode_step
     if not hasattr(model, "blocks"):
@@ -133,8 +134,15 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     def in_place(block: nn.Module, layer: Any, x: Tensor, t: Tensor, **asked: Any) -> tuple[Any, ...]:
         return layer, *compiled_block(block, layer, x, t, **asked)
 
+    def logits(model: nn.Module, x: Tensor) -> Tensor:
+        global _last_report
+        report_of_block = _last_report
+        result = compiled_logits(model, x)
+        _last_report = report_of_block
+        return result
+
     def decode_step(state: Any, tokens: Tensor, **asked: Any) -> tuple[Any, ...]:
-        functions = {"block": in_place, "logits": compiled_logits}
+        functions = {"block": in_place, "logits": logits}
         after, *outputs = _without_gradients(step_of, state, tokens, **functions, **asked)
         state.t.copy_(after.t)
         return state, *outputs
@@ -219,8 +227,8 @@ def _refusing_tangents(run: Callable[..., Any]) -> Callable[..., Any]:
             for x in inputs:
                 if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
                     raise ScanNotCompiled(
-                        "what is compiled has no derivatives in forward mode, and an input of it is a dual tensor; call "
-                        "the function as written, without compiling it"
+                        "what is compiled has no derivatives in forward mode, and an input of it is a dual tensor; "
+                        "call the function as written, without compiling it"
                     )
         return run(*inputs)
 

@@ -84,9 +84,12 @@ def init_state(
     def cache(like: Tensor, rows: int) -> Tensor:
         return empty_cache(like, batch_size, rows, *like.shape[-2:])
 
+    def recent(like: Tensor) -> Tensor:
+        return like.new_zeros(batch_size, pattern.compress_block, *like.shape[-2:])
+
     return NSAState(
-        recent_k=cache(key, pattern.compress_block),
-        recent_v=cache(value, pattern.compress_block),
+        recent_k=recent(key),
+        recent_v=recent(value),
         k_cmp=cache(key, n_blocks).transpose(1, 2),
         v_cmp=cache(value, n_blocks).transpose(1, 2),
         k_slc=cache(key, max_len),

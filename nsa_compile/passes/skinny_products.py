@@ -10,9 +10,9 @@ After:
     y = skinny_linear(x, weight)
     z = skinny_linear(x, weight, bias)
 
-Such a step takes as long as reading its weights takes, and a library's product of few rows reads them at a third of
-what memory gives. It also sums in an order that depends on M; the operator does not, so a sequence gets the same numbers
-whichever others are decoded beside it. Only where no gradient flows.
+Such a step takes as long as reading its weights takes, and a library's product of few rows reads them at a third to a
+half of what memory gives. It also sums in an order that depends on M. The operator does not, so a sequence gets the
+same numbers whichever others are decoded beside it. Only where no gradient flows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code, replace_n
 from nsa_compile.ir.scans import example, location, subgraphs
 from nsa_compile.ops import skinny
 from nsa_compile.passes.pipeline import PassContext, register
-
 
 SKINNY = torch.ops.nsa_compile.skinny_linear.default
 # As captured, where no other pass had anything to do, and as traced.

@@ -115,7 +115,8 @@ def test_a_model_decodes_by_one_program(in_place, changes):
     for refusing in (model.decode_step, *([step] if in_place else [])):
         with pytest.raises(ValueError, match="position 26 has no row in caches for 26 tokens; make a state for more"):
             refusing(expected_state, tokens[:, 0])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    programs = 1 + in_place  # in place, what makes logits is a program of its own
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == programs
     written = [m for m in entry(last_report(), "index_cache").matches if ROW in m]
     caches = sum(x is not None and "recent" not in name for name, x in state.layers[0]._asdict().items())
     assert len(written) == (caches if in_place else 0), "equal blocks are one program, updated in place"
@@ -144,10 +145,48 @@ def test_prompts_of_several_lengths_are_continued_as_if_each_were_alone(changes)
             for b, token in enumerate(following):
                 alone[b], expected = model.decode_step(alone[b], token[None])
                 torch.testing.assert_close(logits[b], expected[0], rtol=1e-10, atol=1e-12)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3  # prefill, step and logits
     assert all(choice.operator.startswith("step_attention") for choice in last_report().attention)
     if not changes:
         assert read_by_index(last_report()) == [RANKED.format(4), WINDOW.format(8)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention": "dense"}])
+def test_what_is_decoded_beside_a_sequence_does_not_change_a_bit_of_it(changes):
+    """By Inductor and in float32, in which a library's product of few rows depends on their number."""
+    torch._dynamo.reset()
+    model = tiny_model(n_layers=2, dim=48, mlp_hidden=96, **changes).float()
+    step = nsa_compile.compile_decode_step(model)
+    torch.manual_seed(0)
+    together, tokens = model.init_state(6, 30), tokens_for(model, 6, 1)[:, 0]
+    for leaf in pytree.tree_leaves(together.layers):
+        if leaf is not None:
+            leaf.normal_()
+    together.t.copy_(torch.tensor([29, 0, 7, 13, 20, 3]))
+    parts = [slice(0, 1), slice(1, 3), slice(3, 6)]
+    found = []
+    for part in parts:
+        state = model.init_state(part.stop - part.start, 30)
+        for own, x in zip(pytree.tree_leaves(state), pytree.tree_leaves(together), strict=True):
+            if own is not None:
+                own.copy_(x[part])
+        found.append(pytree.tree_leaves(step(state, tokens[part])))
+    expected = pytree.tree_leaves(step(together, tokens))
+    for pieces, whole in zip(zip(*found, strict=True), expected, strict=True):
+        assert whole is None or torch.equal(torch.cat(pieces), whole)
+
+
+def test_a_row_of_a_cache_is_written_where_it_lies():
+    """Into caches that lie group after group, as `init_state` makes them: no copy of one is made."""
+    torch._dynamo.reset()
+    model = tiny_model(n_layers=1)
+    step = nsa_compile.compile_decode_step(model)
+    state, token = model.init_state(1, 4096), tokens_for(model, 1, 1)[:, 0]
+    step(state, token)
+    smallest = min(x.nbytes for x in state.layers[0] if x is not None and x.shape[1] == 4096)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step(state, token)
+    assert max(event.cpu_memory_usage for event in profile.events()) < smallest
 
 
 def test_scores_are_those_of_the_tokens_that_are_read(final_graphs):

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from torch._inductor.cpp_builder import CppBuilder
 
 __all__ = [
-    "DTYPES", "Sizes", "View", "backward", "call", "check_compiler", "empty", "forward", "has_matrix_unit", "kernel_directory",
-    "load", "load_generated", "register_kernels", "register_step_kernel", "sizes_of", "uses_matrix_unit", "works",
+    "DTYPES", "Sizes", "View", "backward", "call", "check_compiler", "empty", "forward", "has_matrix_unit",
+    "kernel_directory", "load", "load_generated", "register_kernels", "register_step_kernel", "sizes_of",
+    "uses_matrix_unit", "works",
 ]  # fmt: skip
 
 logger = logging.getLogger("nsa_compile")

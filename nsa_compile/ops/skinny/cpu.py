@@ -24,11 +24,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
     out = x.new_empty(rows, columns)
-    beside = None if bias is None else bias.contiguous().data_ptr()
-    failed = _function()(
-        x.data_ptr(), weight.data_ptr(), beside, out.data_ptr(), rows, columns, depth, x.stride(0), weight.stride(0),
-        cpp.DTYPES[x.dtype], torch.get_num_threads(),
-    )  # fmt: skip
+    bias = None if bias is None else bias.contiguous()
+    first = [None if y is None else y.data_ptr() for y in (x, weight, bias, out)]
+    sizes = (rows, columns, depth, x.stride(0), weight.stride(0))
+    failed = _function()(*first, *sizes, cpp.DTYPES[x.dtype], torch.get_num_threads())
     if failed:
         raise MemoryError(f"skinny_linear ran out of memory for x {[rows, depth]}; use a smaller batch")
     return out
