@@ -1,10 +1,10 @@
 """A compiled decode step of NSA, its dense twin and the time that reading its bytes takes, by context and batch.
 
     python benchmarks/decode.py
-    python benchmarks/decode.py --contexts 4096 --batches 1 --tokens 50
+    python benchmarks/decode.py --models small --contexts 4096 --batches 1 --tokens 50
 
-On the CPU. One token of each sequence goes through a model of two layers. The caches are full of random rows, and the
-tokens stand at their end. Bytes are those a step has to read: all weights, and of the caches what its attention reads,
+On the CPU. One token of each sequence goes through a model: `small` has two layers of width 256, 4 heads in 2 groups,
+`large` eight of width 1,024, 16 heads in 4 groups. The caches are full of random rows, and the tokens stand at their end. Bytes are those a step has to read: all weights, and of the caches what its attention reads,
 for NSA the compressed rows, those of the n selected blocks and of the window. Their floor is the time in which this
 machine reads as many, by the fastest of several sums over a large tensor, on the same threads, in the same run.
 """
@@ -14,8 +14,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,11 @@ from nsa_compile.profiles.measure import (
 
 RECORD = Path(__file__).parent / "results" / "decode.json"
 FLOATS_READ = 2**26  # 256 MiB: more than caches hold
+MODELS = {
+    "small": model_config(layers=2, dim=256, head_dim=64),
+    "large": replace(model_config(layers=8, dim=1024, head_dim=64), n_heads=16, n_kv_heads=4),
+}
+MOST_CACHES = 14 * 2**30  # bytes, of both attentions; what needs more is left out
 
 
 def bytes_read(model: NSATransformer, context: int, batch: int) -> int:
@@ -84,41 +89,56 @@ def stepped(config: NSAConfig, context: int, batch: int) -> tuple[NSATransformer
     return model, decode
 
 
+def cache_bytes(config: NSAConfig, context: int, batch: int) -> int:
+    """Of NSA, which has two sets of keys and values, and of its dense twin."""
+    return 3 * 4 * batch * config.n_layers * context * config.n_kv_heads * (config.head_dim + config.value_dim)
+
+
+def compared(config: NSAConfig, context: int, batch: int, tokens: int) -> dict[str, Any]:
+    """Steps of NSA and of its dense twin, in turns."""
+    made = {name: stepped(replace(config, attention=name), context, batch) for name in ("nsa", "dense")}
+    timings = interleave({name: decode for name, (_, decode) in made.items()}, tokens, CPU)
+    row: dict[str, Any] = {"dense_over_nsa": ratio(timings["dense"], timings["nsa"])}
+    for name, (model, _) in made.items():
+        row[name] = {
+            **timings[name],
+            "tokens_per_s": batch / timings[name]["median_s"],
+            "bytes_per_token": bytes_read(model, context, batch) / batch,
+        }
+    return row
+
+
 @click.command()
+@click.option("--models", default="small,large", show_default=True, help="Which models.")
 @click.option("--contexts", default="2048,8192,32768,131072", show_default=True, help="Tokens in the caches.")
 @click.option("--batches", default="1,8", show_default=True, help="Sequences decoded side by side.")
 @click.option("--tokens", default=30, show_default=True, type=click.IntRange(min=1), help="Timed steps, in turns.")
 @click.option("--out", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 @torch.no_grad()
-def main(contexts, batches, tokens, out) -> None:
+def main(models, contexts, batches, tokens, out) -> None:
     """Time decode steps of NSA and of its dense twin."""
-    config = model_config(layers=2, dim=256, head_dim=64)
     rows: list[dict[str, Any]] = []
     per_byte = math.inf
-    for context in (int(word) for word in contexts.split(",")):
-        for batch in (int(word) for word in batches.split(",")):
-            gc.collect()
-            torch._dynamo.reset()
-            made = {name: stepped(replace(config, attention=name), context, batch) for name in ("nsa", "dense")}
-            timings = interleave({name: partial(decode) for name, (_, decode) in made.items()}, tokens, CPU)
-            per_byte = min(per_byte, seconds_per_byte())
-            row: dict[str, Any] = {"context": context, "batch": batch, "dense_over_nsa": None}
-            for name, (model, _) in made.items():
-                read = bytes_read(model, context, batch)
-                row[name] = {
-                    **timings[name],
-                    "tokens_per_s": batch / timings[name]["median_s"],
-                    "bytes_per_token": read / batch,
-                    "over_floor": timings[name]["median_s"] / (read * per_byte),
-                }
-            row["dense_over_nsa"] = ratio(timings["dense"], timings["nsa"])
-            rows.append(row)
-            settings = {"tokens": tokens, "layers": 2, "dim": config.dim, "heads": config.n_heads, "dtype": "float32"}
-            settings |= {"groups": config.n_kv_heads, "bytes_per_s": 1 / per_byte}
-            write_record(out, make_record("decode", settings, rows))
+    sizes = product(models.split(","), map(int, contexts.split(",")), map(int, batches.split(",")))
+    for name, context, batch in sizes:
+        if cache_bytes(MODELS[name], context, batch) > MOST_CACHES:
+            continue
+        gc.collect()
+        torch._dynamo.reset()
+        per_byte = min(per_byte, seconds_per_byte())
+        rows.append(
+            {"model": name, "context": context, "batch": batch, **compared(MODELS[name], context, batch, tokens)}
+        )
+        of_models = {name: asdict(config) for name, config in MODELS.items()}
+        settings = {"tokens": tokens, "models": of_models, "dtype": "float32", "bytes_per_s": 1 / per_byte}
+        for row in rows:
+            for attention in ("nsa", "dense"):
+                seconds = row[attention]["bytes_per_token"] * row["batch"] * per_byte
+                row[attention]["over_floor"] = row[attention]["median_s"] / seconds
+        write_record(out, make_record("decode", settings, rows))
     table = [
         (
-            *(r["context"], r["batch"]),
+            *(r["model"], r["context"], r["batch"]),
             *(show(r[name]) for name in ("nsa", "dense")),
             *(f"{r['nsa']['tokens_per_s']:,.0f}", f"{r['nsa']['bytes_per_token'] / 2**20:.1f}"),
             *(f"{r['dense_over_nsa']:.1f}", f"{r['nsa']['over_floor']:.1f}", f"{r['dense']['over_floor']:.1f}"),
@@ -126,7 +146,7 @@ def main(contexts, batches, tokens, out) -> None:
         for r in rows
     ]
     headers = (
-        *("context", "batch", "NSA, ms (range)", "dense, ms (range)", "NSA, tokens/s", "MiB/token"),
+        *("model", "context", "batch", "NSA, ms (range)", "dense, ms (range)", "NSA, tokens/s", "MiB/token"),
         *("dense / NSA", "NSA / floor", "dense / floor"),
     )
     print(tabulate(table, headers=headers))

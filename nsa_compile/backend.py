@@ -30,6 +30,7 @@ from nsa_compile.ops.loop import Compiler
 from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline, sources_digest
 from nsa_compile.passes.report import Report
+from nsa_compile.passes.skinny_products import SKINNY
 from nsa_compile.program.aliases import hand_on_originals
 from nsa_compile.program.checks import check_after_loops
 from nsa_compile.program.constants import Guarded, mark_constants, marked
@@ -49,6 +50,7 @@ log = logging.getLogger("nsa_compile")
 
 # Programs, one for each shape, that a function may have; torch's own limit is 8.
 SHAPES = 64
+_LEAST_OF_A_THREAD = 2**17  # elements, in programs with products of few rows
 
 _last_report: Report | None = None
 _explained: list[Report] | None = None
@@ -323,7 +325,8 @@ def compile_nested(
     if nested == "aot_eager":
         with _limits_named():
             return lookup_backend("aot_eager")(gm, list(example_inputs), **(markers.compilers() if nvtx else {}))
-    patches = {"config_patches": markers.inductor_config(gm)} if nvtx else {}
+    config = {**(markers.inductor_config(gm) if nvtx else {}), **_for_few_rows(gm)}
+    patches = {"config_patches": config} if config else {}
     inductor_files.prepare()
     _part_kept_programs(gm)
     compile_kernels_together()
@@ -340,6 +343,16 @@ def compile_nested(
     with errors_named(), _limits_named():
         run = lookup_backend("inductor")(gm, examples, **patches)
     return run if not negated else lambda *inputs: run(*_resolved(inputs, negated))
+
+
+def _for_few_rows(gm: fx.GraphModule) -> dict[str, Any]:
+    """The configuration of Inductor for a program with products of few rows.
+
+    It deals out a sum over some thousand elements, as in a norm, to the threads, unless there are other rows to deal
+    out: then what a row becomes would depend on them again, and waking a thread takes longer than the sum (torch 2.13).
+    """
+    few = any(n.target is SKINNY for n in gm.graph.nodes)
+    return {"cpp.min_chunk_size": _LEAST_OF_A_THREAD} if few else {}
 
 
 def _compile_step(direction: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
