@@ -4,9 +4,10 @@
     python benchmarks/decode.py --models small --contexts 4096 --batches 1 --tokens 50
 
 On the CPU. One token of each sequence goes through a model: `small` has two layers of width 256, 4 heads in 2 groups,
-`large` eight of width 1,024, 16 heads in 4 groups. The caches are full of random rows, and the tokens stand at their end. Bytes are those a step has to read: all weights, and of the caches what its attention reads,
-for NSA the compressed rows, those of the n selected blocks and of the window. Their floor is the time in which this
-machine reads as many, by the fastest of several sums over a large tensor, on the same threads, in the same run.
+`large` eight of width 1,024, 16 heads in 4 groups. The caches are full of random rows, and the tokens stand at their
+end. Bytes are those a step has to read: all weights, and of the caches what its attention reads, for NSA the compressed
+rows, those of the n selected blocks and of the window. Their floor is the time in which this machine reads as many, by
+the fastest of several sums over a large tensor, on the same threads, in the same run.
 """
 
 from __future__ import annotations

@@ -65,12 +65,15 @@ class Skinny {
       if (!in_place_) load(row, copy);
       weight[j] = in_place_ ? row : copy;
     }
-    int64_t m = 0;
-    for (; m + kRows <= product_.rows; m += kRows) tile<kRows, kWidth>(m, n, weight);
-    for (; m < product_.rows; m++) tile<1, kWidth>(m, n, weight);
+    int64_t m = !in_place_ ? 0 : product_.rows < kRows ? 1 : kRows;  // rows of the first tile
+    if (m == 1) tile<1, kWidth, true>(0, n, weight);
+    if (m == kRows) tile<kRows, kWidth, true>(0, n, weight);
+    for (; m + kRows <= product_.rows; m += kRows) tile<kRows, kWidth, false>(m, n, weight);
+    for (; m < product_.rows; m++) tile<1, kWidth, false>(m, n, weight);
   }
 
-  template <int kHeight, int kWidth>
+  // A tile may ask for the next rows of the matrix: of rows as long as its pages the processor does not foresee them.
+  template <int kHeight, int kWidth, bool kAsks>
   void tile(int64_t m, int64_t n, const T* const* weight) const {
     Vec<T> sum[kHeight][kWidth];
     for (int i = 0; i < kHeight; i++) {
@@ -79,6 +82,7 @@ class Skinny {
     const T* x = x_.data() + m * depth_;
     for (int64_t k = 0; k < depth_; k += kLanes<T>) {
       for (int j = 0; j < kWidth; j++) {
+        if constexpr (kAsks) __builtin_prefetch(weight[j] + kWidth * product_.weight_stride + k);
         const Vec<T> w = Vec<T>::loadu(weight[j] + k);
         for (int i = 0; i < kHeight; i++) sum[i][j] = at::vec::fmadd(w, Vec<T>::loadu(x + i * depth_ + k), sum[i][j]);
       }
