@@ -10,7 +10,7 @@ After:
     y = skinny_linear(x, weight)
     z = skinny_linear(x, weight, bias)
 
-Such a step takes as long as reading its weights takes, and a library's product of few rows reads them at a third to a
+Such a step takes as long as reading its weights takes, and a library's product of few rows reads them at a quarter to a
 half of what memory gives. It also sums in an order that depends on M. The operator does not, so a sequence gets the
 same numbers whichever others are decoded beside it. Only where no gradient flows.
 """
