@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
-from nsa_compile.models.nsa import empty_cache
+from nsa_compile.models.nsa import empty_cache, group_after_group
 from nsa_compile.models.transformer import AttentionLayer, apply_rope, check_prompts, check_token
 
 
@@ -51,7 +51,7 @@ class DenseAttention(AttentionLayer):
         check_prompts(lengths, x.shape[:2], max_len)
         q, k, v = self._project(x, torch.arange(x.shape[1], device=x.device))
         room = (0, 0, 0, 0, 0, max_len - x.shape[1])
-        return KVCache(F.pad(k, room), F.pad(v, room)), self._attend(q, k, v)
+        return KVCache(*(group_after_group(F.pad(x, room)) for x in (k, v))), self._attend(q, k, v)
 
     def init_state(self, batch_size: int, max_len: int) -> KVCache:
         c = self.config

@@ -108,6 +108,11 @@ def empty_cache(like: Tensor, batch_size: int, rows: int, groups: int, width: in
     return like.new_zeros(batch_size, groups, rows, width).transpose(1, 2)
 
 
+def group_after_group(cache: Tensor) -> Tensor:
+    """A cache `[B, S, G, D]` that lies as an empty one does."""
+    return cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def decode_step(
     state: NSAState,
     token: NSAToken,
@@ -381,7 +386,9 @@ def nsa_prefill(*, lengths: Tensor, max_len: int, k_cmp: Tensor, v_cmp: Tensor, 
     before = (row < 0)[..., None, None]
     row = row.clamp(min=0)[..., None, None]
     recent_k, recent_v = (torch.take_along_dim(x, row, dim=1).masked_fill(before, 0) for x in (k_cmp, v_cmp))
-    return state._replace(recent_k=recent_k, recent_v=recent_v), *output
+    caches = ("k_slc", "v_slc") if state.k_win is None else ("k_slc", "v_slc", "k_win", "v_win")
+    laid_out = {name: group_after_group(getattr(state, name)) for name in caches}
+    return state._replace(recent_k=recent_k, recent_v=recent_v, **laid_out), *output
 
 
 def observed_nsa_attention(**inputs: Any) -> tuple[Tensor, Tensor]:

@@ -135,6 +135,11 @@ def test_prompts_of_several_lengths_are_continued_as_if_each_were_alone(changes)
     with torch.no_grad():
         state, logits = prefill(tokens[:, :20], lengths, 30)
         assert all(scan.batched for scan in last_report().scans)
+        layouts = [
+            [x.stride() for x in layer if x is not None]
+            for layer in (state.layers[0], model.init_state(4, 30).layers[0])
+        ]
+        assert layouts[0] == layouts[1], "one step serves both"
         alone = [model.init_state(1, 30) for _ in lengths]
         for b, length in enumerate(lengths.tolist()):
             for token in tokens[b, :length]:
