@@ -50,16 +50,19 @@ def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
         record.guards_dropped, record.guards_kept = sorted(dropped), sorted(kept)
         if dropped:
             record.settled, record.hidden = analysis.settled, analysis.hidden
-        carries = {carry.name: carry for carry in site.placeholders()[0]}
+        carries = site.placeholders()[0]
         for view, facts in kept.items():
             op, place, why = explain(facts)
-            if facts.trail is None and (carry := carries.get(view.removesuffix(".before"))) is not None:
+            carry = next((carry for carry in carries if carry.name == view.removesuffix(".before")), None)
+            if facts.trail is None and carry is not None:
                 place = location(carry)  # where it is written
             declined = Declined(why)
             declined.op, declined.location = op, place
             context.decline(site.node.name, declined, "keeps a copy of a cache for each step of {}")
         if dropped:
-            context.match(site.node.name, f"dropped the guards of {', '.join(sorted(dropped))}")
+            buffers = {view.removesuffix(".before") for view in dropped}
+            names = [f"carry {i}" for i, carry in enumerate(carries) if carry.name in buffers]
+            context.match(site.node.name, f"dropped the guards of {', '.join(names)}")
         changed = True
     return changed
 
