@@ -39,6 +39,7 @@ from nsa_compile.program.functional import WriteBack, make_functional, with_stan
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
 from nsa_compile.workarounds import (
+    let_inductor_keep_what_was_before,
     let_inductor_read_what_was_written,
     let_inductor_write_apart,
     let_views_of_outputs_keep_their_bases,
@@ -125,7 +126,12 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     step_of: Any = model.decode_step
     if not hasattr(model, "blocks"):
         compiled = compile(lambda state, tokens, **asked: _in_place(state, *step_of(state, tokens, **asked)), **options)
-        return lambda state, tokens, **asked: (state, *_without_gradients(compiled, state, tokens, **asked))
+
+        def step(state: Any, tokens: Tensor, **asked: Any) -> tuple[Any, ...]:
+            _check_state(state)
+            return state, *_without_gradients(compiled, state, tokens, **asked)
+
+        return step
 
     compiled_block = compile(
         lambda block, state, x, t, **asked: _in_place(state, *block.decode_step(state, x, t, **asked)), **options
@@ -170,16 +176,36 @@ def _without_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _in_place(state: Any, after: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
-    for old, new in zip(_tensors(state), _tensors(after), strict=True):
+    # Copies, as what comes after and the outputs may be what was before. A compiler makes none where they are not.
+    copies, given = [x.clone() for x in _tensors(after)], tuple(x.clone() for x in outputs)
+    for old, new in zip(_tensors(state), copies, strict=True):
         old.copy_(new)
-    return outputs
+    return given
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Tensors of nested tuples and lists; torch's pytree would tie a compiled step to the state of its registry."""
+    """Tensors of a state; torch's pytree would tie a compiled step to the state of its registry."""
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value)]
     return [] if value is None else [tensor for part in value for tensor in _tensors(part)]
+
+
+def _check_state(state: Any) -> None:
+    """Refuse a state whose tensors `_tensors` does not find.
+
+    Raises:
+        ValueError: a part of it is of another kind.
+    """
+    if isinstance(state, tuple | list | dict):
+        for part in state.values() if isinstance(state, dict) else state:
+            _check_state(part)
+    elif not isinstance(state, Tensor | None):
+        raise ValueError(
+            f"the state has a {type(state).__name__} in it; a compiled decode step updates tensors, None, and tuples, "
+            "lists and dicts of these"
+        )
 
 
 def parse_options(options: dict[str, Any]) -> Options:
@@ -333,6 +359,7 @@ def compile_nested(
     simplify_plain_indices_by_expanding()
     let_inductor_read_what_was_written()
     let_inductor_write_apart()
+    let_inductor_keep_what_was_before()
     negated = [i for i, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()]
     if any(WRITTEN in gm.graph.find_nodes(op="placeholder")[i].meta for i in negated):
         raise ScanNotCompiled(

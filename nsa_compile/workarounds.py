@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch.overrides import TorchFunctionMode
 
 
@@ -75,6 +76,45 @@ def let_inductor_write_apart() -> None:
         return original(x, *args)
 
     lowering.index_put_as_masked_fill = write
+
+
+@cache
+def let_inductor_keep_what_was_before() -> None:
+    """Keep the copy of an input that is written to another input, as where two of them are swapped.
+
+    Inductor takes the copy for needless, and reads the input when it has been written to (torch 2.13,
+    `remove_noop_ops`). What is an output it leaves alone.
+    """
+    from torch._inductor.fx_passes import post_grad
+
+    original = post_grad.remove_noop_ops
+    aten = torch.ops.aten
+    source = {aten.clone.default: 0, aten.alias.default: 0, aten.copy.default: 1}
+
+    def copied(value: Any) -> Any:
+        while isinstance(value, fx.Node) and value.target in source:
+            value = value.args[source[value.target]]
+        return value
+
+    def remove(graph: fx.Graph) -> None:
+        written: list[Any] = [n.args for n in graph.find_nodes(op="call_function", target=aten.copy_.default)]
+        inputs = {post_grad.get_node_storage(n) for n in graph.find_nodes(op="placeholder")}
+        output = graph.output_node()
+        results: Any = output.args[0]
+        kept = []
+        for dst, value, *_ in written:
+            what = copied(value)
+            if isinstance(what, fx.Node) and what is not dst and post_grad.get_node_storage(what) in inputs:
+                kept.append(value)
+        if not kept or not isinstance(results, tuple | list):
+            original(graph)
+            return
+        output.args = ((*results, *kept),)
+        original(graph)
+        remaining: Any = output.args[0]
+        output.args = (type(results)(remaining[: len(results)]),)
+
+    post_grad.remove_noop_ops = remove
 
 
 @cache

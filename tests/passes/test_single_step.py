@@ -195,6 +195,52 @@ def test_a_row_of_a_cache_is_written_where_it_lies():
     assert not [line for line in taken if str(room) in line]
 
 
+class Own(torch.nn.Module):
+    """A step of one's own, without attention."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.decode_step = step
+
+
+STATES = {
+    "a shift": lambda s, x: ((x * 2, s[0], s[1]), x + s[2]),
+    "a swap": lambda s, x: ((s[1], s[0], s[2]), x),
+    "the old one as output": lambda s, x: ((s[0] + x, s[1], s[2]), s[0]),
+    "a view of the old one": lambda s, x: ((s[0].t(), s[2], s[1]), x),
+    "a recurrence": lambda s, x: ((F.linear(s[0], x).tanh(), s[1], s[2]), s[0]),
+    "names": lambda s, x: ({"b": s["a"], "a": s["b"] + x}, s["a"]),
+}
+
+
+@pytest.mark.parametrize("nested", ["eager", "inductor"])
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_is_computed_from_all_that_was_before(name, nested):
+    """Parts of it may be parts of what was before, and so may what is returned."""
+    torch._dynamo.reset()
+    step = nsa_compile.compile_decode_step(Own(STATES[name]), nested=nested)
+    names = "ab" if name == "names" else range(3)
+    parts = [torch.full((2, 2), float(i + 1)).tril() for i in range(len(names))]
+    state, expected = (dict(zip(names, x, strict=True)) if name == "names" else x for x in (parts, [*parts]))
+    expected = pytree.tree_map(torch.clone, expected)
+    for i in range(3):
+        x = torch.full((2, 2), 10.0 * (i + 1))
+        returned, output = step(state, x)
+        expected, expected_output = STATES[name](expected, x)
+        assert returned is state
+        torch.testing.assert_close(output, expected_output)
+        for key in names:
+            torch.testing.assert_close(state[key], expected[key])
+
+
+def test_a_state_of_other_parts_is_refused():
+    step = nsa_compile.compile_decode_step(Own(lambda s, x: (s, x)), nested="eager")
+    with pytest.raises(
+        ValueError, match="the state has a int in it; a compiled decode step updates tensors, None, and"
+    ):
+        step((torch.zeros(1), [3]), torch.zeros(1))
+
+
 def test_scores_are_those_of_the_tokens_that_are_read(final_graphs):
     """No score of the selected or the window branch beyond n · l' and w tokens, however long the cache is."""
     torch._dynamo.reset()

@@ -28,7 +28,7 @@ def compiled(function, *inputs, grad=False, **options):
 TAKEN = {
     "linear": lambda x: F.linear(x, W),
     "linear with a bias": lambda x: F.linear(x, W, B),
-    "linear with a bias by name": lambda x: F.linear(x, W, bias=B),
+    "beside norms and activations": lambda x: F.linear(F.silu(F.rms_norm(x, (6,))), W) + 1,
     "a module": lambda x: LAYER(x),
     "of one row without a batch": lambda x: F.linear(x[0], W),
     "of three dimensions": lambda x: F.linear(x[:, None], W, B),
@@ -60,6 +60,11 @@ def test_reads_the_weight_once(name):
         ("a product with a factor", lambda x: torch.addmm(B, x, W.t(), alpha=2.0), (X,), False),
         ("a single bias for all", lambda x: F.linear(x, W, B[:1]), (X,), False),
         ("no rows", lambda x: F.linear(x, W), (X[:0],), False),
+        ("arguments by name", lambda x: F.linear(x, weight=W, bias=B), (X,), False),
+        ("into a tensor", lambda x: torch._C._nn.linear(x, W, out=x.new_zeros(3, 5)), (X,), False),
+        ("a transform", lambda x: torch.vmap(lambda row: F.linear(row, W))(x), (X,), False),
+        ("a size that is data", lambda x: F.linear(x[x[:, 0] > 0], W), (X,), False),
+        ("beside something else", lambda x: F.linear(x.sort().values, W), (X,), False),
     ],
 )
 def test_leaves_the_others_alone(name, function, inputs, grad):
@@ -73,6 +78,27 @@ def test_leaves_the_others_alone(name, function, inputs, grad):
 def with_gradients(x):
     with torch.enable_grad():
         return F.linear(x, W)
+
+
+WRITES = {
+    "before": lambda x: (x.mul_(2), F.linear(x, W))[1],
+    "to the product": lambda x: (y := F.linear(x, W), y.view(-1).add_(100))[0],
+    "to a part of the product": lambda x: (y := F.linear(x, W), y[0].zero_())[0],
+    "to something local": lambda x: (z := x + 0, z.add_(1), F.linear(z, W))[2],
+    "by an activation": lambda x: (z := x + 0, F.silu(z, inplace=True), F.linear(z, W))[2],
+    "by an activation, not by name": lambda x: (z := x + 0, F.silu(z, True), F.linear(z, W))[2],
+}
+
+
+@pytest.mark.parametrize("nested", ["eager", "inductor"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_that_nobody_reads_by_its_result_is_there(name, nested):
+    torch._dynamo.reset()
+    x, own = X.clone(), X.clone()
+    with torch.no_grad():
+        found = nsa_compile.compile(WRITES[name], nested=nested, cache=False)(x)
+        torch.testing.assert_close(found, WRITES[name](own))
+    assert torch.equal(x, own)
 
 
 def test_under_autocast_a_library_multiplies():
