@@ -141,7 +141,7 @@ def test_one_program_serves_every_length_and_position(model, monkeypatch):
     decoder = Decoder(model, **EAGER)
     for prompt, count in (([1], 5), ([1, 2, 3], 20), ([1] * 6, 2)):
         texts(decoder, [request(prompt, count)], GREEDY)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the step, and what makes logits
 
 
 @pytest.mark.parametrize("compiled", [False, True])

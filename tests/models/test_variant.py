@@ -26,6 +26,7 @@ from nsa_compile.train.loop import run
 from nsa_compile.train.records.run_directory import create_run_directory
 from nsa_compile.train.report.report_page import write_report
 from nsa_compile.train.report.run_record import read_run
+from tests.attention_programs import entry
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-operator.md"
 COMPILED = {"compile.enabled": "true", "compile.nested": "eager"}
@@ -100,7 +101,7 @@ def test_it_decodes_as_it_trains_and_has_named_ranges(overrides):
     model = NSATransformer(load_config(overrides=overrides()).model).double()
     tokens = torch.randint(256, (2, 12))
     expected = nsa_compile.compile_blocks(model, nested="eager", nvtx=True, cache=False)(tokens)
-    labels = " ".join(nsa_compile.last_report().passes[-1].matches)
+    labels = " ".join(entry(nsa_compile.last_report(), "annotate_ranges").matches)
     # What leads from attention to the next product counts for the sum of branches, here too.
     assert {"nsa.proj", "nsa.win", "nsa.gate", "nsa.mlp"} == set(re.findall(r"nsa\.\w+", labels))
     state = model.init_state(2, 12)
