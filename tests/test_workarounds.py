@@ -52,3 +52,21 @@ def test_no_scan_is_differentiated_by_torch(function, monkeypatch):
     torch.testing.assert_close(values_and_gradients(fast, inputs), values_and_gradients(function, inputs))
     with torch.no_grad():
         assert not fast(*inputs)[1].requires_grad
+
+
+WRITTEN = {
+    "a swap": lambda a, b: (old := a.clone(), a.copy_(b), b.copy_(old))[2] * 1,
+    "a shift": lambda a, b: (old := a.clone(), a.mul_(2), b.copy_(old))[2] * 1,
+    "a transposed one": lambda a, b: (old := a.t().clone(), a.mul_(2), b.copy_(old))[2] * 1,
+    "a part of itself": lambda a, b: (old := a[:1].clone(), a.mul_(2), a[1:2].copy_(old), b.add_(1))[3] * 1,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_input_is_written_to_another_as_it_was_before(name):
+    torch._dynamo.reset()
+    given = [torch.arange(4.0).view(2, 2) + i for i in (1, 10)]
+    expected = [x.clone() for x in given]
+    result = nsa_compile.compile(WRITTEN[name], cache=False)(*given)
+    assert torch.equal(result, WRITTEN[name](*expected))
+    assert torch.equal(torch.stack(given), torch.stack(expected))
