@@ -369,7 +369,18 @@ def compile_nested(
     examples = with_stand_ins(example_inputs, _resolved(example_inputs, negated))
     with errors_named(), _limits_named():
         run = lookup_backend("inductor")(gm, examples, **patches)
-    return run if not negated else lambda *inputs: run(*_resolved(inputs, negated))
+    return run if not negated else functools.partial(_run_resolved, run, negated)
+
+
+def _run_resolved(run: Callable[..., Any], negated: Sequence[int], *inputs: Any) -> Any:
+    """Run a program on inputs without negated views, and write to these what it wrote to their copies."""
+    resolved = _resolved(inputs, negated)
+    results = run(*resolved)
+    with torch.no_grad():
+        for i in negated:
+            if not torch.equal(resolved[i], inputs[i]):
+                inputs[i].copy_(resolved[i])
+    return results
 
 
 def _for_few_rows(gm: fx.GraphModule) -> dict[str, Any]:

@@ -70,3 +70,16 @@ def test_an_input_is_written_to_another_as_it_was_before(name):
     result = nsa_compile.compile(WRITTEN[name], cache=False)(*given)
     assert torch.equal(result, WRITTEN[name](*expected))
     assert torch.equal(torch.stack(given), torch.stack(expected))
+
+
+def test_a_negated_view_is_written_to():
+    torch._dynamo.reset()
+    z = torch.full((3,), 1 + 1j)
+
+    def write(x, y):
+        x.mul_(2)
+        return x + y
+
+    result = nsa_compile.compile(write, cache=False)(z.conj().imag, torch.ones(3))
+    assert torch.equal(z, torch.full((3,), 1 + 2j))
+    assert torch.equal(result, torch.full((3,), -1.0))
