@@ -80,10 +80,11 @@ def let_inductor_write_apart() -> None:
 
 @cache
 def let_inductor_keep_what_was_before() -> None:
-    """Keep the copy of an input that is written to another input, as where two of them are swapped.
+    """Keep the copy of an input that is written to another input, as where two of them are swapped, and the copy that
+    is returned of an input that is written to in part, and then as a whole.
 
-    Inductor takes the copy for needless, and reads the input when it has been written to (torch 2.13,
-    `remove_noop_ops`). What is an output it leaves alone.
+    Inductor takes such a copy for needless, and reads the input when it has been written to (torch 2.13,
+    `remove_noop_ops`). Between two outputs it leaves a copy alone.
     """
     from torch._inductor.fx_passes import post_grad
 
@@ -102,6 +103,8 @@ def let_inductor_keep_what_was_before() -> None:
         output = graph.output_node()
         results: Any = output.args[0]
         kept = []
+        if written and isinstance(results, tuple | list):
+            kept += [x.args[0] for x in results if isinstance(x, fx.Node) and x.target is aten.clone.default]
         for dst, value, *_ in written:
             what = copied(value)
             if isinstance(what, fx.Node) and what is not dst and post_grad.get_node_storage(what) in inputs:

@@ -58,6 +58,7 @@ WRITTEN = {
     "a swap": lambda a, b: (old := a.clone(), a.copy_(b), b.copy_(old))[2] * 1,
     "a shift": lambda a, b: (old := a.clone(), a.mul_(2), b.copy_(old))[2] * 1,
     "a transposed one": lambda a, b: (old := a.t().clone(), a.mul_(2), b.copy_(old))[2] * 1,
+    "a part, and then all": lambda a, b: (a[:1].copy_(a[1:2]), a.clone(), a.copy_(b))[1],
     "a part of itself": lambda a, b: (old := a[:1].clone(), a.mul_(2), a[1:2].copy_(old), b.add_(1))[3] * 1,
 }
 
