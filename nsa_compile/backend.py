@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from nsa_compile.capture.scans import turns_gradients_on
 from nsa_compile.compiler_cache import errors_named
 from nsa_compile.inductor_kernels import compile_kernels_together, simplify_plain_indices_by_expanding
 from nsa_compile.ir import markers
-from nsa_compile.ir.scans import VALUE, WRITTEN, Declined, first_line
+from nsa_compile.ir.scans import VALUE, WRITTEN, Declined, first_line, subgraphs
 from nsa_compile.ops.loop import Compiler
 from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline, sources_digest
@@ -119,16 +120,16 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     given, and no gradient flows. `compile(model.decode_step)` leaves the state as it was, at the cost of copying every
     cache for each token.
 
-    Of a model with `blocks` each block is compiled by itself, and equal ones once, and what makes logits of the last
-    one's output: its `decode_step` takes the functions that run them, as `NSATransformer.decode_step` does. The report
-    is that of the blocks.
+    Of a model with `blocks` each block is compiled by itself, and equal ones once: its `decode_step` takes the function
+    that runs a block, as `NSATransformer.decode_step` does, and may take the one that makes logits. The report is that
+    of the blocks.
     """
     step_of: Any = model.decode_step
     if not hasattr(model, "blocks"):
         compiled = compile(lambda state, tokens, **asked: _in_place(state, *step_of(state, tokens, **asked)), **options)
 
         def step(state: Any, tokens: Tensor, **asked: Any) -> tuple[Any, ...]:
-            _check_state(state)
+            _tensors(state)  # refuses a state before Dynamo meets it
             return state, *_without_gradients(compiled, state, tokens, **asked)
 
         return step
@@ -149,8 +150,11 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
         _last_report = report_of_block
         return result
 
+    functions: dict[str, Callable[..., Any]] = {"block": in_place}
+    if "logits" in inspect.signature(step_of).parameters:
+        functions["logits"] = logits
+
     def decode_step(state: Any, tokens: Tensor, **asked: Any) -> tuple[Any, ...]:
-        functions = {"block": in_place, "logits": logits}
         after, *outputs = _without_gradients(step_of, state, tokens, **functions, **asked)
         state.t.copy_(after.t)
         return state, *outputs
@@ -184,28 +188,23 @@ def _in_place(state: Any, after: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Tensors of a state; torch's pytree would tie a compiled step to the state of its registry."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = [value[key] for key in sorted(value)]
-    return [] if value is None else [tensor for part in value for tensor in _tensors(part)]
-
-
-def _check_state(state: Any) -> None:
-    """Refuse a state whose tensors `_tensors` does not find.
+    """Tensors of a state; torch's pytree would tie a compiled step to the state of its registry.
 
     Raises:
         ValueError: a part of it is of another kind.
     """
-    if isinstance(state, tuple | list | dict):
-        for part in state.values() if isinstance(state, dict) else state:
-            _check_state(part)
-    elif not isinstance(state, Tensor | None):
+    if isinstance(value, Tensor):
+        return [value]
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value)]
+    elif not isinstance(value, tuple | list):
         raise ValueError(
-            f"the state has a {type(state).__name__} in it; a compiled decode step updates tensors, None, and tuples, "
-            "lists and dicts of these"
+            f"the state has a part of type {type(value).__name__}; a compiled decode step updates tensors, None, and "
+            "tuples, lists and dicts of these"
         )
+    return [tensor for part in value for tensor in _tensors(part)]
 
 
 def parse_options(options: dict[str, Any]) -> Options:
@@ -237,14 +236,7 @@ def nsa_compile_backend(
         _explained.append(report)
     if captured is not None:
         run = FirstCall(captured, run, chosen, _rewritten, lambda line: setattr(report, "first_call", line))
-    return _refusing_tangents(run) if _holds_operators(report) else run
-
-
-def _holds_operators(report: Report) -> bool:
-    """Whether a program has, or may have, operators of this package."""
-    return bool(
-        report.scans or report.attention or any(p.name == "skinny_products" and p.changed for p in report.passes)
-    )
+    return _refusing_tangents(run) if report.scans or report.attention or _has_few_rows(gm) else run
 
 
 def _refusing_tangents(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,8 +381,11 @@ def _for_few_rows(gm: fx.GraphModule) -> dict[str, Any]:
     It deals out a sum over some thousand elements, as in a norm, to the threads, unless there are other rows to deal
     out: then what a row becomes would depend on them again, and waking a thread takes longer than the sum (torch 2.13).
     """
-    few = any(n.target is SKINNY for n in gm.graph.nodes)
-    return {"cpp.min_chunk_size": _LEAST_OF_A_THREAD} if few else {}
+    return {"cpp.min_chunk_size": _LEAST_OF_A_THREAD} if _has_few_rows(gm) else {}
+
+
+def _has_few_rows(gm: fx.GraphModule) -> bool:
+    return any(SKINNY in (n.target for n in graph.graph.nodes) for graph in subgraphs(gm))
 
 
 def _compile_step(direction: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:

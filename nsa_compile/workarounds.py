@@ -99,19 +99,17 @@ def let_inductor_keep_what_was_before() -> None:
 
     def remove(graph: fx.Graph) -> None:
         written: list[Any] = [n.args for n in graph.find_nodes(op="call_function", target=aten.copy_.default)]
-        inputs = {post_grad.get_node_storage(n) for n in graph.find_nodes(op="placeholder")}
         output = graph.output_node()
         results: Any = output.args[0]
-        kept = []
-        if written and isinstance(results, tuple | list):
-            kept += [x.args[0] for x in results if isinstance(x, fx.Node) and x.target is aten.clone.default]
+        if not written or not isinstance(results, tuple | list):
+            original(graph)
+            return
+        inputs = {post_grad.get_node_storage(n) for n in graph.find_nodes(op="placeholder")}
+        kept = [x.args[0] for x in results if isinstance(x, fx.Node) and x.target is aten.clone.default]
         for dst, value, *_ in written:
             what = copied(value)
             if isinstance(what, fx.Node) and what is not dst and post_grad.get_node_storage(what) in inputs:
                 kept.append(value)
-        if not kept or not isinstance(results, tuple | list):
-            original(graph)
-            return
         output.args = ((*results, *kept),)
         original(graph)
         remaining: Any = output.args[0]

@@ -386,8 +386,8 @@ def nsa_prefill(*, lengths: Tensor, max_len: int, k_cmp: Tensor, v_cmp: Tensor, 
     before = (row < 0)[..., None, None]
     row = row.clamp(min=0)[..., None, None]
     recent_k, recent_v = (torch.take_along_dim(x, row, dim=1).masked_fill(before, 0) for x in (k_cmp, v_cmp))
-    caches = ("k_slc", "v_slc") if state.k_win is None else ("k_slc", "v_slc", "k_win", "v_win")
-    laid_out = {name: group_after_group(getattr(state, name)) for name in caches}
+    caches = {name: getattr(state, name) for name in ("k_slc", "v_slc", "k_win", "v_win")}
+    laid_out = {name: None if cache is None else group_after_group(cache) for name, cache in caches.items()}
     return state._replace(recent_k=recent_k, recent_v=recent_v, **laid_out), *output
 
 

@@ -44,20 +44,25 @@ PLAIN = LINEAR | {
 @register("skinny_products")
 def skinny_products(gm: fx.GraphModule, context: PassContext) -> bool:
     """Read the weight once where few rows are multiplied by it."""
-    changed = False
     if torch.is_grad_enabled():
-        return changed
-    for graph in subgraphs(gm):
-        for node in list(graph.graph.nodes) if _is_traced(graph) or _is_plain(graph) else ():
-            operands = _operands(node)
-            if operands is None or not context.may_rewrite():
-                continue
-            x, weight, bias = operands
-            context.match(location(node), f"{_shape(x)} by a weight {_shape(weight)}")
-            replace_node(node, _multiply(NodeBuilder(graph, node), x, weight, bias))
-            changed = True
-        if changed:
-            graph.recompile()
+        return False
+    touched = [graph for graph in subgraphs(gm) if _is_traced(graph) or _is_plain(graph)]
+    changed = [_rewrite(graph, context) for graph in touched]
+    return any(changed)
+
+
+def _rewrite(graph: fx.GraphModule, context: PassContext) -> bool:
+    changed = False
+    for node in list(graph.graph.nodes):
+        operands = _operands(node)
+        if operands is None or not context.may_rewrite():
+            continue
+        x, weight, bias = operands
+        context.match(location(node), f"{_shape(x)} by a weight {_shape(weight)}")
+        replace_node(node, _multiply(NodeBuilder(graph, node), x, weight, bias))
+        changed = True
+    if changed:
+        graph.recompile()
     return changed
 
 

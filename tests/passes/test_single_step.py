@@ -236,7 +236,7 @@ def test_a_state_is_computed_from_all_that_was_before(name, nested):
 def test_a_state_of_other_parts_is_refused():
     step = nsa_compile.compile_decode_step(Own(lambda s, x: (s, x)), nested="eager")
     with pytest.raises(
-        ValueError, match="the state has a int in it; a compiled decode step updates tensors, None, and"
+        ValueError, match="the state has a part of type int; a compiled decode step updates tensors, None, and"
     ):
         step((torch.zeros(1), [3]), torch.zeros(1))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_compile.models.config import NSAConfig
+from nsa_compile.models.nsa import empty_cache
 from nsa_compile.models.transformer import ScannedAttention, apply_rope
 
 
@@ -97,7 +98,8 @@ class GroupedAttention(ScannedAttention):
     def init_state(self, batch_size: int, max_len: int) -> Any:
         config, rows = self.config, -(-max_len // self.block) * self.block
         shape = (batch_size, rows, config.n_kv_heads)
-        return KVCache(*(self.out.weight.new_zeros(*shape, width) for width in (config.head_dim, config.value_dim)))
+        widths = (config.head_dim, config.value_dim)
+        return KVCache(*(empty_cache(self.out.weight, *shape, width) for width in widths))
 
     def room(self, state: Any) -> int:
         return state.k.shape[1]
