@@ -223,6 +223,8 @@ def nsa_compile_backend(
     chosen = parse_options(dict(options or {}))
     if _explained is not None:
         chosen = replace(chosen, cache=False, estimate=True)
+    if chosen.nested == "inductor" and any(isinstance(x, Tensor) and x.is_cpu for x in example_inputs):
+        inductor_files.begin_header()
     with modes.unobserved():
         example_inputs = specialize_shapes(gm, example_inputs)
         hand_on_originals(gm)
@@ -360,8 +362,23 @@ def compile_nested(
         )
     examples = with_stand_ins(example_inputs, _resolved(example_inputs, negated))
     with errors_named(), _limits_named():
-        run = lookup_backend("inductor")(gm, examples, **patches)
+        run = _inductor(example_inputs)(gm, examples, **patches)
     return run if not negated else functools.partial(_run_resolved, run, negated)
+
+
+def _inductor(inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor, for inputs of these devices.
+
+    Torch's entry starts processes that compile for Triton; to start them takes 3 s of a processor, beside the first
+    steps of a program that has nothing for them to do (torch 2.13).
+    """
+    if all(x.is_cpu for x in inputs if isinstance(x, Tensor)):
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend("inductor")
 
 
 def _run_resolved(run: Callable[..., Any], negated: Sequence[int], *inputs: Any) -> Any:

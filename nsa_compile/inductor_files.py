@@ -18,6 +18,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from nsa_compile import compiler_cache
 log = logging.getLogger("nsa_compile")
 
 _mended: set[Path] = set()
+_begun: set[Path] = set()
 
 
 def prepare() -> Path:
@@ -104,6 +106,56 @@ def _keep_headers_in(directory: Path) -> None:
         codecache._HEADER_DIR = str(directory)
         codecache._HEADER_LOCK_DIR = str(directory / "locks")
         codecache._precompile_header.cache_clear()  # it remembers headers by where they were
+
+
+def kept_header() -> str | None:
+    """The header of Inductor's kernels, if it has been compiled; what ours include of torch takes half of their time.
+
+    To compile it takes longer than to compile a kernel without it.
+    """
+    return _precompile_header() if any(header_directory(prepare()).glob("*.gch")) else None
+
+
+def begin_header() -> None:
+    """Start to compile the header of Inductor's kernels, unless it is kept.
+
+    That takes 6 s, and Inductor does it when it has its first kernel, where everything waits for it: meanwhile the
+    passes run, and Inductor traces and schedules.
+    """
+    directory = prepare()
+    if directory not in _begun and not any(header_directory(directory).glob("*.gch")):
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        _begun.add(directory)
+        pick_vec_isa()  # runs a compiler itself, and should do so once
+        # Inductor's configuration lives in the context of the calling thread.
+        threading.Thread(target=copy_context().run, args=(_compile_header_ahead,), name="header").start()
+
+
+def _compile_header_ahead() -> None:
+    try:
+        _precompile_header()
+    except Exception as error:  # Inductor meets the same, and says it where it matters
+        log.debug("the header of Inductor's kernels was not compiled ahead: %s", error)
+
+
+def _precompile_header() -> str:
+    """Where the header is, once it is compiled."""
+    from torch._inductor import codecache
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    # Inductor's own arguments, in its order: with others it is another header, or looked for again.
+    options: dict[str, Any] = {
+        "min_optimize": False,
+        **codecache.CppPythonBindingsCodeCache.cpp_compile_command_flags,
+        "device_type": "cpu",
+        "extra_flags": (),
+        "use_relative_path": False,
+        "vec_isa": pick_vec_isa(),
+    }
+    line = CppBuilder(name="o", sources="i", BuildOption=CppTorchDeviceOptions(**options)).get_command_line()
+    return codecache._precompile_header(codecache._get_cpp_prefix_header("cpu"), line, **options)
 
 
 def broken_files(directory: Path) -> Iterator[Path]:

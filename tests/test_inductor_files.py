@@ -12,13 +12,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import filelock
 import pytest
+import torch
 
-from nsa_compile import inductor_files
+import nsa_compile
+from nsa_compile import backend, inductor_files
 from nsa_compile.files import read_sealed, write_sealed
 from nsa_compile.inductor_files import broken_files
 from nsa_compile.ops import cpp
@@ -292,13 +295,12 @@ def test_precompiled_headers_are_not_in_torchs_default_directory(tmp_path, monke
 
 
 def test_kernels_are_compiled_with_the_header_of_inductors(tmp_path, monkeypatch):
-    import torch
     from torch._inductor import codecache
 
     with torch._inductor.config.patch(force_disable_caches=True):
         torch.compile(lambda x: x.sin() + 1)(torch.ones(9))
     before = codecache._precompile_header.cache_info().misses
-    header = cpp._precompiled_header()
+    header = inductor_files.kept_header()
     assert codecache._precompile_header.cache_info().misses == before, "it is another one"
     source = tmp_path / "kernel.cpp"
     source.write_text(cpp._source("window"))
@@ -306,7 +308,48 @@ def test_kernels_are_compiled_with_the_header_of_inductors(tmp_path, monkeypatch
     seen = subprocess.run([*shlex.split(command), "-H", "-fsyntax-only"], capture_output=True, text=True, check=True)
     assert f"! {header}.gch" in seen.stderr.splitlines(), "the compiler reads the text"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "empty"))
-    assert cpp._precompiled_header() is None, "to compile one takes longer than a kernel"
+    assert inductor_files.kept_header() is None, "to compile one takes longer than a kernel"
+
+
+def test_the_header_is_compiled_beside_the_passes(tmp_path, monkeypatch, caplog):
+    began, compiles = [], threading.Event()
+
+    def compile_header():
+        began.append(threading.current_thread())
+        compiles.wait(60)
+        raise RuntimeError("no compiler")
+
+    def begun_by(nested):
+        nsa_compile.compile(lambda x: x + 1, nested=nested)(torch.ones(3))
+        return began
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(inductor_files, "_precompile_header", compile_header)
+    monkeypatch.setattr(backend, "compile_nested", lambda gm, *args, **options: gm.forward)
+    assert not begun_by("aot_eager"), "Inductor compiles nothing here"
+    (thread,) = begun_by("inductor")
+    assert thread is not threading.current_thread()
+    assert begun_by("inductor") == [thread], "it is compiled once"
+    with caplog.at_level("DEBUG", "nsa_compile"):
+        compiles.set()
+        thread.join()
+    assert "no compiler" in caplog.text
+    inductor_files._begun.clear()
+    headers = inductor_files.header_directory(tmp_path)
+    headers.mkdir()
+    (headers / "kept.h.gch").touch()
+    assert begun_by("inductor") == [thread], "it is kept"
+
+
+def test_no_processes_for_triton_are_started_for_a_program_of_the_cpu():
+    program = """
+import nsa_compile, torch
+from torch._inductor.async_compile import AsyncCompile
+nsa_compile.compile(lambda x: x.sin() + 1)(torch.ones(9))
+print(AsyncCompile.process_pool.cache_info().currsize)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"]
 
 
 def test_a_compilation_that_fails_leaves_the_builder_as_it_was(tmp_path):

@@ -220,7 +220,7 @@ def _build(source: str, path: Path) -> ctypes.CDLL:
     """Compile a library and keep it; it serves this process also where it cannot be kept."""
     with tempfile.TemporaryDirectory(prefix="nsa-compile-") as folder:
         (Path(folder) / "kernel.cpp").write_text(source, encoding="utf-8")
-        builder = _builder(f"{folder}/kernel.cpp", folder, header=_precompiled_header())
+        builder = _builder(f"{folder}/kernel.cpp", folder, header=inductor_files.kept_header())
         builder.build()
         built = Path(builder.get_target_file_path())
         try:
@@ -239,30 +239,6 @@ def _builder(source: str, folder: str, *, header: str | None = None) -> CppBuild
     options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu")
     options.precompiled_header = header
     return CppBuilder(name="kernel", sources=source, BuildOption=options, output_dir=folder)
-
-
-def _precompiled_header() -> str | None:
-    """The header of Inductor's kernels, if it has compiled one; what ours include of torch takes half of their time.
-
-    To compile one takes longer than to compile a kernel without it.
-    """
-    from torch._inductor import codecache
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    if not any(inductor_files.header_directory(inductor_files.prepare()).glob("*.gch")):
-        return None
-    # Inductor's own arguments, in its order: with others it is another header, or looked for again.
-    options: dict[str, Any] = {
-        "min_optimize": False,
-        **codecache.CppPythonBindingsCodeCache.cpp_compile_command_flags,
-        "device_type": "cpu",
-        "extra_flags": (),
-        "use_relative_path": False,
-        "vec_isa": pick_vec_isa(),
-    }
-    line = CppBuilder(name="o", sources="i", BuildOption=CppTorchDeviceOptions(**options)).get_command_line()
-    return codecache._precompile_header(codecache._get_cpp_prefix_header("cpu"), line, **options)
 
 
 @contextmanager
