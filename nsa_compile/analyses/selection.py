@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -27,10 +27,12 @@ from nsa_compile.analyses.masks import (
     side_of_where,
 )
 from nsa_compile.analyses.softmax import keeps_one
-from nsa_compile.analyses.staleness import Analysis
 from nsa_compile.ir.aten import ADD, AND, COMPARISONS, NOT, OR, SORTED, arguments, aten, operand
 from nsa_compile.ir.scans import ScanRecord, Step, example
 from nsa_compile.ir.step_values import StepMask, Table, step_mask
+
+if TYPE_CHECKING:
+    from nsa_compile.analyses.staleness import Analysis
 
 SCATTERS = (aten.scatter.src, aten.scatter.value)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -26,11 +26,13 @@ from nsa_compile.analyses.masks import (
     same_mask,
     side_of_where,
 )
-from nsa_compile.analyses.staleness import Analysis
 from nsa_compile.ir.aten import FILLED, MASKED_FILL, MATMUL, SORTED, WHERE, arguments, aten, operand
 from nsa_compile.ir.rewriting import NodeBuilder
 from nsa_compile.ir.scans import ScanRecord, example
 from nsa_compile.ir.step_values import StepMask
+
+if TYPE_CHECKING:
+    from nsa_compile.analyses.staleness import Analysis
 
 # Elements of a tensor of element numbers.
 TRACE_LIMIT = 2**25
@@ -413,9 +415,13 @@ def _may_be_nan(softmax: fx.Node, scores: Scores, weights: Weights, record: Scan
         Unrecognised: they are masked differently from the scores, or neither of the two.
     """
     keep = conjunction(scores.conditions, record)
+    some_is_kept = scores.keeps_one or (not keep.data and keeps_one(keep.known, record))
     if weights.masked and not same_mask(conjunction(list(weights.masked), record), keep, record):
-        raise Unrecognised("its weights are masked differently from its scores", softmax)
-    if scores.keeps_one or (not keep.data and keeps_one(keep.known, record)):
+        both = conjunction([*scores.conditions, *weights.masked], record)
+        # Part of its scores' mask once more removes nothing else, where that keeps a key.
+        if not some_is_kept or not same_mask(both, keep, record):
+            raise Unrecognised("its weights are masked differently from its scores", softmax)
+    if some_is_kept:
         return False
     if weights.masked and (scores.never_nan or weights.without_nan):
         return False

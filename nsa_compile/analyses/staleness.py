@@ -56,6 +56,9 @@ from torch.utils import _pytree as pytree
 
 from nsa_compile.analyses.known import LIMIT
 from nsa_compile.analyses.magnitudes import DATA, Magnitude, Magnitudes, floor_level, unmeasured
+from nsa_compile.analyses.masks import Unrecognised, conjunction
+from nsa_compile.analyses.selection import keeps_best
+from nsa_compile.analyses.softmax import walk_up
 from nsa_compile.ir.aten import (
     AND,
     COMPARISONS,
@@ -141,6 +144,7 @@ class Analysis:
         self.settled: dict[fx.Node, Steps] = {}
         # Operands (node, place) whose elements may be taken for zero before a step: what they meet is zero in the loop.
         self.hidden: dict[tuple[fx.Node, int], Steps] = {}
+        self._one_is_kept: dict[fx.Node, bool] = {}
         self.magnitudes = Magnitudes(record)
         self._gives_gradients = True  # whether the operator that is looked at does
 
@@ -598,6 +602,11 @@ class Analysis:
 
     def one_is_kept(self, softmax: fx.Node) -> bool:
         """Whether at each step, in each row, some score is surely at no floor."""
+        if softmax not in self._one_is_kept:
+            self._one_is_kept[softmax] = self._keeps_known_ones(softmax) or self._keeps_best(softmax)
+        return self._one_is_kept[softmax]
+
+    def _keeps_known_ones(self, softmax: fx.Node) -> bool:
         value, dim = cast("tuple[fx.Node, Any]", softmax.args[:2])
         dim = dim[0] if isinstance(dim, list) else dim
         kept, rank = self.kept(value), example(value).dim()
@@ -606,6 +615,18 @@ class Analysis:
         low, high = torch.broadcast_tensors(*(_full_rank(end, rank) for end in kept))
         low, high = (x.movedim(dim, -1).flatten(0, -2) if rank > 1 else x[None] for x in (low, high))
         return all(_covers(lo, hi, self.never) for lo, hi in zip(low, high, strict=True))
+
+    def _keeps_best(self, softmax: fx.Node) -> bool:
+        """Whether masks alone make floors, and one of them keeps the best of some blocks."""
+        if softmax.target not in SOFTMAX:
+            return False
+        try:
+            scores = walk_up(softmax, self.record)
+        except Unrecognised:
+            return False
+        size = self.magnitudes.of(scores.product.node)
+        mask = conjunction(scores.conditions, self.record)
+        return size is not None and size.floors is None and keeps_best(mask, scores.product.shape, self)
 
     def known_gather(self, node: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Facts:
         """Rows picked by numbers known at each step: clean if each is written by the time it is read."""

@@ -201,7 +201,7 @@ VERDICTS = {
     "top_tokens_per_head/top_tokens_by_mask": ("selected_attention", "operator"),
     "nsa/nsa_by_finite_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_mask": ("compressed_attention + selected_attention + window_attention", "operator"),
-    "nsa/nsa_by_gather": ("compressed_attention + scored_attention + window_attention + copies", "operator"),  # short
+    "nsa/nsa_by_gather": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_gather_of_rows": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_comparison": ("compressed_attention + selected_attention + window_attention", "operator"),
     "nsa/nsa_by_sdpa": ("compressed_attention + selected_attention + window_attention", "operator"),

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import nsa_compile
 from nsa_compile import scan
-from nsa_compile.analyses import picked_rows, unrolled_picks
+from nsa_compile.analyses import picked_rows, softmax, staleness, unrolled_picks
 from tests.strategies import few
 
 D, BLOCKS = 4, 6
-INF = float("inf")
+INF, LOWEST = float("inf"), torch.finfo(torch.float64).min
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,11 @@ class Picks:
     count: int = 3
     block: int = 1
     ranking: str = "topk"  # or sort
-    past: bool = True  # whether rows that are not written yet are ranked last
+    past: str = "rows"  # what is ranked last: rows of the future, blocks of it, those not complete, or nothing
+    own: bool = False  # whether the block of the step itself is ranked first
     hidden: str = "rows"  # how these are hidden: by their numbers, by what they are ranked by, not
     fill: float = -INF
+    zeroed: str = ""  # what weights are set to zero behind the softmax: those of hidden rows, of more, none
     read: str = "attention"  # or mean
     twist: str = ""  # what makes picked rows something else than a set
     start: str = "zeros"  # what the caches hold at first
@@ -40,7 +42,7 @@ class Picks:
 
 
 def program(p: Picks):
-    positions = torch.arange(p.length)
+    positions, blocks = torch.arange(p.length), torch.arange(BLOCKS)
 
     def pick(cache, index):  # [B, H, S, D], [B, H, n]
         if p.twist == "by indices":
@@ -61,10 +63,16 @@ def program(p: Picks):
             torch.where((positions == t)[:, None], row[:, :, None], c) for c, row in zip(state, (k, v), strict=True)
         )
         scores = torch.einsum("bhd,bhsd->bhs", q.detach(), K.detach()) if p.past else given
-        if p.past:
+        if p.past == "rows":
             scores = scores.masked_fill(positions > t, -INF)
         if p.block > 1:
-            scores = scores.unflatten(-1, (-1, p.block)).amax(-1)
+            scores = scores.unflatten(-1, (-1, p.block))
+            scores = scores.amax(-1) if p.past == "rows" else scores.mean(-1)
+        if p.past in ("blocks", "complete"):
+            limit = t if p.past == "blocks" else t - p.block
+            scores = scores.masked_fill(blocks * p.block > limit, -INF)
+        if p.own:
+            scores = scores.masked_fill(blocks == t // p.block, INF)
         if p.ranking == "topk":
             best, index = scores.topk(p.count, -1)
         else:
@@ -95,6 +103,8 @@ def program(p: Picks):
         elif p.hidden == "best":
             s = s.masked_fill(best == -INF, p.fill)
         weights = s.softmax(-1)
+        if p.zeroed:
+            weights = weights.masked_fill(rows > t if p.zeroed == "hidden" else rows >= t, 0.0)
         out = torch.einsum("bhn,bhnd->bhd", weights, values)
         if p.twist == "weights":
             out = out + weights.square().sum(-1, keepdim=True)
@@ -151,6 +161,11 @@ SETS = {
     "one head": Picks(batch=1, heads=1),
     "by indices": Picks(twist="by indices"),
     "by indices, one head": Picks(heads=1, twist="by indices"),
+    "lowest number": Picks(past="blocks", fill=LOWEST),
+    "lowest number, blocks": Picks(block=2, past="blocks", own=True, fill=LOWEST, twist="gathered blocks"),
+    "lowest number, own block first": Picks(block=2, past="complete", own=True, fill=LOWEST, count=2),
+    "zeroed": Picks(block=2, past="blocks", own=True, zeroed="hidden"),
+    "lowest number, zeroed": Picks(past="blocks", own=True, fill=LOWEST, zeroed="hidden"),
 }
 
 
@@ -169,13 +184,20 @@ def test_picked_rows_that_are_no_set_stay_what_they_are(twist):
         assert not guards(report)
 
 
-@pytest.mark.parametrize("p", [Picks(twist="weights"), Picks(read="mean"), Picks(read="mean", past=False)])
+@pytest.mark.parametrize("zeroed", ["", "hidden"])
+@pytest.mark.parametrize("past", ["complete", ""])
+def test_where_no_picked_row_may_be_seen_a_finite_fill_weighs_all_alike(past, zeroed):
+    report = check(Picks(block=2, past=past, fill=LOWEST, zeroed=zeroed))
+    assert "selected_attention" not in operators(report)
+
+
+@pytest.mark.parametrize("p", [Picks(twist="weights"), Picks(read="mean"), Picks(read="mean", past="")])
 def test_rows_picked_for_something_else_need_no_copy_of_the_cache(p):
     assert not guards(check(p))
 
 
 def test_a_cache_that_holds_something_at_first_keeps_its_guard():
-    assert guards(check(Picks(start="given", read="mean", past=False)))
+    assert guards(check(Picks(start="given", read="mean", past="")))
 
 
 PICKS = st.builds(
@@ -185,9 +207,11 @@ PICKS = st.builds(
     count=st.integers(1, 4),
     block=st.integers(1, 2),
     ranking=st.sampled_from(["topk", "sort"]),
-    past=st.booleans(),
+    past=st.sampled_from(["rows", "rows", "blocks", "complete", ""]),
+    own=st.booleans(),
     hidden=st.sampled_from(["rows", "best", "not"]),
-    fill=st.sampled_from([-INF, torch.finfo(torch.float64).min, -1e9]),
+    fill=st.sampled_from([-INF, LOWEST, -1e9]),
+    zeroed=st.sampled_from(["", "", "hidden", "more"]),
     read=st.sampled_from(["attention", "attention", "mean"]),
     twist=st.sampled_from(
         [
@@ -217,7 +241,7 @@ def test_whatever_is_picked_the_loop_is_what_comes_out(p, seed):
 FAULTS = {
     "a row counts as written a step early": (
         picked_rows, "constant_node", lambda build, x, device, own=picked_rows.constant_node: own(build, x - 1, device),
-        Picks(read="mean", past=False),
+        Picks(read="mean", past=""),
     ),
     "nobody asks by whose indices a row was picked": (
         unrolled_picks.PickUnroller, "_whose",
@@ -233,6 +257,13 @@ FAULTS = {
         lambda self, columns, rank, dim, own=unrolled_picks._PickWriter._chosen:
             own(self, replace(columns, ranked=replace(columns.ranked, ends=())), rank, dim),
         SETS["sorted"],
+    ),
+    "a picked row is always seen": (
+        staleness, "keeps_best", lambda *_: True, Picks(block=2, past="complete", fill=LOWEST),
+    ),
+    "a mask behind the softmax removes nothing more": (
+        softmax, "same_mask", lambda *_: True,
+        Picks(block=2, past="blocks", own=True, zeroed="more"),
     ),
 }  # fmt: skip
 
