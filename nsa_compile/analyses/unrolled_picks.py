@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -31,13 +31,17 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.known import LIMIT
-from nsa_compile.analyses.masks import Unrecognised
+from nsa_compile.analyses.masks import Unrecognised, side_of_where
+from nsa_compile.analyses.staleness import Analysis
 from nsa_compile.analyses.unrolling import REDUCED, VIEWS, Unrolled, Writer, sources, summed
 from nsa_compile.ir.aten import ADD, COPIED, MATMUL, MUL, REARRANGED, SOFTMAX, SORTED, arguments, aten, operand
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node
-from nsa_compile.ir.scans import ScanRecord, example, place_of
+from nsa_compile.ir.scans import ScanRecord, ancestors, example, place_of
 
 __all__ = ["PickUnroller"]
+
+# Comparisons with -inf: whether they say that a number is it, or that it is not.
+_IS_REMOVED = {aten.eq.Scalar: True, aten.le.Scalar: True, aten.ne.Scalar: False, aten.gt.Scalar: False}
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,10 @@ class Layout:
 
 
 class PickUnroller:
-    """Writes products over picked rows anew, as products over all rows."""
+    """Writes products over picked rows anew, as products over all rows; `analysis` is that of the step as it was."""
 
-    def __init__(self, body: fx.GraphModule, record: ScanRecord) -> None:
-        self.body, self.record = body, record
+    def __init__(self, body: fx.GraphModule, record: ScanRecord, analysis: Analysis) -> None:
+        self.body, self.record, self.analysis = body, record, analysis
         self.columns: dict[tuple[fx.Node, int], Columns] = {}
         self.layouts: dict[fx.Node, Layout] = {}  # of what several indices pick
         self.merged: dict[tuple[fx.Node, int], int] = {}  # a view whose columns are blocks of rows: their dimension
@@ -362,6 +366,8 @@ def _shrunk(x: Tensor) -> Tensor:
 class _PickWriter(Writer):
     """Writes the values that one product over picked rows needs anew, before that product."""
 
+    instead: fx.Node | None = None  # what takes the place of the scores that are ranked
+
     def write(self, node: Any, dim: int, axis: Any) -> Unrolled:
         if not isinstance(node, fx.Node) or dim < 0:
             return Unrolled(node)
@@ -380,7 +386,9 @@ class _PickWriter(Writer):
         of, shape = cast(PickUnroller, self.of), [1] * example(node).dim()
         shape[dim] = axis.places
         if _ranked(node) is not None and not _is_indices(node):
-            return Unrolled(arguments(axis.ranking).self)
+            return Unrolled(self.instead or arguments(axis.ranking).self)
+        if (removed := self._removed(node, dim, axis)) is not None:
+            return Unrolled(removed)
         if _ranked(node) is not None or of._rows_of_blocks(node) is not None:
             place = constant_node(self.build, torch.arange(axis.places).reshape(shape), example(node).device)
             return Unrolled(place)
@@ -401,6 +409,43 @@ class _PickWriter(Writer):
                 self.build(aten.reshape.default, self.write(operand(node), of.merged[node, dim], axis).node, sizes)
             )
         return self._row_by_row(node, dim, axis)
+
+    def _removed(self, node: fx.Node, dim: int, axis: Any) -> fx.Node | None:
+        """Whether ranked scores are -inf, or are not, by the masks that make them so: known ones say more than data.
+
+        None where a node does not compare what a ranking gives with -inf, or scores are -inf without a mask.
+        """
+        if node.target not in _IS_REMOVED or node.args[1] != -math.inf:
+            return None
+        of, build, best = cast(PickUnroller, self.of), self.build, operand(node)
+        while _ranked(best) is None and best.target in REARRANGED | COPIED:
+            best = operand(best)
+        if _ranked(best) is None or _is_indices(best):
+            return None
+        scores = cast(fx.Node, arguments(axis.ranking).self)
+        shape = list(example(scores).shape)
+        masks = []
+        while True:
+            if scores.target in COPIED:
+                scores = operand(scores)
+            elif (side := side_of_where(scores, of.record)) is not None:
+                masks.append(side)
+                scores = side.value
+            else:
+                break
+        size = of.analysis.magnitudes.of(scores)
+        if size is None or size.floors is not None or not of.analysis.settled.keys().isdisjoint(ancestors([scores])):
+            return None
+        removed = build(aten.full.default, shape, False, dtype=torch.bool, device=example(scores).device)
+        for side in reversed(masks):
+            held = side.condition if side.constant_if_true else build(aten.bitwise_not.default, side.condition)
+            if side.constant == -math.inf:
+                removed = build(aten.bitwise_or.Tensor, removed, held)
+            else:
+                removed = build(aten.bitwise_and.Tensor, removed, build(aten.bitwise_not.default, held))
+        if not _IS_REMOVED[node.target]:
+            removed = build(aten.bitwise_not.default, removed)
+        return cast(fx.Node, replace(self, done={}, instead=removed).write(operand(node), dim, axis).node)
 
     def _chosen(self, columns: Columns, rank: int, dim: int) -> fx.Node:
         """Which places the columns have, in the layout of a value with these columns."""

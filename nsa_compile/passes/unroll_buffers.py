@@ -185,7 +185,7 @@ class _Trial:
                     left_out[product.name], failed = why, True
                     break
                 softmaxes[product.name] = [n.name for n in ancestors([new]) - old if n.target in SOFTMAX]
-            by_data = PickUnroller(body, record)
+            by_data = PickUnroller(body, record, analysis)
             for product in by_data.products() if not failed else ():
                 if product.name in left_out or product in needed_by_recurrences:
                     continue

@@ -192,7 +192,7 @@ VERDICTS = {
     "dsa/dsa_by_gather": ("selected_attention", "operator"),
     "dsa/dsa_by_index": ("selected_attention", "operator"),
     "dsa/dsa_by_threshold": ("scored_attention", "dense"),
-    "dsa/dsa_by_values": ("dense", "operator"),  # short
+    "dsa/dsa_by_values": ("selected_attention", "operator"),
     "dsa_with_index_weights/dsa_with_scores_added": ("scored_attention", "operator"),
     "dsa_with_loss/dsa_with_loss": ("selected_attention", "operator"),
     "dsa_per_group/dsa_per_group": ("selected_attention", "operator"),

@@ -29,7 +29,7 @@ class Picks:
     ranking: str = "topk"  # or sort
     past: str = "rows"  # what is ranked last: rows of the future, blocks of it, those not complete, or nothing
     own: bool = False  # whether the block of the step itself is ranked first
-    hidden: str = "rows"  # how these are hidden: by their numbers, by what they are ranked by, not
+    hidden: str = "rows"  # how these are hidden: by their numbers, by what they are ranked by ("best"), not
     fill: float = -INF
     zeroed: str = ""  # what weights are set to zero behind the softmax: those of hidden rows, of more, none
     read: str = "attention"  # or mean
@@ -102,6 +102,8 @@ def program(p: Picks):
             s = s.masked_fill(rows > t, p.fill)
         elif p.hidden == "best":
             s = s.masked_fill(best == -INF, p.fill)
+        elif p.hidden == "not best":
+            s = torch.where(best > -INF, s, p.fill)
         weights = s.softmax(-1)
         if p.zeroed:
             weights = weights.masked_fill(rows > t if p.zeroed == "hidden" else rows >= t, 0.0)
@@ -161,6 +163,8 @@ SETS = {
     "one head": Picks(batch=1, heads=1),
     "by indices": Picks(twist="by indices"),
     "by indices, one head": Picks(heads=1, twist="by indices"),
+    "by what they are ranked by": Picks(hidden="best"),
+    "by what they are ranked by, own first": Picks(past="complete", own=True, hidden="not best"),
     "lowest number": Picks(past="blocks", fill=LOWEST),
     "lowest number, blocks": Picks(block=2, past="blocks", own=True, fill=LOWEST, twist="gathered blocks"),
     "lowest number, own block first": Picks(block=2, past="complete", own=True, fill=LOWEST, count=2),
@@ -209,7 +213,7 @@ PICKS = st.builds(
     ranking=st.sampled_from(["topk", "sort"]),
     past=st.sampled_from(["rows", "rows", "blocks", "complete", ""]),
     own=st.booleans(),
-    hidden=st.sampled_from(["rows", "best", "not"]),
+    hidden=st.sampled_from(["rows", "best", "not best", "not"]),
     fill=st.sampled_from([-INF, LOWEST, -1e9]),
     zeroed=st.sampled_from(["", "", "hidden", "more"]),
     read=st.sampled_from(["attention", "attention", "mean"]),
