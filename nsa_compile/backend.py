@@ -36,10 +36,13 @@ from nsa_compile.program.aliases import hand_on_originals
 from nsa_compile.program.checks import check_after_loops
 from nsa_compile.program.constants import Guarded, mark_constants, marked
 from nsa_compile.program.first_call import FirstCall
-from nsa_compile.program.functional import WriteBack, make_functional, with_stand_ins
+from nsa_compile.program.functional import WriteBack, left_to_write, make_functional, with_stand_ins
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
+from nsa_compile.program.states import check_state, cloned, describe_difference, differing, tensors_of
 from nsa_compile.workarounds import (
+    let_inductor_copy_what_is_shifted,
+    let_inductor_fuse_what_reads_an_older_buffer,
     let_inductor_keep_what_was_before,
     let_inductor_read_what_was_written,
     let_inductor_write_apart,
@@ -84,9 +87,11 @@ def compile(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any
     """`torch.compile` with this backend. `options` are the fields of `passes.pipeline.Options`.
 
     Raises:
-        ValueError: an unknown option, or a value it cannot take; or the function is one of `nsa_compile.loop`.
+        ValueError: an unknown option, or a value it cannot take; or no function, or one of `nsa_compile.loop`.
     """
     parse_options(options)
+    if not callable(model):
+        raise ValueError(f"{model!r} is neither a function nor a module, so there is nothing to compile")
     if getattr(model, IS_LOOPED, False):
         name = getattr(model, "__qualname__", model)
         raise ValueError(f"{name} is compiled by nsa_compile.loop, which compiles it by itself; call it as it is")
@@ -114,52 +119,98 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
     """The compiled `model.decode_step(state, tokens) -> (state, logits)`, which updates the state in place.
 
     What is given by name, such as `return_selection` of `NSATransformer.decode_step`, is handed on, and what the step
-    then returns beside the logits comes after them.
+    then returns beside the logits comes after them. Tensors of the state keep their shapes, dtypes and devices, and
+    have no elements in common. No gradient flows. `compile(model.decode_step)` leaves the state as it was, at the cost
+    of copying every cache for each token.
 
-    A token reads its selected blocks and its window, and writes one row of each cache. The state returned is the one
-    given, and no gradient flows. `compile(model.decode_step)` leaves the state as it was, at the cost of copying every
-    cache for each token.
+    If `decode_step` takes a `block` by name, that is called in the place of `type(block).decode_step` for each of
+    `model.blocks`: each is compiled by itself, and equal ones once, as in `NSATransformer.decode_step`. One that takes
+    `logits` as well is given the compiled `model.logits`. A block updates what it is given of the state, so what a
+    step needs of the old one it reads before. The report is that of the blocks.
 
-    Of a model with `blocks` each block is compiled by itself, and equal ones once: its `decode_step` takes the function
-    that runs a block, as `NSATransformer.decode_step` does, and may take the one that makes logits. The report is that
-    of the blocks.
+    Raises:
+        ValueError: the model has no such method; when called, if the state is not one that can be updated in place.
     """
-    step_of: Any = model.decode_step
-    if not hasattr(model, "blocks"):
-        compiled = compile(lambda state, tokens, **asked: _in_place(state, *step_of(state, tokens, **asked)), **options)
+    step_of: Any = getattr(model, "decode_step", None)
+    if not callable(step_of):
+        raise ValueError(
+            f"{type(model).__name__} has no method decode_step(state, tokens) that returns (state, logits), which is "
+            "what is compiled; nsa_compile.compile takes any function"
+        )
+    named = inspect.signature(step_of).parameters
+    if "block" not in named:
+        whole_step = _updating_in_place(step_of, "decode_step", **options)
 
-        def step(state: Any, tokens: Tensor, **asked: Any) -> tuple[Any, ...]:
-            _tensors(state)  # refuses a state before Dynamo meets it
-            return state, *_without_gradients(compiled, state, tokens, **asked)
+        def checked_step(state: Any, *args: Any, **asked: Any) -> tuple[Any, ...]:
+            check_state(state)
+            return whole_step(state, *args, **asked)
 
-        return step
+        return checked_step
 
-    compiled_block = compile(
-        lambda block, state, x, t, **asked: _in_place(state, *block.decode_step(state, x, t, **asked)), **options
+    compiled_block = _updating_in_place(
+        lambda layer, block, x, t, **asked: block.decode_step(layer, x, t, **asked), "decode_step of a block", **options
     )
 
-    compiled_logits = compile(lambda model, x: model.logits(x), **options)
-
     def in_place(block: nn.Module, layer: Any, x: Tensor, t: Tensor, **asked: Any) -> tuple[Any, ...]:
-        return layer, *compiled_block(block, layer, x, t, **asked)
-
-    def logits(model: nn.Module, x: Tensor) -> Tensor:
-        global _last_report
-        report_of_block = _last_report
-        result = compiled_logits(model, x)
-        _last_report = report_of_block
-        return result
+        return compiled_block(layer, block, x, t, **asked)
 
     functions: dict[str, Callable[..., Any]] = {"block": in_place}
-    if "logits" in inspect.signature(step_of).parameters:
+    if "logits" in named and hasattr(model, "logits"):
+        compiled_logits = compile(lambda model, x: model.logits(x), **options)
+
+        def logits(model: nn.Module, x: Tensor) -> Tensor:
+            global _last_report
+            report_of_block = _last_report
+            result = compiled_logits(model, x)
+            _last_report = report_of_block
+            return result
+
         functions["logits"] = logits
 
     def decode_step(state: Any, tokens: Tensor, **asked: Any) -> tuple[Any, ...]:
-        after, *outputs = _without_gradients(step_of, state, tokens, **functions, **asked)
-        state.t.copy_(after.t)
-        return state, *outputs
+        check_state(state)
+        returned = _without_gradients(step_of, state, tokens, **functions, **asked)
+        if (part := differing(state, returned)) is not None:
+            raise ValueError(describe_difference("decode_step", part, state, returned))
+        # What blocks have updated is the tensor that it was.
+        pairs = zip(tensors_of(state), tensors_of(returned[0]), strict=True)
+        changed = [(old, new.clone()) for old, new in pairs if new is not old]
+        for old, new in changed:
+            _without_gradients(old.copy_, new)
+        return state, *returned[1:]
 
     return decode_step
+
+
+def _updating_in_place(step_of: Callable[..., Any], name: str, **options: Any) -> Callable[..., Any]:
+    """A function `(state, *args) -> (state, *outputs)`, compiled such that it writes to the tensors of the state."""
+
+    def step(state: Any, *args: Any, **asked: Any) -> tuple[Any, ...]:
+        returned = step_of(state, *args, **asked)
+        if (part := differing(state, returned)) is not None:
+            return part, returned
+        # Copies, as what comes after and the outputs may be what was before. A compiler makes none where they are not.
+        copies, outputs = [x.clone() for x in tensors_of(returned[0])], [cloned(x) for x in returned[1:]]
+        for old, new in zip(tensors_of(state), copies, strict=True):
+            old.copy_(new)
+        return None, outputs
+
+    compiled, signature = compile(step, **options), inspect.signature(step_of)
+    allowed: set[tuple[Any, ...]] = set()  # how many arguments, and which by name
+
+    def run(state: Any, *args: Any, **asked: Any) -> tuple[Any, ...]:
+        if (len(args), *asked) not in allowed:
+            try:
+                signature.bind(state, *args, **asked)
+            except TypeError as error:
+                raise TypeError(f"{name}{signature}: {error}") from None
+            allowed.add((len(args), *asked))
+        part, returned = _without_gradients(compiled, state, *args, **asked)
+        if part is not None:
+            raise ValueError(describe_difference(name, part, state, returned))
+        return state, *returned
+
+    return run
 
 
 def compile_prefill(model: nn.Module, **options: Any) -> Callable[..., Any]:
@@ -177,34 +228,6 @@ def compile_prefill(model: nn.Module, **options: Any) -> Callable[..., Any]:
 def _without_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with torch.no_grad():
         return function(*args, **kwargs)
-
-
-def _in_place(state: Any, after: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
-    # Copies, as what comes after and the outputs may be what was before. A compiler makes none where they are not.
-    copies, given = [x.clone() for x in _tensors(after)], tuple(x.clone() for x in outputs)
-    for old, new in zip(_tensors(state), copies, strict=True):
-        old.copy_(new)
-    return given
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Tensors of a state; torch's pytree would tie a compiled step to the state of its registry.
-
-    Raises:
-        ValueError: a part of it is of another kind.
-    """
-    if isinstance(value, Tensor):
-        return [value]
-    if value is None:
-        return []
-    if isinstance(value, dict):
-        value = [value[key] for key in sorted(value)]
-    elif not isinstance(value, tuple | list):
-        raise ValueError(
-            f"the state has a part of type {type(value).__name__}; a compiled decode step updates tensors, None, and "
-            "tuples, lists and dicts of these"
-        )
-    return [tensor for part in value for tensor in _tensors(part)]
 
 
 def parse_options(options: dict[str, Any]) -> Options:
@@ -265,6 +288,8 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
         as_captured = verifier.snapshot(gm) if has_constants else None
         compiler = _compile_step if options.nested == "inductor" else None
         _last_report, written = optimize(gm, options, example_inputs, compiler)
+    if written.meets_another(example_inputs):
+        return written.run_as_it_came
     run = written.around(compile_nested(gm, written.examples(example_inputs), options.nested, nvtx=options.nvtx))
     held = marked(gm, written.inputs)
     if not held or as_captured is None:
@@ -299,7 +324,8 @@ def optimize(
     try:
         written = make_functional(gm, example_inputs)
     except Declined as declined:
-        report, written = leave_alone(gm, options, declined), WriteBack()
+        written = left_to_write(gm, example_inputs)
+        report = leave_alone(gm, options, declined)
         keep_loops(gm, compiler)
         return report, written
     marked(gm, written.inputs)
@@ -354,6 +380,8 @@ def compile_nested(
     let_inductor_read_what_was_written()
     let_inductor_write_apart()
     let_inductor_keep_what_was_before()
+    let_inductor_copy_what_is_shifted()
+    let_inductor_fuse_what_reads_an_older_buffer()
     negated = [i for i, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()]
     if any(WRITTEN in gm.graph.find_nodes(op="placeholder")[i].meta for i in negated):
         raise ScanNotCompiled(
@@ -385,6 +413,12 @@ def _run_resolved(run: Callable[..., Any], negated: Sequence[int], *inputs: Any)
     """Run a program on inputs without negated views, and write to these what it wrote to their copies."""
     resolved = _resolved(inputs, negated)
     results = run(*resolved)
+    copies = {resolved[i].untyped_storage()._cdata for i in negated}
+    if any(isinstance(x, Tensor) and x.untyped_storage()._cdata in copies for x in results):
+        raise ScanNotCompiled(
+            "the compiled function returns an input that is a negated view, such as z.conj().imag, or a view of it, "
+            'and Inductor knows no such views; give it x.resolve_neg(), or compile with nested="aot_eager"'
+        )
     with torch.no_grad():
         for i in negated:
             if not torch.equal(resolved[i], inputs[i]):

@@ -119,6 +119,48 @@ def let_inductor_keep_what_was_before() -> None:
 
 
 @cache
+def let_inductor_copy_what_is_shifted() -> None:
+    """Do not write to a tensor in place what is read from other elements of it, as where rows are shifted by one.
+
+    Inductor writes `a[1:] = a[:-1].clone()` in place, without the copy: the first row came out everywhere (torch 2.13,
+    `reinplace_inplaceable_ops` asks only whether the tensor is read later).
+    """
+    from torch._inductor.fx_passes import post_grad, reinplace
+
+    def checked(rule: Any) -> Any:
+        def extra_check(node: fx.Node) -> bool:
+            targets = [x for i in rule.mutated_args if isinstance(x := node.args[i], fx.Node)]
+            written = {post_grad.get_node_storage(x) for x in targets}
+            others = (x for x in node.all_input_nodes if x not in targets)
+            return all(post_grad.get_node_storage(x) not in written for x in others) and rule.extra_check(node)
+
+        return replace(rule, extra_check=extra_check)
+
+    for operator, rule in reinplace.inplaceable_ops.items():
+        reinplace.inplaceable_ops[operator] = checked(rule)
+
+
+@cache
+def let_inductor_fuse_what_reads_an_older_buffer() -> None:
+    """Take a buffer that a loop does not read under its own name for one that is not read from end to end.
+
+    Inductor looks for the name to fuse loops, and failed where an input that the loop writes to had taken its place
+    (torch 2.13: `KeyError: 'buf7'`).
+    """
+    from torch._inductor.loop_body import LoopBody
+
+    original = LoopBody.get_read_expr
+
+    def get_read_expr(self: Any, buffer_name: str) -> Any:
+        try:
+            return original(self, buffer_name)
+        except KeyError:
+            return None
+
+    LoopBody.get_read_expr = get_read_expr  # type: ignore[method-assign]
+
+
+@cache
 def let_views_of_outputs_keep_their_bases() -> None:
     """Keep what an output is a view of, where it is another output and inputs that share memory are written to.
 

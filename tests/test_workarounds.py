@@ -7,6 +7,7 @@ import torch
 from torch._higher_order_ops.partitioner import HopGraphMinCutPartitioner
 
 import nsa_compile
+from nsa_compile.capture.refusals import ScanNotCompiled
 
 
 def recurrent(x, w):
@@ -84,3 +85,76 @@ def test_a_negated_view_is_written_to():
     result = nsa_compile.compile(write, cache=False)(z.conj().imag, torch.ones(3))
     assert torch.equal(z, torch.full((3,), 1 + 2j))
     assert torch.equal(result, torch.full((3,), -1.0))
+
+
+def shifted(x):
+    x[1:] = x[:-1].clone()
+    return x.sum(0)
+
+
+def shifted_window(x):
+    x.copy_(torch.slice_scatter(x, x[:-1], 0, 1, len(x)))
+    return x.sum(0)
+
+
+def shifted_by_index(x):
+    x.copy_(x.index_copy(0, torch.arange(1, len(x)), x[:-1]))
+    return x.sum(0)
+
+
+@pytest.mark.parametrize("function", [shifted, shifted_window, shifted_by_index])
+def test_rows_that_are_shifted_in_place(function):
+    """The first row came out everywhere."""
+    torch._dynamo.reset()
+    x, y = (torch.arange(6.0)[:, None].repeat(1, 17) for _ in range(2))
+    torch.testing.assert_close(nsa_compile.compile(function)(x), function(y))
+    torch.testing.assert_close(x, y)
+
+
+def test_loops_are_fused_where_one_reads_an_input_that_is_written_to():
+    """Inductor failed: `KeyError: 'buf7'`."""
+
+    def function(h, mask, x):
+        new = torch.nn.functional.rms_norm(h + torch.where(mask, x, -x), (16,)).clone(), (~mask).clone()
+        h.copy_(new[0])
+        mask.copy_(new[1])
+        return x.sum()
+
+    torch._dynamo.reset()
+    one, other = ((torch.ones(3, 16), torch.zeros(3, 16) > 0, torch.arange(48.0).reshape(3, 16)) for _ in range(2))
+    torch.testing.assert_close(nsa_compile.compile(function)(*one), function(*other))
+    torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
+def test_inputs_that_share_memory_in_another_way_at_each_call(nested, caplog):
+    """What was compiled for two tensors was run for two views of one, and the other way round (torch 2.13)."""
+
+    def function(a, b):
+        a.add_(1)
+        return a + b
+
+    def given():
+        x = torch.zeros(12)
+        yield torch.zeros(4), torch.zeros(4)
+        yield x[:4], x[:4].view(4)
+        yield x[:4], x[2:6]
+        yield x[2:6], x[:4]
+        yield x[:4], x[4:8]
+        yield x[0:8:2], x[1:8:2]
+
+    for start in range(6):
+        torch._dynamo.reset()
+        compiled = nsa_compile.compile(function, nested=nested)
+        for (a, b), (c, d) in zip([*given()][start:], [*given()][start:], strict=True):
+            torch.testing.assert_close(compiled(a, b), function(c, d))
+            torch.testing.assert_close((a, b), (c, d))
+    assert "share" in caplog.text
+
+
+def test_a_negated_view_that_is_returned_is_refused():
+    """It came out as a copy: what was written to it did not reach the input."""
+    view = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+    with pytest.raises(ScanNotCompiled, match="returns an input that is a negated view"):
+        nsa_compile.compile(lambda x: x[:1])(view)
+    torch.testing.assert_close(nsa_compile.compile(lambda x: x * 2)(view), view * 2)

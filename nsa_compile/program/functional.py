@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._guards import TracingContext
 from torch._higher_order_ops.scan import scan_op
 from torch._ops import HigherOrderOperator, OpOverload
@@ -57,12 +58,12 @@ from nsa_compile.workarounds import HonestBatchNorm
 
 log = logging.getLogger("nsa_compile")
 
-__all__ = ["WriteBack", "make_functional", "with_stand_ins"]
+__all__ = ["WriteBack", "left_to_write", "make_functional", "share_elements", "with_stand_ins"]
 
 
 @dataclass
 class WriteBack:
-    """What a functional graph leaves to be done after each call.
+    """What a graph writes to its inputs, and what is left to be done of that after each call of the compiled program.
 
     It is done outside the compiled program: where a graph writes to its inputs, AOTAutograd may keep an input for the
     backward pass and find it overwritten there (wrong gradients, torch 2.13).
@@ -70,13 +71,16 @@ class WriteBack:
     Attributes:
         inputs: places of the inputs that are set to the graph's further outputs.
         views: for outputs that are such an input, or a view of it: its place, and the view as a function of it.
-        captured: the graph as it came. It is run where an input that is written to shares its memory with another: the
-            capture took them for two.
+        written: places of the inputs that are written to, by the compiled program or after it.
+        captured: the graph as it came. It is run where an input that is written to shares elements with another: the
+            capture took them for two, and nothing in torch asks again (torch 2.13).
     """
 
     inputs: list[int] = field(default_factory=list)
     views: dict[int, tuple[int, fx.GraphModule]] = field(default_factory=dict)
+    written: list[int] = field(default_factory=list)
     captured: fx.GraphModule | None = None
+    _said: bool = False
 
     def copied(self, inputs: Sequence[Any]) -> list[Any]:
         """What the functional graph is called with: copies of the inputs that are written to."""
@@ -88,12 +92,14 @@ class WriteBack:
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A function that leaves behind what the captured graph did, from one that runs the functional graph."""
-        if not self.inputs:
+        if not self.written:
             return run
 
-        def run_and_write(*inputs: Any) -> list[Any]:
-            if self._share_memory(inputs):
-                return self._run_as_it_came(*inputs)
+        def run_and_write(*inputs: Any) -> Any:
+            if self.meets_another(inputs):
+                return self.run_as_it_came(*inputs)
+            if not self.inputs:
+                return run(*inputs)
             results = list(run(*self.copied(inputs)))
             n = len(results) - len(self.inputs)
             for place, value in zip(self.inputs, results[n:], strict=True):
@@ -102,19 +108,36 @@ class WriteBack:
 
         return run_and_write
 
-    def _share_memory(self, inputs: Sequence[Any]) -> bool:
-        places = [memory(x) for x in inputs if isinstance(x, Tensor)]
-        return any(places.count(memory(inputs[i])) > 1 for i in self.inputs)
+    def meets_another(self, inputs: Sequence[Any]) -> bool:
+        """Whether an input that is written to has elements in common with another one."""
+        places: dict[int, list[int]] = {}
+        for i, x in enumerate(inputs):
+            if isinstance(x, Tensor):
+                places.setdefault(memory(x), []).append(i)
+        return any(
+            len(group) > 1 and not set(group).isdisjoint(self.written) and share_elements(*(inputs[i] for i in group))
+            for group in places.values()
+        )
 
-    def _run_as_it_came(self, *inputs: Any) -> list[Any]:
+    def run_as_it_came(self, *inputs: Any) -> list[Any]:
         assert self.captured is not None
-        if find_scans(self.captured):
+        if not self._said:
+            self._said = True
             log.warning(
-                "an input that is written to shares its memory with another one, and did not when the function was "
-                "compiled; such calls run operator by operator, and loops step by step"
+                "an input that is written to shares its memory with another one; such calls run operator by operator, "
+                "and loops step by step"
             )
             keep_loops(self.captured)
         return list(self.captured(*inputs))
+
+
+def share_elements(*tensors: Tensor) -> bool:
+    """Whether some of these tensors have an element in common."""
+    for i, x in enumerate(tensors):
+        others = [y for y in tensors[:i] if memory(x) == memory(y)]
+        if others and compute_overlapping_tensors([*others, x], symbolic=False):
+            return True
+    return False
 
 
 def with_stand_ins(inputs: Sequence[Any], copies: Sequence[Any]) -> list[Any]:
@@ -135,7 +158,7 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
         ScanNotCompiled: the graph enters inference mode.
     """
     if not find_scans(gm) and not is_single_step(gm):
-        return WriteBack()
+        return left_to_write(gm, example_inputs)
     _refuse_inference_mode(gm)
     _refuse_hooks(gm)
     regions = [g for g in subgraphs(gm) if g is not gm]
@@ -161,8 +184,36 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
         raise Declined("it writes to a tensor, and turns gradients on where they are off around it", enters)
     with_gradient = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     if is_single_step(gm) and not with_gradient and not seen.views:
-        return WriteBack()  # lowering it makes it functional, and single rows of caches are written then
+        return left_to_write(gm, example_inputs)  # lowering it makes it functional; rows of caches are written then
     return _functionalize(gm, seen)
+
+
+def left_to_write(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteBack:
+    """What a graph that stays as it is writes to its inputs by itself; all that it might where this is not seen."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    # Tensors of inference mode do not count what is written to them.
+    with unset_fake_temporarily(), fake, modes.restored(), torch.inference_mode(False), torch.no_grad():
+        fakes = [_fresh_like(x.detach()) if isinstance(x, Tensor) else x for x in example_inputs]
+        before = [x._version if isinstance(x, Tensor) else 0 for x in fakes]
+        try:
+            _Writes(gm).run(*fakes)
+        except Exception as error:
+            log.debug("what a graph writes to is not known: %s", first_line(error))
+            written = [i for i, x in enumerate(fakes) if isinstance(x, Tensor)]
+        else:
+            written = [i for i, x in enumerate(fakes) if isinstance(x, Tensor) and x._version != before[i]]
+    return WriteBack(written=written, captured=snapshot(gm)) if written else WriteBack()
+
+
+class _Writes(fx.Interpreter):
+    """Runs a graph for what it writes to, but for its scans, which write to nothing."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is scan_op:
+            return pytree.tree_map_only(Tensor, _fresh_like, n.meta["example_value"])
+        if isinstance(n.target, HigherOrderOperator):
+            raise NotImplementedError(f"{n.target} may write to what it is given")
+        return super().run_node(n)
 
 
 def _refuse_inference_mode(gm: fx.GraphModule) -> None:
@@ -540,7 +591,7 @@ def _functionalize(gm: fx.GraphModule, effects: Effects) -> WriteBack:
     replace_graph(gm, lowered, tensors)
     _put_scans_back(gm, scans)
     match_outputs(gm, with_gradient)
-    return WriteBack(written, effects.views, captured)
+    return WriteBack(written, effects.views, written, captured)
 
 
 def _was_given_gradient(node: fx.Node, effects: Effects) -> bool:

@@ -3,6 +3,8 @@ it needs."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -233,12 +235,114 @@ def test_a_state_is_computed_from_all_that_was_before(name, nested):
             torch.testing.assert_close(state[key], expected[key])
 
 
-def test_a_state_of_other_parts_is_refused():
+Z = torch.zeros(2, 3)
+REFUSED = {
+    "a number": ((Z, [3]), lambda s, x: (s, x), "state[1][0] is of type int"),
+    "text": ({"a": [{"b": "c"}]}, lambda s, x: (s, x), "state['a'][0]['b'] is of type str"),
+    "one tensor twice": ((Z, Z), lambda s, x: (s, x), "two tensors of the state, of shape [2, 3], share memory"),
+    "rows in common": ((Z[:, :2], Z[:, 1:]), lambda s, x: (s, x), "two tensors of the state, of shape [2, 2], share"),
+    "an expanded one": (Z[:, :1].expand(2, 3), lambda s, x: (s, x), "the state is expanded"),
+    "it grows": (Z[:0], lambda s, x: (torch.cat([s, x]), x), "float32[1, 3] on cpu for the state, which was float32[0"),
+    "it is broadcast": (Z, lambda s, x: (s[:1] + x, x), "float32[1, 3] on cpu for the state, which was float32[2, 3]"),
+    "another dtype": (Z, lambda s, x: (s.double(), x), "float64[2, 3] on cpu for the state, which was float32[2, 3]"),
+    "a part less": ((Z, Z + 1), lambda s, x: (s[:1], x), "a tuple of 1 for the state, which was a tuple of 2"),
+    "another key": (
+        {"a": Z},
+        lambda s, x: ({"b": s["a"]}, x),
+        "a dict with ['b'] for the state, which was a dict",
+    ),
+    "a part that comes": ([Z, None], lambda s, x: ([s[0], x], x), "for state[1], which was None"),
+    "the logits alone": (Z, lambda s, x: x, "decode_step returns float32[1, 3] on cpu, where it returns (state,"),
+    "nothing": (Z, lambda s, x: None, "decode_step returns None, where it returns (state, logits)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_state_that_cannot_be_updated_in_place_is_refused(name):
+    state, function, message = REFUSED[name]
+    torch._dynamo.reset()
+    state = pytree.tree_map(lambda x: x, state)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        nsa_compile.compile_decode_step(Own(function), nested="eager")(state, torch.ones(1, 3))
+    assert "\n" not in str(raised.value)
+    assert not any(x.any() for x in pytree.tree_leaves(state) if x is Z), "nothing is written"
+
+
+def test_halves_of_one_tensor_are_a_state():
+    keys_and_values = torch.zeros(2, 3, 2)
+    step = nsa_compile.compile_decode_step(Own(lambda s, x: ((s[0] + x, s[1] + s[0]), s[1])), nested="aot_eager")
+    for _ in range(2):
+        step((keys_and_values[0], keys_and_values[1]), torch.ones(3, 2))
+    assert keys_and_values[:, 0, 0].tolist() == [2.0, 1.0]
+
+
+def test_what_is_called_in_another_way_is_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"Linear has no method decode_step\(state, tokens\) that returns"):
+        nsa_compile.compile_decode_step(torch.nn.Linear(1, 1))
     step = nsa_compile.compile_decode_step(Own(lambda s, x: (s, x)), nested="eager")
-    with pytest.raises(
-        ValueError, match="the state has a part of type int; a compiled decode step updates tensors, None, and"
-    ):
-        step((torch.zeros(1), [3]), torch.zeros(1))
+    with pytest.raises(TypeError, match=r"decode_step\(s, x\): got an unexpected keyword argument 'top'"):
+        step(torch.zeros(1), torch.zeros(1), top=3)
+    with pytest.raises(TypeError, match=r"decode_step\(s, x\): missing a required argument: 'x'"):
+        step(torch.zeros(1))
+
+
+class Counted(torch.nn.Module):
+    """A model whose step does more with its state than its blocks do; `how` it takes the function for these."""
+
+    class Block(torch.nn.Module):
+        def decode_step(self, cache, x, t):
+            return cache * 0.5 + x, x + cache
+
+    def __init__(self, how):
+        super().__init__()
+        self.blocks, self.how = torch.nn.ModuleList([self.Block(), self.Block()]), how
+
+    def step(self, state, x, block):
+        t, caches, mean = state
+        found = []
+        for one, cache in zip(self.blocks, caches, strict=True):
+            cache, x = block(one, cache, x, t)
+            found.append(cache)
+        if self.how == "a cache of two":
+            found[0] = found[0] + found[1]
+        elif self.how == "swapped":
+            found.reverse()
+        return (t + 1, found, mean * 0.9 + x), x + mean
+
+    def decode_step(self, state, x, *, block=Block.decode_step):
+        return self.step(state, x, block)
+
+
+class WithoutBlock(Counted):
+    def decode_step(self, state, x, **asked):
+        return self.step(state, x, self.Block.decode_step)
+
+
+@pytest.mark.parametrize("how", ["", "a cache of two", "swapped"])
+@pytest.mark.parametrize("kind", [Counted, WithoutBlock])
+def test_all_of_the_state_is_updated_whatever_blocks_do(kind, how):
+    torch._dynamo.reset()
+    model = kind(how)
+    step = nsa_compile.compile_decode_step(model, nested="eager")
+
+    def first():
+        return torch.zeros(2), [torch.ones(2, 3), torch.zeros(2, 3)], torch.zeros(2, 3)
+
+    state, expected = first(), first()
+    for i in range(3):
+        x = torch.full((2, 3), float(i))
+        returned, output = step(state, x)
+        expected, expected_output = model.decode_step(expected, x)
+        assert returned is state
+        torch.testing.assert_close((state, output), (expected, expected_output))
+
+
+def test_what_a_step_returns_beside_its_state_may_be_of_parts():
+    step = nsa_compile.compile_decode_step(
+        Own(lambda s, x: (s + x, {"logits": x, "all": (s, None, 3)})), nested="eager"
+    )
+    _, found = step(torch.zeros(2), torch.ones(2))
+    torch.testing.assert_close(found, {"logits": torch.ones(2), "all": (torch.zeros(2), None, 3)})
 
 
 def test_scores_are_those_of_the_tokens_that_are_read(final_graphs):
