@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from nsa_compile.ir.aten import (
     ADD,
@@ -37,9 +34,8 @@ from nsa_compile.ir.aten import (
     SUB,
     WHERE,
     aten,
-    filled_with,
 )
-from nsa_compile.ir.scans import ScanRecord, ScanSite, ancestors, constant_value, example
+from nsa_compile.ir.scans import ScanRecord, example
 from nsa_compile.ir.step_values import Choice, Separable, StepMask, StepValue
 
 
@@ -75,9 +71,6 @@ class Magnitude:
             return self
         return Magnitude(torch.finfo(torch.float64).max) if self.finite else None
 
-
-# Operators that lead to a mask that is made outside of the loop.
-FOLLOWED_LIMIT = 200
 
 # What is given at run time.
 DATA = Magnitude(math.inf)
@@ -194,71 +187,6 @@ def unmeasured(node: fx.Node) -> Magnitude | None:
     """Of what is given at run time."""
     dtype = example(node).dtype
     return DATA if dtype.is_floating_point else _of_integers(dtype)
-
-
-def given_magnitudes(site: ScanSite) -> dict[fx.Node, Magnitude | None]:
-    """Of the inputs of a body, as they come from outside: carries as they are at first."""
-    inputs = [node for nodes in site.placeholders() for node in nodes]
-    sources = [*site.init, *site.xs, *site.additional]
-    with unset_fake_temporarily(), torch.no_grad():
-        return {node: _given(node, source) for node, source in zip(inputs, sources, strict=True)}
-
-
-def _given(node: fx.Node, source: fx.Node) -> Magnitude | None:
-    value = constant_value(source, {})
-    if value is not None:
-        return measured(value)
-    if not example(node).dtype.is_floating_point or not _made_with_infinities(source):
-        return unmeasured(node)
-    return _followed(source)
-
-
-def _followed(source: fx.Node) -> Magnitude | None:
-    """Of what is made outside of the loop, such as an additive mask: operator by operator, as in a body."""
-    made_of = ancestors([source])
-    if len(made_of) > FOLLOWED_LIMIT:
-        return None
-    graph, copies, inputs = fx.Graph(), dict[fx.Node, fx.Node](), []
-    for node in (n for n in source.graph.nodes if n in made_of):
-        if node.op == "placeholder" and isinstance(example(node), Tensor):
-            copies[node] = graph.placeholder(node.name)
-            inputs.append(example(node))
-        elif node.op in ("call_function", "call_method") and not isinstance(node.target, HigherOrderOperator):
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        else:
-            return None
-    graph.output(copies[source])
-    try:
-        lowered = make_fx(fx.GraphModule({}, graph), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    except Exception:  # whatever torch cannot trace is not known
-        return None
-    sizes = Magnitudes(ScanRecord("outside", 1))
-    for node in lowered.graph.nodes:
-        if node.op == "output":
-            return sizes.of(node.args[0])
-        if node.op == "placeholder":
-            sizes.found[node] = unmeasured(node)
-        elif (number := filled_with(node)) is not None:
-            sizes.found[node] = sizes.of(number, node)
-        else:
-            sizes.found[node] = sizes.derive(node)
-    return None
-
-
-def _made_with_infinities(source: fx.Node) -> bool:
-    """Whether what leads to a node names a floor, an infinity or NaN, or memory that was never written."""
-    seen, todo = {source}, [source]
-    while todo:
-        node = todo.pop()
-        if "empty" in str(node.target):
-            return True
-        for value in torch.utils._pytree.tree_leaves((node.args, node.kwargs)):
-            if isinstance(value, float) and not abs(value) < -floor_level(torch.float32):
-                return True
-            if isinstance(value, fx.Node) and value not in seen:
-                seen.add(value)
-                todo.append(value)
-    return False
 
 
 def _of_known(value: StepValue | Tensor) -> Magnitude | None:

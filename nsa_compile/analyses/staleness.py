@@ -45,7 +45,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -125,6 +125,14 @@ class Facts:
     @property
     def says_anything(self) -> bool:
         return any(getattr(self, name) is not None for name in (*FIRST_STEPS, *INTERVALS))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is known of the inputs of a body as they come from outside; the facts are not of carries."""
+
+    magnitudes: dict[fx.Node, Magnitude | None] = field(default_factory=dict)
+    facts: dict[fx.Node, Facts] = field(default_factory=dict)
 
 
 FIRST_STEPS = ("ready", "zero", "fill", "removed", "can_be_true", "can_be_false", "blank", "absorbed")
@@ -1045,17 +1053,17 @@ RULES = {target: rule for rule, targets in _BY_RULE.items() for target in target
 def analyse(
     body: fx.GraphModule,
     record: ScanRecord,
-    given: dict[fx.Node, Magnitude | None],
+    given: Given,
     stale: dict[fx.Node, Facts],
 ) -> Analysis:
-    """Go through a lowered body, given the magnitudes of its inputs and the views of caches that are stale.
+    """Go through a lowered body, given what its inputs are like and the views of caches that are stale.
 
     A carry holds what comes from outside and what the steps put there. Step by step, that is finite, and hollow only as
     far as said, as long as each step makes it so of what is: supposed at first, and taken back where it proves wrong.
     """
     carries = body.graph.find_nodes(op="placeholder")[: len(record.carries)]
     updates = [operand(u) if u.target is aten.clone.default else u for u in results(body)[: len(record.carries)]]
-    infinite = {carry for carry in carries if not _is_finite(given.get(carry, unmeasured(carry)))}
+    infinite = {carry for carry in carries if not _is_finite(given.magnitudes.get(carry, unmeasured(carry)))}
     hollow = dict.fromkeys(carries, frozenset[str]())
     reached = with_gradients(body.graph)
     while True:
@@ -1071,7 +1079,8 @@ def analyse(
                 magnitude = None if held[node] in infinite else unmeasured(node)
                 analysis.given(node, magnitude, replace(stale.get(node, CLEAN), hollow=hollow[held[node]]))
             elif node.op == "placeholder" and node not in record.known and node not in record.constant:
-                analysis.given(node, given.get(node, unmeasured(node)))
+                magnitude = given.magnitudes.get(node, unmeasured(node))
+                analysis.given(node, magnitude, given.facts.get(node, CLEAN))
             else:
                 analysis.run(node)
         settled = True

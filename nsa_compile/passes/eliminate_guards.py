@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.analyses.magnitudes import given_magnitudes
+from nsa_compile.analyses.outside import given_from_outside
 from nsa_compile.analyses.picked_rows import guard_picks, take_back
 from nsa_compile.analyses.staleness import Analysis, Facts, analyse, explain
 from nsa_compile.ir.aten import aten
@@ -153,7 +153,7 @@ def _leaks(
             steps = ready.reshape(shape)
             stale[node] = Facts(ready=steps, blank=steps if name in zeros else None, sources=frozenset([name]))
     # Views that are not stale are guarded, or looked up in their tables: right at every step.
-    analysis = analyse(site.body, record, given_magnitudes(site), stale)
+    analysis = analyse(site.body, record, given_from_outside(site), stale)
     updates, ys = site.outputs()
     written = [kind.written for kind in record.carries if isinstance(kind, Rows)]
     latest = [u for u, kind in zip(updates, record.carries, strict=True) if not isinstance(kind, Rows)]

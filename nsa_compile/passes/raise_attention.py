@@ -26,7 +26,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.attention_costs import runs_in_place
-from nsa_compile.analyses.magnitudes import floor_level, given_magnitudes
+from nsa_compile.analyses.magnitudes import floor_level
 from nsa_compile.analyses.masks import (
     Mask,
     Unrecognised,
@@ -34,6 +34,7 @@ from nsa_compile.analyses.masks import (
     first_steps,
     mask_tensor,
 )
+from nsa_compile.analyses.outside import given_from_outside
 from nsa_compile.analyses.scores import (
     KeySet,
     Mass,
@@ -59,7 +60,7 @@ from nsa_compile.analyses.softmax import (
     walk_down,
     walk_up,
 )
-from nsa_compile.analyses.staleness import Analysis, analyse
+from nsa_compile.analyses.staleness import Analysis, Given, analyse
 from nsa_compile.analyses.weights import weighted_sums
 from nsa_compile.ir.aten import SOFTMAX, arguments, aten, operand
 from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, WEIGHTED, All, AttentionCall, Blocks, Opaque, Window
@@ -88,7 +89,7 @@ def raise_attention(gm: fx.GraphModule, context: PassContext) -> bool:
     for step in find_steps(gm):
         try:
             with declined_if_it_fails("its values cannot be followed", step.body.graph.output_node()):
-                given = given_magnitudes(sites[step.body]) if step.body in sites else {}
+                given = given_from_outside(sites[step.body]) if step.body in sites else Given()
                 analysis = analyse(step.body, step.record, given, {})
         except Declined as why:
             context.leave(why)
@@ -213,7 +214,7 @@ def _by_scores(
 
 def is_attention(step: Step, site: ScanSite, softmax: fx.Node) -> bool:
     """Whether a softmax will become an attention node."""
-    analysis = analyse(step.body, step.record, given_magnitudes(site), {})
+    analysis = analyse(step.body, step.record, given_from_outside(site), {})
     with unset_fake_temporarily(), torch.no_grad():
         for recognise in (
             lambda: _attention(step, softmax, analysis, by_itself=False, in_place=False),

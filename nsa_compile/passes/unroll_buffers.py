@@ -25,8 +25,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from nsa_compile.analyses.magnitudes import given_magnitudes
 from nsa_compile.analyses.masks import Unrecognised
+from nsa_compile.analyses.outside import given_from_outside
 from nsa_compile.analyses.staleness import analyse
 from nsa_compile.analyses.unrolled_picks import PickUnroller
 from nsa_compile.analyses.unrolling import Cache, Unroller
@@ -162,7 +162,7 @@ class _Trial:
             body = _copied(site.body)
             view = LoweredSite(site.owner, site.node, body)
             record = record_of(view)
-            analysis = analyse(body, record, given_magnitudes(view), {})
+            analysis = analyse(body, record, given_from_outside(view), {})
             updates, _ = view.outputs()
             kinds = zip(updates, record.carries, strict=True)
             needed_by_recurrences = ancestors([u for u, kind in kinds if isinstance(kind, Recurrent)])
