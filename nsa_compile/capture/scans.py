@@ -116,15 +116,15 @@ def propagate_gradients(
 def run_body(body: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Run a step as it was captured, with gradients."""
     with torch.enable_grad():
-        return list(_Body(body).run(*inputs))
+        return list(StepRun(body).run(*inputs))
 
 
-class _Body(fx.Interpreter):
+class StepRun(fx.Interpreter):
     """Runs a body. A checkpointed region keeps nothing that would have to be computed again, so it is just run."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
-            return _Body(args[0]).run(*args[1:])
+            return StepRun(args[0]).run(*args[1:])
         if target is DATA:
             return args[0].detach()
         return super().call_function(target, args, kwargs)

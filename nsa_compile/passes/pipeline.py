@@ -226,7 +226,7 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
     report.scans = [ScanReport(site.node.name, site.length) for site in find_scans(gm)]
     report.estimate_captured = cost = _estimate(gm, report) if options.estimate else None
     context = PassContext(options, report)
-    expected = verifier.Signature.of(gm)
+    expected, outcomes = verifier.Signature.of(gm), verifier.Outcomes()
     if options.dump_dir is not None:
         try:
             Path(options.dump_dir).mkdir(parents=True, exist_ok=True)
@@ -256,7 +256,7 @@ def run_pipeline(gm: fx.GraphModule, options: Options, real_inputs: Sequence[Ten
             entry.changed = p.run(gm, context)
         entry.seconds = time.perf_counter() - start
         start = time.perf_counter()
-        verifier.verify(gm, p.name, changed=entry.changed, before=before, expected=expected)
+        verifier.verify(gm, p.name, changed=entry.changed, before=before, expected=expected, outcomes=outcomes)
         if reference is not None and entry.changed:
             assert real_inputs is not None
             entry.max_abs_error = verifier.compare_numerically(reference, gm, real_inputs, p.name)

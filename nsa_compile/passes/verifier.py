@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -14,7 +15,8 @@ from torch._higher_order_ops.scan import scan_op
 from torch.utils import _pytree as pytree
 
 from nsa_compile import modes
-from nsa_compile.ir.scans import RECORD, example, find_scans, on_fake_inputs, subgraphs
+from nsa_compile.capture.scans import StepRun
+from nsa_compile.ir.scans import RECORD, ScanSite, example, find_scans, on_fake_inputs, subgraphs
 
 
 class VerificationError(RuntimeError):
@@ -63,8 +65,39 @@ def snapshot(gm: fx.GraphModule) -> fx.GraphModule:
     return copy.deepcopy(gm)
 
 
-def verify(gm: fx.GraphModule, pass_name: str, *, changed: bool, before: str, expected: Signature) -> None:
-    """Check a graph after a pass.
+class Outcomes:
+    """What nodes have yielded on fake tensors. One is run again if it, or a value that it reads, is another one."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[fx.Node, str], tuple[Any, list[Any], Any]] = {}
+
+    def of(self, node: fx.Node, values: Sequence[Any], run: Callable[[], Any], what: str = "") -> Any:
+        """What a node yields, given the values that it reads, or `what` of it."""
+        how = node.target, node.args, node.kwargs
+        if (known := self._known.get((node, what))) is not None:
+            before, read, result = known
+            if before == how and len(read) == len(values) and all(map(operator.is_, read, values)):
+                return result
+        result = run()
+        # What yields no tensor may be there for what it does, and a graph may be another one and the same object.
+        if not any(isinstance(x, fx.GraphModule) for x in values) and _has_tensor(result):
+            self._known[node, what] = how, list(values), result
+        return result
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensor, value)))
+
+
+def _enters_modes(gm: fx.GraphModule) -> bool:
+    graphs = [*subgraphs(gm), *(site.body for site in find_scans(gm))]
+    return any(getattr(n.target, "__name__", "").startswith("_enter_") for g in graphs for n in g.graph.nodes)
+
+
+def verify(
+    gm: fx.GraphModule, pass_name: str, *, changed: bool, before: str, expected: Signature, outcomes: Outcomes
+) -> None:
+    """Check a graph after a pass; `outcomes` are of the checks after the passes before.
 
     Raises:
         VerificationError: the pass's answer "changed" is untrue, the graph is malformed, its signature moved, a node
@@ -83,7 +116,7 @@ def verify(gm: fx.GraphModule, pass_name: str, *, changed: bool, before: str, ex
         except Exception as error:
             raise VerificationError(pass_name, f"the graph is malformed: {error}") from error
     _check_meta(gm, pass_name)
-    _propagate(gm, pass_name)
+    _propagate(gm, pass_name, Outcomes() if _enters_modes(gm) else outcomes)
     signature = Signature.of(gm)
     if signature != expected:
         raise VerificationError(pass_name, f"it changed the graph's signature from {expected} to {signature}")
@@ -119,13 +152,19 @@ class _Run(fx.Interpreter):
 class _Propagation(_Run):
     """Runs the graph on fake tensors and compares each node with what its meta promises."""
 
-    def __init__(self, gm: fx.GraphModule, pass_name: str) -> None:
+    def __init__(self, gm: fx.GraphModule, pass_name: str, outcomes: Outcomes) -> None:
         super().__init__(gm)
-        self.pass_name = pass_name
+        self.pass_name, self.outcomes = pass_name, outcomes
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.op not in ("call_function", "call_method"):
+            return super().run_node(n)
         try:
-            result = super().run_node(n)
+            if n.target is scan_op:
+                result = self._scan(ScanSite(cast(fx.GraphModule, self.module), n))
+            else:
+                values = [self.env[x] for x in n.all_input_nodes]
+                result = self.outcomes.of(n, values, lambda: super(_Propagation, self).run_node(n))
         except Exception as error:
             line = str(error).strip().splitlines()
             raise VerificationError(
@@ -143,10 +182,36 @@ class _Propagation(_Run):
             n.meta["example_value"] = result.detach().requires_grad_() if had_gradient else result
         return result
 
+    def _scan(self, site: ScanSite) -> list[Tensor]:
+        """The results of a scan, whose step is run once."""
+        init, xs, additional = ([self.env[x] for x in nodes] for nodes in (site.init, site.xs, site.additional))
+        rows = self.outcomes.of(site.node, xs, lambda: [x[0] for x in xs], "rows")
+        with modes.under(modes.autocast_at(site.node)), torch.enable_grad():
+            step = _Step(site.body, self.outcomes).run(*init, *rows, *additional)
+        after, ys = step[: len(init)], step[len(init) :]
+        if list(map(_describe, after)) != list(map(_describe, init)):
+            raise ValueError(f"its step makes {list(map(_describe, after))} of {list(map(_describe, init))}")
+        stacked = [*(x.new_empty(x.shape) for x in init), *(y.new_empty((site.length, *y.shape)) for y in ys)]
+        return cast("list[Tensor]", self.outcomes.of(site.node, [*init, *ys], lambda: stacked, "results"))
 
-def _propagate(gm: fx.GraphModule, pass_name: str) -> None:
+
+class _Step(StepRun):
+    """Runs a step on fake tensors, but for what is as it was."""
+
+    def __init__(self, body: fx.GraphModule, outcomes: Outcomes) -> None:
+        super().__init__(body)
+        self.outcomes = outcomes
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op not in ("call_function", "call_method"):
+            return super().run_node(n)
+        values = [self.env[x] for x in n.all_input_nodes]
+        return self.outcomes.of(n, values, lambda: super(_Step, self).run_node(n))
+
+
+def _propagate(gm: fx.GraphModule, pass_name: str, outcomes: Outcomes) -> None:
     with on_fake_inputs(gm) as inputs:
-        _Propagation(gm, pass_name).run(*inputs)
+        _Propagation(gm, pass_name, outcomes).run(*inputs)
 
 
 def compare_numerically(
