@@ -8,6 +8,8 @@ one of them has. One of the two may be a mask.
 A sum of several softmaxes times values becomes a sum of their products with the values.
 
 A choice by zeros and ones that are made of booleans is `old * (1 - at) + at * new`, or `lerp(old, new, at)`.
+
+A write to rows of a transposed tensor, transposed back, is one to the tensor itself.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ def normalize_spellings(gm: fx.GraphModule) -> None:
         aten.add.Tensor: _blend,
         aten.lerp.Tensor: _interpolation,
         aten.bmm.default: _several_weights,
+        aten.permute.default: _write_in_another_layout,
+        aten.transpose.int: _write_in_another_layout,
     }
     for ways in (softmaxes, others):
         for node in list(gm.graph.nodes):
@@ -123,6 +127,51 @@ def _is_rest(x: Any, at: Any) -> bool:
 
 def _is_one(x: Any) -> bool:
     return bool((filled_with(x) if isinstance(x, fx.Node) else x) == 1)
+
+
+# -- writes of rows
+
+
+def _write_in_another_layout(node: Any, gm: fx.GraphModule) -> fx.Node | None:
+    """`x.transpose(a, b).index_put(rows, new).transpose(a, b)`, or `index_copy`, at one dimension."""
+    write, back = node.args[0], _order(node)
+    if not is_call(write, aten.index_put.default) and not is_call(write, aten.index_copy.default):
+        return None
+    moved = write.args[0]
+    if moved.target not in (aten.permute.default, aten.transpose.int):
+        return None
+    x, there = moved.args[0], _order(moved)
+    shape = list(example(moved).shape)
+    if [there[d] for d in back] != list(range(len(shape))):
+        return None
+    if write.target is aten.index_put.default:
+        _, indices, new, accumulate = [*write.args, False][:4]
+        given = [(d, i) for d, i in enumerate(indices) if i is not None]
+        if accumulate or len(given) != 1:
+            return None
+        ((dim, rows),) = given
+    else:
+        _, dim, rows, new = write.args
+        dim %= len(shape)
+    if example(rows).dim() != 1 or example(rows).dtype in (torch.bool, torch.uint8):
+        return None
+    shape[dim] = example(rows).shape[0]
+    build = NodeBuilder(gm, node)
+    new = build(aten.permute.default, build(aten.expand.default, new, shape), back)
+    if write.target is aten.index_copy.default:
+        return build(write.target, x, there[dim], rows, new)
+    return build(write.target, x, [None] * there[dim] + [rows], new)
+
+
+def _order(node: fx.Node) -> list[int]:
+    """Which dimension of its operand each of a permuted tensor is."""
+    rank = example(node).dim()
+    if node.target is aten.permute.default:
+        dims: Any = node.args[1]
+        return [d % rank for d in dims]
+    order, (a, b) = list(range(rank)), (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+    order[a], order[b] = order[b], order[a]
+    return order
 
 
 # -- sums of weights

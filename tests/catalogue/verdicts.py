@@ -252,7 +252,7 @@ VERDICTS = {
     "causal/caches_in_a_dict": ("window_attention", "operator"),
     "causal/written_by_index_copy": ("window_attention", "operator"),
     "causal/written_by_scatter": ("window_attention", "operator"),
-    "causal/written_by_index_put": ("loop", "operator"),  # short
+    "causal/written_by_index_put": ("window_attention", "operator"),
     "causal/written_to_a_clone": ("window_attention", "operator"),
     "causal/written_by_blend": ("window_attention", "operator"),
     "causal/written_by_one_hot": ("window_attention", "operator"),

@@ -296,3 +296,42 @@ def test_each_softmax_of_a_sum_meets_the_values(name):
     gm = make_fx(function, tracing_mode="fake")(*given)
     normalize_spellings(gm)
     assert len(gm.graph.find_nodes(op="call_function", target=MATRICES)) == products
+
+
+def put(x, indices, new, accumulate=False):
+    return aten.index_put.default(x, indices, new, accumulate)
+
+
+WRITES = {
+    "transposed": lambda x, new, at: put(x.transpose(0, 1), [at], new[:2, :2, :4]).transpose(0, 1),
+    "from the end": lambda x, new, at: put(x.transpose(-1, 0), [None, at - 3], new[:4, :2, :2]).transpose(0, 2),
+    "permuted": lambda x, new, at: put(x.permute(1, 2, 0), [at], new[:2, :4, :2]).permute(2, 0, 1),
+    "broadcast": lambda x, new, at: put(x.permute(2, 1, 0), [None, at], new[0, 0, 0]).permute(2, 1, 0),
+    "index_copy": lambda x, new, at: x.permute(1, 2, 0).index_copy(-3, at, new[:2, :4, :2]).permute(2, 0, 1),
+    "of something computed": lambda x, new, at: put((x * 2).mT, [None, None, at], new[:2, :4, :2]).mT,
+}
+NO_WRITES = {
+    "another way back": lambda x, new, at: put(x.permute(1, 2, 0), [at], new[:2, :4, :2]).permute(1, 2, 0),
+    "added": lambda x, new, at: put(x.transpose(0, 1), [at], new[0, 0, 0], True).transpose(0, 1),
+    "two indices": lambda x, new, at: put(x.transpose(0, 1), [at, at % 2], new[0, 0, 0]).transpose(0, 1),
+    "a table of rows": lambda x, new, at: put(x.transpose(0, 1), [at[:, None]], new[0, 0, 0]).transpose(0, 1),
+    "a mask": lambda x, new, at: put(x.transpose(0, 1), [x[0, :, 0] > 0], new[0, 0, 0]).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", [*WRITES, *NO_WRITES])
+def test_a_write_to_a_transposed_tensor_is_one_to_the_tensor(name):
+    """Only to whole rows, and if it is transposed back."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(s, dtype=torch.float64) for s in ((2, 3, 4), (4, 4, 4))] + [torch.tensor([2, 0])]
+    written = {**WRITES, **NO_WRITES}[name]
+
+    def function(*x):
+        return written(*x).contiguous()  # random cotangents follow strides
+
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    normalize_spellings(gm)
+    (write,) = (n for n in gm.graph.nodes if n.target in (aten.index_put.default, aten.index_copy.default))
+    moves = (aten.permute.default, aten.transpose.int)
+    assert (write.args[0].target not in moves) == (name in WRITES)
+    check(function, inputs, write.target)
