@@ -12,7 +12,7 @@ from nsa_compile.program.functional import share_elements
 __all__ = ["check_state", "cloned", "describe_difference", "differing", "tensors_of"]
 
 Part = tuple[Any, ...]  # the way to a part of a value: keys and places
-_NO_PAIR: Part = ("",)  # in the place of a part: what is returned is no pair
+_NO_PAIR: Part = ("what is returned", "no pair")  # in the place of a part
 
 
 def tensors_of(value: Any) -> list[Tensor]:
