@@ -9,12 +9,13 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from nsa_compile.analyses.integers import bounds, fits
+from nsa_compile.analyses.magnitudes import Magnitudes
 from nsa_compile.analyses.masks import (
     MOVES,
     Condition,
@@ -30,9 +31,6 @@ from nsa_compile.analyses.softmax import keeps_one
 from nsa_compile.ir.aten import ADD, AND, COMPARISONS, NOT, OR, SORTED, arguments, aten, operand
 from nsa_compile.ir.scans import ScanRecord, Step, example
 from nsa_compile.ir.step_values import StepMask, Table, step_mask
-
-if TYPE_CHECKING:
-    from nsa_compile.analyses.staleness import Analysis
 
 SCATTERS = (aten.scatter.src, aten.scatter.value)
 
@@ -171,12 +169,12 @@ def _compared(node: fx.Node, reduced: fx.Node, record: ScanRecord) -> Members | 
     return None
 
 
-def keeps_best(mask: Mask, shape: tuple[int, int, int], analysis: Analysis) -> bool:
+def keeps_best(mask: Mask, shape: tuple[int, int, int], record: ScanRecord, magnitudes: Magnitudes) -> bool:
     """Whether a mask keeps a key of the best block of each query `[N, m]`, of T keys, at every step.
 
     It does if some score of the blocks is surely at no floor, and a key of whatever block is not at one is seen.
     """
-    record, (n, m, keys) = analysis.record, shape
+    n, m, keys = shape
     if len(mask.data) != 1 or not is_chosen(mask.data[0], record):
         return False
     members = _members(mask.data[0].node, mask.data[0].additive, record)
@@ -188,7 +186,7 @@ def keeps_best(mask: Mask, shape: tuple[int, int, int], analysis: Analysis) -> b
         return False
     count = len(members.columns)
     ranked = operand(_sort_of(members.indices))
-    eligible = _eligible(ranked, analysis)
+    eligible = _eligible(ranked, record, magnitudes)
     if eligible is None or first or example(ranked).shape[-1] != count or count * block < keys:
         return False
     eligible = eligible.map(lambda x: x.expand(example(ranked).shape).reshape(-1, count))
@@ -203,9 +201,8 @@ def keeps_best(mask: Mask, shape: tuple[int, int, int], analysis: Analysis) -> b
     return unseen is not None and unseen.count == 0 and keeps_one(eligible, record)
 
 
-def _eligible(scores: fx.Node, analysis: Analysis) -> StepMask | None:
+def _eligible(scores: fx.Node, record: ScanRecord, magnitudes: Magnitudes) -> StepMask | None:
     """The blocks, at each step, whose scores are not -inf; None if that is not known."""
-    record = analysis.record
     fills: list[tuple[StepMask, bool]] = []
     while True:
         side = side_of_where(scores, record)
@@ -217,7 +214,7 @@ def _eligible(scores: fx.Node, analysis: Analysis) -> StepMask | None:
             return None
         fills.append((condition if side.constant_if_true else ~condition, side.constant > 0))
         scores = side.value
-    magnitude = analysis.magnitudes.of(scores)
+    magnitude = magnitudes.of(scores)
     if magnitude is None or magnitude.floors is not None:
         return None
     everywhere = torch.tensor(True)

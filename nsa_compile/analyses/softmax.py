@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -30,9 +30,6 @@ from nsa_compile.ir.aten import FILLED, MASKED_FILL, MATMUL, SORTED, WHERE, argu
 from nsa_compile.ir.rewriting import NodeBuilder
 from nsa_compile.ir.scans import ScanRecord, example
 from nsa_compile.ir.step_values import StepMask
-
-if TYPE_CHECKING:
-    from nsa_compile.analyses.staleness import Analysis
 
 # Elements of a tensor of element numbers.
 TRACE_LIMIT = 2**25
@@ -177,16 +174,6 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
         for scores, condition, negated, additive in masked
     ]
     return result
-
-
-def check_scores(softmax: fx.Node, scores: Scores, analysis: Analysis) -> None:
-    """That the scores that masks keep stand out from what masks put in the place of others."""
-    size = analysis.magnitudes.of(softmax.args[0])
-    if not scores.conditions:
-        return
-    if size is None or not size.stands_out:
-        raise Unrecognised("its scores may be infinite, or as low as masked ones", softmax)
-    scores.never_nan = softmax.target is aten._safe_softmax.default or size.finite or analysis.one_is_kept(softmax)
 
 
 def _number(numbers: dict[fx.Node, Tensor], node: fx.Node, record: ScanRecord) -> Tensor:

@@ -632,9 +632,10 @@ class Analysis:
             scores = walk_up(softmax, self.record)
         except Unrecognised:
             return False
-        size = self.magnitudes.of(scores.product.node)
-        mask = conjunction(scores.conditions, self.record)
-        return size is not None and size.floors is None and keeps_best(mask, scores.product.shape, self)
+        size, mask = self.magnitudes.of(scores.product.node), conjunction(scores.conditions, self.record)
+        if size is None or size.floors is not None:
+            return False
+        return keeps_best(mask, scores.product.shape, self.record, self.magnitudes)
 
     def known_gather(self, node: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Facts:
         """Rows picked by numbers known at each step: clean if each is written by the time it is read."""

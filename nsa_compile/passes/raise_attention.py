@@ -55,7 +55,6 @@ from nsa_compile.analyses.softmax import (
     Product,
     Scores,
     check_read_by,
-    check_scores,
     remember,
     walk_down,
     walk_up,
@@ -153,9 +152,9 @@ def _attention(
     """
     record = step.record
     scores = walk_up(softmax, record)
-    check_scores(softmax, scores, analysis)
+    _check_scores(softmax, scores, analysis)
     mask = conjunction(scores.conditions, record)
-    scores.keeps_one = keeps_best(mask, scores.product.shape, analysis)
+    scores.keeps_one = keeps_best(mask, scores.product.shape, record, analysis.magnitudes)
     outputs = walk_down(softmax, scores, record)
     if by_itself:  # no batching will bring its scores and their ranking together
         check_read_by(outputs, softmax, record, may_rank=in_place)
@@ -164,6 +163,16 @@ def _attention(
     if mask.data and not by_itself:
         find_selection(softmax, mask, scores.product.shape, step)  # else it is a program of scores
     return AttentionRecord(softmax, scores, mask), outputs
+
+
+def _check_scores(softmax: fx.Node, scores: Scores, analysis: Analysis) -> None:
+    """That the scores that masks keep stand out from what masks put in the place of others."""
+    size = analysis.magnitudes.of(softmax.args[0])
+    if not scores.conditions:
+        return
+    if size is None or not size.stands_out:
+        raise Unrecognised("its scores may be infinite, or as low as masked ones", softmax)
+    scores.never_nan = softmax.target is aten._safe_softmax.default or size.finite or analysis.one_is_kept(softmax)
 
 
 def _raise_scores(
