@@ -132,9 +132,11 @@ class WriteBack:
 
 
 def share_elements(*tensors: Tensor) -> bool:
-    """Whether some of these tensors have an element in common."""
+    """Whether some of these tensors have an element in common. Those of other sizes in one memory may."""
     for i, x in enumerate(tensors):
         others = [y for y in tensors[:i] if memory(x) == memory(y)]
+        if any(y.itemsize != x.itemsize for y in others):
+            return True
         if others and compute_overlapping_tensors([*others, x], symbolic=False):
             return True
     return False
