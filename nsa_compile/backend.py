@@ -40,14 +40,7 @@ from nsa_compile.program.functional import WriteBack, left_to_write, make_functi
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
 from nsa_compile.program.states import check_state, cloned, describe_difference, differing, tensors_of
-from nsa_compile.workarounds import (
-    let_inductor_copy_what_is_shifted,
-    let_inductor_fuse_what_reads_an_older_buffer,
-    let_inductor_keep_what_was_before,
-    let_inductor_read_what_was_written,
-    let_inductor_write_apart,
-    let_views_of_outputs_keep_their_bases,
-)
+from nsa_compile.workarounds import let_views_of_outputs_keep_their_bases, mend_inductor
 
 mend_dynamo()
 
@@ -246,7 +239,7 @@ def nsa_compile_backend(
     chosen = parse_options(dict(options or {}))
     if _explained is not None:
         chosen = replace(chosen, cache=False, estimate=True)
-    if chosen.nested == "inductor" and any(isinstance(x, Tensor) and x.is_cpu for x in example_inputs):
+    if chosen.nested == "inductor" and _on_cpu(example_inputs):
         inductor_files.begin_header()
     with modes.unobserved():
         example_inputs = specialize_shapes(gm, example_inputs)
@@ -377,11 +370,7 @@ def compile_nested(
     _part_kept_programs(gm)
     compile_kernels_together()
     simplify_plain_indices_by_expanding()
-    let_inductor_read_what_was_written()
-    let_inductor_write_apart()
-    let_inductor_keep_what_was_before()
-    let_inductor_copy_what_is_shifted()
-    let_inductor_fuse_what_reads_an_older_buffer()
+    mend_inductor()
     negated = [i for i, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()]
     if any(WRITTEN in gm.graph.find_nodes(op="placeholder")[i].meta for i in negated):
         raise ScanNotCompiled(
@@ -394,13 +383,17 @@ def compile_nested(
     return run if not negated else functools.partial(_run_resolved, run, negated)
 
 
+def _on_cpu(inputs: Sequence[Any]) -> bool:
+    return all(x.is_cpu for x in inputs if isinstance(x, Tensor))
+
+
 def _inductor(inputs: Sequence[Any]) -> Callable[..., Any]:
     """Inductor, for inputs of these devices.
 
     Torch's entry starts processes that compile for Triton; to start them takes 3 s of a processor, beside the first
     steps of a program that has nothing for them to do (torch 2.13).
     """
-    if all(x.is_cpu for x in inputs if isinstance(x, Tensor)):
+    if _on_cpu(inputs):
         from torch._inductor.compile_fx import compile_fx
 
         return compile_fx

@@ -39,6 +39,15 @@ class HonestBatchNorm(TorchFunctionMode):
 DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
+def mend_inductor() -> None:
+    """All that follows about Inductor."""
+    let_inductor_read_what_was_written()
+    let_inductor_write_apart()
+    let_inductor_keep_what_was_before()
+    let_inductor_copy_what_is_shifted()
+    let_inductor_fuse_what_reads_an_older_buffer()
+
+
 @cache
 def let_inductor_read_what_was_written() -> None:
     """Keep the order of a write and its reader where Inductor lays out the reader's loops anew to fuse them on the CPU.

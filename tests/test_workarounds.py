@@ -153,6 +153,22 @@ def test_inputs_that_share_memory_in_another_way_at_each_call(nested, caplog):
     assert "share" in caplog.text
 
 
+@pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
+def test_a_write_through_data_to_an_input_that_shares_memory(nested):
+    """No counter of versions sees it."""
+
+    def function(a, b):
+        a.data.add_(1)
+        return b * 2
+
+    torch._dynamo.reset()
+    compiled = nsa_compile.compile(function, nested=nested)
+    for view in (torch.clone, lambda x: x[:], lambda x: x.view(torch.float32)):
+        x, y = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x, view(x)), function(y, view(y)))
+        torch.testing.assert_close(x, y)
+
+
 def test_a_negated_view_that_is_returned_is_refused():
     """It came out as a copy: what was written to it did not reach the input."""
     view = torch.tensor([1 + 2j, 3 + 4j]).conj().imag

@@ -7,7 +7,7 @@ to an input is followed operator by operator, by the rules for a step's own; the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,28 +39,26 @@ def given_from_outside(site: ScanSite) -> Given:
             outside = _of(source)
             found.magnitudes[node] = outside.magnitude
             if node not in carries and outside.facts.says_anything:
-                length = site.length if node in xs else None
-                found.facts[node] = _at_each_step(outside.facts, example(source).dim(), site.length, length is not None)
+                found.facts[node] = _at_each_step(outside.facts, example(source).dim(), site.length, node in xs)
     return found
 
 
 @dataclass
 class _Outside:
     magnitude: Magnitude | None
-    facts: Facts = field(default=CLEAN)
+    facts: Facts = CLEAN
 
 
 def _of(source: fx.Node) -> _Outside:
     value = constant_value(source, {})
     if value is not None:
         return _Outside(measured(value))
-    dtype, names_floors = example(source).dtype, _names_floors(source)
-    is_mask = source.op != "placeholder" and (dtype == torch.bool or (dtype.is_floating_point and names_floors))
-    if is_mask and example(source).numel() <= MASK_LIMIT:
+    dtype = example(source).dtype
+    if source.op == "placeholder" or not (dtype == torch.bool or (dtype.is_floating_point and _names_floors(source))):
+        return _Outside(unmeasured(source))
+    if example(source).numel() <= MASK_LIMIT:
         return _followed(source, with_facts=True)
-    if dtype.is_floating_point and names_floors:
-        return _followed(source, with_facts=False)
-    return _Outside(unmeasured(source))
+    return _followed(source, with_facts=False) if dtype.is_floating_point else _Outside(unmeasured(source))
 
 
 def _followed(source: fx.Node, *, with_facts: bool) -> _Outside:

@@ -191,8 +191,11 @@ class _Propagation(_Run):
         after, ys = step[: len(init)], step[len(init) :]
         if list(map(_describe, after)) != list(map(_describe, init)):
             raise ValueError(f"its step makes {list(map(_describe, after))} of {list(map(_describe, init))}")
-        stacked = [*(x.new_empty(x.shape) for x in init), *(y.new_empty((site.length, *y.shape)) for y in ys)]
-        return cast("list[Tensor]", self.outcomes.of(site.node, [*init, *ys], lambda: stacked, "results"))
+
+        def results() -> list[Tensor]:
+            return [*(x.new_empty(x.shape) for x in init), *(y.new_empty((site.length, *y.shape)) for y in ys)]
+
+        return cast("list[Tensor]", self.outcomes.of(site.node, [*init, *ys], results, "results"))
 
 
 class _Step(StepRun):

@@ -12,6 +12,7 @@ A write that cannot be taken out of a graph without changing gradients or aliase
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -58,7 +59,7 @@ from nsa_compile.workarounds import HonestBatchNorm
 
 log = logging.getLogger("nsa_compile")
 
-__all__ = ["WriteBack", "left_to_write", "make_functional", "share_elements", "with_stand_ins"]
+__all__ = ["WriteBack", "left_to_write", "make_functional", "memory", "share_elements", "with_stand_ins"]
 
 
 @dataclass
@@ -110,14 +111,9 @@ class WriteBack:
 
     def meets_another(self, inputs: Sequence[Any]) -> bool:
         """Whether an input that is written to has elements in common with another one."""
-        places: dict[int, list[int]] = {}
-        for i, x in enumerate(inputs):
-            if isinstance(x, Tensor):
-                places.setdefault(memory(x), []).append(i)
-        return any(
-            len(group) > 1 and not set(group).isdisjoint(self.written) and share_elements(*(inputs[i] for i in group))
-            for group in places.values()
-        )
+        written = {memory(inputs[i]) for i in self.written}
+        near = [x for x in inputs if isinstance(x, Tensor) and memory(x) in written]
+        return len(near) > len(written) and share_elements(near)
 
     def run_as_it_came(self, *inputs: Any) -> list[Any]:
         assert self.captured is not None
@@ -131,15 +127,25 @@ class WriteBack:
         return list(self.captured(*inputs))
 
 
-def share_elements(*tensors: Tensor) -> bool:
+def share_elements(tensors: Sequence[Tensor]) -> bool:
     """Whether some of these tensors have an element in common. Those of other sizes in one memory may."""
-    for i, x in enumerate(tensors):
-        others = [y for y in tensors[:i] if memory(x) == memory(y)]
-        if any(y.itemsize != x.itemsize for y in others):
+    groups: dict[int, list[Tensor]] = {}
+    for x in tensors:
+        if x.numel():
+            groups.setdefault(memory(x), []).append(x)
+    for group in (g for g in groups.values() if len(g) > 1):
+        if any(x.itemsize != group[0].itemsize for x in group):
             return True
-        if others and compute_overlapping_tensors([*others, x], symbolic=False):
+        group.sort(key=Tensor.storage_offset)
+        # One after the other, as the caches of layers in one buffer, they are told apart at once.
+        in_line = all(_end(x) <= y.storage_offset() for x, y in itertools.pairwise(group))
+        if not in_line and compute_overlapping_tensors(group, symbolic=False):
             return True
     return False
+
+
+def _end(x: Tensor) -> int:
+    return int(x.storage_offset()) + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
 
 
 def with_stand_ins(inputs: Sequence[Any], copies: Sequence[Any]) -> list[Any]:
@@ -186,25 +192,21 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
         raise Declined("it writes to a tensor, and turns gradients on where they are off around it", enters)
     with_gradient = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     if is_single_step(gm) and not with_gradient and not seen.views:
-        return left_to_write(gm, example_inputs)  # lowering it makes it functional; rows of caches are written then
+        return _writing_by_itself(gm, seen.inputs)  # lowering it makes it functional; rows of caches are written then
     return _functionalize(gm, seen)
 
 
 def left_to_write(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteBack:
     """What a graph that stays as it is writes to its inputs by itself; all that it might where this is not seen."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    # Tensors of inference mode do not count what is written to them.
-    with unset_fake_temporarily(), fake, modes.restored(), torch.inference_mode(False), torch.no_grad():
+    with unset_fake_temporarily(), fake, modes.restored(), torch.no_grad(), _Watch({}) as watch:
         fakes = [_fresh_like(x.detach()) if isinstance(x, Tensor) else x for x in example_inputs]
-        before = [x._version if isinstance(x, Tensor) else 0 for x in fakes]
         try:
             _Writes(gm).run(*fakes)
         except Exception as error:
             log.debug("what a graph writes to is not known: %s", first_line(error))
-            written = [i for i, x in enumerate(fakes) if isinstance(x, Tensor)]
-        else:
-            written = [i for i, x in enumerate(fakes) if isinstance(x, Tensor) and x._version != before[i]]
-    return WriteBack(written=written, captured=snapshot(gm)) if written else WriteBack()
+            watch.written += _tensors(fakes)
+    return _writing_by_itself(gm, _places_of(watch.written, fakes))
 
 
 class _Writes(fx.Interpreter):
@@ -216,6 +218,16 @@ class _Writes(fx.Interpreter):
         if isinstance(n.target, HigherOrderOperator):
             raise NotImplementedError(f"{n.target} may write to what it is given")
         return super().run_node(n)
+
+
+def _writing_by_itself(gm: fx.GraphModule, written: list[int]) -> WriteBack:
+    return WriteBack(written=written, captured=snapshot(gm)) if written else WriteBack()
+
+
+def _places_of(written: Sequence[Tensor], inputs: Sequence[Any]) -> list[int]:
+    """The inputs that have memory that is written to."""
+    found = {memory(x) for x in written}
+    return [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and memory(x) in found]
 
 
 def _refuse_inference_mode(gm: fx.GraphModule) -> None:
@@ -263,12 +275,14 @@ class Effects:
     Attributes:
         writes: nodes that write to a tensor that was there before.
         random: nodes that draw random numbers.
+        inputs: places of the inputs that have memory that is written to.
         hazard: why the writes cannot be taken out, if so.
         views: for outputs that are views of an input that is written to: as in `WriteBack`.
     """
 
     writes: list[fx.Node] = field(default_factory=list)
     random: set[fx.Node] = field(default_factory=set)
+    inputs: list[int] = field(default_factory=list)
     hazard: Declined | None = None
     views: dict[int, tuple[int, fx.GraphModule]] = field(default_factory=dict)
 
@@ -328,6 +342,7 @@ class _Observer(fx.Interpreter):
         self.effects = effects
         self.known: set[int] = set()
         self.versions: dict[fx.Node, int] = {}  # of the results, when they were made
+        self.written: list[Tensor] = []
         self.blind: list[fx.Node] = []  # views taken of a tensor with a gradient where autograd is off
         self.with_gradient: dict[int, torch.UntypedStorage] = {}
 
@@ -336,6 +351,7 @@ class _Observer(fx.Interpreter):
             return pytree.tree_map_only(Tensor, _fresh_like, n.meta["example_value"])
         with HonestBatchNorm(), _Watch(self.with_gradient) as watch:
             result = super().run_node(n)
+        self.written += watch.written
         if any(memory(x) in self.known for x in watch.written):
             self.effects.writes.append(n)
             if watch.untracked and self.effects.hazard is None:
@@ -423,6 +439,7 @@ def _observe(gm: fx.GraphModule, inputs: Sequence[Any]) -> Effects:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise Declined(f"it cannot be run on fake tensors: {line}") from error
         after = [(x.shape, x.stride(), memory(x)) if isinstance(x, Tensor) else None for x in fakes]
+    effects.inputs = _places_of(observer.written, fakes)
     for node, version in observer.versions.items():
         if observer.env[node]._version != version:  # a write through `.data` is seen by nobody, in eager mode too
             node.meta[WRITTEN] = True

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa_compile.program.functional import share_elements
+from nsa_compile.program.functional import memory, share_elements
 
 __all__ = ["check_state", "cloned", "describe_difference", "differing", "tensors_of"]
 
@@ -33,13 +33,13 @@ def check_state(state: Any) -> None:
     """
     _check_kind(state, ())
     tensors = tensors_of(state)
-    if len({x.untyped_storage()._cdata for x in tensors}) < len(tensors):
-        for i, x in enumerate(tensors):
-            if any(x is other or share_elements(x, other) for other in tensors[:i]):
-                raise ValueError(
-                    f"two tensors of the state, of shape {list(x.shape)}, share memory, so a step that updates one in "
-                    "place would change the other; give each its own by x.clone()"
-                )
+    if len({memory(x) for x in tensors}) == len(tensors) or not share_elements(tensors):
+        return
+    twice = next(x for i, x in enumerate(tensors) if any(share_elements([x, other]) for other in tensors[:i]))
+    raise ValueError(
+        f"two tensors of the state, of shape {list(twice.shape)}, share memory, so a step that updates one in place "
+        "would change the other; give each its own by x.clone()"
+    )
 
 
 def _check_kind(value: Any, path: Part) -> None:
