@@ -118,8 +118,8 @@ def compile_decode_step(model: nn.Module, **options: Any) -> Callable[..., Any]:
 
     If `decode_step` takes a `block` by name, that is called in the place of `type(block).decode_step` for each of
     `model.blocks`: each is compiled by itself, and equal ones once, as in `NSATransformer.decode_step`. One that takes
-    `logits` as well is given the compiled `model.logits`. A block updates what it is given of the state, so what a
-    step needs of the old one it reads before. The report is that of the blocks.
+    `logits` as well is given the compiled `model.logits`. A block updates its part of the state in place, so a step
+    reads what it needs of the old one before it calls the block. The report is that of the blocks.
 
     Raises:
         ValueError: the model has no such method; when called, if the state is not one that can be updated in place.

@@ -38,7 +38,7 @@ def check_state(state: Any) -> None:
     twice = next(x for i, x in enumerate(tensors) if any(share_elements([x, other]) for other in tensors[:i]))
     raise ValueError(
         f"two tensors of the state, of shape {list(twice.shape)}, share memory, so a step that updates one in place "
-        "would change the other; give each its own by x.clone()"
+        "would change the other; pass x.clone() for one of them"
     )
 
 
@@ -52,8 +52,8 @@ def _check_kind(value: Any, path: Part) -> None:
     elif isinstance(value, Tensor):
         if 0 in value.stride() and any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)):
             raise ValueError(
-                f"{_named(path)} is expanded, so its elements share memory and cannot be updated in place; give it its "
-                "own by x.contiguous()"
+                f"{_named(path)} is expanded, so its elements share memory and cannot be updated in place; pass "
+                "x.contiguous()"
             )
     elif value is not None:
         raise ValueError(
@@ -101,7 +101,7 @@ def describe_difference(name: str, part: Part, state: Any, returned: Any) -> str
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         rule = (
             "a compiled step writes the new state to the tensors of the old one, which keep their shapes, dtypes and "
-            "devices: make a cache as long as it will be, and convert what is put there"
+            "devices: allocate each cache at its full length, and convert what you write to it"
         )
     return f"{name} returns {_described(new)} for {_named(part)}, which was {_described(old)}; {rule}"
 
