@@ -95,10 +95,12 @@ def _counts_by_position(
 def _sorted_scores(selection: Selection) -> tuple[fx.Node, int]:
     """The sort behind the indices, and how many of them it keeps."""
     node: Any = selection.indices
+    if node is None:
+        raise Unrecognised("it takes all that reach the n-th best score, not n blocks", selection.members.node)
     count = example(node).shape[-1]
     if node.target is aten.slice.Tensor:
         if not _takes_first(node):
-            raise Unrecognised("it takes other blocks than the first of the sorted ones", selection.indices)
+            raise Unrecognised("it takes other blocks than the first of the sorted ones", node)
         node = node.args[0]
     if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target is not aten.sort.stable:
         raise Unrecognised("it does not take the order of a stable sort, so ties are open", node)

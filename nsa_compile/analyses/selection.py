@@ -32,6 +32,9 @@ from nsa_compile.ir.aten import ADD, AND, COMPARISONS, NOT, OR, SORTED, argument
 from nsa_compile.ir.scans import ScanRecord, Step, example
 from nsa_compile.ir.step_values import StepMask, Table, step_mask
 
+# Tokens of a block below which a list of all blocks, chosen or not, takes longer to read than the blocks that are.
+LEAST_LISTED = 4
+
 SCATTERS = (aten.scatter.src, aten.scatter.value)
 
 
@@ -40,7 +43,7 @@ class Members:
     """A node that says of each of its columns whether an index of their row is theirs."""
 
     node: fx.Node  # [..., C]: booleans, or numbers to be added to scores, 0 and -inf
-    indices: fx.Node  # [..., n]
+    indices: fx.Node | None  # [..., n]; None: those of the columns, of which the node itself says which count
     columns: Tensor  # [C], the index that each column is about
     taken: fx.Node | None = None  # [..., n], which of the indices count; None: all
 
@@ -50,7 +53,7 @@ class Selection:
     """A mask of blocks chosen by index, of which none that counts comes twice unless they are `given`."""
 
     members: Members
-    indices: fx.Node  # [..., n]
+    indices: fx.Node | None  # [..., n]; None: every block's own
     taken: fx.Node | None  # [..., n], which of the indices count; None: all
     marked: fx.Node | None  # [..., n], the indices with a number below 0 for those that do not count, if it is there
     given: bool  # whether nothing is known of the indices but that their mask has columns for them
@@ -123,6 +126,8 @@ def _members(node: fx.Node, additive: bool, record: ScanRecord) -> Members | Non
     is_bool = node.target is aten._to_copy.default and example(node).dtype == torch.bool
     if is_bool and operand(node).target is aten.sum.dim_IntList:
         return _compared(node, operand(node), record)
+    if _is_not_below_one_of_the_best(node):
+        return Members(node, None, torch.arange(example(node).shape[-1]), node)
     return None
 
 
@@ -169,6 +174,37 @@ def _compared(node: fx.Node, reduced: fx.Node, record: ScanRecord) -> Members | 
     return None
 
 
+def _is_not_below_one_of_the_best(node: fx.Node) -> bool:
+    """Whether a node says of each score of a row if it reaches the n-th best one, as a sort or top-k of them found it.
+
+    More than n do where some are equal.
+    """
+    compares = COMPARISONS.get(node.target)
+    if compares not in ("ge", "le") or not all(isinstance(x, fx.Node) for x in node.args[:2]):
+        return False
+    scores, bound = cast(Any, node.args[:2] if compares == "ge" else node.args[1::-1])
+    shape = example(bound).shape
+    if example(scores).shape != example(node).shape or len(shape) != example(node).dim() or shape[-1] != 1:
+        return False
+    while bound.target in _PICKS:
+        bound = operand(bound)
+    if bound.target is not operator.getitem or bound.args[1] != 0 or bound.args[0].target not in (*SORTED, KTH):
+        return False
+    ranked, last = operand(bound.args[0]), example(node).dim() - 1
+    return _undetached(ranked) is _undetached(scores) and arguments(bound.args[0]).dim % (last + 1) == last
+
+
+# What takes one of the best scores, for each row.
+_PICKS = {aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.detach.default}
+KTH = aten.kthvalue.default
+
+
+def _undetached(node: fx.Node) -> fx.Node:
+    while node.target is aten.detach.default:
+        node = operand(node)
+    return node
+
+
 def keeps_best(mask: Mask, shape: tuple[int, int, int], record: ScanRecord, magnitudes: Magnitudes) -> bool:
     """Whether a mask keeps a key of the best block of each query `[N, m]`, of T keys, at every step.
 
@@ -178,7 +214,9 @@ def keeps_best(mask: Mask, shape: tuple[int, int, int], record: ScanRecord, magn
     if len(mask.data) != 1 or not is_chosen(mask.data[0], record):
         return False
     members = _members(mask.data[0].node, mask.data[0].additive, record)
-    if members is None or mask.data[0].negated or members.taken is not None or not _is_best_first(members.indices):
+    if members is None or members.indices is None or mask.data[0].negated or members.taken is not None:
+        return False
+    if not _is_best_first(members.indices):
         return False
     try:
         first, block, _ = spread_over(mask.data[0], members, (n, m, keys), record)
@@ -265,10 +303,10 @@ def find_selection(node: fx.Node, masked: Mask, shape: tuple[int, int, int], ste
     members, condition, limit, always = _apart(chosen[0], record)
     mask = members.node
     first, block, rows = spread_over(condition, members, shape, record)
-    if members.taken is not None and constant(members.taken, record) is None and not _unique(members.indices):
-        raise Unrecognised("its block indices are not those of a sort or of top-k, so one may come twice", mask)
+    if members.indices is None and block < LEAST_LISTED:
+        raise Unrecognised(f"it lists all blocks, and they have fewer than {LEAST_LISTED} tokens", mask)
     indices, taken, marked, given = members.indices, members.taken, None, False
-    if not _unique(indices) or first:
+    if indices is not None and (not _unique(indices) or first):
         if taken is not None:
             raise Unrecognised("its block indices are not those of a sort or of top-k, so one may come twice", mask)
         if (found_marked := _marked(indices, first, members.columns, record)) is not None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import fx
@@ -61,7 +62,7 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
     sites = {site.body: site for site in find_scans(gm)}
     for step in find_steps(gm):
         record = step.record
-        not_ranked: dict[fx.Node, Declined] = {}  # indices, and why their ranking is not that of NSA
+        not_ranked: dict[fx.Node, Declined] = {}  # indices or a mask, and why their ranking is not that of NSA
         for node in list(step.body.graph.nodes):
             known = raised(node)
             if known is None or not known.mask.data:
@@ -78,7 +79,7 @@ def fuse_selection_scatter(gm: fx.GraphModule, context: PassContext) -> bool:
                 context.leave(Declined(found.why, found.node))
                 continue
             if isinstance(ranking, Declined):
-                not_ranked[selection.indices], ranking = ranking, None
+                not_ranked[selection.indices or selection.members.node], ranking = ranking, None
             if context.may_rewrite():
                 rewrite(step.body, node, known, selection, ranking, record)
                 what = "importance, ranking and mask" if ranking else "mask"
@@ -202,6 +203,10 @@ def by_heads(build: NodeBuilder, call: AttentionCall[fx.Node], rows: int, heads:
 def _indices(build: NodeBuilder, selection: Selection, record: ScanRecord) -> fx.Node:
     """The indices as they were ranked or given, -1 for those that do not count: `[N, 1, n]`, or `[N * m, 1, n]`."""
     indices = selection.indices
+    if indices is None:
+        mask = example(selection.members.node)
+        indices = build(aten.arange.default, mask.shape[-1], device=mask.device)
+        indices = build(aten.expand.default, indices, list(mask.shape))
     if selection.taken is not None:
         none = build(aten.full_like.default, indices, -1)
         indices = build(aten.where.self, selection.taken, indices, none)
@@ -284,7 +289,7 @@ def _ranked(build: NodeBuilder, selection: Selection, ranking: Ranking) -> fx.No
         num_blocks=blocks,
         offsets=ranking.offsets,
         factors=ranking.factors,
-        num_selected=example(selection.indices).shape[-1],
+        num_selected=example(cast(fx.Node, selection.indices)).shape[-1],
         num_initial=ranking.num_initial,
         num_local=ranking.num_local,
     )

@@ -179,7 +179,7 @@ VERDICTS = {
     "moba/moba_by_bias": ("selected_attention", "operator"),
     "moba/moba_by_gather": ("selected_attention", "operator"),
     "moba/moba_by_gather_of_blocks": ("selected_attention", "operator"),
-    "moba/moba_by_threshold": ("scored_attention", "dense"),
+    "moba/moba_by_threshold": ("selected_attention", "dense"),
     "moba/moba_by_one_hot": ("selected_attention", "operator"),
     "moba/moba_by_comparison": ("selected_attention", "operator"),
     "moba/moba_by_sdpa": ("selected_attention", "operator"),

@@ -265,6 +265,15 @@ OTHER_RANKINGS = {
         "a bias": selection(importance="padded[..., 1:8:2] + 0.1 * block"),
         "of random numbers": selection(mass='x["m"][:, :, 0, :7].abs()', **DATA),
     },
+    "threshold": {
+        "of top-k": selection(chosen="score >= score.topk(2).values[..., -1:]"),
+        "of a sort": selection(chosen="best[..., 1:2] <= score"),
+        "of kthvalue": selection(chosen="score >= score.kthvalue(3, -1, keepdim=True).values"),
+        "of detached scores": selection(chosen="score.detach() >= score.topk(2).values[..., 1, None].detach()"),
+        "that several reach": selection(
+            mass="(pc.sum(2) > 0.2).double()", chosen="score >= score.topk(2).values[..., -1:]"
+        ),
+    },
 }  # fmt: skip
 
 
@@ -301,6 +310,17 @@ OTHER_MASKS = {
             keep="(tokens & other.repeat_interleave(4, -1) & (position <= t))[:, :, None]",
         ),
         "or another one": selection(keep="((tokens | (position > t - 2)) & (position <= t))[:, :, None]"),
+    },
+    "thresholds": {
+        "that few reach": selection(chosen="score > score.topk(2).values[..., -1:]"),
+        "from above": selection(chosen="score <= score.topk(2).values[..., -1:]"),
+        "of other scores": selection(chosen="score >= importance.topk(2).values[..., -1:]"),
+        "of another row": selection(chosen="score >= score.topk(2).values[..., -1:].flip(1)"),
+        "of another dimension": selection(chosen="score >= score.topk(1, 1).values[..., -1:]"),
+        "of their own": selection(chosen="score >= 0.2"),
+        "turned round": selection(
+            chosen="score >= score.topk(2).values[..., -1:]", keep="(~tokens & (position <= t))[:, :, None]"
+        ),
     },
     "tokens": {
         "in unequal blocks": selection(
