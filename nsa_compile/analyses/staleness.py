@@ -57,6 +57,7 @@ from torch.utils import _pytree as pytree
 from nsa_compile.analyses.known import LIMIT
 from nsa_compile.analyses.magnitudes import DATA, Magnitude, Magnitudes, floor_level, unmeasured
 from nsa_compile.analyses.masks import Unrecognised, conjunction
+from nsa_compile.analyses.nan_rows import Open, sums_over_rows
 from nsa_compile.analyses.selection import keeps_best
 from nsa_compile.analyses.softmax import walk_up
 from nsa_compile.ir.aten import (
@@ -152,6 +153,9 @@ class Analysis:
         self.settled: dict[fx.Node, Steps] = {}
         # Operands (node, place) whose elements may be taken for zero before a step: what they meet is zero in the loop.
         self.hidden: dict[tuple[fx.Node, int], Steps] = {}
+        # Of these operands, which elements are NaN where a softmax keeps nothing: products with them are NaN then.
+        self._open: Open = {}
+        self._nan_is_lost: dict[fx.Node, bool] = {}
         self._one_is_kept: dict[fx.Node, bool] = {}
         self.magnitudes = Magnitudes(record)
         self._gives_gradients = True  # whether the operator that is looked at does
@@ -514,8 +518,12 @@ class Analysis:
                 ready, blank = (reduce(-1 if rows[stale] == 0 else -2) for reduce in (ready.amax, blank.amin))
             if not bool((blank >= ready).all()):
                 continue
+            along = -1 if rows[other] == 1 or len(others) == 1 else -2
             if len(others) > 1:
                 ready = ready.unsqueeze(-1 if rows[other] == 0 else -2)
+            is_open = self._open.get((node, other))
+            if is_open is not None and not bool((is_open & (ready == 0)).any(along).all()):
+                continue  # of a row of NaN nothing would be left
             zero = self._silence(replace(facts[other], zero=_union(facts[other].zero, ready)))
             if zero.ready is not None and bool((zero.ready > 0).any()):  # beside the rows of zeros, too
                 continue
@@ -566,19 +574,39 @@ class Analysis:
         """Until when each score may be made an exact zero behind a softmax that may be NaN for all this analysis knows.
 
         It is -inf until then. Beside another score, exp makes a zero of it. Where there is none, the row is NaN in the
-        loop, and it is NaN without those elements, too, if it has others.
+        loop, and it is NaN without those elements, too, to those who sum over it, if it has others (`nan_rows`).
         """
         f, magnitude = self.raw(node.args[0]), self.magnitudes.of(node.args[0])
         if f.stale or magnitude is None:
             return None
         until = f.fill if magnitude.only_infinite_floors else f.removed
-        shape, dim = example(operand(node)).shape, arguments(node).dim
+        shape = example(operand(node)).shape
         if until is None or not shape or not shape.numel():
             return None
         if until is f.removed and f.absorbed is not None and bool((f.absorbed > until).any()):
             return None  # of these the gradient is not that of a zero
-        has_others = bool((until.expand(shape).amin(dim) == 0).all())
-        return until if has_others or (magnitude.only_infinite_floors and _nan_becomes_zero(node)) else None
+        if self.one_is_kept(node):
+            return until
+        if node not in self._nan_is_lost:
+            readers = sums_over_rows(node, until, self._ahead, self._moved, self.never)
+            self._nan_is_lost[node] = readers is None
+            self._open.update(readers or {})
+        return None if self._nan_is_lost[node] else until
+
+    def _ahead(self, node: fx.Node) -> Facts:
+        """What is known of a node that may come later in the body."""
+        todo = [node]
+        while todo:
+            if (last := todo[-1]) in self.facts:
+                todo.pop()
+            elif later := [n for n in last.all_input_nodes if n not in self.facts]:
+                todo += later
+            else:
+                self.run(last)
+        return self.facts[node]
+
+    def _moved(self, node: fx.Node, of: fx.Node, numbers: Tensor) -> Tensor:
+        return self._move(node, {of: numbers})
 
     def _floors_vanish(self, node: fx.Node) -> bool:
         magnitude = self.magnitudes.of(node.args[0])
@@ -688,14 +716,6 @@ def with_gradients(graph: fx.Graph) -> set[fx.Node]:
         if not stops_here and (not node.users or not found.isdisjoint(node.users)):
             found.add(node)
     return found
-
-
-def _nan_becomes_zero(softmax: fx.Node) -> bool:
-    """Whether all who read a softmax read 0 in the place of NaN."""
-    readers = list(softmax.users)
-    return bool(readers) and all(
-        user.target is aten.nan_to_num.default and arguments(user).nan in (None, 0.0) for user in readers
-    )
 
 
 def _ever(value: Table | StepMask) -> bool:

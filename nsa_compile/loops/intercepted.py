@@ -50,9 +50,15 @@ def _needs_care(index: Any) -> bool:
     return any(_has_symbol(p) or (isinstance(p, slice) and _has_symbol([p.start, p.stop, p.step])) for p in parts)
 
 
+def picks_a_row(index: Any) -> bool:
+    """Whether an index begins with a number in a tensor."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    return isinstance(first, Tensor) and first.dim() == 0 and first.dtype in _INDICES
+
+
 def _getitem(x: Tensor, index: Any) -> Any:
-    first, *rest = index if isinstance(index, tuple) else (index,)
-    if isinstance(first, Tensor) and first.dim() == 0 and first.dtype in _INDICES:
+    if picks_a_row(index):
+        first, *rest = index if isinstance(index, tuple) else (index,)
         row = x[first[None]].squeeze(0)  # torch would take the number out of the tensor
         return row[tuple(rest)] if rest else row
     if not _needs_care(index):
@@ -128,6 +134,7 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
     """Padding with a number, as tensors of it joined."""
     if mode != "constant" or not _has_symbol([*pad, *input.shape]):
         return NotImplemented
+    is_new = False
     for place in range(len(pad) // 2):
         dim = input.dim() - 1 - place
         parts = [input]
@@ -138,7 +145,8 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
                 shape = [*input.shape[:dim], count, *input.shape[dim + 1 :]]
                 parts.insert(at * len(parts), input.new_full(shape, value or 0))
         input = torch.cat(parts, dim) if len(parts) > 1 else input
-    return input
+        is_new |= len(parts) > 1
+    return input if is_new else input.clone()
 
 
 def _squeeze(x: Tensor, dim: Any = None) -> Any:

@@ -46,7 +46,7 @@ def note_what_is_left(
         items = [outside.lift(x) if isinstance(x, Tensor) else x for x in list_.items]
         list.__setitem__(list_, slice(1, None), items)
     _note_sharing(trace, recorder, outside, wrapped, grown)
-    _note_lists_that_are_read(trace, recorder, before)
+    _note_lists_that_are_read(trace, recorder, outside, before)
     _note_lists_that_grow(trace, recorder, grown)
     _note_outside(trace, recorder, outside)
 
@@ -103,12 +103,12 @@ def _note_sharing(
     trace.outside_objects = {id(functional): x for x, functional in known}
 
 
-def _note_lists_that_are_read(trace: Trace, recorder: Recorder, before: Snapshot) -> None:
+def _note_lists_that_are_read(trace: Trace, recorder: Recorder, outside: Outside, before: Snapshot) -> None:
     assert trace.after is not None
     for path, container in trace.after.containers.items():
         if isinstance(container.value, GrowingList):
             trace.rows.add((*path, ".rows"))
-            appended = [x for x in container.value.appended if isinstance(x, FunctionalTensor)]
+            appended = [outside.lift(x) for x in container.value.appended if isinstance(x, Tensor)]
             trace.held_in_lists[path] = [_held(x, recorder) for x in appended]
             if container.value.cut:
                 trace.moved.add(path)

@@ -27,6 +27,7 @@ from nsa_compile.loops.effects import refused_effects
 from nsa_compile.loops.left import begin_lists, memory_of, note_what_is_left, settle_lists
 from nsa_compile.loops.lists import Appended, IsRead
 from nsa_compile.loops.numbers import as_number
+from nsa_compile.loops.picked import PickedRows
 from nsa_compile.loops.python_numbers import (
     SYMBOLIC,
     NotHashable,
@@ -67,7 +68,7 @@ class _Rewritten(TorchFunctionMode):
 
     def __init__(self, outside: Outside) -> None:
         super().__init__()
-        self.outside = outside
+        self.outside, self.picked = outside, PickedRows()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in intercepted.REFUSED:
@@ -75,6 +76,7 @@ class _Rewritten(TorchFunctionMode):
         if func in intercepted.NOT_ASKED and isinstance(args[0], FunctionalTensor) and frame_of_loop(sys._getframe(1)):
             raise NotFollowed(intercepted.NOT_ASKED[func])
         args, kwargs = self.outside.lifted(args), self.outside.lifted(kwargs or {})
+        self.picked.check_read(args, kwargs)
         replacement = intercepted.REPLACED.get(func)
         try:
             with unnoted():
@@ -82,6 +84,8 @@ class _Rewritten(TorchFunctionMode):
                     with self:
                         result = replacement(*args, **kwargs)
                     if result is not NotImplemented:
+                        if func is Tensor.__getitem__ and intercepted.picks_a_row(args[1]):
+                            self.picked.note(args[0], result)
                         return result
                 return func(*args, **kwargs)
         except Exception as error:
@@ -130,7 +134,8 @@ def trace_step(
             trace.came = {memory_of(x): path for path, x in wrapped.items() if isinstance(x, FunctionalTensor)}
             before.install({**wrapped, **grown})
             drop(cells, temporary)
-            with outside, _Rewritten(outside), refused_effects(), stand_ins_unseen():
+            rewritten = _Rewritten(outside)
+            with outside, rewritten, refused_effects(), stand_ins_unseen():
                 handed = begin_lists(before)
                 with noted():
                     step(position)
@@ -142,6 +147,7 @@ def trace_step(
                 if path not in given and trace.after.contents.get(path) != content:
                     raise NotFollowed(f"it changes {in_words(path)}, a {type(leaf).__name__}, in place")
             note_what_is_left(trace, recorder, outside, before, tensors, leaves, wrapped, grown)
+            rewritten.picked.check_left(trace)
     except NotFollowed as why:
         raise NotFollowed(why.reason, why.place or _line_of(why, step)) from why
     except IsRead:

@@ -801,6 +801,108 @@ def calling_itself(x, depth=1):
     return torch.stack(ys)
 
 
+INDICES = torch.tensor([3, 1, 4, 1, 5, 0, 3])
+
+
+def a_row_picked_by_a_tensor(x):
+    table, ys = x * 2, []
+    for t in range(len(x)):
+        row = table[INDICES[t]]
+        ys.append(row * x[t])
+        chosen = (table * x[t])[INDICES[t]]  # of a tensor that nobody else has
+        ys.append(chosen)
+    chosen.mul_(2)
+    return torch.stack(ys)
+
+
+def a_row_picked_before_its_table_is_written_to(x):
+    table, ys = x * 2, []
+    for t in range(len(x)):
+        row = table[INDICES[t]] * 0.5
+        table[t] = row
+        ys.append(row)
+    return torch.stack(ys)
+
+
+def a_picked_row_that_is_written_to(x):
+    table, ys = x * 2, []
+    for t in range(len(x)):
+        table[INDICES[t]].add_(x[t])
+        ys.append(table.sum(0))
+    return torch.stack(ys)
+
+
+def a_picked_row_that_is_halved(x):
+    table, ys = x * 2, []
+    for t in range(len(x)):
+        row = table[INDICES[t], :2]
+        row *= 0.5
+        ys.append(row * 1)
+    return torch.stack(ys), table
+
+
+def a_picked_row_whose_table_is_written_to(x):
+    table, ys = x * 2, []
+    for t in range(len(x)):
+        row = table[INDICES[t]]
+        table[t] = x[t]
+        ys.append(row.detach())
+    return torch.stack(ys)
+
+
+def a_picked_row_that_is_left(x):
+    table = x * 2
+    for t in range(len(x)):
+        row = table[INDICES[t]]
+    row.mul_(0)
+    return table
+
+
+def two_picked_rows_of_one_tensor(x):
+    ys, zs = [], []
+    for t in range(len(x)):
+        made = x * x[t]
+        ys.append(made[INDICES[t]])
+        zs.append(made[INDICES[0]])
+    ys[0].mul_(0)
+    return torch.stack(zs)
+
+
+def one_tensor_in_a_list_that_is_read(x):
+    h, rows, ys = x[0] * 2, [], []
+    for t in range(len(x)):
+        rows.append(h)
+        ys.append(torch.stack(rows).sum(0) + x[t])
+    h.add_(1)
+    return torch.stack(rows), torch.stack(ys)
+
+
+def an_input_in_a_list_that_is_read(x):
+    held, rows, ys = x.detach().clone(), [], []
+    for t in range(len(x)):
+        rows.append(held)
+        ys.append(rows[-1][t] + x[t])
+    rows[0].mul_(2)
+    return held, torch.stack(ys)
+
+
+def padding_that_pads_nothing(x):
+    rows, ys = x[:0], []
+    for t in range(len(x)):
+        rows = torch.cat([rows, x[t : t + 1]])
+        copy = torch.nn.functional.pad(rows, (0, 0, 0, 0))
+        copy.mul_(2)
+        ys.append(copy.sum(0) - rows.sum(0))
+    return torch.stack(ys), rows
+
+
+COMPILED += [
+    a_row_picked_by_a_tensor,
+    a_row_picked_before_its_table_is_written_to,
+    one_tensor_in_a_list_that_is_read,
+    an_input_in_a_list_that_is_read,
+    padding_that_pads_nothing,
+]
 COMPILED += [another_class_at_a_step, counting_in_a_private_slot, a_slot_of_a_base, calling_itself]
 COUNTING = [
     counting(make)
@@ -811,6 +913,11 @@ DECLINED = {
     counting(lambda x: types.ModuleType("made")): "changes made.n",
     counting_in_a_module_of_the_module: "changes of_a_user.n",
     counting_in_a_class_of_the_function: "changes Local.n",
+    a_picked_row_that_is_written_to: r"writes in place to K\[i\]",
+    a_picked_row_that_is_halved: r"writes in place to K\[i\]",
+    a_picked_row_whose_table_is_written_to: r"reads K\[i\], .* after a write to K",
+    a_picked_row_that_is_left: r"row holds K\[i\]",
+    two_picked_rows_of_one_tensor: r"[yz]s\[0\] holds K\[i\]",
     counting_behind_a_view: "view is a mappingproxy, through which a step may change",
     a_list_with_an_attribute_that_is_made: "which may have attributes of its own",
     a_reference_that_is_made: "reference becomes a reference that the loop has made",

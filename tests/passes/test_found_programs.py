@@ -2223,3 +2223,66 @@ def test_a_state_of_bytes_and_a_number_that_is_none(dtype, number):
     x = torch.arange(20 * 4 * D).reshape(20, 4, D).to(dtype)
     torch.testing.assert_close(compiled(run, fullgraph=True)(x), run(x))
     assert [r.form for r in nsa_compile.last_report().scans[0].recurrences] == ["a running sum"]
+
+
+# What a step makes of the weights of a query that keeps no key; of some readers nothing of the NaN is left but in rows
+# that are not written yet.
+READERS = {
+    "itself": lambda w, k, row: w,
+    "how many are NaN": lambda w, k, row: w.isnan().sum() + 0 * row,
+    "another row where all are NaN": lambda w, k, row: torch.where(w.isnan().all(), row, w.nan_to_num(0) @ k),
+    "the rows backwards": lambda w, k, row: w @ k.flip(0),
+    "the weights backwards": lambda w, k, row: w.flip(0) @ k,
+    "the weights of the newest alone": lambda w, k, row: (w[:, None] * k)[-1],
+    "the rows but the first": lambda w, k, row: w[1:] @ k[1:],
+    "the best": lambda w, k, row: k.index_select(0, w.topk(2)[1]).sum(0),
+    "the first that is zero": lambda w, k, row: k.index_select(0, (w == 0).long().argmax().view(1)).sum(0),
+    "the rows but those until now": lambda w, k, row: w.masked_fill(torch.arange(len(w)) < 4, 0) @ k,
+    "their logarithms": lambda w, k, row: (w + 1).log(),
+    "the largest": lambda w, k, row: w.amax() * row,
+    "two by two": lambda w, k, row: w.view(-1, 2).sum(1) @ k[:4],
+    "zeros by their own size": lambda w, k, row: torch.where(w > 0.1, w, 0.0) @ k,
+    "twice": lambda w, k, row: torch.stack([w, w * 2]).sum(0) @ k,
+}
+WHOLE_ROWS = {
+    "values": lambda w, k, row, m, now: w @ k,
+    "values by einsum": lambda w, k, row, m, now: torch.einsum("s,sd->d", w, k) * row,
+    "values, halved": lambda w, k, row, m, now: (w / 2).unsqueeze(0) @ k,
+    "their sum": lambda w, k, row, m, now: (w @ k) / (w.sum() + 1),
+    "zeros by nan_to_num": lambda w, k, row, m, now: w.nan_to_num(0) @ k,
+    "zeros by isnan": lambda w, k, row, m, now: torch.where(w.isnan(), 0, w) @ k,
+    "zeros by the mask": lambda w, k, row, m, now: w.masked_fill(~(m & now), 0.0) @ k,
+    "zeros by where": lambda w, k, row, m, now: torch.where(m & now, w, 0.0) @ k,
+}
+
+
+def without_keys(read, finite):
+    """Weights under a mask from outside that keeps nothing at the first steps, read in one way or another."""
+
+    def run(q, k, mask):
+        positions = torch.arange(len(q))
+
+        def step(cache, row):
+            t, q, k, m = row
+            cache = torch.where((positions == t)[:, None], k, cache)
+            w = (cache @ q).masked_fill(~m | (positions > t), -torch.inf).softmax(-1)
+            return cache, read(w, cache, q, m, positions <= t)
+
+        y = scan(step, torch.zeros_like(k), (positions, q, k, mask))[1]
+        return (y,) if not finite else (y, y.nan_to_num(0.5))
+
+    return run
+
+
+@pytest.mark.parametrize("name", [*READERS, *WHOLE_ROWS])
+def test_readers_of_weights_where_no_key_is_kept(name):
+    """Weights of rows that are not written yet came out as 0, and NaN got lost in whatever looked at them alone."""
+    whole = WHOLE_ROWS.get(name)
+    run = without_keys(whole or (lambda w, k, row, *_: READERS[name](w, k, row)), whole is None)
+    q, k = rows(2, 8, D)
+    positions = torch.arange(8)
+    mask = (positions <= positions[:, None]) & (positions >= 3)
+    torch.testing.assert_close(compiled(run, fullgraph=True)(q, k, mask), run(q, k, mask), equal_nan=True)
+    if whole is not None:  # and they are no copies of the cache
+        assert nsa_compile.last_report().scans[0].batched
+        assert not nsa_compile.last_report().scans[0].guards_kept

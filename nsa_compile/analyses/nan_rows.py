@@ -1,0 +1,169 @@
+"""Rows of a softmax that keep no key: NaN in the loop, in every element, and the NaN must not get lost.
+
+Where scores of rows that are not written yet are -inf, their weights are computed as zeros. Beside a key that is kept
+they are zeros in the loop, too. Where none is kept they are NaN, as are the other weights of the row: whoever sums over
+the row finds NaN either way, and whoever looks at single weights does not. So each reader is followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from nsa_compile.ir.aten import COPIED, DIV, MASKED_FILL, MATMUL, MUL, REARRANGED, WHERE, arguments, aten, operand
+from nsa_compile.ir.scans import ancestors, example
+
+if TYPE_CHECKING:
+    from nsa_compile.analyses.staleness import Facts, Steps
+
+#: Operands, and which of their elements are NaN where their row is: `(node, place)`.
+Open = dict[tuple[fx.Node, int], Tensor]
+
+_MOVES = REARRANGED | COPIED | {aten._to_copy.default}
+_KEEPS_NAN = MUL | {aten.neg.default}
+_SUMS = {
+    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default, aten.amin.default,
+}  # fmt: skip
+
+
+def sums_over_rows(
+    softmax: fx.Node,
+    until: Steps,
+    facts: Callable[[fx.Node], Facts],
+    move: Callable[[fx.Node, fx.Node, Tensor], Tensor],
+    length: int,
+) -> Open | None:
+    """The products that sum over a softmax's rows, if every reader does, or takes NaN for zero; None otherwise.
+
+    Args:
+        until: the step up to which each weight is taken for zero.
+        facts: what is known of another node, which is not computed from the softmax.
+        move: `move(node, x, numbers)` gives what an operator that moves the elements of x makes of numbers.
+        length: of the scan.
+    """
+    shape, dim = example(softmax).shape, arguments(softmax).dim % example(softmax).dim()
+    rows = torch.arange(math.prod(shape) // shape[dim]).reshape([n for d, n in enumerate(shape) if d != dim])
+    first = _Elements(rows.unsqueeze(dim).expand(shape), (until == 0).expand(shape), until.expand(shape))
+    if not softmax.users and not first.sums_all([dim]):
+        return None  # readers that are not here are taken to sum over it
+    todo, found = [(softmax, first)], Open()
+    while todo:
+        node, x = todo.pop()
+        for user in node.users:
+            if _takes_nan_for_zero(user, node):
+                continue
+            if user.target in MATMUL:
+                for place in (i for i, operand in enumerate(user.args[:2]) if operand is node):
+                    if not x.sums_all([-1 if place == 0 or x.row.dim() == 1 else -2]):
+                        return None
+                    found[user, place] = x.is_open
+                continue
+            if user.target in _SUMS:
+                how = arguments(user)
+                dims: Any = getattr(how, "dim", None) or list(range(x.row.dim()))
+                if x.sums_all(dims):
+                    continue
+                after = x.reduced(dims, keepdim=getattr(how, "keepdim", False))
+            elif user.target in _MOVES and example(user).dtype.is_floating_point:
+                after = _Elements(*(move(user, node, numbers) for numbers in (x.row, x.is_open, x.until)))
+            elif user.target in _KEEPS_NAN or (user.target in DIV and user.args[1] is not node):
+                after = x.expanded(user)
+            else:
+                kept = _kept_by_choice(user, node, softmax, facts, length)
+                if kept is None:
+                    return None
+                after = x.expanded(user)
+                if bool((kept[0] >= after.until).all()):
+                    continue  # all that is taken for zero is zero in the loop
+                after = replace(after, is_open=after.is_open & kept[1])
+            todo.append((user, after))
+    return found
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Of each element of a value: the row of the softmax that it belongs to, whether it is never taken for zero, so
+    that it is NaN where the row is, and until when it may be."""
+
+    row: Tensor
+    is_open: Tensor
+    until: Steps
+
+    def sums_all(self, dims: list[int]) -> bool:
+        """Whether each sum is over elements of one row, of which one is NaN where the row is."""
+        one_row = self.row.amax(dims) == self.row.amin(dims)
+        return bool((one_row & (self.is_open.long().amax(dims) == 1)).all())
+
+    def reduced(self, dims: list[int], *, keepdim: bool) -> _Elements:
+        """Of sums over elements of several rows, such as those of all heads: the rows are another row together."""
+        apart = self.row.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims))
+        _, row = torch.unique(apart.flatten(0, -2), dim=0, return_inverse=True)
+        row = row.reshape(apart.shape[:-1])
+        for d in sorted(d % self.row.dim() for d in dims) if keepdim else ():
+            row = row.unsqueeze(d)
+        return _Elements(row, self.is_open.long().amin(dims, keepdim) == 1, self.until.amax(dims, keepdim))
+
+    def expanded(self, node: fx.Node) -> _Elements:
+        return _Elements(*(x.expand(example(node).shape) for x in (self.row, self.is_open, self.until)))
+
+
+def _takes_nan_for_zero(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a reader makes zeros of NaN: `nan_to_num`, or a choice of zero where `isnan` says so."""
+    if user.target is aten.nan_to_num.default:
+        return arguments(user).nan in (None, 0.0)
+    if user.target is aten.isnan.default:
+        return bool(user.users) and all(_fills_nan(u, user, node) for u in user.users)
+    return any(isinstance(x, fx.Node) and x.target is aten.isnan.default and _fills_nan(user, x, node)
+               for x in user.args)  # fmt: skip
+
+
+def _fills_nan(choice: fx.Node, is_nan: fx.Node, node: fx.Node) -> bool:
+    """Whether a choice is `where(isnan(x), 0, x)`."""
+    if operand(is_nan) is not node:
+        return False
+    if choice.target in MASKED_FILL:
+        value, mask, fill = choice.args[:3]
+    elif choice.target in WHERE:
+        mask, fill, value = choice.args[:3]
+    else:
+        return False
+    return mask is is_nan and value is node and _is_zero(fill)
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, fx.Node):
+        fills = value.target in (aten.scalar_tensor.default, aten.full.default, aten.zeros_like.default)
+        number = 0.0 if value.target is aten.zeros_like.default else value.args[-1] if fills else None
+        return isinstance(number, int | float) and number == 0
+    return isinstance(value, int | float) and value == 0
+
+
+def _kept_by_choice(
+    choice: fx.Node, node: fx.Node, softmax: fx.Node, facts: Callable[[fx.Node], Facts], length: int
+) -> tuple[Tensor, Tensor] | None:
+    """Of a choice between a value and zero: until when it surely takes zero, and where it always takes the value."""
+    if choice.target in MASKED_FILL:
+        value, mask, other = choice.args[:3]
+        takes_if_true = False
+    elif choice.target in WHERE and node in choice.args[1:3]:
+        mask, *sides = choice.args[:3]
+        takes_if_true = sides[0] is node
+        value, other = sides if takes_if_true else sides[::-1]
+    else:
+        return None
+    if value is not node or not isinstance(mask, fx.Node) or not _is_zero(other):
+        return None
+    if softmax in ancestors([mask]):
+        return None
+    of_mask = facts(mask)
+    if of_mask.stale:
+        return None
+    never_taken = of_mask.can_be_true if takes_if_true else of_mask.can_be_false
+    always = of_mask.surely_true if takes_if_true else of_mask.surely_false
+    taken = torch.tensor(False) if always is None else (always[0] <= 0) & (always[1] >= length - 1)
+    return torch.tensor(0) if never_taken is None else never_taken, taken
