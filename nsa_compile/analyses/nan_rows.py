@@ -59,14 +59,14 @@ def sums_over_rows(
                 continue
             if user.target in MATMUL:
                 for place in (i for i, operand in enumerate(user.args[:2]) if operand is node):
-                    if not x.sums_all([-1 if place == 0 or x.row.dim() == 1 else -2]):
+                    if x.is_taken and not x.sums_all([-1 if place == 0 or x.row.dim() == 1 else -2]):
                         return None
                     found[user, place] = x.is_open
                 continue
             if user.target in _SUMS:
                 how = arguments(user)
                 dims: Any = getattr(how, "dim", None) or list(range(x.row.dim()))
-                if x.sums_all(dims):
+                if x.sums_all(dims) or not x.is_taken:
                     continue
                 after = x.reduced(dims, keepdim=getattr(how, "keepdim", False))
             elif user.target in _MOVES and example(user).dtype.is_floating_point:
@@ -75,12 +75,14 @@ def sums_over_rows(
                 after = x.expanded(user)
             else:
                 kept = _kept_by_choice(user, node, softmax, facts, length)
-                if kept is None:
+                if kept is None and x.is_taken:
                     return None
+                if kept is None:
+                    continue
                 after = x.expanded(user)
-                if bool((kept[0] >= after.until).all()):
-                    continue  # all that is taken for zero is zero in the loop
                 after = replace(after, is_open=after.is_open & kept[1])
+                if bool((kept[0] >= after.until).all()):  # what is taken for zero is zero in the loop
+                    after = replace(after, until=torch.zeros_like(after.until))
             todo.append((user, after))
     return found
 
@@ -93,6 +95,11 @@ class _Elements:
     row: Tensor
     is_open: Tensor
     until: Steps
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether any is taken for zero that may be NaN in the loop."""
+        return bool((self.until > 0).any())
 
     def sums_all(self, dims: list[int]) -> bool:
         """Whether each sum is over elements of one row, of which one is NaN where the row is."""

@@ -84,7 +84,7 @@ from nsa_compile.ir.aten import (
     operand,
 )
 from nsa_compile.ir.carries import Latest, Recurrent, Rows
-from nsa_compile.ir.scans import ScanRecord, example, location, results
+from nsa_compile.ir.scans import ScanRecord, ancestors, example, location, results
 from nsa_compile.ir.step_values import Separable, StepMask, StepValue, Table
 
 Steps = Tensor  # int64, broadcastable to the value's shape
@@ -521,15 +521,24 @@ class Analysis:
             along = -1 if rows[other] == 1 or len(others) == 1 else -2
             if len(others) > 1:
                 ready = ready.unsqueeze(-1 if rows[other] == 0 else -2)
-            is_open = self._open.get((node, other))
-            if is_open is not None and not bool((is_open & (ready == 0)).any(along).all()):
+            place = node.args.index(operands[other])
+            stays_nan = self._stays_nan(node, place)
+            if stays_nan is not None and not bool((stays_nan & (ready == 0)).any(along).all()):
                 continue  # of a row of NaN nothing would be left
             zero = self._silence(replace(facts[other], zero=_union(facts[other].zero, ready)))
             if zero.ready is not None and bool((zero.ready > 0).any()):  # beside the rows of zeros, too
                 continue
-            self.hidden[node, node.args.index(operands[other])] = _shrink(ready)
+            self.hidden[node, place] = _shrink(ready)
             return (f, zero) if stale == 0 else (zero, f)
         return None
+
+    def _stays_nan(self, node: fx.Node, place: int) -> Tensor | None:
+        """Which elements of an operand are NaN where a softmax that it is computed from has a row of NaN."""
+        if (node, place) in self._open:
+            return self._open[node, place]
+        value = operand(node, place)
+        may_be_nan = self._nan_is_lost.keys() and not self._nan_is_lost.keys().isdisjoint(ancestors([value]))
+        return torch.ones(example(value).shape, dtype=torch.bool) if may_be_nan else None
 
     def _explain_contraction(self, silent: Steps, factors: tuple[Any, Any]) -> str:
         if bool((silent > 0).any()):
