@@ -27,6 +27,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.children import sitecustomize  # noqa: F401  # here, too, what it changes
+from tests.depth import is_deep
 from tests.room import with_room
 
 _COMMON: dict[str, Any] = {
@@ -70,9 +71,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What compiles most comes first: were it left to the end, one process would work and the other wait. Tests and
-    their fixtures have room for their frames."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is for a deep search is left out of another. What compiles most comes first: were it left to the end, one
+    process would work and the other wait. Tests and their fixtures have room for their frames."""
+    if not is_deep():
+        left_out = [item for item in items if item.get_closest_marker("deep")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("deep")]
     items.sort(key=lambda item: not ("inductor" in item.nodeid or "spilling" in item.nodeid))
     for item in items:
         item.setup = functools.partial(with_room, item.setup)

@@ -22,6 +22,7 @@ from nsa_compile.ops.scored import cpu, portable, scored_attention
 from nsa_compile.ops.scored.program import OPERATORS, parse
 from nsa_compile.ops.tiles import compute_dtype
 from tests.ops.problems import kernels, peak_memory
+from tests.strategies import few
 
 Scores = Callable[..., Tensor]
 
@@ -543,6 +544,7 @@ def test_every_program(case, kernel):
 
 
 @pytest.mark.parametrize("kernel", kernels("scored"))
+@few(6)  # a kernel is compiled for each
 @given(problem=problems((torch.float64, torch.float32, torch.bfloat16, torch.float16)))
 def test_equals_the_loops(kernel, problem):
     check(problem, kernel)

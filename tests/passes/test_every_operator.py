@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -98,7 +97,7 @@ def difference(operator: Any, given: Any) -> str:
     return ""
 
 
-@pytest.mark.skipif(settings().max_examples < 1000, reason="deep search")
+@pytest.mark.deep
 @pytest.mark.parametrize("part", range(PARTS))
 def test_an_operator_in_a_step_is_what_it_is_in_the_loop(part):
     pytest.importorskip("expecttest")
