@@ -1,6 +1,5 @@
 """Every program of the catalogue, compiled: its values, its gradients, its verdict."""
 
-import collections
 import inspect
 
 import pytest
@@ -12,7 +11,6 @@ from tests.catalogue import verdicts
 from tests.catalogue.catalogue import CLASSES, Sizes, falls_short, verdict
 from tests.catalogue.programs import PROGRAMS
 from tests.catalogue.verdicts import VERDICTS
-from tests.depth import some
 
 SIZES = Sizes()
 
@@ -25,17 +23,7 @@ def results(function, inputs):
     return y.detach(), torch.autograd.grad(y, [x for x in inputs if x.requires_grad], cotangent, allow_unused=True)
 
 
-def two_of_a_kind():
-    """Two spellings of each function, or as many as there are, with each verdict."""
-    kinds = collections.Counter()
-    for name, program in PROGRAMS.items():
-        kind = program.group, VERDICTS[name][0]
-        kinds[kind] += 1
-        if kinds[kind] <= 2:
-            yield name
-
-
-@pytest.mark.parametrize("name", some(PROGRAMS, two_of_a_kind()))
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_compiled_program_is_its_loop_and_has_its_verdict(name):
     program, (today, _) = PROGRAMS[name], VERDICTS[name]
     torch._dynamo.reset()
