@@ -294,7 +294,9 @@ class _Finder:
                 alone.append((place, origin))
         for (one, a), (other, b) in itertools.combinations(alone, 2):
             if _overlap(self._geometry(a), self._geometry(b)):
-                raise NotFollowed(f"{one} and {other} share memory after the loop; {_COPY}")
+                same = one.path == other.path
+                which = f"tensors appended to {in_words(one.path)}" if same else f"{one} and {other}"
+                raise NotFollowed(f"{which} share memory after the loop; {_COPY}")
 
     def _derived(
         self, place: Place, origin: _Origin, places: dict[Any, Place], by_ref: dict[tuple[int, Ref], Place]

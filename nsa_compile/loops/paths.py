@@ -109,7 +109,7 @@ class Exploration:
         for path in sorted(mutated & shared.keys(), key=str):
             other = min(shared[path], key=str)
             words = other if isinstance(other, str) else in_words(other)
-            raise NotFollowed(f"it writes in place to {in_words(path)}, whose elements {words} shares")
+            raise NotFollowed(f"it writes in place to {in_words(path)}, which shares elements with {words}")
         for way in self.ways:
             for path in mutated & way.trace.same:
                 result = way.trace.results[path]

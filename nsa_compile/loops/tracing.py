@@ -222,6 +222,10 @@ def _in_a_line(error: Exception) -> str:
         return str(error)
     if "DataDependent" in kind or "unbacked" in str(error).lower():
         return "it reads a number out of a tensor, so that its way depends on data"
+    if ".numpy() is not supported" in str(error):
+        return "it makes an array of a tensor, so that its way may depend on data"
+    if "functional_mode must not be None" in str(error):
+        return "it calls set_() of a tensor; write to it by copy_()"
     if "_linalg_check_errors" in str(error):
         return "it inverts or factorizes a matrix, and torch checks at each step whether that is possible"
     if "SymIntArrayRef" in str(error):

@@ -868,6 +868,30 @@ def two_picked_rows_of_one_tensor(x):
     return torch.stack(zs)
 
 
+def an_array_of_a_row(x):
+    ys = []
+    for t in range(len(x)):
+        ys.append(x[t] * float(x[t].detach().numpy().sum()))
+    return torch.stack(ys)
+
+
+def the_memory_of_a_state(x):
+    c, ys = torch.zeros(D, dtype=x.dtype), []
+    for t in range(len(x)):
+        c.set_(x[t].detach().clone())
+        ys.append(c * 1 + x[t])
+    return torch.stack(ys)
+
+
+def two_parts_of_one_tensor(x):
+    ys = []
+    for t in range(len(x)):
+        made = x[t] * 2
+        ys.append(made[:2])
+        ys.append(made[1:])
+    return torch.stack([y.sum() for y in ys])
+
+
 def one_tensor_in_a_list_that_is_read(x):
     h, rows, ys = x[0] * 2, [], []
     for t in range(len(x)):
@@ -913,6 +937,9 @@ DECLINED = {
     counting(lambda x: types.ModuleType("made")): "changes made.n",
     counting_in_a_module_of_the_module: "changes of_a_user.n",
     counting_in_a_class_of_the_function: "changes Local.n",
+    an_array_of_a_row: "makes an array of a tensor",
+    the_memory_of_a_state: r"calls set_\(\) of a tensor",
+    two_parts_of_one_tensor: "tensors appended to ys share memory after the loop",
     a_picked_row_that_is_written_to: r"writes in place to K\[i\]",
     a_picked_row_that_is_halved: r"writes in place to K\[i\]",
     a_picked_row_whose_table_is_written_to: r"reads K\[i\], .* after a write to K",

@@ -200,8 +200,11 @@ def an_element_is_written_two_steps_later(x):
 WRITTEN = [
     (an_element_is_written, "writes in place to an element"),
     (it_is_written_after_it_was_appended, "writes in place to an element"),
-    (it_holds_one_tensor_many_times, "writes in place to h, whose elements a list that is read shares"),
-    (an_element_is_written_two_steps_later, "writes in place to before, whose elements a list that is read shares"),
+    (it_holds_one_tensor_many_times, "writes in place to h, which shares elements with a list that is read"),
+    (
+        an_element_is_written_two_steps_later,
+        "writes in place to before, which shares elements with a list that is read",
+    ),
 ]
 
 

@@ -417,8 +417,8 @@ def _extreme_of_nothing(x):
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
-        (_appended_and_written, "writes in place to buffer, whose elements the tensors appended to out shares"),
-        (_seen_by_a_view, "writes in place to y, whose elements first shares"),
+        (_appended_and_written, "writes in place to buffer, which shares elements with the tensors appended to out"),
+        (_seen_by_a_view, "writes in place to y, which shares elements with first"),
         (_printed, "prints"),
         (_drawn, "draws random numbers by a Random"),
         (_dropped, "draws random numbers"),
@@ -541,7 +541,7 @@ def writes_to_a_part_that_came_by_another_name(x):
 )
 def test_a_write_to_what_another_holds_since_steps_ago(written):
     x = rows(9)[0].detach()
-    with pytest.raises(LoopDeclined, match=r"it writes in place to (c|later), whose elements"):
+    with pytest.raises(LoopDeclined, match=r"it writes in place to (c|later), which shares elements"):
         nsa_compile.loop(written, on_decline="error", nested="eager")(x)
     assert torch.equal(nsa_compile.loop(written)(x), written(x))
 
