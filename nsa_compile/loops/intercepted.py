@@ -225,6 +225,16 @@ REFUSED: dict[Any, str] = {
     torch.autograd.grad: "it calls torch.autograd.grad",
 }
 
+# Parts of a tensor that torch's tracing takes for copies.
+REFUSED |= {
+    getattr(
+        owner, name
+    ): f"it calls {name}, whose parts share the tensor's memory unseen; call {name.removeprefix('unsafe_')}"
+    for owner in (torch, Tensor)
+    for name in ("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+    if hasattr(owner, name)
+}
+
 # What a loop's own code may not ask of a tensor: a trace has another one in its place.
 NOT_ASKED: dict[Any, str] = {
     _BASE.__get__: "it reads ._base",

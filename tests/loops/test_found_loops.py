@@ -883,6 +883,15 @@ def the_memory_of_a_state(x):
     return torch.stack(ys)
 
 
+def parts_that_are_taken_for_copies(x):
+    table, ys = x * 2, []
+    for t in range(len(x)):
+        first, _ = table.unsafe_chunk(2)
+        first.add_(1)
+        ys.append(table.sum(0) * t)
+    return torch.stack(ys)
+
+
 def two_parts_of_one_tensor(x):
     ys = []
     for t in range(len(x)):
@@ -939,6 +948,7 @@ DECLINED = {
     counting_in_a_class_of_the_function: "changes Local.n",
     an_array_of_a_row: "makes an array of a tensor",
     the_memory_of_a_state: r"calls set_\(\) of a tensor",
+    parts_that_are_taken_for_copies: "calls unsafe_chunk",
     two_parts_of_one_tensor: "tensors appended to ys share memory after the loop",
     a_picked_row_that_is_written_to: r"writes in place to K\[i\]",
     a_picked_row_that_is_halved: r"writes in place to K\[i\]",
