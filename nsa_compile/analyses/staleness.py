@@ -594,13 +594,36 @@ class Analysis:
             return None
         if until is f.removed and f.absorbed is not None and bool((f.absorbed > until).any()):
             return None  # of these the gradient is not that of a zero
-        if self.one_is_kept(node):
+        if (magnitude.stands_out and self.one_is_kept(node)) or self._has_given_score(node):
             return until
         if node not in self._nan_is_lost:
             readers = sums_over_rows(node, until, self._ahead, self._moved, self.never)
             self._nan_is_lost[node] = readers is None
             self._open.update(readers or {})
         return None if self._nan_is_lost[node] else until
+
+    def _has_given_score(self, softmax: fx.Node) -> bool:
+        """Whether beside the scores of each row stands one as it is given, such as a sink: -inf may be added alone."""
+        joined = operand(softmax)
+        while joined.target in CASTS:
+            joined = operand(joined)
+        if joined.target is not aten.cat.default:
+            return False
+        rank, how = example(joined).dim(), arguments(joined)
+        if how.dim % rank != arguments(softmax).dim % rank:
+            return False
+        for part in how.tensors:
+            source = part
+            while source.target in REARRANGED | CASTS:
+                source = operand(source)
+            if (
+                source.op == "placeholder"
+                and example(part).numel()
+                and self.is_finite(part)
+                and not self.of(part).stale
+            ):
+                return True
+        return False
 
     def _ahead(self, node: fx.Node) -> Facts:
         """What is known of a node that may come later in the body."""

@@ -2259,8 +2259,9 @@ WHOLE_ROWS = {
 }
 
 
-def without_keys(read, finite):
-    """Weights under a mask from outside that keeps nothing at the first steps, read in one way or another."""
+def without_keys(read, finite, added=False):
+    """Weights under a mask from outside that keeps nothing at the first steps, read in one way or another; or under a
+    bias of -inf that is added."""
 
     def run(q, k, mask):
         positions = torch.arange(len(q))
@@ -2268,8 +2269,9 @@ def without_keys(read, finite):
         def step(cache, row):
             t, q, k, m = row
             cache = torch.where((positions == t)[:, None], k, cache)
-            w = (cache @ q).masked_fill(~m | (positions > t), -torch.inf).softmax(-1)
-            return cache, read(w, cache, q, m, positions <= t)
+            s = cache @ q + m if added else (cache @ q).masked_fill(~m, -torch.inf)
+            w = s.masked_fill(positions > t, -torch.inf).softmax(-1)
+            return cache, read(w, cache, q, m == 0 if added else m, positions <= t)
 
         y = scan(step, torch.zeros_like(k), (positions, q, k, mask))[1]
         return (y,) if not finite else (y, y.nan_to_num(0.5))
@@ -2277,14 +2279,26 @@ def without_keys(read, finite):
     return run
 
 
-@pytest.mark.parametrize("name", [*READERS, *WHOLE_ROWS])
-def test_readers_of_weights_where_no_key_is_kept(name):
+# Of these NaN still gets lost where -inf is added, as it is given: a fault that is known, and not mended.
+MASKED_AGAIN = ["the rows but those until now", "the rows backwards, of weights that are masked again"]
+
+
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [
+        *((name, False) for name in (*READERS, *WHOLE_ROWS)),
+        *((name, True) for name in (*READERS, *WHOLE_ROWS) if name not in MASKED_AGAIN),
+        *(pytest.param(name, True, marks=pytest.mark.xfail(strict=True)) for name in MASKED_AGAIN),
+    ],
+)
+def test_readers_of_weights_where_no_key_is_kept(name, added):
     """Weights of rows that are not written yet came out as 0, and NaN got lost in whatever looked at them alone."""
     whole = WHOLE_ROWS.get(name)
-    run = without_keys(whole or READERS[name], whole is None)
+    run = without_keys(whole or READERS[name], whole is None, added)
     q, k = rows(2, 8, D)
     positions = torch.arange(8)
     mask = (positions <= positions[:, None]) & (positions >= 3)
+    mask = torch.where(mask, 0.0, -torch.inf).double() if added else mask
     torch.testing.assert_close(compiled(run, fullgraph=True)(q, k, mask), run(q, k, mask), equal_nan=True)
     if whole is not None:  # and they are no copies of the cache
         assert nsa_compile.last_report().scans[0].batched
