@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.ir.aten import COPIED, DIV, MASKED_FILL, MATMUL, MUL, REARRANGED, WHERE, arguments, aten, operand
-from nsa_compile.ir.scans import ancestors, example
+from nsa_compile.analyses.masks import side_of_where
+from nsa_compile.ir.aten import ADD, COPIED, DIV, MATMUL, MUL, REARRANGED, SUB, arguments, aten, operand
+from nsa_compile.ir.scans import ScanRecord, ancestors, example
 
 if TYPE_CHECKING:
     from nsa_compile.analyses.staleness import Facts, Steps
 
-#: Operands, and which of their elements are NaN where their row is: `(node, place)`.
-Open = dict[tuple[fx.Node, int], Tensor]
+
+@dataclass
+class Readers:
+    """Operands of products `(node, place)`, and which of their elements are NaN where their row of the softmax is; and
+    values of which that is not known."""
+
+    open: dict[tuple[fx.Node, int], Tensor] = field(default_factory=dict)
+    unknown: set[fx.Node] = field(default_factory=set)
+
 
 _MOVES = REARRANGED | COPIED | {aten._to_copy.default}
-_KEEPS_NAN = MUL | {aten.neg.default}
+_KEEPS_NAN = MUL | ADD | SUB | {aten.neg.default, aten.exp.default, aten.log.default, aten.sqrt.default}
 _SUMS = {
     aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default, aten.amin.default,
 }  # fmt: skip
@@ -36,32 +44,31 @@ def sums_over_rows(
     until: Steps,
     facts: Callable[[fx.Node], Facts],
     move: Callable[[fx.Node, fx.Node, Tensor], Tensor],
-    length: int,
-) -> Open | None:
-    """The products that sum over a softmax's rows, if every reader does, or takes NaN for zero; None otherwise.
+    record: ScanRecord,
+) -> Readers | None:
+    """The products that read a softmax's rows, if all readers sum over rows, or take NaN for zero; None otherwise.
 
     Args:
         until: the step up to which each weight is taken for zero.
         facts: what is known of another node, which is not computed from the softmax.
         move: `move(node, x, numbers)` gives what an operator that moves the elements of x makes of numbers.
-        length: of the scan.
     """
     shape, dim = example(softmax).shape, arguments(softmax).dim % example(softmax).dim()
     rows = torch.arange(math.prod(shape) // shape[dim]).reshape([n for d, n in enumerate(shape) if d != dim])
     first = _Elements(rows.unsqueeze(dim).expand(shape), (until == 0).expand(shape), until.expand(shape))
     if not softmax.users and not first.sums_all([dim]):
         return None  # readers that are not here are taken to sum over it
-    todo, found = [(softmax, first)], Open()
+    todo, found = [(softmax, first)], Readers()
     while todo:
         node, x = todo.pop()
         for user in node.users:
-            if _takes_nan_for_zero(user, node):
+            if _takes_nan_for_zero(user, node, record):
                 continue
             if user.target in MATMUL:
                 for place in (i for i, operand in enumerate(user.args[:2]) if operand is node):
                     if x.is_taken and not x.sums_all([-1 if place == 0 or x.row.dim() == 1 else -2]):
                         return None
-                    found[user, place] = x.is_open
+                    found.open[user, place] = x.is_open
                 continue
             if user.target in _SUMS:
                 how = arguments(user)
@@ -74,10 +81,11 @@ def sums_over_rows(
             elif user.target in _KEEPS_NAN or (user.target in DIV and user.args[1] is not node):
                 after = x.expanded(user)
             else:
-                kept = _kept_by_choice(user, node, softmax, facts, length)
+                kept = _kept_by_choice(user, node, softmax, facts, record)
                 if kept is None and x.is_taken:
                     return None
                 if kept is None:
+                    found.unknown.add(user)
                     continue
                 after = x.expanded(user)
                 after = replace(after, is_open=after.is_open & kept[1])
@@ -119,58 +127,29 @@ class _Elements:
         return _Elements(*(x.expand(example(node).shape) for x in (self.row, self.is_open, self.until)))
 
 
-def _takes_nan_for_zero(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a reader makes zeros of NaN: `nan_to_num`, or a choice of zero where `isnan` says so."""
+def _takes_nan_for_zero(user: fx.Node, node: fx.Node, record: ScanRecord) -> bool:
+    """Whether a reader makes zeros of NaN: `nan_to_num`, or `where(isnan(x), 0, x)`."""
     if user.target is aten.nan_to_num.default:
         return arguments(user).nan in (None, 0.0)
     if user.target is aten.isnan.default:
-        return bool(user.users) and all(_fills_nan(u, user, node) for u in user.users)
-    return any(isinstance(x, fx.Node) and x.target is aten.isnan.default and _fills_nan(user, x, node)
-               for x in user.args)  # fmt: skip
-
-
-def _fills_nan(choice: fx.Node, is_nan: fx.Node, node: fx.Node) -> bool:
-    """Whether a choice is `where(isnan(x), 0, x)`."""
-    if operand(is_nan) is not node:
+        return bool(user.users) and all(_takes_nan_for_zero(u, node, record) for u in user.users)
+    side = side_of_where(user, record)
+    if side is None or side.constant != 0 or not side.constant_if_true or side.value is not node:
         return False
-    if choice.target in MASKED_FILL:
-        value, mask, fill = choice.args[:3]
-    elif choice.target in WHERE:
-        mask, fill, value = choice.args[:3]
-    else:
-        return False
-    return mask is is_nan and value is node and _is_zero(fill)
-
-
-def _is_zero(value: Any) -> bool:
-    if isinstance(value, fx.Node):
-        fills = value.target in (aten.scalar_tensor.default, aten.full.default, aten.zeros_like.default)
-        number = 0.0 if value.target is aten.zeros_like.default else value.args[-1] if fills else None
-        return isinstance(number, int | float) and number == 0
-    return isinstance(value, int | float) and value == 0
+    return side.condition.target is aten.isnan.default and operand(side.condition) is node
 
 
 def _kept_by_choice(
-    choice: fx.Node, node: fx.Node, softmax: fx.Node, facts: Callable[[fx.Node], Facts], length: int
+    choice: fx.Node, node: fx.Node, softmax: fx.Node, facts: Callable[[fx.Node], Facts], record: ScanRecord
 ) -> tuple[Tensor, Tensor] | None:
     """Of a choice between a value and zero: until when it surely takes zero, and where it always takes the value."""
-    if choice.target in MASKED_FILL:
-        value, mask, other = choice.args[:3]
-        takes_if_true = False
-    elif choice.target in WHERE and node in choice.args[1:3]:
-        mask, *sides = choice.args[:3]
-        takes_if_true = sides[0] is node
-        value, other = sides if takes_if_true else sides[::-1]
-    else:
+    side = side_of_where(choice, record)
+    if side is None or side.constant != 0 or side.value is not node or softmax in ancestors([side.condition]):
         return None
-    if value is not node or not isinstance(mask, fx.Node) or not _is_zero(other):
+    mask = facts(side.condition)
+    if mask.stale:
         return None
-    if softmax in ancestors([mask]):
-        return None
-    of_mask = facts(mask)
-    if of_mask.stale:
-        return None
-    never_taken = of_mask.can_be_true if takes_if_true else of_mask.can_be_false
-    always = of_mask.surely_true if takes_if_true else of_mask.surely_false
-    taken = torch.tensor(False) if always is None else (always[0] <= 0) & (always[1] >= length - 1)
+    never_taken = mask.can_be_false if side.constant_if_true else mask.can_be_true
+    always = mask.surely_false if side.constant_if_true else mask.surely_true
+    taken = torch.tensor(False) if always is None else (always[0] <= 0) & (always[1] >= record.length - 1)
     return torch.tensor(0) if never_taken is None else never_taken, taken

@@ -587,11 +587,14 @@ class Read:
     masked: bool  # whether weights are zero where scores are set to -inf or the lowest number
 
 
-def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord, *, never_nan: bool) -> list[Read]:
+def weighted_values(
+    softmax: fx.Node, sets: list[KeySet], record: ScanRecord, *, never_nan: bool, may_be_removed: bool
+) -> list[Read]:
     """The products of the weights of a softmax with values, each of the weights of one set of keys.
 
     Args:
         never_nan: whether the weights are no NaN, whatever is kept.
+        may_be_removed: whether scores that masks keep may be -inf, as something given is added to them.
 
     Raises:
         Unrecognised: there is none.
@@ -601,6 +604,9 @@ def weighted_values(softmax: fx.Node, sets: list[KeySet], record: ScanRecord, *,
     why = "its weights are not multiplied with values, as they come from the softmax"
     for weights in weights_below(softmax, record):
         masked = list(weights.masked)
+        if masked and may_be_removed:
+            why = "its weights are masked once more, and scores that are kept may be -inf"
+            continue
         if masked and not _masked_alike(masked, never_nan or weights.without_nan, sets, record):
             continue
         for user in weights.node.users:

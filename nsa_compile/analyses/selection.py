@@ -36,6 +36,9 @@ from nsa_compile.ir.step_values import StepMask, Table, step_mask
 LEAST_LISTED = 4
 
 SCATTERS = (aten.scatter.src, aten.scatter.value)
+# What finds one of the best scores of each row, or takes it from all of them.
+RANKED = SORTED | {aten.kthvalue.default}
+PICKS = {aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.detach.default}
 
 
 @dataclass(frozen=True)
@@ -186,17 +189,12 @@ def _is_not_below_one_of_the_best(node: fx.Node) -> bool:
     shape = example(bound).shape
     if example(scores).shape != example(node).shape or len(shape) != example(node).dim() or shape[-1] != 1:
         return False
-    while bound.target in _PICKS:
+    while bound.target in PICKS:
         bound = operand(bound)
-    if bound.target is not operator.getitem or bound.args[1] != 0 or bound.args[0].target not in (*SORTED, KTH):
+    if bound.target is not operator.getitem or bound.args[1] != 0 or bound.args[0].target not in RANKED:
         return False
     ranked, last = operand(bound.args[0]), example(node).dim() - 1
     return _undetached(ranked) is _undetached(scores) and arguments(bound.args[0]).dim % (last + 1) == last
-
-
-# What takes one of the best scores, for each row.
-_PICKS = {aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.detach.default}
-KTH = aten.kthvalue.default
 
 
 def _undetached(node: fx.Node) -> fx.Node:
@@ -305,6 +303,8 @@ def find_selection(node: fx.Node, masked: Mask, shape: tuple[int, int, int], ste
     first, block, rows = spread_over(condition, members, shape, record)
     if members.indices is None and block < LEAST_LISTED:
         raise Unrecognised(f"it lists all blocks, and they have fewer than {LEAST_LISTED} tokens", mask)
+    if members.indices is None and first:
+        raise Unrecognised("it lists all blocks, and the first of them is another one", mask)
     indices, taken, marked, given = members.indices, members.taken, None, False
     if indices is not None and (not _unique(indices) or first):
         if taken is not None:

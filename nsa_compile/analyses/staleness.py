@@ -57,7 +57,7 @@ from torch.utils import _pytree as pytree
 from nsa_compile.analyses.known import LIMIT
 from nsa_compile.analyses.magnitudes import DATA, Magnitude, Magnitudes, floor_level, unmeasured
 from nsa_compile.analyses.masks import Unrecognised, conjunction
-from nsa_compile.analyses.nan_rows import Open, sums_over_rows
+from nsa_compile.analyses.nan_rows import Readers, sums_over_rows
 from nsa_compile.analyses.selection import keeps_best
 from nsa_compile.analyses.softmax import walk_up
 from nsa_compile.ir.aten import (
@@ -153,9 +153,8 @@ class Analysis:
         self.settled: dict[fx.Node, Steps] = {}
         # Operands (node, place) whose elements may be taken for zero before a step: what they meet is zero in the loop.
         self.hidden: dict[tuple[fx.Node, int], Steps] = {}
-        # Of these operands, which elements are NaN where a softmax keeps nothing: products with them are NaN then.
-        self._open: Open = {}
-        self._nan_is_lost: dict[fx.Node, bool] = {}
+        # Who reads a softmax that may be NaN; None: some look at single weights that are taken for zero.
+        self._readers: dict[fx.Node, Readers | None] = {}
         self._one_is_kept: dict[fx.Node, bool] = {}
         self.magnitudes = Magnitudes(record)
         self._gives_gradients = True  # whether the operator that is looked at does
@@ -533,12 +532,18 @@ class Analysis:
         return None
 
     def _stays_nan(self, node: fx.Node, place: int) -> Tensor | None:
-        """Which elements of an operand are NaN where a softmax that it is computed from has a row of NaN."""
-        if (node, place) in self._open:
-            return self._open[node, place]
-        value = operand(node, place)
-        may_be_nan = self._nan_is_lost.keys() and not self._nan_is_lost.keys().isdisjoint(ancestors([value]))
-        return torch.ones(example(value).shape, dtype=torch.bool) if may_be_nan else None
+        """Which elements of an operand surely are NaN where a softmax that it is computed from has a row of NaN; None
+        where none has."""
+        behind = ancestors([operand(node, place)])
+        softmaxes = [n for n in behind if n.target in SOFTMAX and self._may_be_nan(n)]
+        shape = example(operand(node, place)).shape
+        stays = torch.ones(shape, dtype=torch.bool)
+        for softmax in softmaxes:
+            readers = self._readers_of(softmax, torch.tensor(0))
+            if readers is None or not readers.unknown.isdisjoint(behind):
+                return torch.zeros(shape, dtype=torch.bool)
+            stays = stays & readers.open.get((node, place), torch.tensor(True))
+        return stays if softmaxes else None
 
     def _explain_contraction(self, silent: Steps, factors: tuple[Any, Any]) -> str:
         if bool((silent > 0).any()):
@@ -596,11 +601,20 @@ class Analysis:
             return None  # of these the gradient is not that of a zero
         if (magnitude.stands_out and self.one_is_kept(node)) or self._has_given_score(node):
             return until
-        if node not in self._nan_is_lost:
-            readers = sums_over_rows(node, until, self._ahead, self._moved, self.never)
-            self._nan_is_lost[node] = readers is None
-            self._open.update(readers or {})
-        return None if self._nan_is_lost[node] else until
+        return None if self._readers_of(node, until) is None else until
+
+    def _readers_of(self, softmax: fx.Node, until: Steps) -> Readers | None:
+        """Those of a softmax of which each weight may be taken for zero until some step."""
+        if softmax not in self._readers:
+            self._readers[softmax] = sums_over_rows(softmax, until, self._ahead, self._moved, self.record)
+        return self._readers[softmax]
+
+    def _may_be_nan(self, softmax: fx.Node) -> bool:
+        """Whether all scores of a row may be -inf, given ones that are added included."""
+        scores = self.magnitudes.of(operand(softmax))
+        if softmax.target is aten._safe_softmax.default or self._has_given_score(softmax):
+            return False
+        return scores is None or scores.bound == math.inf or not (scores.finite or self.one_is_kept(softmax))
 
     def _has_given_score(self, softmax: fx.Node) -> bool:
         """Whether beside the scores of each row stands one as it is given, such as a sink: -inf may be added alone."""

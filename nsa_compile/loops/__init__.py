@@ -132,7 +132,7 @@ class _Runner(Unseen):
             finals, lists = run_program(program, given, len(items))
         if rows := {path: now.containers[path].value for path in self.rows[key]}:
             late = {place: what for place, what in program.shared.items() if place.path in rows}
-            share(late, now, finals, {**lists, **rows})
+            share(late, given, finals, {**lists, **rows})
 
     def _known(self, key: Any) -> Program | NotFollowed | None:
         program = self.programs.get(key)

@@ -227,12 +227,9 @@ REFUSED: dict[Any, str] = {
 
 # Parts of a tensor that torch's tracing takes for copies.
 REFUSED |= {
-    getattr(
-        owner, name
-    ): f"it calls {name}, whose parts share the tensor's memory unseen; call {name.removeprefix('unsafe_')}"
+    getattr(owner, f"unsafe_{name}"): f"it calls unsafe_{name}, whose parts share memory unseen; call {name}"
     for owner in (torch, Tensor)
-    for name in ("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
-    if hasattr(owner, name)
+    for name in ("chunk", "split", "split_with_sizes")
 }
 
 # What a loop's own code may not ask of a tensor: a trace has another one in its place.

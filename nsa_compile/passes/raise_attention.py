@@ -207,8 +207,9 @@ def _by_scores(
     """
     sets = key_sets(step, softmax, len(site.xs), floors_vanish=analysis._floors_vanish(softmax))
     size = analysis.magnitudes.of(operand(softmax))
+    may_be_removed = size is None or size.bound == math.inf
     never_nan = size is not None and size.finite
-    reads = weighted_values(softmax, sets, step.record, never_nan=never_nan)
+    reads = weighted_values(softmax, sets, step.record, never_nan=never_nan, may_be_removed=may_be_removed)
     if any(keys.products and all(r.keys != i for r in reads) for i, keys in enumerate(sets)):
         raise Unrecognised("the weights of a part of its keys are not multiplied with values", softmax)
     if not all(sets[read.keys].products or len(sets[read.keys].columns) == 1 for read in reads):

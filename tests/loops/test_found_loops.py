@@ -910,6 +910,17 @@ def one_tensor_in_a_list_that_is_read(x):
     return torch.stack(rows), torch.stack(ys)
 
 
+def a_list_that_begins_with_what_it_gets(x):
+    h, ys = x.detach()[0] * 2, []
+    rows = [h]
+    for t in range(len(x)):
+        rows.append(h)
+        ys.append(rows[-1] * x[t])
+        h = x[t].detach() * 1
+    rows[0].mul_(3)
+    return torch.stack(rows), torch.stack(ys).sum(0).detach(), x.sum(0)
+
+
 def an_input_in_a_list_that_is_read(x):
     held, rows, ys = x.detach().clone(), [], []
     for t in range(len(x)):
@@ -933,6 +944,7 @@ COMPILED += [
     a_row_picked_by_a_tensor,
     a_row_picked_before_its_table_is_written_to,
     one_tensor_in_a_list_that_is_read,
+    a_list_that_begins_with_what_it_gets,
     an_input_in_a_list_that_is_read,
     padding_that_pads_nothing,
 ]
