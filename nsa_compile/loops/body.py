@@ -504,15 +504,20 @@ class Body:
         own, all_ = value.dims[d], other.dims[d]
         assert isinstance(own, Axis)
         assert isinstance(all_, Axis)
-        places = [i for i, s in enumerate(all_.segments) if s.size == own.segments[0].size]
-        if len(own.segments) != 1 or len(all_.segments) == 1 or not places:
+        if len(own.segments) != 1 or len(all_.segments) == 1:
             return value
+        size = own.only.size
+        places = [i for i, s in enumerate(all_.segments) if s.size == size]
+        places = places or [i for i, s in enumerate(all_.segments) if s.size > size]
+        if not places:
+            return value
+        value = self.padded(value, d, replace(own, segments=(replace(own.only, size=all_.segments[places[-1]].size),)))
         nothing = np.zeros(self.length, np.int64)
         segments = [Segment(s.size, nothing, nothing) for s in all_.segments]
         kind = {"dtype": value.example.dtype, "device": value.example.device}
         shape = list(value.example.shape)
         parts = [self.emit(torch.zeros, [*shape[:d], s.size, *shape[d + 1 :]], **kind) for s in segments]
-        segments[places[-1]], parts[places[-1]] = own.segments[0], value.node
+        segments[places[-1]], parts[places[-1]] = value.dims[d].only, value.node  # type: ignore[union-attr]
         dims = (*value.dims[:d], Axis(tuple(segments)), *value.dims[d + 1 :])
         return Val(self.emit(aten.cat.default, parts, d), dims, value.zero)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_compile.loops.einsum import einsum
 from nsa_compile.loops.lists import GrowingList
 from nsa_compile.loops.state import NotFollowed
 
@@ -195,6 +196,7 @@ REPLACED: dict[Any, Any] = {
     torch.as_tensor: _tensor,
     F.scaled_dot_product_attention: _attention,
     F.pad: _pad,
+    torch.einsum: einsum,
     torch.stack: _stack,
     torch.cat: _cat,
     torch.concat: _cat,

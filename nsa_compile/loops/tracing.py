@@ -44,8 +44,13 @@ class _Sizes(ShapeEnv):
     """Sizes that may be 0 or 1, of which torch itself does not ask whether they are.
 
     Where torch asks, to broadcast or to find a layout, it says what is right if that is unknown. So a first step, whose
-    caches are empty, takes the way of the others. A condition of the loop's own is one, as any other.
+    caches are empty, takes the way of the others. A condition of the loop's own is one, as any other; and where torch
+    has asserted a size of 1, as in a view that drops it, it is told so, and asks no more.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.asserted = set[Any]()
 
     def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
         expr = sym_node.expr
@@ -53,8 +58,13 @@ class _Sizes(ShapeEnv):
         is_layout = is_layout or (isinstance(expr, sympy.StrictLessThan) and expr.args[1] == 2)
         if fallback_value is not None and is_layout:
             known = self._maybe_evaluate_static(expr)
-            return fallback_value if known is None else bool(known)
-        return super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+            if known is None:
+                return fallback_value if expr not in self.asserted else True
+            return bool(known)
+        found = super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+        if isinstance(expr, sympy.Eq) and found:
+            self.asserted.add(expr)
+        return found
 
 
 class _Functional(FunctionalTensorMode):

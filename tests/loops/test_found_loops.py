@@ -947,6 +947,7 @@ COMPILED += [
     a_list_that_begins_with_what_it_gets,
     an_input_in_a_list_that_is_read,
     padding_that_pads_nothing,
+    a_product_that_leaves_out_a_dimension_of_one_row,
 ]
 COMPILED += [another_class_at_a_step, counting_in_a_private_slot, a_slot_of_a_base, calling_itself]
 COUNTING = [
@@ -981,7 +982,6 @@ DECLINED = {
     a_norm_of_a_negative_order: "a norm of a negative order",
     a_number_that_bfloat16_does_not_hold: "bfloat16 does not hold it",
     an_order_that_changes: "has no rule for what it is given",
-    a_product_that_leaves_out_a_dimension_of_one_row: "dimensions in another order at some steps than at others",
     an_error_that_is_kept: "error becomes a KeyError that the loop has made",
     a_namespace_that_is_made: "made becomes a SimpleNamespace that the loop has made",
     a_copy_by_the_module_copy: r"copies a tensor by copy\.copy",
