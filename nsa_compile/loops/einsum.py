@@ -59,7 +59,7 @@ def _pairs(operands: Sequence[Tensor], labels: list[list[Label]]) -> list[tuple[
 
 def _without_ones(x: Tensor, names: list[Label], other: dict[Label, Any]) -> tuple[Tensor, list[Label]]:
     """An operand without the dimensions of size 1 that are broadcast."""
-    ones = [d for d, name in enumerate(names) if _is_one(x.shape[d]) and not _is_one(other.get(name, 1))]
+    ones = [d for d, name in enumerate(names) if _is_one(x.shape[d]) and other.get(name, 1) != 1]
     return x.squeeze(ones), [name for d, name in enumerate(names) if d not in ones]
 
 
