@@ -39,6 +39,9 @@ _BOUNDED = (
     aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.maximum.default, aten.minimum.default,
 )  # fmt: skip
 _FEW = 2**16  # numbers of a constant of the graph
+# Rows of a buffer up to which each is a slice of all there were: the gradient of a slice is added up, that of an index
+# scattered.
+_SLICED = 16
 
 ATTENTIONS = (ATTENTION, SELECT, SCORED, WEIGHTED, PLACES, NAN_ROWS)
 
@@ -403,6 +406,9 @@ class BatchedBody:
                 initial = self.init[i].reshape(1) if not self.init[i].dim() else self.init[i].movedim(kind.dim, 0)
                 self.stacks[i] = torch.cat([initial, self._new_rows(i, self.all_times)])
             index = np.where(table < 0, -1 - table, table + kind.size)
+            if self.init[i].dim() and index.shape[1] <= _SLICED and all(map(_evenly_spaced, index.T)):
+                columns = [_take(self.stacks[i], column.tolist(), self._constant) for column in index.T]
+                return torch.stack(columns).movedim(0, kind.dim + 1)
             rows = self.stacks[i].index_select(0, self._constant(index).flatten())
             if not self.init[i].dim():
                 return rows
@@ -502,12 +508,16 @@ def _slopes(value: np.ndarray) -> list[int] | None:
     return slopes if np.array_equal(value, grid + first) else None
 
 
+def _evenly_spaced(rows: np.ndarray) -> bool:
+    steps = np.diff(rows)
+    return len(steps) > 0 and steps[0] > 0 and bool((steps == steps[0]).all())
+
+
 def _take(tensor: Tensor, rows: list[int], constant: Any) -> Tensor:
     if len(rows) == 1:
         return tensor[rows[0] : rows[0] + 1]
-    step = rows[1] - rows[0]
-    if step > 0 and rows == list(range(rows[0], rows[-1] + 1, step)):
-        return tensor[rows[0] : rows[-1] + 1 : step]
+    if _evenly_spaced(np.array(rows)):
+        return tensor[rows[0] : rows[-1] + 1 : rows[1] - rows[0]]
     return tensor.index_select(0, constant(np.array(rows)))
 
 

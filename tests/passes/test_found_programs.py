@@ -2293,3 +2293,24 @@ def test_readers_of_weights_where_no_key_is_kept(name, added):
     if whole is not None:  # and they are no copies of the cache
         assert nsa_compile.last_report().scans[0].batched
         assert not nsa_compile.last_report().scans[0].guards_kept
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_short_buffer_that_shifts_is_made_of_slices(tmp_path, stride):
+    """Rows of a short convolution's state were picked by index, and its gradient scattered: twice the time."""
+
+    def run(x, kernel):
+        def step(state, row):
+            state = torch.cat([state[stride:], row])
+            return state, (state * kernel).sum(0)
+
+        return scan(step, x.new_zeros(4, D), x)[1]
+
+    x, kernel = rows(7, stride, D).requires_grad_(), rows(4, D).requires_grad_()
+    found = nsa_compile.compile(run, nested="eager", cache=False, dump_dir=str(tmp_path))
+    y, expected = found(x, kernel), run(x, kernel)
+    torch.testing.assert_close(y, expected)
+    gradients = (torch.autograd.grad(out.square().sum(), (x, kernel)) for out in (y, expected))
+    torch.testing.assert_close(*gradients)
+    (batched,) = tmp_path.glob("*batch_prefill_after.py")
+    assert "index_select" not in batched.read_text()
