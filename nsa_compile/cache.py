@@ -30,14 +30,15 @@ from torch.fx._graph_pickler import Options as PicklerOptions
 from nsa_compile import compiler_cache
 from nsa_compile.errors import UserError
 from nsa_compile.files import read_sealed, write_sealed
-from nsa_compile.ir.scans import VALUE, find_scans, subgraphs
+from nsa_compile.ir.scans import CARRY_NAMES, VALUE, find_scans, subgraphs
 from nsa_compile.passes.pipeline import Options, Uncacheable, pipeline_key
 from nsa_compile.passes.report import Report
 
 log = logging.getLogger("nsa_compile")
 
-# What of a node's meta outlives the process: the user's source line, and the tag of a checkpointed region.
-KEPT_META = ("stack_trace", "recompute", "custom")
+# What of a node's meta outlives the process: the user's source line, the tag of a checkpointed region, and the user's
+# names.
+KEPT_META = ("stack_trace", "recompute", "custom", CARRY_NAMES)
 
 
 def cache_key(gm: fx.GraphModule, options: Options) -> str:

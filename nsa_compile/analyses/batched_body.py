@@ -41,7 +41,7 @@ _BOUNDED = (
 _FEW = 2**16  # numbers of a constant of the graph
 # Rows of a buffer up to which each is a slice of all there were: the gradient of a slice is added up, that of an index
 # scattered.
-_SLICED = 16
+_SLICED = 8
 
 ATTENTIONS = (ATTENTION, SELECT, SCORED, WEIGHTED, PLACES, NAN_ROWS)
 

@@ -98,12 +98,26 @@ class ScanRecord:
         return why if isinstance(why, Declined) else self.carries[group[0]].why
 
 
+# In the meta of a scan node: what the user calls its carries, where that is known.
+CARRY_NAMES = "nsa_carry_names"
+
+
 @dataclass
 class ScanSite:
     """A scan node of graph module `owner`, taken apart."""
 
     owner: fx.GraphModule
     node: fx.Node
+
+    def name_of(self, carry: int) -> str:
+        """A carry by the user's name, or its number."""
+        names = self.node.meta.get(CARRY_NAMES, ())
+        return names[carry] if carry < len(names) else f"carry {carry}"
+
+    @property
+    def words(self) -> str:
+        """What messages call it: `nsa_compile.loop` has no scan to speak of."""
+        return "the loop" if CARRY_NAMES in self.node.meta else self.node.name
 
     @property
     def body(self) -> fx.GraphModule:

@@ -16,6 +16,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.scan import scan_op
 
 from nsa_compile.backend import nsa_compile_backend
+from nsa_compile.ir.scans import CARRY_NAMES
 from nsa_compile.loops.aliases import Place, find_shared, share
 from nsa_compile.loops.body import Axis, Body, Carry, Table, Val
 from nsa_compile.loops.lists import separate
@@ -132,7 +133,8 @@ class _Assembly:
         xs = [self._row_input(what) for _, what in body.xs] or [self._emit(torch.arange, body.length)]
         additional = [self._input(self._outside_path(number)) for number in body.additional]
         attribute = self.graph.get_attr("step")
-        scan = self.graph.call_function(scan_op, (attribute, given, xs, additional))
+        scan = self.graph.create_node("call_function", scan_op, (attribute, given, xs, additional), name="loop")
+        scan.meta[CARRY_NAMES] = [in_words(carry.path) for carry in carries]
         scan.meta["stack_trace"] = body.merged.nodes[0].any.stack if body.merged.nodes else ""
         with tracing(TracingContext(body.mode)), body.mode:
             fakes = [[n.meta["example_value"] for n in group] for group in (given, xs, additional)]

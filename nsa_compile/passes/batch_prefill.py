@@ -65,12 +65,13 @@ def batch_prefill(gm: fx.GraphModule, context: PassContext) -> bool:
             tiles = _tiles(site, site.record, recurrences, context)
             batched = trace_batched(site, site.record, context.options.max_guard_bytes, [*recurrences, *tiles])
         except Declined as declined:
-            context.decline(site.node.name, declined)
+            context.decline(site, declined)
             continue
         looped = [r for r in recurrences if isinstance(r, AsLoop)]
         for recurrence in looped:
             why = site.record.why_loop(recurrence.group)
-            context.decline(site.node.name, why, f"keeps a loop in {{}} for {carries_in_words(recurrence.group)}")
+            names = ", ".join(map(site.name_of, recurrence.group))
+            context.decline(site, why, f"computes {names} of {{}} step by step")
         inputs = [*site.init, *site.xs, *site.additional]
         report = context.scan(site.node.name)
         report.nodes_after = sum(n.op == "call_function" for n in batched.graph.nodes)
@@ -120,10 +121,6 @@ def plan_recurrences(site: ScanSite, record: ScanRecord) -> list[Recurrence]:
     if loops and not leaves_something_outside(site, record, list(loops.values())):
         raise record.why_loop(next(iter(loops)))
     return [AsLoop(loops[g]) if g in loops else record.parallel[g] for g in groups]
-
-
-def carries_in_words(group: Sequence[int]) -> str:
-    return f"carry {group[0]}" if len(group) == 1 else f"carries {', '.join(map(str, group))}"
 
 
 def guards(site: ScanSite, record: ScanRecord) -> tuple[list[str], list[str]]:

@@ -58,10 +58,11 @@ def eliminate_guards(gm: fx.GraphModule, context: PassContext) -> bool:
                 place = location(carry)  # where it is written
             declined = Declined(why)
             declined.op, declined.location = op, place
-            context.decline(site.node.name, declined, "keeps a copy of a cache for each step of {}")
+            cache = "a cache" if carry is None else site.name_of(carries.index(carry))
+            context.decline(site, declined, f"keeps a copy of {cache} for each step of {{}}")
         if dropped:
             buffers = {view.removesuffix(".before") for view in dropped}
-            names = [f"carry {i}" for i, carry in enumerate(carries) if carry.name in buffers]
+            names = [site.name_of(i) for i, carry in enumerate(carries) if carry.name in buffers]
             context.match(site.node.name, f"dropped the guards of {', '.join(names)}")
         changed = True
     return changed

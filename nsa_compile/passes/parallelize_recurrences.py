@@ -48,6 +48,6 @@ def parallelize_recurrences(gm: fx.GraphModule, context: PassContext) -> bool:
                     changed = True
                 continue
             record.parallel[group] = form
-            context.match(site.node.name, f"carry {group[0]}: {form.form}")
+            context.match(site.node.name, f"{site.name_of(group[0])}: {form.form}")
             changed = True
     return changed

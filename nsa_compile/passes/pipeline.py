@@ -26,7 +26,7 @@ from nsa_compile import ranges
 from nsa_compile.analyses.estimate import Estimate, estimate
 from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.files import write_json
-from nsa_compile.ir.scans import Decline, Declined, find_scans, name_scans_apart, subgraphs
+from nsa_compile.ir.scans import Decline, Declined, ScanSite, find_scans, name_scans_apart, subgraphs
 from nsa_compile.ops import cpp
 from nsa_compile.passes import ORDER, verifier
 from nsa_compile.passes.report import Guard, PassReport, Report, ScanReport
@@ -187,12 +187,12 @@ class PassContext:
         self.rewrites += 1
         self.current.matches.append(f"{where}: {what}")
 
-    def decline(self, scan: str, declined: Declined, did: str = "left {} alone") -> None:
+    def decline(self, site: ScanSite, declined: Declined, did: str = "left {} alone") -> None:
         """Record that something was left alone, and why."""
         decline = Decline(self.current.name, declined.op, declined.location, declined.reason)
         self.current.declines.append(decline)
-        self.scan(scan).declines.append(decline)
-        said = f"{self.current.name} {did.format(scan)}"
+        self.scan(site.node.name).declines.append(decline)
+        said = f"{self.current.name} {did.format(site.words)}"
         log.warning("%s: %s (%s at %s)", said, declined.reason, declined.op, declined.location)
 
     def leave(self, declined: Declined) -> None:

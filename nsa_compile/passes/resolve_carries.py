@@ -58,7 +58,7 @@ def resolve_carries(gm: fx.GraphModule, context: PassContext) -> bool:
         try:
             lowered, record = resolve(site)
         except Declined as declined:
-            context.decline(site.node.name, declined)
+            context.decline(site, declined)
             continue
         name = context.add_module(site.owner, f"{operand(site.node).target}_resolved", lowered)
         with site.owner.graph.inserting_before(site.node):

@@ -77,7 +77,7 @@ def unroll_buffers(gm: fx.GraphModule, context: PassContext) -> bool:
             context.leave(why)
             continue
         if trial is not None:
-            what = ", ".join(sorted({f"carry {cache.buffer}" for cache in trial.caches})) or "picked rows"
+            what = ", ".join(sorted({site.name_of(cache.buffer) for cache in trial.caches})) or "picked rows"
             trial.finish()
             context.match(site.node.name, f"all rows of {what} in a cache")
             changed = True

@@ -675,3 +675,20 @@ def test_a_loop_over_something_else_runs_as_written_and_says_so(written, reason,
     assert reason in caplog.text
     with pytest.raises(LoopDeclined, match=reason):
         nsa_compile.loop(written, on_decline="error")(x)
+
+
+def test_reports_name_the_loop_and_its_variables(caplog):
+    def run(x):
+        h, keys, ys = x.new_zeros(2), x.new_zeros(0, 2), []
+        for t in range(x.shape[0]):
+            keys = torch.cat([keys, x[t : t + 1]])
+            h = torch.tanh(h + x[t])
+            ys.append(h + keys.sort(0).values[-1])
+        return torch.stack(ys)
+
+    x = torch.randn(5, 2, dtype=torch.float64)
+    torch.testing.assert_close(nsa_compile.loop(run, nested="eager", cache=False)(x), run(x))
+    assert "batch_prefill computes h of the loop step by step: the recurrence has no parallel form" in caplog.text
+    (report,) = nsa_compile.last_report().scans
+    assert report.name == "loop"
+    assert "dropped the guards of keys" in str(nsa_compile.last_report().passes)
