@@ -1,0 +1,219 @@
+"""Rules for what is picked and placed by an index."""
+
+from __future__ import annotations
+
+import operator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import fx
+
+from nsa_compile.loops.body import Axis, Body, Dim, Table, Val
+from nsa_compile.loops.rules import aten, nodes_of, place_of, rule, with_dim
+from nsa_compile.loops.rules.elementwise import broadcast
+from nsa_compile.loops.rules.joining import aligned
+from nsa_compile.loops.rules.movement import bound_of, unsqueeze
+from nsa_compile.loops.state import NotFollowed
+
+
+def _from_behind(body: Body, index: Val, axis: Dim) -> Val:
+    """Numbers of rows, of which some may count from behind the last row that exists."""
+    if not (index.grows or isinstance(axis, Axis)) or _counts_up(index.node):
+        return index
+    count = body._tensor(axis.count) if isinstance(axis, Axis) else axis
+    behind = body.emit(aten.add.Tensor, index.node, count)
+    is_behind = body.emit(aten.lt.Scalar, index.node, 0)
+    return Val(body.emit(aten.where.self, is_behind, behind, index.node), index.dims)
+
+
+def _counts_up(node: Any) -> bool:
+    """Whether integers are none below zero, as far as their operator shows."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, int) and node >= 0
+    if node.target is operator.getitem:
+        whole = cast(fx.Node, node.args[0])
+        return bool(node.args[1] == 1) and whole.target in (aten.sort.default, aten.sort.stable, aten.topk.default)
+    if node.target is torch.arange:
+        return len(node.args) < 2 or (_counts_up(node.args[0]) and (len(node.args) < 3 or _counts_up(node.args[2])))
+    if node.target in (aten.argmax.default, aten.argmin.default, aten.argsort.default):
+        return True
+    if node.target in (aten.clamp.default, aten.clamp_min.default, aten.remainder.Scalar):
+        return len(node.args) > 1 and _counts_up(node.args[1])
+    moved = node.target in (
+        aten.view.default, aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.select.int,
+        aten.unsqueeze.default, aten.squeeze.dim, aten.permute.default, aten.transpose.int, aten.index_select.default,
+        aten._to_copy.default, aten.masked_fill.Scalar,
+    )  # fmt: skip
+    filled = node.args[2] if node.target is aten.masked_fill.Scalar else 0
+    return bool(moved) and _counts_up(filled) and _counts_up(node.args[0])
+
+
+def _shifted(body: Body, index: Val, axis: Dim, size: int) -> Val:
+    """Numbers of rows that exist as numbers of rows of the buffer; what is no number of a row becomes one."""
+    node = index.node
+    if isinstance(axis, Axis):
+        segment = axis.only
+        if segment.start.any():
+            node = body.emit(aten.add.Tensor, node, body._tensor(segment.start))
+    if index.grows or isinstance(axis, Axis):
+        node = body.emit(aten.clamp.default, node, 0, size - 1)
+    return Val(node, index.dims)
+
+
+@rule(aten.index_select.default)
+def _index_select(body: Body, a: Any) -> Val:
+    dim = place_of(a.dim, len(a.self.dims))
+    index = _shifted(body, a.index, a.self.dims[dim], a.self.example.shape[dim])
+    node = body.emit(aten.index_select.default, a.self.node, dim, index.node)
+    zero = frozenset(z for z in a.self.zero if z != dim)
+    return Val(node, with_dim(a.self.dims, dim, index.dims[0] if index.dims else 1), zero)
+
+
+@rule(aten.gather.default)
+def _gather(body: Body, a: Any) -> Val:
+    value, index = a.self, a.index
+    dim = place_of(a.dim, len(value.dims))
+    for d in range(len(value.dims)):
+        if d != dim:
+            value, index = aligned(body, [value, index], d)
+    index = _shifted(body, index, value.dims[dim], value.example.shape[dim])
+    return Val(body.emit(aten.gather.default, value.node, dim, index.node), index.dims)
+
+
+@rule(aten.index.Tensor)
+def _index(body: Body, a: Any) -> Val:
+    value, given = a.self, a.indices
+    places = [d for d, i in enumerate(given) if i is not None]
+    indices = [given[d] for d in places]
+    if any(i.example.dtype in (torch.bool, torch.uint8) for i in indices):
+        raise NotFollowed("selects elements by their values")
+    if places != list(range(places[0], places[0] + len(places))):
+        raise NotFollowed("picks elements by indices that do not stand side by side")
+    indices, dims = broadcast(body, indices)
+    indices = [_from_behind(body, i, value.dims[d]) for i, d in zip(indices, places, strict=True)]
+    shifted = [_shifted(body, i, value.dims[d], value.example.shape[d]) for i, d in zip(indices, places, strict=True)]
+    at: list[Any] = [None] * len(given)
+    for d, i in zip(places, shifted, strict=True):
+        at[d] = i.node
+    node = body.emit(aten.index.Tensor, value.node, at)
+    return Val(node, (*value.dims[: places[0]], *dims, *value.dims[places[-1] + 1 :]))
+
+
+@rule(aten.embedding.default)
+def _embedding(body: Body, a: Any) -> Val:
+    index = _shifted(body, a.indices, a.weight.dims[0], a.weight.example.shape[0])
+    node = body.emit(aten.embedding.default, a.weight.node, index.node, a.padding_idx)
+    return Val(node, (*index.dims, *a.weight.dims[1:]))
+
+
+@rule(aten.select_scatter.default)
+def _select_scatter(body: Body, a: Any) -> Val:
+    dim = place_of(a.dim, len(a.self.dims))
+    source = unsqueeze(body, SimpleNamespace(self=a.src, dim=dim))
+    index = np.broadcast_to(np.asarray(a.index), (body.length,))
+    size = body.count_of(a.self.dims[dim])
+    return _written(body, a.self, source, dim, np.where(index < 0, index + size, index))
+
+
+@rule(aten.slice_scatter.default)
+def _slice_scatter(body: Body, a: Any) -> Val:
+    dim = place_of(a.dim, len(a.self.dims))
+    count = body.count_of(a.self.dims[dim])
+    start = bound_of(a.start, 0, count)
+    stop = np.maximum(bound_of(a.end, count, count), start)
+    if a.step != 1:
+        raise NotFollowed("writes to rows that do not lie side by side")
+    source = a.src
+    if not start[body.at].any() and (stop == count)[body.at].all():
+        return source
+    axis = Axis.of(int((stop - start)[body.at].max()), 0, stop - start)
+    if isinstance(source.dims[dim], Axis) and body.constant_count(axis) is None:
+        # Over the same rows of the buffer: each row is the new one or the old one.
+        old = body._as_axis(a.self, dim)
+        own = old.dims[dim]
+        assert isinstance(own, Axis)
+        like = Axis.of(own.only.size, own.only.start + start, own.only.start + stop)
+        moved = body.moved(source, dim, like)
+        mask = body.mask(Val(old.node, with_dim(old.dims, dim, like)), dim)
+        assert mask is not None
+        return Val(body.emit(aten.where.self, mask, moved.node, old.node), a.self.dims)
+    return _written(body, a.self, body.fixed(source, dim), dim, start)
+
+
+def _written(body: Body, value: Val, source: Val, dim: int, first: Table) -> Val:
+    """Rows `first[t] …` of a value replaced."""
+    axis = value.dims[dim]
+    parts = [value, source]
+    for d in range(len(value.dims)):
+        if d != dim:
+            parts = aligned(body, parts, d)
+    value, source = parts
+    count = source.dims[dim]
+    assert isinstance(count, int)
+    begin = first + axis.only.start if isinstance(axis, Axis) else first
+    begin = np.clip(begin, 0, value.example.shape[dim] - count)
+    if list(source.example.shape[:dim]) + list(source.example.shape[dim + 1 :]) != list(
+        value.example.shape[:dim]
+    ) + list(value.example.shape[dim + 1 :]):
+        raise NotFollowed("writes rows of another shape")
+    return Val(body.written(value.node, dim, begin, source.node), value.dims)
+
+
+@rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+def _scatter(body: Body, a: Any) -> Val:
+    value, dim = a.self, place_of(a.dim, len(a.self.dims))
+    if a.index.grows:
+        raise NotFollowed("writes to as many places as there are rows")
+    for d in range(len(value.dims)):
+        if d != dim and isinstance(value.dims[d], Axis):
+            raise NotFollowed("writes to elements of a tensor that grows in another dimension")
+    index = _shifted(body, a.index, value.dims[dim], value.example.shape[dim])
+    new = a.src if hasattr(a, "src") else a.value
+    return Val(body.emit(a.func, value.node, dim, index.node, nodes_of(new)), value.dims)
+
+
+@rule(aten.index_put.default)
+def _index_put(body: Body, a: Any) -> Val:
+    value = a.self
+    if any(i is not None and i.grows for i in a.indices) or a.values.grows:
+        raise NotFollowed("writes to as many places as there are rows")
+    found = [None if i is None else _from_behind(body, i, value.dims[d]) for d, i in enumerate(a.indices)]
+    at = [
+        None if i is None else _shifted(body, i, value.dims[d], value.example.shape[d]).node
+        for d, i in enumerate(found)
+    ]
+    if any(isinstance(d, Axis) and (k >= len(at) or at[k] is None) for k, d in enumerate(value.dims)):
+        raise NotFollowed("writes to elements of a tensor that grows in another dimension")
+    return Val(body.emit(aten.index_put.default, value.node, at, a.values.node, a.accumulate), value.dims)
+
+
+@rule(aten.native_layer_norm.default)
+def _layer_norm(body: Body, a: Any) -> list[Val]:
+    value = a.input
+    kept = len(value.dims) - len(a.normalized_shape)
+    for d in range(kept):
+        if isinstance(value.dims[d], Axis) and not a.eps:
+            value = body.filled(value, d, 1)
+    node = body.emit(a.func, value.node, a.normalized_shape, nodes_of(a.weight), nodes_of(a.bias), a.eps)
+    statistics = (*value.dims[:kept], *[1] * len(a.normalized_shape))
+    return [Val(body.item(node, i), value.dims if i == 0 else statistics) for i in range(3)]
+
+
+@rule(aten.unfold.default)
+def _unfold(body: Body, a: Any) -> Val:
+    dim = place_of(a.dimension, len(a.self.dims))
+    axis = a.self.dims[dim]
+    if isinstance(axis, int):
+        raise NotFollowed("takes blocks of a size that changes from step to step")
+    value = a.self
+    if axis.only.start[body.at].any():
+        value = body.moved(value, dim, Axis.of(int(axis.count.max()), 0, axis.count))
+    count = np.maximum((axis.count - a.size) // a.step + 1, 0)
+    size = value.example.shape[dim]
+    if size < a.size:
+        raise NotFollowed("takes blocks that are longer than the loop")
+    node = body.emit(aten.unfold.default, value.node, dim, a.size, a.step)
+    new = Axis.of(node.meta["example_value"].shape[dim], 0, count)
+    return Val(node, (*with_dim(value.dims, dim, new), a.size))
