@@ -7,6 +7,8 @@ Each becomes one of
   `nsa_compile.ops`, whose cost follows the mask;
 - dense attention with a mask, where that is faster: below a measured size, or for masks of no such kind.
 
+Values summed by weights that are products alone, of earlier keys, are computed in chunks, as linear attention is.
+
 Attention of one query, in a step by itself, reads the rows it needs where they lie, by `step_attention` on the CPU.
 Where it has a gradient or another device, and in the body of a scan that stays a loop, it gathers the rows of its
 indices.
@@ -32,6 +34,7 @@ from nsa_compile.analyses.attention_costs import (
     reads_in_place,
     selected_blocks,
 )
+from nsa_compile.analyses.linear_weights import running_sum
 from nsa_compile.analyses.operands import by_group, rows_of, unexpanded
 from nsa_compile.branches import BRANCH_OF
 from nsa_compile.ir import attention as eager
@@ -54,6 +57,7 @@ from nsa_compile.ir.markers import label_of, set_label
 from nsa_compile.ir.rewriting import eliminate_dead_code, inline_graph, inline_tensors
 from nsa_compile.ir.scans import example, fake_inputs, find_scans, location, subgraphs
 from nsa_compile.ops.compressed import compressed_attention
+from nsa_compile.ops.recurrence import chunks
 from nsa_compile.ops.scored import reference
 from nsa_compile.ops.scored.program import parse
 from nsa_compile.ops.selected import selected_attention
@@ -131,26 +135,51 @@ def _by_program(graph: fx.GraphModule, node: fx.Node, context: PassContext) -> b
     queries, keys = example(q[0]).shape[1], example(k[0]).shape[1]
     program = next(x for x in others if isinstance(x, str))
     operator, dense = _BY_PROGRAM[node.target], context.options.attention == "dense"
+    running = None if dense or node.target is not WEIGHTED else running_sum(node)
+    if running is not None and context.options.attention != "sparse" and not _is_long(q[0], others[0]):
+        running = None
     name, where = "dense" if dense else operator.name, location(node)
+    name = name if running is None else "running sums in chunks"
     does = "ranking" if node.target is PLACES else "attention"
     made = f"{operator.made} of {len(parse(program).instructions)} instructions"
     what = f"{does} of {queries} queries to {keys} keys ({made})"
     context.report.attention.append(AttentionChoice("attention", what, name))
     if not context.may_rewrite():
         return False
-    if not dense:
+    if not dense and running is None:
         set_label(node, "nsa.attention")
         context.match(where, f"{what}: {name}")
         return True
     tensors = node.all_input_nodes
+    if running is not None:
+        tensors = [q[0], k[0], others[0], *([running.decay.base] if running.decay else [])]
 
     def run(*inputs: Tensor) -> list[Tensor]:
+        if running is not None:
+            return [_running_sums(running.factor, *inputs)]
         given: Any = fx.node.map_arg(node.args, dict(zip(tensors, inputs, strict=True)).__getitem__)
         return list(operator.dense(*given))
 
     inline_graph(graph, node, trace_to_aten(run, fake_inputs(tensors)), tensors)
     context.match(where, f"{what}: {name}")
     return True
+
+
+def _is_long(q: fx.Node, v: fx.Node) -> bool:
+    """Whether sums that run on cost less than the weights of all earlier keys."""
+    keys, (width, values) = example(q).shape[1], (example(x).shape[-1] for x in (q, v))
+    return keys * (width + values) > 2 * (chunks.CHUNK * (width + values) + 2 * width * values)
+
+
+def _running_sums(factor: float, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:
+    """`Σ_{j <= i} factor decay ** (i - j) (q[i] · k[j]) v[j]` of `q [N, S, m, D]`, `k [N, S, D]`, `v [N, S, Dv]` and
+    `decay [N|1, 1, m|1, 1]`."""
+    q = q.transpose(0, 1)
+    k, v = (x.transpose(0, 1).unsqueeze(2) for x in (k, v))
+    states = 1 if decay is None else decay.shape[2]  # of a group of heads, which share one, or have one each
+    first = q.new_zeros(q.shape[1], states, q.shape[3], v.shape[3])
+    out, _ = chunks.linear(q, k, v, None if decay is None else decay.transpose(0, 1), None, first)
+    return (out * factor).transpose(0, 1).to(v.dtype)
 
 
 def call_of(node: fx.Node) -> Call:

@@ -71,15 +71,47 @@ TAKEN: dict[str, tuple[Attend, int]] = {
     "leaky relu": (lambda t, p, q, k, v: values(F.leaky_relu(scores(q, k), 0.1) * (p <= t), v), 1),
     "between two numbers": (lambda t, p, q, k, v: values(F.hardtanh(scores(q, k), -0.5, 0.25) * (p <= t), v), 1),
     "tanh under where": (lambda t, p, q, k, v: values(torch.where(p <= t, scores(q, k).tanh(), 0.0), v), 1),
-    "products under a decay": (
-        lambda t, p, q, k, v: values(scores(q, k) * torch.where(p <= t, 0.9 ** (t - p).clamp(min=0), 0.0), v), 1),
     "a difference of two": (
         lambda t, p, q, k, v: values((scores(q, k).relu() - scores(q.flip(-1), k).sigmoid()) * (p <= t), v), 1),
     "divided by their sum": (lambda t, p, q, k, v: divided(scores(q, k).relu() * (p <= t), v), 2),
     "divided by their sum at last": (lambda t, p, q, k, v: divided_at_last(scores(q, k).relu() * (p <= t), v), 2),
-    "linear, of elu + 1": (
-        lambda t, p, q, k, v: divided_at_last(scores(F.elu(q) + 1, F.elu(k) + 1) * (p <= t), v), 2),
     "the keys before alone": (lambda t, p, q, k, v: values(scores(q, k).relu() * (p < t), v), 1),
+    # Near to sums that run on.
+    "products under a decay by a table": (
+        lambda t, p, q, k, v: values(scores(q, k) * torch.where(p <= t, 0.9 ** (t - p).clamp(min=0), 0.0), v), 1),
+    "products of the keys before": (lambda t, p, q, k, v: values(scores(q, k) * (p < t), v), 1),
+    "products in a window": (lambda t, p, q, k, v: values(scores(q, k) * ((p <= t) & (p > t - 3)), v), 1),
+    "products by a number of the step": (lambda t, p, q, k, v: values(scores(q, k) * (p <= t) / (t + 1), v), 1),
+    "products by a number of the key": (lambda t, p, q, k, v: values(scores(q, k) * (p <= t) * p, v), 1),
+    "products and a number": (lambda t, p, q, k, v: values((scores(q, k) + 1) * (p <= t), v), 1),
+    "products filled with ones": (
+        lambda t, p, q, k, v: values(scores(q, k).masked_fill(p == t, 1.0).masked_fill(p > t, 0.0), v), 1),
+    "two decays": (
+        lambda t, p, q, k, v: values(
+            scores(q, k) * 0.9 ** (t - p).clamp(min=0) * 0.8 ** (t - p).clamp(min=0) * (p <= t), v), 1),
+    "a decay from the next key on": (
+        lambda t, p, q, k, v: values(scores(q, k) * 0.9 ** (t - p + 1).clamp(min=0) * (p <= t), v), 1),
+    "a decay of few steps": (
+        lambda t, p, q, k, v: values(scores(q, k) * 0.9 ** (t - p).clamp(0, 3) * (p <= t), v), 1),
+    "a decay that stops": (
+        lambda t, p, q, k, v: values(scores(q, k) * 0.9 ** (t - p).clamp(min=1) * (p <= t), v), 1),
+}  # fmt: skip
+
+GAMMA = 1 - 2.0 ** (-1 - torch.arange(G * M, dtype=torch.float64)).view(G, M, 1)
+# Sums that run on from step to step, and how many of them.
+RUNNING: dict[str, tuple[Attend, int]] = {
+    "by a mask": (lambda t, p, q, k, v: values(scores(q, k) * (p <= t), v), 1),
+    "filled": (lambda t, p, q, k, v: values(scores(q, k).masked_fill(p > t, 0.0), v), 1),
+    "filled, by not seen": (lambda t, p, q, k, v: values(scores(q, k).masked_fill(~(p < t + 1), 0.0), v), 1),
+    "where seen": (lambda t, p, q, k, v: values(torch.where(p <= t, scores(q, k), 0.0), v), 1),
+    "where unseen": (lambda t, p, q, k, v: values(torch.where(t < p, 0.0, -scores(q, k) / 3), v), 1),
+    "by a mask of numbers": (lambda t, p, q, k, v: values((p <= t).double() * scores(q, k) * 2, v), 1),
+    "divided by their sum at last": (
+        lambda t, p, q, k, v: divided_at_last(scores(F.elu(q) + 1, F.elu(k) + 1) * (p <= t), v), 2),
+    "under a decay of each head": (
+        lambda t, p, q, k, v: values(scores(q, k) * GAMMA ** (t - p).clamp(min=0) * (p <= t), v), 1),
+    "under a masked decay of each head": (
+        lambda t, p, q, k, v: values(scores(q, k) * torch.where(p <= t, GAMMA ** (t - p).clamp(min=0), 0.0), v), 1),
 }  # fmt: skip
 
 # What stays as it is: rows that are not written yet are read with a weight, the weights are read by others, what they
@@ -116,6 +148,40 @@ def compared(attend: Attend, length: int = S, **options: Any) -> list[str]:
 def test_what_is_taken_equals_its_loop(name):
     attend, count = TAKEN[name]
     assert compared(attend) == ["weighted_sum"] * count
+
+
+@pytest.mark.parametrize("length", [S, 65])
+@pytest.mark.parametrize("name", RUNNING)
+def test_sums_that_run_on_equal_their_loop(name, length):
+    attend, count = RUNNING[name]
+    assert compared(attend, length) == ["running sums in chunks"] * count
+
+
+def test_a_decay_that_is_learned_has_the_gradient_of_its_loop():
+    logit = torch.randn(G, M, 1, dtype=torch.float64, requires_grad=True)
+
+    def run(q, k, v):
+        gamma = logit.sigmoid()
+        return over_caches(lambda t, p, q, k, v: values(scores(q, k) * gamma ** (t - p).clamp(min=0) * (p <= t), v))(
+            q, k, v
+        )
+
+    torch._dynamo.reset()
+    inputs = tensors()
+    compiled = nsa_compile.compile(run, nested="eager", attention="sparse", cache=False)
+    gradients = (torch.autograd.grad(f(*inputs).square().sum(), (*inputs, logit)) for f in (compiled, run))
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-11)
+    assert [c.operator for c in nsa_compile.last_report().attention] == ["running sums in chunks"]
+
+
+@pytest.mark.parametrize(("length", "operator"), [(128, "weighted_sum"), (512, "running sums in chunks")])
+def test_sums_run_on_where_that_costs_less(length, operator):
+    torch._dynamo.reset()
+    inputs = tensors(length, torch.float32)
+    compiled = nsa_compile.compile(over_caches(RUNNING["filled"][0], length), nested="eager", cache=False)
+    with torch.no_grad():
+        compiled(*inputs)
+    assert [choice.operator for choice in nsa_compile.last_report().attention] == [operator]
 
 
 @pytest.mark.parametrize("name", LEFT)
