@@ -92,23 +92,19 @@ def _value(instruction: Instruction, operands: list[Any]) -> Any:
             return _NEGATED[x]
         case "sub", [Tensor() as a, Tensor() as b] if _places(b, a) == 0:
             return "apart"
-        case "clamp", ["apart", 0] | ["apart", 0, None]:
-            return "behind"
-        case "clamp_min", ["apart", 0]:
+        case "clamp" | "clamp_min", ["apart", 0] | ["apart", 0, None]:
             return "behind"
         case "pow", [_Leaf() as x, "behind"]:
             return Decay(x.node)
-        case "mul", [Decay() as x, "seen"] | ["seen", Decay() as x]:
-            return replace(x, seen=True)
-        case "masked_fill", [Decay() as x, "unseen", 0]:
-            return replace(x, seen=True)
-        case "where", ["seen", Decay() as x, 0] | ["unseen", 0, Decay() as x]:
-            return replace(x, seen=True)
         case "to", ["seen" as x, "float" | "int"]:
             return x
         case "to", [RunningSum() as x, "float"]:
             return x
-        case "mul", [RunningSum() as x, "seen"] | ["seen", RunningSum() as x]:
+        case "mul", [RunningSum() | Decay() as x, "seen"] | ["seen", RunningSum() | Decay() as x]:
+            return replace(x, seen=True)
+        case "masked_fill", [RunningSum() | Decay() as x, "unseen", 0]:
+            return replace(x, seen=True)
+        case "where", ["seen", RunningSum() | Decay() as x, 0] | ["unseen", 0, RunningSum() | Decay() as x]:
             return replace(x, seen=True)
         case "mul", [RunningSum() as x, Decay() as a] | [Decay() as a, RunningSum() as x] if x.decay is None:
             return replace(x, decay=a, seen=x.seen or a.seen)
@@ -118,10 +114,6 @@ def _value(instruction: Instruction, operands: list[Any]) -> Any:
             return replace(x, factor=x.factor / c)
         case "neg", [RunningSum() as x]:
             return replace(x, factor=-x.factor)
-        case "masked_fill", [RunningSum() as x, "unseen", 0]:
-            return replace(x, seen=True)
-        case "where", ["seen", RunningSum() as x, 0] | ["unseen", 0, RunningSum() as x]:
-            return replace(x, seen=True)
     raise _Unknown
 
 

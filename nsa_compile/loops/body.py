@@ -511,13 +511,14 @@ class Body:
         places = places or [i for i, s in enumerate(all_.segments) if s.size > size]
         if not places:
             return value
-        value = self.padded(value, d, replace(own, segments=(replace(own.only, size=all_.segments[places[-1]].size),)))
+        segment = replace(own.only, size=all_.segments[places[-1]].size)
+        value = self.padded(value, d, Axis((segment,)))
         nothing = np.zeros(self.length, np.int64)
         segments = [Segment(s.size, nothing, nothing) for s in all_.segments]
         kind = {"dtype": value.example.dtype, "device": value.example.device}
         shape = list(value.example.shape)
         parts = [self.emit(torch.zeros, [*shape[:d], s.size, *shape[d + 1 :]], **kind) for s in segments]
-        segments[places[-1]], parts[places[-1]] = value.dims[d].only, value.node  # type: ignore[union-attr]
+        segments[places[-1]], parts[places[-1]] = segment, value.node
         dims = (*value.dims[:d], Axis(tuple(segments)), *value.dims[d + 1 :])
         return Val(self.emit(aten.cat.default, parts, d), dims, value.zero)
 

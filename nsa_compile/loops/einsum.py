@@ -32,12 +32,12 @@ def einsum(equation: Any, *operands: Any) -> Any:
     if len(parts) != 2:
         return NotImplemented
     labels = [_labels(part, x.dim()) for part, x in zip(parts, operands, strict=True)]
-    if any(len(set(names)) < len(names) for names in labels):  # a diagonal
-        return NotImplemented
+    if any(len(set(names)) != x.dim() for names, x in zip(labels, operands, strict=True)):
+        return NotImplemented  # a diagonal, or an error of which torch tells
     places = max((x.dim() - len(p.replace("...", "")) for p, x in zip(parts, operands, strict=True) if "..." in p),
                  default=0)  # fmt: skip
     letters = output if arrow else "..." + "".join(sorted(c for c in set(inputs) - set(".,") if inputs.count(c) == 1))
-    kept = _labels(letters, places + len(letters.replace("...", ""))) if "..." in letters else list(letters)
+    kept = _labels(letters, places + len(letters.replace("...", "")))
     left, right = (_without_ones(*pair) for pair in _pairs(operands, labels))
     if not set(kept) <= {*left[1], *right[1]} or not _fit(left, right):
         return NotImplemented

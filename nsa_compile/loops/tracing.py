@@ -58,9 +58,7 @@ class _Sizes(ShapeEnv):
         is_layout = is_layout or (isinstance(expr, sympy.StrictLessThan) and expr.args[1] == 2)
         if fallback_value is not None and is_layout:
             known = self._maybe_evaluate_static(expr)
-            if known is None:
-                return fallback_value if expr not in self.asserted else True
-            return bool(known)
+            return expr in self.asserted or fallback_value if known is None else bool(known)
         found = super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
         if isinstance(expr, sympy.Eq) and found:
             self.asserted.add(expr)

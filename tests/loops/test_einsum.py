@@ -65,6 +65,10 @@ def test_other_forms_are_left_to_torch(equation):
     assert einsum(equation, *operands) is NotImplemented
 
 
+def test_an_equation_that_does_not_fit_is_torchs_to_refuse():
+    assert einsum("abc,bc->a", torch.ones(2, 2), torch.ones(2, 2)) is NotImplemented
+
+
 def attention(scores: str, read: str, *, wide: bool):
     def run(x: Tensor) -> Tensor:
         keys, ys = x.new_zeros(2, 0, D), []

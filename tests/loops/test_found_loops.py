@@ -435,6 +435,14 @@ def a_product_that_leaves_out_a_dimension_of_one_row(x):
     return torch.stack(ys)
 
 
+def a_product_of_three_with_rows_that_grow_from_one(x):
+    rows, ys = [], []
+    for t in range(S):
+        rows.append(x[t])
+        ys.append(torch.einsum("sd,d,d->s", torch.stack(rows, 0), x[t], x[t]).sum())
+    return torch.stack(ys)
+
+
 def an_error_that_is_kept(x):
     ys, error = [], None
     for t in range(len(x)):
@@ -982,6 +990,7 @@ DECLINED = {
     a_norm_of_a_negative_order: "a norm of a negative order",
     a_number_that_bfloat16_does_not_hold: "bfloat16 does not hold it",
     an_order_that_changes: "has no rule for what it is given",
+    a_product_of_three_with_rows_that_grow_from_one: "dimensions in another order at some steps than at others",
     an_error_that_is_kept: "error becomes a KeyError that the loop has made",
     a_namespace_that_is_made: "made becomes a SimpleNamespace that the loop has made",
     a_copy_by_the_module_copy: r"copies a tensor by copy\.copy",
