@@ -135,9 +135,9 @@ def _by_program(graph: fx.GraphModule, node: fx.Node, context: PassContext) -> b
     queries, keys = example(q[0]).shape[1], example(k[0]).shape[1]
     program = next(x for x in others if isinstance(x, str))
     operator, dense = _BY_PROGRAM[node.target], context.options.attention == "dense"
-    in_chunks = node.target is WEIGHTED and not dense
-    in_chunks &= context.options.attention == "sparse" or _is_long(q[0], others[0])
-    running = running_sum(node) if in_chunks else None
+    running = None
+    if node.target is WEIGHTED and not dense and (context.options.attention == "sparse" or _is_long(q[0], others[0])):
+        running = running_sum(node)
     name = "running sums in chunks" if running else "dense" if dense else operator.name
     where = location(node)
     does = "ranking" if node.target is PLACES else "attention"
