@@ -242,6 +242,7 @@ def nsa_compile_backend(
     if chosen.nested == "inductor" and _on_cpu(example_inputs):
         inductor_files.begin_header()
     with modes.unobserved():
+        modes.refuse_users_modes()
         example_inputs = specialize_shapes(gm, example_inputs)
         hand_on_originals(gm)
         check_after_loops(gm)

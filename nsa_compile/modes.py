@@ -8,7 +8,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._higher_order_ops.scan import scan_op
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nsa_compile.capture.refusals import ScanNotCompiled
@@ -89,6 +92,25 @@ def end_autocast(first: fx.Node, last: fx.Node, state: Autocast) -> None:
                 entered = graph.call_function(torch.amp.autocast_mode._enter_autocast, (device, dtype, False, False))
             with graph.inserting_after(last):
                 graph.call_function(torch.amp.autocast_mode._exit_autocast, (entered,))
+
+
+def refuse_users_modes() -> None:
+    """Called while Dynamo compiles a graph.
+
+    Raises:
+        ScanNotCompiled: a mode of `__torch_function__` is on that is more than a default device.
+    """
+    on = torch_function_mode_stack_state_mgr.stack  # Dynamo takes them off while a graph is compiled
+    if (mode := users_mode(on)) is not None:
+        raise ScanNotCompiled(
+            f"a TorchFunctionMode ({type(mode).__name__}) is on around what is compiled, which the compiled program "
+            "would not go through; leave it outside of the call, or call the function as written"
+        )
+
+
+def users_mode(modes: Sequence[TorchFunctionMode]) -> TorchFunctionMode | None:
+    """The first of these modes that is more than a default device."""
+    return next((mode for mode in modes if not isinstance(mode, DeviceContext)), None)
 
 
 @contextlib.contextmanager

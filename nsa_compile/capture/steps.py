@@ -59,6 +59,7 @@ def mend_steps() -> None:
     let_steps_read_views()
     keep_derivatives_of_carries()
     take_results_apart_quickly()
+    keep_modes_of_functions()
 
 
 def explain_uncaptured_steps() -> None:
@@ -390,3 +391,16 @@ def _leaves(tree):
 
 def _structure(tree):
     return taken_apart(tree)[1]
+
+
+def keep_modes_of_functions() -> None:
+    """Trace a step under the default device that is set where the scan is called.
+
+    Dynamo hands the scan to the modes of `__torch_function__` that are on, of which this is one, as it does a function
+    of torch, and such a mode calls what it is handed without itself: it forgets it within the step (torch 2.13).
+    """
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        return self._call_function(tx, args, kwargs)
+
+    ScanHigherOrderVariable.call_function = call_function  # type: ignore[method-assign]

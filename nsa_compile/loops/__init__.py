@@ -24,7 +24,8 @@ from nsa_compile.loops.paths import Explorer
 from nsa_compile.loops.program import Program, compile_loop, run_program
 from nsa_compile.loops.source import ITEMS, NotALoop, Variables, cut_out_loop
 from nsa_compile.loops.state import NotFollowed, Path, Same, Snapshot, Unseen, cells_of, distinct, drop, in_words, look
-from nsa_compile.modes import unobserved
+from nsa_compile.memory import memories
+from nsa_compile.modes import unobserved, users_mode
 from nsa_compile.ops.loop import LoopNotTraced
 
 __all__ = ["LoopDeclined", "loop"]
@@ -109,11 +110,14 @@ class _Runner(Unseen):
                 raise NotFollowed(f"it goes over a {type(items.as_written()).__name__}; {SEQUENCES}")
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 raise NotFollowed("it is called within a transform of torch.func, such as torch.vmap")
+            on = torch.overrides._get_current_function_mode_stack()
+            if (mode := users_mode(on)) is not None:
+                raise NotFollowed(f"a TorchFunctionMode ({type(mode).__name__}) is on around it")
             drop(cells_of(step), variables.temporary)
             by_position = items.stacked()
             cells_of(step)[ITEMS].cell_contents = by_position
             now = look(step)
-            key = _key(now, len(items))
+            key = _key(now, len(items)), *(mode.device for mode in on)
         except NotFollowed as why:
             if why.reason not in self.programs:
                 self.programs[why.reason] = self._declined(NotFollowed(why.reason, why.place))
@@ -242,13 +246,14 @@ _HOOKS: tuple[dict[int, Any], ...] = (
 def _key(now: Snapshot, length: int) -> Any:
     """What a program depends on: everything that the variables hold, but the elements of tensors."""
     leaves = []
-    memory: dict[int, int] = {}
+    holders = now.in_memory()
+    for path, leaf in holders.items():
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise NotFollowed(f"{in_words(path)} is a tensor of layout {leaf.layout}")
+    memory = dict(zip(holders, memories(holders.values()), strict=True))
     for path, leaf in now.leaves.items():
         if isinstance(leaf, Tensor):
-            if leaf.layout is not torch.strided:
-                raise NotFollowed(f"{in_words(path)} is a tensor of layout {leaf.layout}")
-            shared = memory.setdefault(leaf.untyped_storage()._cdata, len(memory))
-            layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), shared
+            layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), memory[path]
             attributes = now.contents.get(path)
             kind: Any = (type(leaf), *layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf, attributes)
         elif isinstance(leaf, int | float | bool | str | bytes | complex | type(None)):
@@ -256,7 +261,7 @@ def _key(now: Snapshot, length: int) -> Any:
         elif isinstance(leaf, types.FunctionType):
             kind = Same(leaf.__code__)
         else:
-            kind = Same(leaf), now.contents.get(path)
+            kind = Same(leaf), now.contents.get(path), memory.get(path)
         leaves.append((path, kind))
     autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast

@@ -22,6 +22,7 @@ from nsa_compile.loops.paths import Exploration
 from nsa_compile.loops.source import ITEMS
 from nsa_compile.loops.state import NotFollowed, Path, Snapshot, in_words
 from nsa_compile.loops.trace import Held, Op, Ref, Trace
+from nsa_compile.memory import memory
 
 __all__ = ["Place", "find_shared", "share"]
 
@@ -180,7 +181,7 @@ class _Finder:
     def _of_before(self, x: Any) -> _Origin | None:
         if not isinstance(x, Tensor):
             return None
-        return _Origin(Before(self.before[id(x)]) if id(x) in self.before else id(x), _memory(x), -1, None)
+        return _Origin(Before(self.before[id(x)]) if id(x) in self.before else id(x), memory(x), -1, None)
 
     def made(self, held: Held, step: int) -> _Origin:
         """The origin of a tensor that a step has made, or was given."""
@@ -193,7 +194,7 @@ class _Finder:
         if (came := trace.came.get(held.memory)) is not None and (found := self.origin(came, step - 1)) is not None:
             memory = found.memory
         elif (outside := trace.outside_memory.get(held.memory)) is not None:
-            memory = _memory(outside)
+            memory = memory(outside)
         return _Origin((step, held.object), memory, step, held)
 
     # -- the results
@@ -212,8 +213,8 @@ class _Finder:
         groups: dict[Any, list[tuple[Place, _Origin]]] = {}
         for place, origin in by_object.values():
             groups.setdefault(origin.memory, []).append((place, origin))
-        for memory, group in groups.items():
-            of_before = not isinstance(memory, tuple)
+        for piece, group in groups.items():
+            of_before = not isinstance(piece, tuple)
             if of_before or len(group) > 1:
                 self._settle(group, of_before, shared)
         for place, origin in by_object.values():
@@ -364,10 +365,6 @@ def _which_may_share(trace: Trace, path: Path) -> list[int]:
 def _is_view(op: Op) -> bool:
     returns = op.func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def _memory(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
 
 
 def _overlap(a: Any, b: Any) -> bool:

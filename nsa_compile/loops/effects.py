@@ -29,6 +29,17 @@ _HIDDEN: tuple[tuple[Any, str], ...] = (
     (contextvars.ContextVar, "uses {type}, which no program of all steps would set"),
 )  # fmt: skip
 _OF_TIME = ("time", "now", "utcnow", "today")
+# What a trace turns off, by the functions that ask whether it is on.
+_TURNED_OFF = {
+    "is_inference_mode_enabled": "inference mode",
+    "is_anomaly_enabled": "the detection of anomalies",
+    **dict.fromkeys(
+        ("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled"),
+        "a backend of scaled_dot_product_attention",
+    ),
+}
+# Functions that have an effect, or have none, by who calls them.
+BY_CALLER = {"urandom", *_TURNED_OFF}
 _OF_SYSTEM = ("putenv", "unsetenv", "write", "open", "system", "input")
 
 
@@ -42,6 +53,8 @@ def effect_of(function: Any, caller: str) -> str | None:
             return f"calls time.{name}, which tells another time at each step"
         if name == "urandom" and caller == random.__file__:
             return "draws random numbers by the system; draw them before the loop"
+        if name in _TURNED_OFF and str(module).startswith("torch"):
+            return f"asks whether {_TURNED_OFF[name]} is on"
         if module in ("posix", "nt", "io", "_io", "builtins") and name in _OF_SYSTEM:
             return f"calls {name}"
         return None

@@ -38,6 +38,7 @@ from nsa_compile.loops.state import (
 from nsa_compile.loops.trace import Given, Ref, TensorType, Trace
 from nsa_compile.loops.tracing import trace_step
 from nsa_compile.loops.watched import Changed, Watched
+from nsa_compile.memory import memories, overlaps_itself, share_memory
 
 # Ways that a loop may take; one that takes more has no form that serves all of its steps.
 WAYS = 40
@@ -106,6 +107,10 @@ class Exploration:
         """
         mutated = {path for way in self.ways for path in way.trace.mutated}
         shared = self._shared() if mutated else {}
+        for path in sorted(mutated & self.first.leaves.keys(), key=str):
+            if isinstance(x := self.first.leaves[path], Tensor) and overlaps_itself(x):
+                raise NotFollowed(f"it writes in place to {in_words(path)}, whose elements share memory; write to a "
+                                  ".clone()")  # fmt: skip
         for path in sorted(mutated & shared.keys(), key=str):
             other = min(shared[path], key=str)
             words = other if isinstance(other, str) else in_words(other)
@@ -124,11 +129,13 @@ class Exploration:
         """Of each tensor of the state, who else may hold its memory at some step: it may have come there steps ago, and
         under another name."""
         shared: dict[Path, set[Path | str]] = {}
-        tensors = [(path, _memory(x)) for path, x in self.first.leaves.items() if isinstance(x, Tensor)]
-        for path, memory in tensors:
-            with_it: set[Path | str] = {other for other, m in tensors if m == memory and other != path}
-            if with_it:
-                shared[path] = with_it
+        held = self.first.in_memory()
+        pieces: dict[int, list[Path]] = {}
+        for path, number in zip(held, memories(held.values()), strict=True):
+            pieces.setdefault(number, []).append(path)
+        for paths in pieces.values():
+            for path in paths if len(paths) > 1 else ():
+                shared[path] = {other for other in paths if other != path}
         before: Any = None
         while before != (before := {path: len(found) for path, found in shared.items()}):
             for way in self.ways:
@@ -408,11 +415,10 @@ class Explorer:
         found = [path for path, leaf in before.leaves.items() if leaf is x]
         if not found:
             raise NotFollowed("it writes in place to a tensor that is none of its variables")
-        for path, leaf in before.leaves.items():
-            shares = isinstance(leaf, Tensor) and leaf is not x and _memory(leaf) == _memory(x)
-            if shares:
-                raise NotFollowed(f"it writes in place to {in_words(found[0])}, which shares its memory with "
-                                  f"{in_words(path)}")  # fmt: skip
+        others = {path: leaf for path, leaf in before.in_memory().items() if leaf is not x}
+        for i in share_memory(x, others.values()):
+            raise NotFollowed(f"it writes in place to {in_words(found[0])}, which shares its memory with "
+                              f"{in_words([*others][i])}")  # fmt: skip
         if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
             raise NotFollowed(f"it writes in place to {in_words(found[0])}, a leaf that asks for a gradient")
         self.tensors.add(found[0])
@@ -427,10 +433,6 @@ class Explorer:
 
 
 _ABSENT = object()
-
-
-def _memory(x: Tensor) -> Any:
-    return x.untyped_storage()._cdata
 
 
 def type_of(x: Tensor) -> TensorType:

@@ -37,7 +37,7 @@ _LOOKED_UP = f"it looks up {_CHANGING} in a dict, a set or a cache; compare it i
 _KNOW_SYMBOLS = (torch.__path__[0], sympy.__path__[0], str(Path(__file__).parents[1]))
 # Code that asks on behalf of whoever called it.
 _STANDARD = sysconfig.get_path("stdlib")
-_BETWEEN = ("<frozen", numpy.__path__[0])
+_BETWEEN = ("<frozen", numpy.__path__[0], torch.backends.__path__[0])
 
 
 # Methods of symbols that compute: each calls hundreds of functions of torch's.
@@ -221,10 +221,10 @@ def frame_of_loop(frame: types.FrameType | None) -> types.FrameType | None:
 @functools.cache
 def _asks(file: str) -> bool | None:
     """Whether a file holds code of a loop; None if that of whoever calls it counts."""
-    if file.startswith(_KNOW_SYMBOLS):
-        return False
     is_standard = file.startswith(_STANDARD) and "site-packages" not in file
-    return None if is_standard or file.startswith(_BETWEEN) else True
+    if is_standard or file.startswith(_BETWEEN):
+        return None
+    return not file.startswith(_KNOW_SYMBOLS)
 
 
 @functools.cache

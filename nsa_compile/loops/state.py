@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from nsa_compile.loops.lists import Appended, GrowingList
+from nsa_compile.memory import ARRAYS
 
 Path = tuple[Any, ...]
 GLOBAL = "global "  # before the name of a variable of a module
@@ -88,6 +89,10 @@ class Snapshot:
         """The variables, with what they held."""
         names = [p for p in (*self.containers, *self.leaves, *self.same) if len(p) == 1]
         return {p[0]: self._original(self.same.get(p, p)) for p in names}
+
+    def in_memory(self) -> dict[Path, Any]:
+        """The tensors, and the arrays, among the leaves."""
+        return {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, (Tensor, *ARRAYS))}
 
     def change(self) -> Path | None:
         """Where something is other than it was when it was looked at, if there is such a place."""
@@ -227,7 +232,6 @@ def _refuse_hidden_state(value: Any, path: Path) -> None:
 
 
 _VIEWS = (types.MappingProxyType, collections.abc.KeysView, collections.abc.ValuesView, collections.abc.ItemsView)
-_ARRAYS = (numpy.ndarray, bytearray, array.array, memoryview, ctypes._SimpleCData)
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState)
 
 
@@ -236,7 +240,7 @@ def content_of(value: Any) -> Any:
     attributes of a tensor; none of a function, which would be no leaf if it had some. None if there is nothing."""
     if isinstance(value, _GENERATORS):
         return pickle.dumps(_bits_of(value).state)
-    if isinstance(value, _ARRAYS) and not (isinstance(value, numpy.ndarray) and value.dtype.hasobject):
+    if isinstance(value, ARRAYS) and not (isinstance(value, numpy.ndarray) and value.dtype.hasobject):
         return bytes(value.tobytes() if hasattr(value, "tobytes") else value)  # those of ctypes lie in memory, too
     if isinstance(value, types.FunctionType) or (type(value) in (Tensor, torch.nn.Parameter) and vars(value)):
         return tuple((name, Same(x)) for name, x in vars(value).items())

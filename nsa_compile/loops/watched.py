@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
 from typing import Any
 
-from nsa_compile.loops.effects import effect_of
+from nsa_compile.loops.effects import BY_CALLER, effect_of
 from nsa_compile.loops.python_numbers import PythonType, frame_of_loop, holds_symbols, may_ask_what_it_is
 from nsa_compile.loops.state import GLOBAL, PLAIN, NotFollowed, Snapshot, distinct, in_words, survey
 
@@ -37,7 +37,8 @@ class Watched:
     def __init__(self, seen: Collection[str], module: dict[str, Any]) -> None:
         self.seen = {name.removeprefix(GLOBAL) for name in seen}
         self.module = module
-        self.values: list[tuple[Any, str, Any]] = []  # a module's variables or a class, a name, and a value
+        self.values: list[tuple[Any, str, Any]] = []  # what is asked, for which name, and a value
+        self.names: dict[int, _Names] = {}  # of variables of modules and of attributes, by the address of what has them
         self.unseen = _Unseen(module, self.seen)
 
     @contextmanager
@@ -72,14 +73,21 @@ class Watched:
             raise
         notes.check()
         holders = notes.holders
-        asked = {name for code in notes.called for name in code.co_names}
+        asked = {name for code in notes.called for name in _names(code)}
         for code, variables in notes.called.items():
             for name in _variables(code)[0]:
                 value = variables.get(name, _MISSING)
-                holders |= {value} if isinstance(value, types.ModuleType | type) else set()
+                if isinstance(value, types.ModuleType | type):
+                    holders |= {value}
+                elif isinstance(value, types.FunctionType):
+                    self.values += [(value, x, getattr(value, x)) for x in _OF_FUNCTIONS & asked]
                 if variables is not self.module or name not in self.seen:
                     self.values.append((variables, name, _kept(value)))
+            self.names[id(variables)] = _Names(variables, asked)
         self._watch_attributes(holders, asked)
+        for function in notes.settings:
+            if (value := _now(function, "")) is not _MISSING:
+                self.values.append((function, f"{function.__name__}()", value))
 
     @contextmanager
     def changes_accepted(self) -> Iterator[None]:
@@ -92,24 +100,75 @@ class Watched:
             before.put_back()
             raise
 
-    def _watch_attributes(self, holders: set[Any], names: Collection[str]) -> None:
-        waiting, seen = list(holders), set(holders)
+    def _watch_attributes(self, holders: Collection[Any], names: Collection[str]) -> None:
+        waiting, seen = list(holders), set[Any]()
         while waiting:
             holder = waiting.pop()
-            found = {name: vars(holder)[name] for name in names if name in vars(holder)}
+            if holder in seen:
+                continue
+            seen.add(holder)
+            found = {
+                name: x for name, x in vars(holder).items() if name in names or _is_special(holder, name, x, names)
+            }
             if holder is sys:
                 found.pop("modules", None)  # every import changes it
             self.values += [(holder, name, _kept(value)) for name, value in found.items()]
             if is_of_library(holder):
                 continue
-            inner = {x for x in found.values() if isinstance(x, types.ModuleType | type)} - seen
-            waiting += inner
-            seen |= inner
+            self.names[id(holder)] = _Names(holder, names)
+            if isinstance(holder, type):
+                waiting += [*holder.__mro__, *type.mro(type(holder))]
+                if "__subclasses__" in names:
+                    self.values.append((holder, "__subclasses__", _now(holder, "__subclasses__")))
+            waiting += [x for x in found.values() if isinstance(x, types.ModuleType | type)]
 
     def changed(self) -> str | None:
         """What is something else now, in words."""
         found = (name for holder, name, value in self.values if not _same(_now(holder, name), value))
-        return next(found, None) or self.unseen.changed_since()
+        come = (name for names in self.names.values() if (name := names.come()) is not None)
+        return next(found, None) or next(come, None) or self.unseen.changed_since()
+
+
+class _Names:
+    """The names of a module's variables, or of the attributes of a module or class. One that comes later may hide what
+    a step reads, or be what it asks for.
+
+    Args:
+        holder: the variables, the module or the class.
+        asked: the names that a step may ask for.
+    """
+
+    def __init__(self, holder: Any, asked: Collection[str]) -> None:
+        self.holder, self.asked = holder, frozenset(asked)
+        self.before = frozenset(self._now())
+
+    def come(self) -> str | None:
+        """A name that a step may have asked for, and that is new."""
+        now = self._now()
+        if now.keys() == self.before:
+            return None
+        new = now.keys() - self.before
+        if not self.asked.isdisjoint(_ALL_NAMES):
+            return next(iter(now.keys() ^ self.before))
+        special = new - _MADE_WHEN_ASKED if isinstance(self.holder, type) else ()
+        return next((name for name in new if name in self.asked or (name in special and name.startswith("__"))), None)
+
+    def _now(self) -> Any:
+        return self.holder if isinstance(self.holder, dict) else vars(self.holder)
+
+
+def _is_special(holder: Any, name: str, value: Any, asked: Collection[str]) -> bool:
+    """Whether an attribute of a class is read by no name: a method such as `__mul__`; any, where all are asked for."""
+    if not isinstance(holder, type) or is_of_library(holder):
+        return False
+    is_method = name.startswith("__") and isinstance(value, types.FunctionType)
+    return is_method or not _ALL_NAMES.isdisjoint(asked)
+
+
+_OF_FUNCTIONS = {"__name__", "__qualname__", "__doc__", "__module__", "__annotations__"}
+# By these a step may ask for any name, or for all.
+_ALL_NAMES = {"dir", "vars", "__dict__", "globals", "getmembers"}
+_MADE_WHEN_ASKED = {"__annotations__", "__abstractmethods__", "__doc__"}
 
 
 class Changed(NotFollowed):
@@ -237,6 +296,7 @@ class _Notes:
         self.asked: list[str] = []
         self.harmless = set[type]()  # whose methods written in C have no effect
         self.harmless_functions = set[Any]()
+        self.settings = set[Callable[[], Any]]()  # functions of torch that tell how it is set
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -300,8 +360,11 @@ class _Notes:
         if effect is not None and (at := frame_of_loop(frame)) is not None:
             effect = "logs" if frame.f_globals.get("__name__") == "logging" else effect
             raise NotFollowed(f"it {effect}", f"{at.f_code.co_filename}:{at.f_lineno}")
-        if effect is None and kind is types.ModuleType and function.__name__ != "urandom":
-            self.harmless_functions.add(function)
+        if effect is None and kind is types.ModuleType:
+            if function.__name__ not in BY_CALLER:
+                self.harmless_functions.add(function)
+            if _tells_a_setting(function):
+                self.settings.add(function)
         elif effect is None and kind is not types.NoneType and not issubclass(kind, type):
             self.harmless.add(kind)
 
@@ -337,6 +400,12 @@ class _Notes:
             if value is _MISSING:
                 del variables[name]
         return found
+
+
+def _tells_a_setting(function: Any) -> bool:
+    """Whether a function of torch, written in C, is named as those that tell how torch is set."""
+    of_torch = str(function.__module__).partition(".")[0] == "torch"
+    return of_torch and function.__name__.lstrip("_").startswith(("get_", "is_", "are_"))
 
 
 def _is_lent(value: Any) -> bool:
@@ -380,7 +449,24 @@ def _variables(code: types.CodeType) -> tuple[list[str], list[str]]:
     return sorted(set(read)), assigned
 
 
+@cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    """The names that a function may ask somebody for: those in its text, quoted ones among them."""
+    quoted = (x for x in code.co_consts if isinstance(x, str) and x.isidentifier())
+    return frozenset((*code.co_names, *quoted))
+
+
 def _now(holder: Any, name: str) -> Any:
+    if isinstance(holder, types.FunctionType):
+        return getattr(holder, name)
+    if isinstance(holder, types.BuiltinFunctionType):
+        try:
+            value = holder()
+        except (TypeError, RuntimeError):  # it tells something of what it is given
+            return _MISSING
+        return value if isinstance(value, PLAIN) else _MISSING
+    if name == "__subclasses__" and isinstance(holder, type):
+        return len(type.__subclasses__(holder))
     return (holder if isinstance(holder, dict) else vars(holder)).get(name, _MISSING)
 
 

@@ -25,7 +25,7 @@ from nsa_compile.ir.scans import (
     scan_results,
     subgraphs,
 )
-from nsa_compile.program.functional import memory
+from nsa_compile.memory import memory
 
 __all__ = ["hand_on_originals"]
 

@@ -53,13 +53,14 @@ from nsa_compile.ir.scans import (
     subgraphs,
 )
 from nsa_compile.ir.zero_gradients import has_gradient, match_outputs
+from nsa_compile.memory import memories, memory, overlaps_itself
 from nsa_compile.passes.verifier import snapshot
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.workarounds import HonestBatchNorm
 
 log = logging.getLogger("nsa_compile")
 
-__all__ = ["WriteBack", "left_to_write", "make_functional", "memory", "share_elements", "with_stand_ins"]
+__all__ = ["WriteBack", "left_to_write", "make_functional", "share_elements", "with_stand_ins"]
 
 
 @dataclass
@@ -110,10 +111,18 @@ class WriteBack:
         return run_and_write
 
     def meets_another(self, inputs: Sequence[Any]) -> bool:
-        """Whether an input that is written to has elements in common with another one."""
-        written = {memory(inputs[i]) for i in self.written}
-        near = [x for x in inputs if isinstance(x, Tensor) and memory(x) in written]
-        return len(near) > len(written) and share_elements(near)
+        """Whether an input that is written to has elements in common with another one, or with itself."""
+        if not self.written:
+            return False
+        if any(overlaps_itself(inputs[i]) for i in self.written):
+            return True
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        pieces = memories(tensors)
+        of = dict(zip(map(id, tensors), pieces, strict=True))
+        written = {of[id(inputs[i])] for i in self.written}
+        near = [x for x, piece in zip(tensors, pieces, strict=True) if piece in written]
+        storages = {memory(x) for x in near}
+        return len(storages) > len(written) or (len(near) > len(written) and share_elements(near))
 
     def run_as_it_came(self, *inputs: Any) -> list[Any]:
         assert self.captured is not None
@@ -285,11 +294,6 @@ class Effects:
     inputs: list[int] = field(default_factory=list)
     hazard: Declined | None = None
     views: dict[int, tuple[int, fx.GraphModule]] = field(default_factory=dict)
-
-
-def memory(x: Tensor) -> int:
-    """What two tensors have in common if one is a view of the other."""
-    return x.untyped_storage()._cdata
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa_compile.program.functional import memory, share_elements
+from nsa_compile.memory import memory
+from nsa_compile.program.functional import share_elements
 
 __all__ = ["check_state", "cloned", "describe_difference", "differing", "tensors_of"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import sys
@@ -9,6 +10,8 @@ import types
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from nsa_compile import loop
 from nsa_compile.loops.paths import Explorer
@@ -193,3 +196,149 @@ def test_what_assigns_to_its_module_once(other):
     x = torch.ones(4, 2)
     expected = run(x)
     torch.testing.assert_close(loop(run, nested="eager", cache=False, on_decline="error")(x), expected)
+
+
+@pytest.fixture
+def layer():
+    """An instance of a class that inherits a method and a variable."""
+
+    class Base(torch.nn.Module):
+        scale = 1.0
+
+        def act(self, x):
+            return x * self.scale
+
+    class Layer(Base):
+        def run(self, x):
+            rows = []
+            for t in range(len(x)):
+                rows.append(self.act(x[t]) * getattr(self, "gain", 1.0) + callable(self.act))
+            return torch.stack(rows)
+
+    return Layer()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kind: setattr(kind, "scale", 2.0),
+        lambda kind: setattr(kind, "gain", 3.0),
+        lambda kind: setattr(kind, "act", lambda self, x: x * 7),
+        lambda kind: setattr(kind, "__getattr__", lambda self, name: 5.0),
+        lambda kind: setattr(kind.__base__, "act", lambda self, x: x * 7),
+        lambda kind: setattr(kind.__base__, "gain", 3.0),
+    ],
+)
+def test_what_a_class_gets_between_two_calls(layer, change):
+    compare(layer.run, lambda: change(type(layer)))
+
+
+class Meta(type):
+    k = 1.0
+
+
+class Made(metaclass=Meta):
+    w = 1.0
+
+    def __call__(self, x):
+        return x
+
+    def __rmatmul__(self, x):
+        return x * 2
+
+
+def named():
+    """Nothing but its name."""
+
+
+def reads_by_another_way(monkeypatch):
+    """What is read of a class, a module or a function, and how it may change."""
+    made, module = Made(), types.ModuleType("somebody_elses")
+    return {
+        "its dict": (lambda x: x * Made.__dict__["w"], lambda: monkeypatch.setattr(Made, "w", 5.0)),
+        "its metaclass": (lambda x: x * Made.k, lambda: monkeypatch.setattr(Meta, "k", 5.0)),
+        "its subclasses": (lambda x: x * len(Made.__subclasses__()), lambda: keep(type("Heir", (Made,), {}))),
+        "its names": (lambda x: x * len(dir(Made)), lambda: monkeypatch.setattr(Made, "more", 1, raising=False)),
+        "what it can": (lambda x: x * callable(made), lambda: monkeypatch.delattr(Made, "__call__")),
+        "an operator": (lambda x: x @ made, lambda: monkeypatch.setattr(Made, "__rmatmul__", lambda self, x: x * 3)),
+        "all it has": (
+            lambda x: x * sum(n for n in vars(Made).values() if isinstance(n, float)),
+            lambda: monkeypatch.setattr(Made, "w", 5.0),
+        ),
+        "globals": (lambda x: x * ("NEW" in globals()), lambda: monkeypatch.setitem(globals(), "NEW", 1)),
+        "a module": (lambda x: x * getattr(module, "y", 3.0), lambda: setattr(module, "y", 5.0)),
+        "its name": (lambda x: x * len(named.__name__), lambda: monkeypatch.setattr(named, "__name__", "longer")),
+        "its text": (lambda x: x * len(named.__doc__), lambda: monkeypatch.setattr(named, "__doc__", "Longer.")),
+    }
+
+
+KEPT: list[object] = []
+keep = KEPT.append
+
+
+@pytest.mark.parametrize("name", reads_by_another_way(None))
+def test_what_is_read_by_another_way(name, monkeypatch):
+    read, change = reads_by_another_way(monkeypatch)[name]
+    compare(over_rows(read), change)
+
+
+class PlusOne(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result + 1 if function in (torch.Tensor.mul, torch.Tensor.__mul__) else result
+
+
+def in_both_orders(function, mode):
+    """A loop as written and as compiled, first in a mode and without it after, and the other way round."""
+    run, x = over_rows(function), torch.arange(8.0).view(4, 2)
+    for modes in ((mode, contextlib.nullcontext), (contextlib.nullcontext, mode)):
+        compiled = loop(run, nested="eager", cache=False)
+        for inside in modes:
+            with inside():
+                expected, found = run(x), compiled(x)
+            assert found.device == expected.device
+            assert found.device.type == "meta" or found.equal(expected)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_modes_of_torch():
+    in_both_orders(lambda x: x * 2, PlusOne)
+    in_both_orders(lambda x: torch.zeros(2), lambda: torch.device("meta"))
+    in_both_orders(lambda x: x.cumsum(0) * 2, lambda: torch.device("meta"))
+    in_both_orders(lambda x: x * (2 if torch.is_inference_mode_enabled() else 3), torch.inference_mode)
+    in_both_orders(lambda x: x * (2 if torch.is_anomaly_enabled() else 3), torch.autograd.detect_anomaly)
+    only_math = lambda: sdpa_kernel(SDPBackend.MATH)  # noqa: E731
+    in_both_orders(lambda x: x * (2 if torch.backends.cuda.flash_sdp_enabled() else 3), only_math)
+
+
+def test_the_default_device():
+    def run(x, where):
+        with torch.device(where):
+            rows = []
+            for t in range(len(x)):
+                rows.append(torch.zeros(2) + t)
+        return torch.stack(rows)
+
+    compiled = loop(run, nested="eager", cache=False, on_decline="error")
+    for where in ("cpu", "meta", "cpu"):
+        assert compiled(torch.ones(2, 2), where).device.type == where
+    torch.set_default_device("meta")
+    try:
+        made = loop(over_rows(lambda x: torch.zeros(2)), nested="eager", cache=False, on_decline="error")
+        assert made(torch.ones(2, 2, device="cpu")).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+    assert made(torch.ones(2, 2)).device.type == "cpu"
+
+
+def test_settings_of_torch():
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        compare(over_rows(lambda x: x * torch.get_num_threads()), lambda: torch.set_num_threads(threads + 1))
+        compare(
+            over_rows(lambda x: x * len(torch.get_float32_matmul_precision())),
+            lambda: torch.set_float32_matmul_precision("medium"),
+        )
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
