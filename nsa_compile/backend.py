@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from nsa_compile import cache, inductor_files, modes
 from nsa_compile.cache import constants_digest
 from nsa_compile.capture import mend_dynamo
+from nsa_compile.capture.guards import guard_what_dynamo_does_not
 from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.capture.scans import turns_gradients_on
 from nsa_compile.compiler_cache import errors_named
@@ -243,6 +244,7 @@ def nsa_compile_backend(
         inductor_files.begin_header()
     with modes.unobserved():
         modes.refuse_users_modes()
+        guard_what_dynamo_does_not()
         example_inputs = specialize_shapes(gm, example_inputs)
         hand_on_originals(gm)
         check_after_loops(gm)

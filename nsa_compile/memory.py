@@ -59,7 +59,10 @@ def _span(x: Any) -> tuple[str, int, int]:
         start = int(found.__array_interface__["data"][0])
         return "cpu", start + sum(min(s, 0) for s in steps), start + sum(max(s, 0) for s in steps) + found.itemsize
     storage = x.untyped_storage()
-    start = 0 if x.is_meta else storage.data_ptr()
+    try:
+        start = 0 if x.is_meta else storage.data_ptr()
+    except RuntimeError:  # of a stand-in without memory
+        start = 0
     if not start:
         return "none", storage._cdata, storage._cdata + 1
     return "cpu" if x.is_cpu else str(x.device), start, start + storage.nbytes()

@@ -39,7 +39,7 @@ LAYERS = [
     {"extras"},
     {"files", "errors", "scanning", "modes", "ranges", "streams", "branches"},
     {"capture"},
-    {"workarounds", "trees"},
+    {"workarounds", "trees", "memory", "dtypes"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}
 

@@ -727,6 +727,14 @@ def sizes_that_do_not_fit(compile):
 
 
 @program
+def dtypes_that_do_not_fit(compile):
+    def step(c, row):
+        return c, torch.nn.functional.linear(row, c.expand(D, D), row.half())
+
+    return trained(compile(lambda x: scan(step, x.new_zeros(D), x)), rows())
+
+
+@program
 def attribute_set_in_a_step(compile):
     def step(c, row):
         row.seen = True

@@ -22,8 +22,20 @@ from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
 from nsa_compile.loops.memos import Memos
 from nsa_compile.loops.paths import Explorer
 from nsa_compile.loops.program import Program, compile_loop, run_program
-from nsa_compile.loops.source import ITEMS, NotALoop, Variables, cut_out_loop
-from nsa_compile.loops.state import NotFollowed, Path, Same, Snapshot, Unseen, cells_of, distinct, drop, in_words, look
+from nsa_compile.loops.source import NotALoop, Variables, cut_out_loop
+from nsa_compile.loops.state import (
+    ITEMS,
+    NotFollowed,
+    Path,
+    Same,
+    Snapshot,
+    Unseen,
+    cells_of,
+    distinct,
+    drop,
+    in_words,
+    look,
+)
 from nsa_compile.memory import memories
 from nsa_compile.modes import unobserved, users_mode
 from nsa_compile.ops.loop import LoopNotTraced
@@ -31,7 +43,7 @@ from nsa_compile.ops.loop import LoopNotTraced
 __all__ = ["LoopDeclined", "loop"]
 
 log = logging.getLogger("nsa_compile")
-SEQUENCES = "go over a range, a tensor, x.unbind(…), a list of tensors of one shape, or zip or enumerate of these"
+SEQUENCES = "a range, a tensor, x.unbind(…), a list of tensors of one shape, or zip, enumerate or reversed of these"
 
 
 class LoopDeclined(ValueError):
@@ -107,7 +119,9 @@ class _Runner(Unseen):
             return
         try:
             if isinstance(items, Anything):
-                raise NotFollowed(f"it goes over a {type(items.as_written()).__name__}; {SEQUENCES}")
+                raise NotFollowed(
+                    f"it goes over a {type(items.as_written()).__name__} that is none of these: {SEQUENCES}"
+                )
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 raise NotFollowed("it is called within a transform of torch.func, such as torch.vmap")
             on = torch.overrides._get_current_function_mode_stack()

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile.loops.paths import Exploration
-from nsa_compile.loops.source import ITEMS
-from nsa_compile.loops.state import NotFollowed, Path, Snapshot, in_words
+from nsa_compile.loops.state import ITEMS, NotFollowed, Path, Snapshot, in_words
 from nsa_compile.loops.trace import Held, Op, Ref, Trace
 from nsa_compile.memory import memory
 
@@ -190,12 +189,12 @@ class _Finder:
             return cast(_Origin, self._of_before(outside))
         if (given := trace.given.get(held.object)) is not None and (found := self.origin(given, step - 1)) is not None:
             return found
-        memory: Any = (step, held.memory)
+        piece: Any = (step, held.memory)
         if (came := trace.came.get(held.memory)) is not None and (found := self.origin(came, step - 1)) is not None:
-            memory = found.memory
+            piece = found.memory
         elif (outside := trace.outside_memory.get(held.memory)) is not None:
-            memory = memory(outside)
-        return _Origin((step, held.object), memory, step, held)
+            piece = memory(outside)
+        return _Origin((step, held.object), piece, step, held)
 
     # -- the results
 

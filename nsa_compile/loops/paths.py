@@ -122,7 +122,9 @@ class Exploration:
                     raise NotFollowed(f"it changes the shape of {in_words(path)} in place")
             for path in mutated & way.trace.state.keys() - way.trace.same:
                 if isinstance(self.first.leaves.get(path), Tensor):
-                    raise NotFollowed(f"{in_words(path)} is written in place at some steps and replaced at others")
+                    raise NotFollowed(
+                        f"{in_words(path)} is both written in place and replaced by another tensor; do one of the two"
+                    )
         return mutated
 
     def _shared(self) -> dict[Path, set[Path | str]]:

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa_compile.loops.items import goes_over, items_of_call
+from nsa_compile.loops.state import ITEMS
 
-RUN, STEP, POSITION, ITEMS = "__nsa_run", "__nsa_step", "__nsa_position", "__nsa_items"
+RUN, STEP, POSITION = "__nsa_run", "__nsa_step", "__nsa_position"
 OVER, CALL = "__nsa_over", "__nsa_call"
 
 

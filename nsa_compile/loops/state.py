@@ -33,6 +33,7 @@ from nsa_compile.memory import ARRAYS
 
 Path = tuple[Any, ...]
 GLOBAL = "global "  # before the name of a variable of a module
+ITEMS = "__nsa_items"  # the variable that holds what a loop goes over
 _NOTHING = object()
 # What an object may hold; a loop whose state is larger than this is not one.
 LIMIT = 200_000
@@ -204,6 +205,8 @@ def _survey(
             first[id(value)] = path
         if not of_library and isinstance(value, collections.defaultdict):
             _refuse_hidden_state(value.default_factory, path)
+        if not of_library and kind == "set" and any(isinstance(x, Tensor) for x in value):
+            raise NotFollowed(f"{in_words(path)} is a set of tensors, which are told apart by their addresses")
         if not of_library and kind in ("list", "tuple", "set", "partial") and _may_hold_more(value):
             raise NotFollowed(f"{in_words(path)} is a {type(value).__name__}, which may have attributes of its own")
         snapshot.containers[path] = Container(value, type(value), kind, keys, children)
@@ -519,6 +522,8 @@ def drop(cells: dict[str, types.CellType], names: frozenset[str]) -> None:
 def in_words(path: Path) -> str:
     """A path as one would write it."""
     name, *keys = path
+    if name == ITEMS:
+        return "what it goes over"
     words = str(name).removeprefix(GLOBAL)
     for key in keys:
         if isinstance(key, str) and key.startswith("."):

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from nsa_compile.dtypes import why_refused
 from nsa_compile.loops import intercepted
 from nsa_compile.loops.effects import refused_effects
 from nsa_compile.loops.left import begin_lists, memory_of, note_what_is_left, settle_lists
@@ -85,6 +86,8 @@ class _Rewritten(TorchFunctionMode):
             raise NotFollowed(intercepted.NOT_ASKED[func])
         args, kwargs = self.outside.lifted(args), self.outside.lifted(kwargs or {})
         self.picked.check_read(args, kwargs)
+        if (why := why_refused(func, args, kwargs)) is not None:
+            raise NotFollowed(why)
         replacement = intercepted.REPLACED.get(func)
         try:
             with unnoted():
@@ -233,7 +236,9 @@ def _in_a_line(error: Exception) -> str:
     if ".numpy() is not supported" in str(error):
         return "it makes an array of a tensor, so that its way may depend on data"
     if "functional_mode must not be None" in str(error):
-        return "it calls set_() of a tensor; write to it by copy_()"
+        return "it makes a tensor of memory that it is given, as torch.from_numpy and set_() do; do so before the loop"
+    if "functorch transform" in str(error):
+        return "it calls a transform of torch.func, such as torch.vmap"
     if "_linalg_check_errors" in str(error):
         return "it inverts or factorizes a matrix, and torch checks at each step whether that is possible"
     if "SymIntArrayRef" in str(error):

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
 from typing import Any
 
+from torch._dynamo import eval_frame
+
 from nsa_compile.loops.effects import BY_CALLER, effect_of
 from nsa_compile.loops.python_numbers import PythonType, frame_of_loop, holds_symbols, may_ask_what_it_is
 from nsa_compile.loops.state import GLOBAL, PLAIN, NotFollowed, Snapshot, distinct, in_words, survey
@@ -338,6 +340,10 @@ class _Notes:
 
     def _note_call(self, frame: types.FrameType) -> None:
         code, variables = frame.f_code, frame.f_globals
+        is_compiled = code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__
+        if is_compiled and (at := frame_of_loop(frame.f_back)) is not None:
+            why = "it calls a function that torch.compile has compiled; call the function itself"
+            raise NotFollowed(why, f"{at.f_code.co_filename}:{at.f_lineno}")
         if str(variables.get("__name__", "")).partition(".")[0] in _LIBRARIES:
             self.libraries[id(code)] = code
             return

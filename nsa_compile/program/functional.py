@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_compile import modes
 from nsa_compile.capture.refusals import ScanNotCompiled, cannot_be
 from nsa_compile.capture.scans import turns_gradients_on
+from nsa_compile.dtypes import why_refused
 from nsa_compile.ir.aten import aten, is_inexact
 from nsa_compile.ir.lowering import BodyInterpreter, applies_functorch, escaping, refuse_strided_writes, trace_to_aten
 from nsa_compile.ir.rewriting import KEPT, replace_graph
@@ -178,6 +179,7 @@ def make_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WriteB
         return left_to_write(gm, example_inputs)
     _refuse_inference_mode(gm)
     _refuse_hooks(gm)
+    _refuse_mixed_dtypes(gm)
     regions = [g for g in subgraphs(gm) if g is not gm]
     effects = {g: _observe(g, [example(n) for n in g.graph.find_nodes(op="placeholder")]) for g in regions}
     effects[gm] = _observe(gm, example_inputs)
@@ -271,6 +273,26 @@ def _refuse_hooks(gm: fx.GraphModule) -> None:
                         f"{where}: a hook is registered on {what}, which another step may read as well; register it on "
                         "a copy, x = x.clone()"
                     )
+
+
+def _refuse_mixed_dtypes(gm: fx.GraphModule) -> None:
+    for site in find_scans(gm):
+        _refuse_mixed_dtypes(site.body)
+        if modes.sets_autocast(site.body.graph.nodes):
+            continue
+        for node in site.body.graph.nodes:
+            if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), _example_of)
+            function = node.target if node.op == "call_function" else getattr(Tensor, str(node.target))
+            with modes.under(modes.autocast_at(site.node)):
+                why = why_refused(function, args, kwargs)
+            if why is not None:
+                raise ScanNotCompiled(f"{cannot_be('compiled', location(site.node), location(node))}: {why}")
+
+
+def _example_of(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
 
 
 def _registers_hook(node: fx.Node) -> bool:

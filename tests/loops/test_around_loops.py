@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 import types
@@ -577,6 +578,65 @@ def test_cond_runs_as_it_is_written(caplog):
     x = torch.randn(S, D)
     torch.testing.assert_close(loop(run, nested="eager")(x), run(x))
     assert "it calls torch.compile, or a function of torch that does so" in caplog.text
+
+
+by_compile = torch.compile(lambda x: x * 2, backend="eager")
+OF_NUMPY = torch.ones(D).numpy()
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (
+            lambda x, t: by_compile(x[t]),
+            "it calls a function that torch.compile has compiled; call the function itself",
+        ),
+        (lambda x, t: x[t] + torch.from_numpy(OF_NUMPY), "it makes a tensor of memory that it is given"),
+        (lambda x, t: torch.vmap(torch.sum)(x[: t + 1]).sum() * x[t], "it calls a transform of torch.func"),
+        (lambda x, t: torch.dot(x[t], x[t].double()), "torch refuses tensors of these dtypes: dot"),
+        (lambda x, t: torch.nn.functional.linear(x[t], x[:D], x[t].double()), "torch refuses tensors of these dtypes"),
+        (lambda x, t: torch.add(x[t], 1, out=torch.zeros(D, dtype=torch.int64)), "result type Float can't be cast"),
+    ],
+)
+def test_why_a_step_is_not_followed(step, why, caplog):
+    def run(x):
+        found = []
+        for t in range(S):
+            found.append(step(x, t))
+        return torch.stack(found)
+
+    compiled, x = loop(run, nested="eager", cache=False), torch.randn(S, D)
+    try:
+        expected = run(x)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            compiled(x)
+    else:
+        torch.testing.assert_close(compiled(x), expected)
+    assert why in caplog.text
+
+
+def test_a_set_of_tensors_is_not_followed(caplog):
+    def run(x, known):
+        found = []
+        for t in range(S):
+            found.append(x[t] * (x in known))
+        return torch.stack(found)
+
+    x = torch.randn(S, D)
+    torch.testing.assert_close(loop(run, nested="eager", cache=False)(x, {x}), x)
+    assert "known is a set of tensors, which are told apart by their addresses" in caplog.text
+
+
+def test_what_a_loop_goes_over_has_no_name(caplog):
+    def run(x):
+        for b, a in zip(x[1:], x, strict=False):
+            b += a
+        return x
+
+    x = torch.randn(S, D)
+    torch.testing.assert_close(loop(run, nested="eager", cache=False)(x.clone()), run(x.clone()))
+    assert "it writes in place to what it goes over" in caplog.text
 
 
 class Base:

@@ -1,4 +1,6 @@
-"""Modes that are on around a compiled function."""
+"""What changes around a compiled function from one call to the next."""
+
+import math
 
 import pytest
 import torch
@@ -46,3 +48,32 @@ def test_a_mode_of_ones_own_is_not_left_out():
     with Doubles(), pytest.raises(ScanNotCompiled, match=r"a TorchFunctionMode \(Doubles\) is on around"):
         compiled(x)
     assert compiled(x).equal(makes_tensors(x))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(D, D)
+
+    def forward(self, x):
+        return nsa_compile.scan(lambda carry, row: (carry + self.project(row), carry), x.new_zeros(D), x)[1]
+
+
+def test_a_hook_that_comes_later_is_called():
+    layer, x = Layer(), torch.randn(S, D)
+    compiled = nsa_compile.compile(layer, nested="eager", cache=False)
+    compiled(x)
+    handle = layer.project.register_forward_hook(lambda module, inputs, output: output * 100)
+    torch.testing.assert_close(compiled(x), layer(x))
+    handle.remove()
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_a_zero_keeps_its_sign():
+    def run(x, number):
+        return nsa_compile.scan(lambda carry, row: (carry + row, carry * math.copysign(1, number)), x[0], x)[1]
+
+    compiled = nsa_compile.compile(run, nested="eager", cache=False)
+    x = torch.randn(S, D)
+    for number in (0.0, -0.0, 2.0, 0.0):
+        torch.testing.assert_close(compiled(x, number), run(x, number))
