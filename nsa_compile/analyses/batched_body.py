@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from nsa_compile.analyses.batched_operators import HALF, Value, apply_at_steps, spread
 from nsa_compile.analyses.inner_loops import InnerLoop, body_of
+from nsa_compile.analyses.running_sums import RunningRows
 from nsa_compile.analyses.scores import MASK, used_tiles
 from nsa_compile.ir.aten import SHAPED, aten, operand
 from nsa_compile.ir.attention import (
@@ -31,6 +32,7 @@ from nsa_compile.ir.attention import (
 from nsa_compile.ir.carries import Invariant, Known, Latest, Recurrent, Rows
 from nsa_compile.ir.inner_loops import run_inner_loop
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
+from nsa_compile.ops.recurrence import recurrence
 from nsa_compile.ops.scored import TILE
 
 Times = tuple[int, ...]
@@ -115,8 +117,8 @@ class BatchedBody:
     """Evaluates nodes of a resolved body at all steps, or at some, together.
 
     What a recurrence yields at all steps is computed as a whole, by `recurrences`, one for each group of carries.
-    `constants` are those of `known_constants`, found before anybody traces: a tensor that is made under a trace has no
-    numbers yet.
+    `constants` are those of `known_constants` and `sums` those of `running_rows`, found before anybody traces: a tensor
+    that is made under a trace has no numbers yet.
 
     Raises:
         Declined: a buffer is too large, or an operator has no batched form.
@@ -132,8 +134,10 @@ class BatchedBody:
         max_guard_bytes: int,
         recurrences: Sequence[Recurrence] = (),
         constants: Mapping[fx.Node, Tensor] = MappingProxyType({}),
+        sums: Mapping[fx.Node, RunningRows] = MappingProxyType({}),
     ) -> None:
-        self.site, self.record, self.max_guard_bytes, self.constants = site, record, max_guard_bytes, constants
+        self.site, self.record, self.max_guard_bytes = site, record, max_guard_bytes
+        self.constants, self.sums = constants, sums
         self.init, self.xs = init, xs
         self.carries, x_nodes, additional_nodes = site.placeholders()
         self.updates, self.y_nodes = site.outputs()
@@ -206,7 +210,7 @@ class BatchedBody:
             return []
         if node.target in ATTENTIONS or self._is_filled(node):
             return []
-        return node.all_input_nodes
+        return [self.sums[node].rows] if node in self.sums else node.all_input_nodes
 
     def _is_filled(self, node: fx.Node) -> bool:
         """Whether a node reads nothing but a shape."""
@@ -233,9 +237,28 @@ class BatchedBody:
                 return compute(node, times), True
         if node in self.constants:
             return self._at(self._constant(self.constants[node]), times), True
+        if (sums := self.sums.get(node)) is not None and not (rows := self.value(sums.rows, times))[1]:
+            with fx.traceback.set_current_meta(node):
+                return self._running_sum(node, sums, rows[0], times), True
         operands = {n: self.value(n, times) for n in node.all_input_nodes}
         with fx.traceback.set_current_meta(node):
             return compute_at(node, operands, lambda: self._constant(np.array(times)), len(times), self.record)
+
+    def _running_sum(self, node: fx.Node, sums: RunningRows, rows: Tensor, times: Times) -> Tensor:
+        """Sums of the first rows of what is the same at all steps."""
+        counts = sums.counts[list(times)]
+        first = rows.movedim(sums.dim, 0)
+        total = recurrence(None, first, torch.zeros_like(first[0]))
+        if counts.min() > 0:
+            counts = counts - 1
+        else:
+            total = torch.cat([torch.zeros_like(total[:1]), total])
+        found = _take(total, counts.tolist(), self._constant)
+        if sums.factor is not None:
+            factor = self._at(self._constant(sums.factor), times)
+            found = found * factor.reshape(-1, *[1] * (found.dim() - 1))
+        found = found if sums.divisor == 1 else found / sums.divisor
+        return found.reshape(len(times), *example(node).shape)
 
     def _attention(self, node: fx.Node, times: Times) -> Tensor:
         """An attention node, or the selection of its blocks: the steps become its queries.

@@ -349,6 +349,13 @@ class Analysis:
         target: Any = node.target
         return target(*args, **kwargs)
 
+    def zeros_until_written(self, node: fx.Node) -> Steps | None:
+        """From which step on each element of an operand counts, if it is stale where the loop has zeros alone."""
+        f = self.of(node.args[0])
+        if f.ready is None or f.blank is None or f.absorbed is not None:
+            return None
+        return _shrink(f.ready) if bool((f.blank >= f.ready).all()) else None
+
     def reduce(self, node: fx.Node, dims: Any, keepdim: bool) -> Facts:
         """A reduction is ready when all it reads is."""
         f = self.of(node.args[0])
@@ -1008,6 +1015,7 @@ def _compare_with_number(analysis: Analysis, node: fx.Node) -> Facts:
 
 
 _NORMS = {aten.linalg_vector_norm.default, aten.var.correction}
+_SUMS = {aten.sum.dim_IntList, aten.mean.dim}
 _EXTREMES = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
 
 
@@ -1017,6 +1025,9 @@ def _reduction(analysis: Analysis, node: fx.Node) -> Facts:
     if node.target in _EXTREMES and analysis.of(node.args[0]).stale and not analysis.is_finite(node.args[0]):
         # The gradient is shared among the elements that are the extreme; where that is NaN, there are none.
         return analysis.lost(node, f"{node.target} may find a NaN, and its gradient is then 0 / 0 in every row")
+    if node.target in _SUMS and (written := analysis.zeros_until_written(node)) is not None:
+        analysis.hidden[node, 0] = written  # zeros there, too
+        return CLEAN
     reduced = vars(arguments(node))
     return analysis.reduce(node, reduced.get("dim"), reduced.get("keepdim", False))
 

@@ -30,6 +30,7 @@ from torch._ops import OpOverload
 from nsa_compile import modes
 from nsa_compile.analyses.batched_body import AsLoop, BatchedBody, Recurrence, known_constants
 from nsa_compile.analyses.inner_loops import find_inner_loop, leaves_something_outside, recurrent_groups
+from nsa_compile.analyses.running_sums import running_rows
 from nsa_compile.analyses.step_tiles import InTiles, plan_tiles
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.inner_loops import place_inner_loops
@@ -137,11 +138,12 @@ def trace_batched(
     Raises:
         Declined: nothing has been changed then.
     """
-    n_init, n_xs, constants = len(site.init), len(site.xs), known_constants(record)
+    n_init, n_xs = len(site.init), len(site.xs)
+    constants, sums = known_constants(record), running_rows(record, site.body)
 
     def batched(*inputs: Tensor) -> list[Tensor]:
         init, xs, additional = inputs[:n_init], inputs[n_init : n_init + n_xs], inputs[n_init + n_xs :]
-        evaluator = BatchedBody(site, record, init, xs, additional, max_guard_bytes, recurrences, constants)
+        evaluator = BatchedBody(site, record, init, xs, additional, max_guard_bytes, recurrences, constants, sums)
         return evaluator.final_carries() + evaluator.ys()
 
     fakes = fake_inputs([*site.init, *site.xs, *site.additional])
