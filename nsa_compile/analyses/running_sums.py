@@ -45,7 +45,7 @@ def running_rows(record: ScanRecord, body: fx.GraphModule) -> dict[fx.Node, Runn
     """The nodes of a body that are such sums. To be asked before anybody traces."""
     found = {}
     for node in body.graph.nodes:
-        if node.op == "call_function" and example(node).is_floating_point():
+        if node.target in _SUMS | MATMUL and example(node).is_floating_point():
             sums = _of_sum(node, record) if node.target in _SUMS else _of_product(node, record)
             if sums is not None:
                 found[node] = sums

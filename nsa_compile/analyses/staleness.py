@@ -350,11 +350,16 @@ class Analysis:
         return target(*args, **kwargs)
 
     def zeros_until_written(self, node: fx.Node) -> Steps | None:
-        """From which step on each element of an operand counts, if it is stale where the loop has zeros alone."""
-        f = self.of(node.args[0])
-        if f.ready is None or f.blank is None or f.absorbed is not None:
+        """From which step on each row counts that is summed over, if the rows are stale where the loop has zeros alone.
+
+        Sums of some of the rows, such as means of blocks, are left as they are: who reads them may have a mask.
+        """
+        f, dims = self.of(node.args[0]), arguments(node).dim
+        if f.ready is None or f.blank is None or f.absorbed is not None or len(dims or ()) != 1:
             return None
-        return _shrink(f.ready) if bool((f.blank >= f.ready).all()) else None
+        written = _full_rank(_shrink(f.ready), example(operand(node)).dim())
+        rows_alone = written.numel() == written.shape[dims[0]]
+        return written if rows_alone and bool((f.blank >= f.ready).all()) else None
 
     def reduce(self, node: fx.Node, dims: Any, keepdim: bool) -> Facts:
         """A reduction is ready when all it reads is."""
