@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import cpu_vec_isa
 
+import nsa_compile.ops.scored  # noqa: F401  # which registers its kernels
 from nsa_compile import ops
 from nsa_compile.ops import cpp, dispatch
 from nsa_compile.ops.dispatch import KERNELS, Kernel, register_kernel
@@ -46,6 +48,16 @@ def test_fallback_says_why_once(registry, caplog):
         "window attention on cpu uses the slow portable implementation: cpu cannot be used (no C++ compiler)"
     ]
     torch.testing.assert_close(out, KERNELS["window"]["portable"].forward(*arguments)[0])
+
+
+def test_generated_kernels_want_vectors(registry, caplog):
+    registry.setattr(cpu_vec_isa, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa)
+    with caplog.at_level(logging.WARNING, logger="nsa_compile"):
+        assert chosen_on("cpu", "scored", torch.float32) == KERNELS["scored"]["portable"]
+    assert [record.message for record in caplog.records] == [
+        "scored attention on cpu uses the slow portable implementation: cpu cannot be used (torch knows no vectors of "
+        "this processor)"
+    ]
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from torch._inductor.cpp_builder import CppBuilder
 
 __all__ = [
-    "DTYPES", "Sizes", "View", "backward", "call", "check_compiler", "empty", "forward", "has_matrix_unit",
-    "kernel_directory", "load", "load_generated", "register_kernels", "register_step_kernel", "sizes_of",
-    "uses_matrix_unit", "works",
+    "DTYPES", "Sizes", "View", "backward", "call", "check_compiler", "check_vectors", "empty", "forward",
+    "has_matrix_unit", "kernel_directory", "load", "load_generated", "register_kernels", "register_step_kernel",
+    "sizes_of", "uses_matrix_unit", "works",
 ]  # fmt: skip
 
 logger = logging.getLogger("nsa_compile")
@@ -151,6 +151,14 @@ def check_compiler() -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     get_cpp_compiler()
+
+
+def check_vectors() -> None:
+    """Raises where torch knows no vectors of the processor, whose functions a generated kernel calls."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    if not pick_vec_isa():
+        raise RuntimeError("torch knows no vectors of this processor")
 
 
 @cache

@@ -28,6 +28,7 @@ _LARGEST = {torch.float32: 2**30, torch.float64: 2**50}
 
 def prepare() -> None:
     cpp.check_compiler()
+    cpp.check_vectors()
 
 
 def forward(
