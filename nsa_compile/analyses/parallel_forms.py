@@ -1,6 +1,7 @@
 """Parallel forms of a recurrence that is linear in its state: what `affine.py` has found, put into operands.
 
 - `AtEachStep`: the state after each step, by one operator over all of them, where a step reads the state as it likes;
+- `Coupled`: the states of several carries after each step, which are computed from one another;
 - `InChunks`: what products with the state yield, in chunks of steps, where it is read by products alone.
 
 Raises `Declined` where a recurrence has neither.
@@ -12,6 +13,7 @@ from nsa_compile import modes
 from nsa_compile.analyses.affine import NotAffine
 from nsa_compile.analyses.at_each_step import AtEachStep, as_extreme
 from nsa_compile.analyses.batched_body import Recurrence
+from nsa_compile.analyses.coupled import as_coupled
 from nsa_compile.analyses.in_chunks import in_chunks
 from nsa_compile.analyses.terms import State
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, constant_value, example
@@ -24,14 +26,14 @@ def find_parallel_form(site: ScanSite, record: ScanRecord, group: tuple[int, ...
         Declined: there is none; says which operator of the step stands against it.
     """
     if len(group) > 1:
-        raise Declined(f"{len(group)} carries are computed from one another", site.outputs()[0][group[0]])
+        for place in group:
+            _check_first(site, place)
+        return as_coupled(site, record, group, max_bytes)
     (place,) = group
     carry, update = site.placeholders()[0][place], site.outputs()[0][place]
     if (extreme := as_extreme(site, record, place, carry, update)) is not None:
         return extreme
-    first = constant_value(site.init[place], {})
-    if first is not None and not bool(first.isfinite().all()):
-        raise Declined("its first state is not finite, and would be multiplied with zero where it is replaced", carry)
+    _check_first(site, place)
     state = State.of(site, record, carry, update)
     steps = record.length * example(carry).numel() * example(carry).element_size()
     try:
@@ -45,3 +47,10 @@ def find_parallel_form(site: ScanSite, record: ScanRecord, group: tuple[int, ...
             raise Declined(f"its state at each step takes {steps} bytes, and {why.reason}", update) from why
         return AtEachStep(place, carry, update, state.kept, state.added, state.names)
     return form
+
+
+def _check_first(site: ScanSite, place: int) -> None:
+    first = constant_value(site.init[place], {})
+    if first is not None and not bool(first.isfinite().all()):
+        why = "its first state is not finite, and would be multiplied with zero where it is replaced"
+        raise Declined(why, site.placeholders()[0][place])

@@ -5,6 +5,7 @@ form in which `batch_prefill` computes it without a loop:
 
     S = a * S + b                      a running sum with factors: the state after each step, by one operator
     S = max(S + a, b)                  a running maximum, minimum or log-sum-exp
+    S = a * S + b * R + …;  R = …      the same of several carries, by a matrix or a complex number at each element
     S = a * S + k vᵀ;  y = qᵀ S        in chunks of steps, by products of matrices; no step's state is held
     S = a * S + k vᵀ - p (uᵀ S)        the same, with a triangular system for each chunk; p may be k
 

@@ -85,7 +85,7 @@ VERDICTS = {
     "mamba/selective_scan": ("parallel", "parallel"),
     "mamba/selective_scan_discretised": ("parallel", "parallel"),
     "mamba2/state_space_dual": ("parallel", "parallel"),
-    "diagonal_ssm/complex_decay": ("loop", "parallel"),  # short
+    "diagonal_ssm/complex_decay": ("parallel", "parallel"),
     "rg_lru/griffin": ("parallel", "parallel"),
     "hgrn/gated_average": ("parallel", "parallel"),
     "hgrn/gated_average_by_lerp": ("parallel", "parallel"),

@@ -20,6 +20,7 @@ from nsa_compile.ops.recurrence import (
     portable,
     recurrence,
     reference,
+    turning_recurrence,
     unit_lower_inverse,
 )  # fmt: skip
 
@@ -51,6 +52,17 @@ def test_a_recurrence_is_its_loop(kind, factor, steps):
     a = None if a is None else torch.where(a.abs() < 0.3, 0, a) if kind == "sum" else a.round()
     inputs = [a, numbers(steps, 3, 4).round(), numbers(3, 4).round()]
     assert_same(lambda *x: recurrence(*x, kind), lambda *x: reference.recurrence(*x, kind), inputs)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 50])
+@pytest.mark.parametrize("factor", [(1, 1, 1), (1, 3, 4), (0, 3, 1), (0, 3, 4)])
+def test_a_recurrence_of_complex_numbers_in_two_parts_is_its_loop(factor, steps):
+    def loop(a, b, first):
+        parts = (torch.view_as_complex(x) for x in (a, b, first))
+        return torch.view_as_real(reference.recurrence(*parts, "sum"))
+
+    inputs = [numbers(factor[0] or steps, *factor[1:], 2), numbers(steps, 3, 4, 2), numbers(3, 4, 2)]
+    assert_same(turning_recurrence, loop, inputs)
 
 
 @pytest.mark.parametrize("large", [0, 2**30])

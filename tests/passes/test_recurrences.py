@@ -27,6 +27,7 @@ B, H, K, V, S = 2, 2, 12, 8, 20
 SUM, MAXIMUM, MINIMUM, LOG_SUM_EXP = (f"a running {what}" for what in ("sum", "maximum", "minimum", "log-sum-exp"))
 CHUNKS, SOLVED = "products in chunks", "products in chunks, each solved as a triangular system"
 LOOP = "loop"
+TWO = "a running sum of 2 carries together"
 
 
 @pytest.fixture(autouse=True)
@@ -440,6 +441,94 @@ def mean_so_far(v, **_):
     return scan(step, torch.zeros_like(v[0]), (torch.arange(S), v))
 
 
+@spelled(TWO)
+def two_states_that_read_each_other(v, **_):
+    def step(carry, row):
+        a, b = carry
+        return (0.5 * a - 0.1 * b + row.tanh(), 0.5 * b + 0.1 * a), a.exp()
+
+    return scan(step, (v[0], v[1]), v)
+
+
+@spelled(TWO)
+def a_rotation(v, **_):
+    """Read before and after, and the last one, too."""
+    radius, angle = OF_COLUMNS.sigmoid(), OF_COLUMNS.cos()
+    a, b = radius * angle.cos(), radius * angle.sin()
+
+    def step(state, row):
+        re, im = state
+        new = a * re - b * im + row, a * im + b * re
+        return new, (new[0] * im, new[1].tanh())
+
+    return scan(step, (v[0], v[-1]), v)
+
+
+@spelled(TWO)
+def a_rotation_by_data(v, q, g, **_):
+    def step(state, row):
+        (re, im), (x, g) = state, row
+        a, b = (f(g)[..., None] * 0.9 for f in (torch.cos, torch.sin))
+        return (re * a - im * b + x, im * a + re * b - 2 * x), torch.hypot(re, im + 3)
+
+    return scan(step, (v[0], v[1]), (v, g))
+
+
+@spelled(TWO)
+def a_rotation_the_other_way(v, **_):
+    def step(state, row):
+        re, im = state
+        return (0.8 * re + 0.3 * im + row, 0.8 * im - 0.3 * re), (re, im)
+
+    return scan(step, (v[0], v[1]), v)
+
+
+@spelled(TWO)
+def no_rotation(v, **_):
+    """Both turn the same way."""
+
+    def step(state, row):
+        re, im = state
+        return (0.5 * re + 0.3 * im + row, 0.5 * im + 0.3 * re), (re, im)
+
+    return scan(step, (v[0], v[1]), v)
+
+
+@spelled(TWO)
+def level_and_trend(v, g, **_):
+    """Holt's smoothing; a gate of the token says how much of it counts, and some tokens not at all."""
+
+    def step(state, row):
+        (level, trend), (x, g) = state, row
+        share = torch.where(g > -0.5, g.sigmoid(), 0.0)[..., None]
+        new = share * x + (1 - share) * (level + trend)
+        trend = 0.2 * (new - level) + 0.8 * trend
+        return (new, trend), new + trend.tanh()
+
+    return scan(step, (v[0], torch.zeros_like(v[0])), (v, g))
+
+
+@spelled(TWO)
+def the_two_values_before(v, **_):
+    """An autoregression of second order: one carry is the other, a step ago."""
+
+    def step(state, row):
+        last, before = state
+        new = 0.6 * last - 0.3 * before + row
+        return (new, last), new * before
+
+    return scan(step, (v[0], torch.zeros_like(v[0])), v)
+
+
+@spelled("a running sum of 3 carries together")
+def three_states(v, **_):
+    def step(state, row):
+        a, b, c = state
+        return (0.5 * a + 0.1 * c + row, b - 0.2 * a, 0.3 * c - OF_COLUMNS * b), a + b.tanh() - c
+
+    return scan(step, (v[0], v[-1], v[0]), v)
+
+
 @spelled(MAXIMUM)
 def maximum_so_far(v, **_):
     def step(best, row):
@@ -605,7 +694,10 @@ def test_what_is_linear_runs_in_parallel(name):
     assert not report.declines
 
 
-@pytest.mark.parametrize("name", ["a_decay_of_data", "delta_rule_with_a_decay_for_each_row", "maximum_so_far"])
+@pytest.mark.parametrize(
+    "name",
+    ["a_decay_of_data", "delta_rule_with_a_decay_for_each_row", "maximum_so_far", "a_rotation", "level_and_trend"],
+)
 def test_it_does_so_through_inductor(name):
     run, expected = SPELLINGS[name]
     assert forms(compared(run, tokens(), nested="inductor")) == expected
@@ -613,7 +705,15 @@ def test_it_does_so_through_inductor(name):
 
 @pytest.mark.parametrize("steps", [1, 7, 8, 9])
 @pytest.mark.parametrize(
-    "name", ["by_einsum", "delta_rule_with_a_decay", "read_before_it_is_written", "exponential_average"]
+    "name",
+    [
+        "by_einsum",
+        "delta_rule_with_a_decay",
+        "read_before_it_is_written",
+        "exponential_average",
+        "a_rotation",
+        "three_states",
+    ],
 )
 def test_any_length(name, steps):
     run, expected = SPELLINGS[name]
@@ -705,19 +805,56 @@ LOOPS |= {
 }
 
 
-@looped("computed from one another")
-def two_states_that_read_each_other(v, **_):
+@looped("and not element by element")
+def two_states_that_are_mixed(v, **_):
     def step(carry, row):
         a, b = carry
-        return (0.5 * a - 0.1 * b + row.tanh(), 0.5 * b + 0.1 * a), a.exp()
+        return (0.5 * a - 0.1 * b.mean(-1, keepdim=True) + row.tanh(), 0.5 * b + 0.1 * a), a.exp()
 
     return scan(step, (v[0], v[1]), v)
+
+
+@looped("more than 4 or of several shapes")
+def five_states_in_a_ring(v, **_):
+    def step(carry, row):
+        return tuple(0.5 * c + 0.1 * carry[i - 1] + row.tanh() for i, c in enumerate(carry)), carry[0].exp()
+
+    return scan(step, (v[0],) * 5, v)
+
+
+@looped("more than 4 or of several shapes")
+def states_of_two_shapes(v, **_):
+    def step(carry, row):
+        a, b = carry
+        return (0.5 * a + 0.1 * b + row.tanh(), 0.5 * b + 0.1 * a.mean(-1, keepdim=True)), a.exp()
+
+    return scan(step, (v[0], v[1, ..., :1]), v)
+
+
+@looped("integers or conditions")
+def integers_that_add_up_to_each_other(v, **_):
+    def step(carry, row):
+        a, b = carry
+        return (b, a + b), row.tanh() * (a % 7)
+
+    first = v[0].round().long()
+    return scan(step, (first, first), v)
+
+
+@looped("first state is not finite")
+def a_first_state_of_infinities(v, **_):
+    def step(carry, row):
+        a, b = carry
+        a, b = (torch.where(row.detach() > 9, c, d) for c, d in ((a, row), (b + a, row)))
+        return (a + 0.1 * b, b + 0.1 * a), a.tanh()
+
+    return scan(step, (torch.full_like(v[0], -torch.inf), torch.zeros_like(v[0])), v)
 
 
 CELL = nn.LSTMCell(V, V, dtype=torch.float64).requires_grad_(False)
 
 
-@looped("computed from one another")
+@looped("the old state")
 def gated_cell(v, **_):
     def step(state, row):
         state = CELL(row, state)

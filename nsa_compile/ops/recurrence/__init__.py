@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nsa_compile.ops.recurrence import portable
 
-__all__ = ["KINDS", "matrix_recurrence", "recurrence", "unit_lower_inverse"]
+__all__ = ["KINDS", "matrix_recurrence", "recurrence", "turning_recurrence", "unit_lower_inverse"]
 
+_TURNING = "turn"
 KINDS = ("sum", "logsumexp", *portable.OF_EQUALS)
 
 
@@ -39,6 +40,12 @@ def recurrence(a: Tensor | None, b: Tensor, first: Tensor, kind: str = "sum") ->
     return torch.ops.nsa_compile.recurrence(a, b, first, kind)
 
 
+def turning_recurrence(a: Tensor, b: Tensor, first: Tensor) -> Tensor:
+    """`h[t] = a[t] * h[t - 1] + b[t]` of complex numbers, given and yielded as their two parts: `a [S | 1, ..., 2]`,
+    `b [S, ..., 2]` and `first [..., 2]`. Inductor generates no code for complex numbers (torch 2.13)."""
+    return torch.ops.nsa_compile.recurrence(a, b, first, _TURNING)
+
+
 def matrix_recurrence(m: Tensor, b: Tensor, first: Tensor) -> Tensor:
     """`h[t] = m[t] @ h[t - 1] + b[t]` with `m [S, ..., K, K]`, `b [S, ..., K, V]` and `first [..., K, V]`."""
     return torch.ops.nsa_compile.matrix_recurrence(m, b, first)
@@ -52,8 +59,12 @@ def unit_lower_inverse(below: Tensor) -> Tensor:
     return torch.ops.nsa_compile.unit_lower_inverse(below)
 
 
+def _as_complex(*parts: Tensor | None) -> list[Any]:
+    return [None if x is None else torch.view_as_complex(x.contiguous()) for x in parts]
+
+
 def _check(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> None:
-    if kind not in KINDS:
+    if kind not in (*KINDS, _TURNING):
         raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
     if first.shape != b.shape[1:]:
         raise ValueError(f"first is {list(first.shape)} and b {list(b.shape)}; b must be a row of first's shape a step")
@@ -66,6 +77,9 @@ def _check(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> None:
 )
 def _recurrence(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> Tensor:
     _check(a, b, first, kind)
+    if kind == _TURNING:
+        turn, brought, state = _as_complex(a, b, first)
+        return torch.view_as_real(portable.forward(turn, brought, state, "sum")).contiguous()
     return portable.forward(a, b, first, kind).contiguous()
 
 
@@ -83,7 +97,12 @@ def _(a: Tensor | None, b: Tensor, first: Tensor, kind: str) -> Tensor:
 def _recurrence_backward(
     gradient: Tensor, a: Tensor | None, values: Tensor, b: Tensor, first: Tensor, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_a, of_b, of_first = portable.backward(gradient, a, values, b, first, kind)
+    if kind == _TURNING:
+        of_values, turn, found, brought, state = _as_complex(gradient, a, values, b, first)
+        gradients = portable.backward(of_values, turn, found, brought, state, "sum")
+        of_a, of_b, of_first = (torch.view_as_real(x.resolve_conj()) for x in gradients)
+    else:
+        of_a, of_b, of_first = portable.backward(gradient, a, values, b, first, kind)
     return of_a.contiguous(), of_b.contiguous(), of_first.clone(memory_format=torch.contiguous_format)
 
 
@@ -98,7 +117,7 @@ def _(
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     a, b, first, ctx.kind = inputs
     # What a sum brings has nothing to do with its gradient.
-    ctx.save_for_backward(a, output, output if ctx.kind == "sum" else b, first)
+    ctx.save_for_backward(a, output, output if ctx.kind in ("sum", _TURNING) else b, first)
 
 
 @torch._disable_dynamo  # saved tensors of a checkpoint are read once
