@@ -29,7 +29,7 @@ def why_refused(function: Callable[..., Any], args: Any, kwargs: Any) -> str | N
 def _are_mixed(args: Any, kwargs: Any) -> bool:
     found = set()
     for x in (*args, *kwargs.values()):
-        for y in x if isinstance(x, list | tuple) else (x,):
+        for y in x if type(x) in (list, tuple) else (x,):  # one that grows may not be gone over
             if isinstance(y, Tensor) and (y.dtype.is_floating_point or y is kwargs.get("out")):
                 found.add(y.dtype)
     return len(found) > 1

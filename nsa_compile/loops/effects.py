@@ -20,11 +20,13 @@ import numpy
 import torch
 
 from nsa_compile.loops.lists import GrowingList
+from nsa_compile.loops.python_numbers import is_of_loop
 from nsa_compile.loops.state import NotFollowed, content_of, write_content
 
 # What hides its state, and does with it what a call says.
 _HIDDEN: tuple[tuple[Any, str], ...] = (
     (random.Random, "draws random numbers by {type}; draw them before the loop"),
+    (torch.Generator, "asks {type} of torch"),
     (io.IOBase, "reads or writes {type}"),
     (contextvars.ContextVar, "uses {type}, which no program of all steps would set"),
 )  # fmt: skip
@@ -39,7 +41,7 @@ _TURNED_OFF = {
     ),
 }
 # Functions that have an effect, or have none, by who calls them.
-BY_CALLER = {"urandom", *_TURNED_OFF}
+BY_CALLER = {"urandom", "id", *_TURNED_OFF}
 _OF_SYSTEM = ("putenv", "unsetenv", "write", "open", "system", "input")
 
 
@@ -53,6 +55,10 @@ def effect_of(function: Any, caller: str) -> str | None:
             return f"calls time.{name}, which tells another time at each step"
         if name == "urandom" and caller == random.__file__:
             return "draws random numbers by the system; draw them before the loop"
+        if module == "gc":
+            return "asks for the garbage collector"
+        if name == "id" and module == "builtins" and is_of_loop(caller):
+            return "asks for the address of an object"
         if name in _TURNED_OFF and str(module).startswith("torch"):
             return f"asks whether {_TURNED_OFF[name]} is on"
         if module in ("posix", "nt", "io", "_io", "builtins") and name in _OF_SYSTEM:
@@ -62,6 +68,8 @@ def effect_of(function: Any, caller: str) -> str | None:
         if issubclass(owner, datetime.date) and function.__name__ in _OF_TIME:
             return f"calls {owner.__name__}.{function.__name__}, which tells another time at each step"
         return None
+    if getattr(function, "__name__", "") == "locked":
+        return "asks whether a lock is held"
     for kinds, words in _HIDDEN:
         if isinstance(owner, kinds):
             return words.format(type=f"a {type(owner).__name__}")

@@ -243,4 +243,13 @@ NOT_ASKED: dict[Any, str] = {
     Tensor.is_contiguous: "it asks for the layout of a tensor",
     Tensor.stride: "it asks for the layout of a tensor",
     Tensor.storage_offset: "it asks for the layout of a tensor",
+    Tensor.untyped_storage: "it asks for the memory of a tensor",
+    Tensor._is_view: "it asks whether a tensor is a view",
+    Tensor.is_conj: "it asks whether a tensor is conjugated",
+    Tensor.is_neg: "it asks whether a tensor is negated",
+    Tensor.is_inference: "it asks whether a tensor is one of inference mode",
 }
+# What a program is made for, of tensors that are no state of the loop.
+KNOWN_OUTSIDE = {
+    _IS_LEAF.__get__, _REQUIRES_GRAD.__get__, Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset,
+}  # fmt: skip

@@ -218,6 +218,11 @@ def frame_of_loop(frame: types.FrameType | None) -> types.FrameType | None:
     return asks
 
 
+def is_of_loop(file: str) -> bool:
+    """Whether a file holds code of a loop, or of a library that it uses."""
+    return _asks(file) is True
+
+
 @functools.cache
 def _asks(file: str) -> bool | None:
     """Whether a file holds code of a loop; None if that of whoever calls it counts."""

@@ -146,7 +146,10 @@ class Snapshot:
         container = self.containers[path]
         keys = len(container.keys) if container.kind in ("list", "tuple") else container.keys
         is_function = container.kind == "function"
-        return container.kind, Same(container.value.__code__) if is_function else container.type, keys
+        kind = Same(container.value.__code__) if is_function else container.type
+        if isinstance(container.value, collections.defaultdict):
+            kind = kind, Same(container.value.default_factory)
+        return container.kind, kind, keys
 
     def structure(self) -> dict[Path, Any]:
         """All paths that are no leaves, and what they are."""
@@ -205,6 +208,8 @@ def _survey(
             first[id(value)] = path
         if not of_library and isinstance(value, collections.defaultdict):
             _refuse_hidden_state(value.default_factory, path)
+        if not of_library and kind == "dict" and any(map(_told_apart_by_address, value)):
+            raise NotFollowed(f"{in_words(path)} has keys that are told apart by their addresses")
         if not of_library and kind == "set" and any(isinstance(x, Tensor) for x in value):
             raise NotFollowed(f"{in_words(path)} is a set of tensors, which are told apart by their addresses")
         if not of_library and kind in ("list", "tuple", "set", "partial") and _may_hold_more(value):
@@ -216,6 +221,13 @@ def _survey(
         if len(snapshot.containers) + len(snapshot.leaves) > LIMIT:
             raise NotFollowed(f"its variables reach more than {LIMIT} objects")
     return snapshot
+
+
+def _told_apart_by_address(key: Any) -> bool:
+    """Whether a key of a dict is no other one that holds the same; a class, a function and the like never changes."""
+    if isinstance(key, (*PLAIN, *_OPAQUE, types.FunctionType, types.BuiltinFunctionType, types.MethodType, tuple)):
+        return False
+    return isinstance(key, Tensor) or type(key).__hash__ is object.__hash__
 
 
 def _refuse_hidden_state(value: Any, path: Path) -> None:
@@ -240,7 +252,10 @@ _GENERATORS = (numpy.random.Generator, numpy.random.RandomState)
 
 def content_of(value: Any) -> Any:
     """What a leaf holds that may be written to: numbers of an array, the state of a generator of random numbers,
-    attributes of a tensor; none of a function, which would be no leaf if it had some. None if there is nothing."""
+    attributes of a tensor, what a logger lets through; none of a function, which would be no leaf if it had some. None
+    if there is nothing."""
+    if isinstance(value, logging.Logger):
+        return value.getEffectiveLevel(), value.disabled, value.manager.disable
     if isinstance(value, _GENERATORS):
         return pickle.dumps(_bits_of(value).state)
     if isinstance(value, ARRAYS) and not (isinstance(value, numpy.ndarray) and value.dtype.hasobject):
@@ -257,6 +272,8 @@ def _bits_of(value: Any) -> Any:
 def write_content(value: Any, content: Any) -> None:
     if content_of(value) == content:
         return
+    if isinstance(value, logging.Logger):
+        return  # whoever has set it has set it
     if isinstance(value, _GENERATORS):
         _bits_of(value).state = pickle.loads(content)
     elif isinstance(value, Tensor | types.FunctionType):

@@ -39,6 +39,7 @@ from nsa_compile.loops.python_numbers import (
 from nsa_compile.loops.recording import Outside, Recorder, is_ours
 from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
 from nsa_compile.loops.trace import Given, Trace
+from nsa_compile.loops.watched import is_of_library
 
 
 class _Sizes(ShapeEnv):
@@ -82,7 +83,11 @@ class _Rewritten(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in intercepted.REFUSED:
             raise NotFollowed(intercepted.REFUSED[func])
-        if func in intercepted.NOT_ASKED and isinstance(args[0], FunctionalTensor) and frame_of_loop(sys._getframe(1)):
+        if not all(issubclass(kind, Tensor) or is_of_library(kind) for kind in types):
+            raise NotFollowed("it hands a function of torch an object that has a __torch_function__ of its own")
+        if func in intercepted.NOT_ASKED and frame_of_loop(sys._getframe(1)):
+            if func in intercepted.KNOWN_OUTSIDE and not isinstance(args[0], FunctionalTensor):
+                return func(*args, **(kwargs or {}))
             raise NotFollowed(intercepted.NOT_ASKED[func])
         args, kwargs = self.outside.lifted(args), self.outside.lifted(kwargs or {})
         self.picked.check_read(args, kwargs)

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import types
+from abc import get_cache_token
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
@@ -77,7 +78,8 @@ class Watched:
         holders = notes.holders
         asked = {name for code in notes.called for name in _names(code)}
         for code, variables in notes.called.items():
-            for name in _variables(code)[0]:
+            by_name = {x for x in _names(code) if x in variables} if "globals" in code.co_names else set()
+            for name in {*_variables(code)[0], *by_name}:
                 value = variables.get(name, _MISSING)
                 if isinstance(value, types.ModuleType | type):
                     holders |= {value}
@@ -87,6 +89,8 @@ class Watched:
                     self.values.append((variables, name, _kept(value)))
             self.names[id(variables)] = _Names(variables, asked)
         self._watch_attributes(holders, asked)
+        if not _ASKS_FOR_KINDS.isdisjoint(asked):
+            self.values.append((get_cache_token, "a class that an abstract one has registered", get_cache_token()))
         for function in notes.settings:
             if (value := _now(function, "")) is not _MISSING:
                 self.values.append((function, f"{function.__name__}()", value))
@@ -112,16 +116,15 @@ class Watched:
             found = {
                 name: x for name, x in vars(holder).items() if name in names or _is_special(holder, name, x, names)
             }
-            if holder is sys:
-                found.pop("modules", None)  # every import changes it
+            if holder is sys and found.pop("modules", None) is not None:  # every import changes it
+                self.values += [(sys.modules, name, _now(sys.modules, name)) for name in names]
             self.values += [(holder, name, _kept(value)) for name, value in found.items()]
             if is_of_library(holder):
                 continue
             self.names[id(holder)] = _Names(holder, names)
             if isinstance(holder, type):
                 waiting += [*holder.__mro__, *type.mro(type(holder))]
-                if "__subclasses__" in names:
-                    self.values.append((holder, "__subclasses__", _now(holder, "__subclasses__")))
+                self.values += [(holder, x, _now(holder, x)) for x in _OF_CLASSES if x == "__bases__" or x in names]
             waiting += [x for x in found.values() if isinstance(x, types.ModuleType | type)]
 
     def changed(self) -> str | None:
@@ -152,21 +155,25 @@ class _Names:
         new = now.keys() - self.before
         if not self.asked.isdisjoint(_ALL_NAMES):
             return next(iter(now.keys() ^ self.before))
-        special = new - _MADE_WHEN_ASKED if isinstance(self.holder, type) else ()
-        return next((name for name in new if name in self.asked or (name in special and name.startswith("__"))), None)
+        if isinstance(self.holder, type) and new - _MADE_WHEN_ASKED:
+            return next(iter(new - _MADE_WHEN_ASKED))
+        return next((name for name in new if name in self.asked), None)
 
     def _now(self) -> Any:
         return self.holder if isinstance(self.holder, dict) else vars(self.holder)
 
 
 def _is_special(holder: Any, name: str, value: Any, asked: Collection[str]) -> bool:
-    """Whether an attribute of a class is read by no name: a method such as `__mul__`; any, where all are asked for."""
+    """Whether an attribute of a class is read by no name of the loop: a method, such as the `forward` of a module that
+    torch calls, or any, where all are asked for."""
     if not isinstance(holder, type) or is_of_library(holder):
         return False
-    is_method = name.startswith("__") and isinstance(value, types.FunctionType)
-    return is_method or not _ALL_NAMES.isdisjoint(asked)
+    return isinstance(value, _METHODS) or not _ALL_NAMES.isdisjoint(asked)
 
 
+_METHODS = (types.FunctionType, property, classmethod, staticmethod, cached_property)
+_OF_CLASSES = ("__bases__", "__subclasses__")
+_ASKS_FOR_KINDS = {"isinstance", "issubclass", "singledispatch"}
 _OF_FUNCTIONS = {"__name__", "__qualname__", "__doc__", "__module__", "__annotations__"}
 # By these a step may ask for any name, or for all.
 _ALL_NAMES = {"dir", "vars", "__dict__", "globals", "getmembers"}
@@ -348,7 +355,8 @@ class _Notes:
             self.libraries[id(code)] = code
             return
         if code.co_argcount:
-            self.holders.update(type(frame.f_locals.get(code.co_varnames[0])).__mro__)
+            owner = frame.f_locals.get(code.co_varnames[0])
+            self.holders.update((owner if isinstance(owner, type) else type(owner)).__mro__)
         if code not in self.called:
             self.called[code] = variables
             if may_ask_what_it_is(code):
@@ -409,9 +417,9 @@ class _Notes:
 
 
 def _tells_a_setting(function: Any) -> bool:
-    """Whether a function of torch, written in C, is named as those that tell how torch is set."""
-    of_torch = str(function.__module__).partition(".")[0] == "torch"
-    return of_torch and function.__name__.lstrip("_").startswith(("get_", "is_", "are_"))
+    """Whether a function of torch or the system, written in C, is named as those that tell how it is set."""
+    of = str(function.__module__).partition(".")[0]
+    return of in ("torch", "sys", "posix", "nt") and function.__name__.lstrip("_").startswith(("get", "is", "are_"))
 
 
 def _is_lent(value: Any) -> bool:
@@ -464,15 +472,15 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 def _now(holder: Any, name: str) -> Any:
     if isinstance(holder, types.FunctionType):
-        return getattr(holder, name)
+        return holder() if holder is get_cache_token else getattr(holder, name)
     if isinstance(holder, types.BuiltinFunctionType):
         try:
             value = holder()
         except (TypeError, RuntimeError):  # it tells something of what it is given
             return _MISSING
         return value if isinstance(value, PLAIN) else _MISSING
-    if name == "__subclasses__" and isinstance(holder, type):
-        return len(type.__subclasses__(holder))
+    if isinstance(holder, type) and name in _OF_CLASSES:
+        return holder.__bases__ if name == "__bases__" else len(type.__subclasses__(holder))
     return (holder if isinstance(holder, dict) else vars(holder)).get(name, _MISSING)
 
 

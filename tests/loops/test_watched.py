@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import abc
+import collections
 import contextlib
+import functools
+import gc
 import importlib
+import logging
 import math
 import sys
+import threading
 import types
+import typing
 
 import pytest
 import torch
@@ -247,6 +254,27 @@ class Made(metaclass=Meta):
         return x * 2
 
 
+class Other(metaclass=Meta):
+    w = 3.0
+
+
+class Heir(Made):
+    pass
+
+
+class Abstract(abc.ABC):  # noqa: B024
+    pass
+
+
+@typing.runtime_checkable
+class Asks(typing.Protocol):
+    asked: int
+
+
+LOGGER = logging.getLogger("of a loop")
+DEFAULTS = collections.defaultdict(lambda: 2.0)
+
+
 def named():
     """Nothing but its name."""
 
@@ -267,6 +295,23 @@ def reads_by_another_way(monkeypatch):
         ),
         "globals": (lambda x: x * ("NEW" in globals()), lambda: monkeypatch.setitem(globals(), "NEW", 1)),
         "a module": (lambda x: x * getattr(module, "y", 3.0), lambda: setattr(module, "y", 5.0)),
+        "globals by name": (lambda x: x * globals()["LOCAL"], lambda: monkeypatch.setitem(globals(), "LOCAL", 5.0)),
+        "its bases": (lambda x: x * Heir.w, lambda: setattr(Heir, "__bases__", (Other,))),
+        "what an abstract class registers": (lambda x: x * isinstance(made, Abstract), lambda: Abstract.register(Made)),
+        "what a protocol asks for": (
+            lambda x: x * isinstance(made, Asks),
+            lambda: monkeypatch.setattr(Made, "asked", 1, raising=False),
+        ),
+        "a module that is imported": (
+            lambda x: x * ("imported_later" in sys.modules),
+            lambda: monkeypatch.setitem(sys.modules, "imported_later", module),
+        ),
+        "a logger": (lambda x: x * LOGGER.isEnabledFor(10), lambda: monkeypatch.setattr(LOGGER, "level", 10)),
+        "a default of a dict": (lambda x: x * DEFAULTS["missing"], lambda: DEFAULTS.__init__(lambda: 5.0)),
+        "a limit of the system": (
+            lambda x: x * sys.getrecursionlimit(),
+            lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
+        ),
         "its name": (lambda x: x * len(named.__name__), lambda: monkeypatch.setattr(named, "__name__", "longer")),
         "its text": (lambda x: x * len(named.__doc__), lambda: monkeypatch.setattr(named, "__doc__", "Longer.")),
     }
@@ -342,3 +387,85 @@ def test_settings_of_torch():
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
+
+
+def test_forward_of_a_module_that_is_replaced():
+    class Doubles(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    module = Doubles()
+    compare(over_rows(lambda x: module(x)), lambda: setattr(Doubles, "forward", lambda self, x: x * 6))
+
+
+class OfItsOwn:
+    factor = 2.0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return args[0] * cls.factor
+
+
+@pytest.mark.parametrize("make", [OfItsOwn, lambda: torch.ones(1)])
+def test_keys_that_are_told_apart_by_their_addresses(make, caplog):
+    held = types.SimpleNamespace(key=make())
+    table = {held.key: 2.0}
+    run = over_rows(lambda x: x * table.get(held.key, 9.0))
+    compiled, x = loop(run, nested="eager", cache=False), torch.ones(4, 2)
+    for _ in range(2):
+        assert compiled(x).equal(run(x))
+        held.key = make()
+    assert "has keys that are told apart by their addresses" in caplog.text
+
+
+LOCK, OF_ITS_OWN, OUTSIDE = threading.Lock(), OfItsOwn(), types.SimpleNamespace(x=None)
+
+
+@pytest.mark.parametrize(
+    ("read", "why"),
+    [
+        (lambda x: x * (id(LOCK) > 0), "it asks for the address of an object"),
+        (lambda x: x * (2 if LOCK.locked() else 3), "it asks whether a lock is held"),
+        (lambda x: x * (2 if gc.isenabled() else 3), "it asks for the garbage collector"),
+        (lambda x: torch.add(x, OF_ITS_OWN), "an object that has a __torch_function__ of its own"),
+        (lambda x: x * (2 if OUTSIDE.x.grad_fn is None else 3), "it reads .grad_fn"),
+        (lambda x: x * (2 if OUTSIDE.x._base is None else 3), "it reads ._base"),
+        (lambda x: x * (2 if OUTSIDE.x._is_view() else 3), "it asks whether a tensor is a view"),
+        (lambda x: x * (2 if OUTSIDE.x.is_inference() else 3), "it asks whether a tensor is one of inference mode"),
+        (lambda x: x * OUTSIDE.x.untyped_storage().nbytes(), "it asks for the memory of a tensor"),
+    ],
+)
+def test_what_is_asked_in_vain(read, why, caplog):
+    OUTSIDE.x = torch.ones(9)[:2]
+    run, x = over_rows(read), torch.ones(4, 2)
+    assert loop(run, nested="eager", cache=False)(x).equal(run(x))
+    assert why in caplog.text
+
+
+def test_tensors_from_outside_are_asked_themselves():
+    made = torch.ones(2, requires_grad=True)
+    OUTSIDE.x = made
+
+    def read(x):
+        return x * (2 if OUTSIDE.x.is_leaf else 3) * (5 if OUTSIDE.x.requires_grad else 7) * OUTSIDE.x.stride()[0]
+
+    compare(
+        over_rows(read),
+        lambda: setattr(OUTSIDE, "x", made * 1),
+        lambda: setattr(OUTSIDE, "x", torch.ones(2)),
+        lambda: setattr(OUTSIDE, "x", torch.ones(4)[::2]),
+    )
+
+
+def test_a_table_that_is_kept_of_a_number():
+    scale = functools.lru_cache(lambda n: n * KEPT_FACTOR[0])
+    run = over_rows(lambda x: x * scale(3))
+
+    def change():
+        KEPT_FACTOR[0] = 3.0
+        scale.cache_clear()
+
+    compare(run, change)
+
+
+KEPT_FACTOR = [2.0]
