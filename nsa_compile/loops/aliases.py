@@ -303,7 +303,8 @@ class _Finder:
     ) -> View | None:
         """How a tensor is a view of another one of these places, or of one that was there before."""
         operators: list[tuple[Op, Ref, int]] = []
-        assert origin.held is not None
+        if origin.held is None:
+            raise NotFollowed(f"{place} is a tensor that is there already, and none of the loop's variables; {_COPY}")
         step, ref = origin.step, origin.held.ref
         while True:
             if (of := by_ref.get((step, ref), place)) != place:

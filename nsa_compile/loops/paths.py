@@ -369,6 +369,9 @@ class Explorer:
 
         try:
             follow()
+            held = [*traces[-1].held.values(), *(x for found in traces[-1].held_in_lists.values() for x in found)]
+            if not self.memos.kept.isdisjoint(x.object for x in held):
+                raise NotFollowed("it leaves behind a tensor that a functools.lru_cache keeps; keep a copy (.clone())")
         except Changed as why:
             first.restore()
             with self.watched.changes_accepted():
@@ -406,7 +409,13 @@ class Explorer:
         structure = trace.after.structure()
         for path, what in structure.items():
             was = skeleton.structure.get(path)
-            if what[0] == "list" and was is not None and was != what and path not in self.plain | self.lists:
+            if (
+                what[0] == "list"
+                and was is not None
+                and was[0] == "list"
+                and was != what
+                and path not in self.plain | self.lists
+            ):
                 old, new = before.containers[path], trace.after.containers.get(path)
                 if new is not None and old.value is new.value and type(new.value) is list and what[2] > was[2]:
                     self.lists.add(path)

@@ -197,6 +197,8 @@ def _survey(
         if parts is None:
             if not of_library:
                 _refuse_hidden_state(value, path)
+            if isinstance(value, Tensor) and not of_library:
+                _refuse_attributes_that_change(value, path)
             snapshot.leaves[path] = value
             if (content := content_of(value)) is not None:
                 snapshot.contents[path] = content
@@ -221,6 +223,16 @@ def _survey(
         if len(snapshot.containers) + len(snapshot.leaves) > LIMIT:
             raise NotFollowed(f"its variables reach more than {LIMIT} objects")
     return snapshot
+
+
+def _refuse_attributes_that_change(value: Tensor, path: Path) -> None:
+    for name, x in vars(value).items() if type(value) in (Tensor, torch.nn.Parameter) else ():
+        if isinstance(x, list | dict | set) or (hasattr(x, "__dict__") and not isinstance(x, _KNOWN_ATTRIBUTES)):
+            what = f"{in_words(path)}.{name} is a {type(x).__name__} that is kept at a tensor"
+            raise NotFollowed(f"{what}, where a step may change it unseen")
+
+
+_KNOWN_ATTRIBUTES = (Tensor, torch.nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 
 def _told_apart_by_address(key: Any) -> bool:

@@ -87,6 +87,7 @@ class Watched:
                     self.values += [(value, x, getattr(value, x)) for x in _OF_FUNCTIONS & asked]
                 if variables is not self.module or name not in self.seen:
                     self.values.append((variables, name, _kept(value)))
+            holders |= set(_imported(code))
             self.names[id(variables)] = _Names(variables, asked)
         self._watch_attributes(holders, asked)
         if not _ASKS_FOR_KINDS.isdisjoint(asked):
@@ -461,6 +462,13 @@ def _variables(code: types.CodeType) -> tuple[list[str], list[str]]:
         elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             assigned.append(str(instruction.argval))
     return sorted(set(read)), assigned
+
+
+def _imported(code: types.CodeType) -> list[types.ModuleType]:
+    """The modules of the user's own that a function imports, or may find by a name in its text."""
+    named = {str(i.argval) for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
+    found = [sys.modules.get(name) for name in named.union(x for x in code.co_consts if isinstance(x, str))]
+    return [x for x in found if isinstance(x, types.ModuleType) and not _is_installed(x)]
 
 
 @cache

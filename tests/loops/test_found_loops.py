@@ -968,7 +968,7 @@ DECLINED = {
     counting_in_a_module_of_the_module: "changes of_a_user.n",
     counting_in_a_class_of_the_function: "changes Local.n",
     an_array_of_a_row: "makes an array of a tensor",
-    the_memory_of_a_state: r"calls set_\(\) of a tensor",
+    the_memory_of_a_state: r"makes a tensor of memory that it is given, as torch.from_numpy and set_\(\) do",
     parts_that_are_taken_for_copies: "calls unsafe_chunk",
     two_parts_of_one_tensor: "tensors appended to ys share memory after the loop",
     a_picked_row_that_is_written_to: r"writes in place to K\[i\]",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -234,3 +236,44 @@ def test_a_list_of_few_elements_of_other_shapes():
 
     compare(pair, *rows(7))
     compare(uneven, *rows(7), on_decline="warn", batched=False)
+
+
+def renewed_by_a_slice(row, seen):
+    return [*seen[-2:], row]
+
+
+def renewed_by_copies(row, seen):
+    return [*[x * 1 for x in seen][-3:], row]
+
+
+@pytest.mark.parametrize("renewed", [renewed_by_a_slice, renewed_by_copies])
+def test_a_list_of_two_names_of_which_one_gets_another(renewed):
+    def run(x):
+        first = seen = [x[0]]
+        for t in range(x.shape[0]):
+            seen = renewed(x[t], seen)
+        return torch.stack(seen).sum(), first
+
+    (x,) = rows(7)
+    ours, theirs = nsa_compile.loop(run, nested="eager", cache=False)(x), run(x)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_a_tensor_that_a_cache_of_a_function_keeps(is_filled, caplog):
+    @functools.lru_cache
+    def table(n):
+        return torch.arange(n) * 1.0
+
+    def run(x):
+        found = []
+        for t in range(x.shape[0]):
+            found.append(table(3))
+            y = x[t] * 2
+        return found, y
+
+    if is_filled:
+        table(3)
+    found, _ = nsa_compile.loop(run, nested="eager", cache=False)(torch.ones(4, 3))
+    assert all(x is table(3) for x in found)
+    assert "(.clone())" in caplog.text

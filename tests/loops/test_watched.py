@@ -469,3 +469,37 @@ def test_a_table_that_is_kept_of_a_number():
 
 
 KEPT_FACTOR = [2.0]
+
+
+def import_in_a_helper(x):
+    import somebody_elses
+
+    return x * somebody_elses.SCALE
+
+
+def import_of_a_name(x):
+    from somebody_elses import SCALE
+
+    return x * SCALE
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        import_in_a_helper,
+        import_of_a_name,
+        lambda x: x * importlib.import_module("somebody_elses").SCALE,
+        lambda x: x * sys.modules["somebody_elses"].SCALE,
+    ],
+)
+def test_a_module_that_a_step_imports(read, other):
+    compare(over_rows(read), lambda: setattr(other, "SCALE", 5.0))
+
+
+@pytest.mark.parametrize("held", [{"k": 2.0}, [2.0], types.SimpleNamespace(k=2.0)])
+def test_what_is_kept_at_a_tensor(held, caplog):
+    OUTSIDE.x = torch.ones(2)
+    OUTSIDE.x.held = held
+    run, x = over_rows(lambda x: x * OUTSIDE.x), torch.ones(4, 2)
+    assert loop(run, nested="eager", cache=False)(x).equal(run(x))
+    assert f"OUTSIDE.x.held is a {type(held).__name__} that is kept at a tensor" in caplog.text
