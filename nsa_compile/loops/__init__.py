@@ -119,9 +119,9 @@ class _Runner(Unseen):
             return
         try:
             if isinstance(items, Anything):
-                raise NotFollowed(
-                    f"it goes over a {type(items.as_written()).__name__} that is none of these: {SEQUENCES}"
-                )
+                kind = type(items.as_written()).__name__
+                of = f"{kind} of something else" if kind in ("zip", "enumerate", "reversed") else kind
+                raise NotFollowed(f"it goes over a {of}; it may go over {SEQUENCES}")
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 raise NotFollowed("it is called within a transform of torch.func, such as torch.vmap")
             on = torch.overrides._get_current_function_mode_stack()

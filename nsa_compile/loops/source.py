@@ -70,7 +70,7 @@ def cut_out_loop(
     cells |= {OVER: types.CellType(goes_over), CALL: types.CellType(items_of_call)}
     closure = tuple(cells[name] for name in inner.co_freevars)
     made = types.FunctionType(inner, function.__globals__, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
+    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
     return made, place
 
 

@@ -616,6 +616,18 @@ def test_why_a_step_is_not_followed(step, why, caplog):
     assert why in caplog.text
 
 
+def test_an_argument_that_is_missing_is_named_as_by_the_function():
+    def run(x, scale):
+        for t in range(S):
+            y = x[t] * scale
+        return y
+
+    with pytest.raises(TypeError) as expected:
+        run(torch.ones(S))
+    with pytest.raises(TypeError, match=re.escape(str(expected.value))):
+        loop(run)(torch.ones(S))
+
+
 def test_a_set_of_tensors_is_not_followed(caplog):
     def run(x, known):
         found = []

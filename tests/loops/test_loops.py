@@ -660,7 +660,7 @@ def over_a_zip_of_its_own(x):
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
-        (over_a_generator, "it goes over a generator that is none of these: a range"),
+        (over_a_generator, "it goes over a generator; it may go over a range"),
         (over_uneven_chunks, "it goes over a tuple"),
         (over_a_list_that_grows, "it goes over a list that the step can change"),
         (over_a_list_that_is_written, "it goes over a list of tensors, and writes in place"),
