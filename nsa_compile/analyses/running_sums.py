@@ -57,6 +57,8 @@ def _of_sum(node: fx.Node, record: ScanRecord) -> RunningRows | None:
     if len(given) != 1 or node.kwargs.get("dtype") is not None or operand(node).op != "call_function":
         return None
     x = operand(node)
+    if not example(x).dim():
+        return None
     dim = given[0] % example(x).dim()
     if (first := record.hidden.get((node, 0))) is not None:
         rows, mask = x, StepMask.inside(first, torch.full_like(first, record.length), record.length)

@@ -355,7 +355,7 @@ class Analysis:
         Sums of some of the rows, such as means of blocks, are left as they are: who reads them may have a mask.
         """
         f, dims = self.of(node.args[0]), arguments(node).dim
-        if f.ready is None or f.blank is None or f.absorbed is not None or len(dims or ()) != 1:
+        if f.ready is None or f.blank is None or f.absorbed is not None or len(dims or ()) != 1 or not f.ready.dim():
             return None
         written = _full_rank(_shrink(f.ready), example(operand(node)).dim())
         rows_alone = written.numel() == written.shape[dims[0]]

@@ -61,6 +61,7 @@ TAKEN = {
     "the mean of all rows": lambda c, p, t: c.mean(1),
 }
 LEFT = {
+    "of one number": lambda c, p, t: (c * column(p <= t)).sum((0, 1, 2)).mean(-1) + c[:, 0] * 0,
     "a window": lambda c, p, t: torch.where(column((p <= t) & (p > t - 3)), c, 0.0).sum(1),
     "without the first row": lambda c, p, t: torch.where(column((p <= t) & (p > 0)), c, 0.0).sum(1),
     "weights by distance": lambda c, p, t: ((p <= t).double() * (t - p)) @ c,
