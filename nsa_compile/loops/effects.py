@@ -57,7 +57,7 @@ def effect_of(function: Any, caller: str) -> str | None:
             return "draws random numbers by the system; draw them before the loop"
         if module == "gc":
             return "asks for the garbage collector"
-        if name == "id" and module == "builtins" and is_of_loop(caller):
+        if name == "id" and module == "builtins" and is_of_loop(caller) and "-packages" not in caller:
             return "asks for the address of an object"
         if name in _TURNED_OFF and str(module).startswith("torch"):
             return f"asks whether {_TURNED_OFF[name]} is on"

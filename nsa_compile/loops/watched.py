@@ -40,7 +40,8 @@ class Watched:
     def __init__(self, seen: Collection[str], module: dict[str, Any]) -> None:
         self.seen = {name.removeprefix(GLOBAL) for name in seen}
         self.module = module
-        self.values: list[tuple[Any, str, Any]] = []  # what is asked, for which name, and a value
+        # What is asked, for which name, and a value, by the address of the first and the second.
+        self.values: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self.names: dict[int, _Names] = {}  # of variables of modules and of attributes, by the address of what has them
         self.unseen = _Unseen(module, self.seen)
 
@@ -76,7 +77,7 @@ class Watched:
             raise
         notes.check()
         holders = notes.holders
-        asked = {name for code in notes.called for name in _names(code)}
+        asked = {name for code in notes.called for name in _names(code) - _of_nobody(code)}
         for code, variables in notes.called.items():
             by_name = {x for x in _names(code) if x in variables} if "globals" in code.co_names else set()
             for name in {*_variables(code)[0], *by_name}:
@@ -84,17 +85,17 @@ class Watched:
                 if isinstance(value, types.ModuleType | type):
                     holders |= {value}
                 elif isinstance(value, types.FunctionType):
-                    self.values += [(value, x, getattr(value, x)) for x in _OF_FUNCTIONS & asked]
+                    self._watch(value, {x: getattr(value, x) for x in _OF_FUNCTIONS & asked})
                 if variables is not self.module or name not in self.seen:
-                    self.values.append((variables, name, _kept(value)))
+                    self._watch(variables, {name: _kept(value)})
             holders |= set(_imported(code))
             self.names[id(variables)] = _Names(variables, asked)
         self._watch_attributes(holders, asked)
         if not _ASKS_FOR_KINDS.isdisjoint(asked):
-            self.values.append((get_cache_token, "a class that an abstract one has registered", get_cache_token()))
+            self._watch(get_cache_token, {"a class that an abstract one has registered": get_cache_token()})
         for function in notes.settings:
             if (value := _now(function, "")) is not _MISSING:
-                self.values.append((function, f"{function.__name__}()", value))
+                self._watch(function, {f"{function.__name__}()": value})
 
     @contextmanager
     def changes_accepted(self) -> Iterator[None]:
@@ -107,6 +108,9 @@ class Watched:
             before.put_back()
             raise
 
+    def _watch(self, holder: Any, values: dict[str, Any]) -> None:
+        self.values.update({(id(holder), name): (holder, name, value) for name, value in values.items()})
+
     def _watch_attributes(self, holders: Collection[Any], names: Collection[str]) -> None:
         waiting, seen = list(holders), set[Any]()
         while waiting:
@@ -118,19 +122,20 @@ class Watched:
                 name: x for name, x in vars(holder).items() if name in names or _is_special(holder, name, x, names)
             }
             if holder is sys and found.pop("modules", None) is not None:  # every import changes it
-                self.values += [(sys.modules, name, _now(sys.modules, name)) for name in names]
-            self.values += [(holder, name, _kept(value)) for name, value in found.items()]
+                self._watch(sys.modules, {name: _now(sys.modules, name) for name in names})
+            self._watch(holder, {name: _kept(value) for name, value in found.items()})
             if is_of_library(holder):
                 continue
             self.names[id(holder)] = _Names(holder, names)
             if isinstance(holder, type):
                 waiting += [*holder.__mro__, *type.mro(type(holder))]
-                self.values += [(holder, x, _now(holder, x)) for x in _OF_CLASSES if x == "__bases__" or x in names]
+                asked = [x for x in _OF_CLASSES if x == "__bases__" or x in names]
+                self._watch(holder, {x: _now(holder, x) for x in asked})
             waiting += [x for x in found.values() if isinstance(x, types.ModuleType | type)]
 
     def changed(self) -> str | None:
         """What is something else now, in words."""
-        found = (name for holder, name, value in self.values if not _same(_now(holder, name), value))
+        found = (name for holder, name, value in self.values.values() if not _same(_now(holder, name), value))
         come = (name for names in self.names.values() if (name := names.come()) is not None)
         return next(found, None) or next(come, None) or self.unseen.changed_since()
 
@@ -469,6 +474,11 @@ def _imported(code: types.CodeType) -> list[types.ModuleType]:
     named = {str(i.argval) for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
     found = [sys.modules.get(name) for name in named.union(x for x in code.co_consts if isinstance(x, str))]
     return [x for x in found if isinstance(x, types.ModuleType) and not _is_installed(x)]
+
+
+def _of_nobody(code: types.CodeType) -> set[str]:
+    """Names in a function of a package that say nothing of the user's classes: it looks at its own in that way."""
+    return {*_ALL_NAMES, "__subclasses__"} if "-packages" in code.co_filename else set()
 
 
 @cache
