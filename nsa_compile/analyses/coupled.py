@@ -97,7 +97,11 @@ def as_coupled(site: ScanSite, record: ScanRecord, group: tuple[int, ...], max_b
     if needed > max_bytes:
         raise Declined(f"{together}: a matrix for each element at each step takes {needed} bytes", updates[0])
     affine = Affine(site.body, record, carries)
-    found = [affine.of(update) for update in updates]
+    try:
+        found = [affine.of(update) for update in updates]
+    except NotAffine as why:
+        why.reason = f"{together}, and {why.reason}"
+        raise
     everything = [term for terms in found for term in terms]
     states = [term.state for term in everything if term.state is not None]
     patterns = patterns_of([*(term.out for term in everything), *states], updates[0])
