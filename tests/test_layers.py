@@ -39,7 +39,7 @@ LAYERS = [
     {"extras"},
     {"files", "errors", "scanning", "modes", "ranges", "streams", "branches"},
     {"capture"},
-    {"workarounds", "trees", "memory", "dtypes"},
+    {"workarounds", "trees", "memory"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}
 

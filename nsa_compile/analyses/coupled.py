@@ -1,11 +1,13 @@
 """Carries that are computed from one another, element by element: one recurrence of small matrices.
 
-re = a * re - b * im + x;  im = a * im + b * re        a rotation that shrinks: one recurrence of complex numbers
-level = u * (level + trend) + ...;  trend = w * trend + ...    of matrices [[u, u], [0, w]] at each element
+`re = a * re - b * im + x; im = a * im + b * re` is a rotation that shrinks, a recurrence of complex numbers;
+`level = u * (level + trend) + x; trend = w * trend + x` one of the matrices `[[u, u], [0, w]]`, one for each element.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.analyses.affine import Affine, Axes, Axis, NotAffine, Term
+from nsa_compile.analyses.affine import Affine, NotAffine, Term
 from nsa_compile.analyses.batched_body import BatchedBody
-from nsa_compile.analyses.terms import Names, all_axes, evaluate, patterns_of, refined, renamed
+from nsa_compile.analyses.terms import Names, all_axes, evaluate, named_alike
 from nsa_compile.ir.aten import is_inexact
 from nsa_compile.ir.scans import Declined, ScanRecord, ScanSite, example
 from nsa_compile.ops.recurrence import matrix_recurrence, turning_recurrence
@@ -51,17 +53,20 @@ class Coupled:
     def compute(self, body: BatchedBody) -> tuple[dict[int, Tensor], dict[fx.Node, Tensor]]:
         firsts, steps = [body.init[place] for place in self.places], body.record.length
         dtype, sizes = firsts[0].dtype, [axis.size for axis in self.names]
+        kept = [[evaluate(terms, self.names, body, dtype) for terms in row] for row in self.kept]
         brought = [evaluate(terms, self.names, body, dtype).expand(steps, *sizes) for terms in self.added]
-        first = [x.to(brought[0].dtype).reshape(sizes) for x in firsts]
-        if self._turns() and brought[0].dtype in (torch.float32, torch.float64):
-            a, b = torch.broadcast_tensors(*(evaluate(x[0], self.names, body, dtype) for x in self.kept))
-            found = turning_recurrence(*(torch.stack(parts, -1) for parts in ((a, b), brought, first)))
-            values = list(found.unbind(-1))
+        # What is computed in more than the state is kept in is so beside all others.
+        wide = functools.reduce(torch.promote_types, (x.dtype for x in (*itertools.chain(*kept), *brought)))
+        kept = [[x.to(wide) for x in row] for row in kept]
+        brought, first = [x.to(wide) for x in brought], [x.to(wide).reshape(sizes) for x in firsts]
+        if self._turns() and not wide.is_complex:
+            parts = torch.broadcast_tensors(*(row[0] for row in kept))
+            found = turning_recurrence(*(torch.stack(x, -1) for x in (parts, brought, first)))
+            values = found.unbind(-1)
         else:
-            matrix = [[evaluate(x, self.names, body, dtype).expand(steps, *sizes) for x in row] for row in self.kept]
-            m = torch.stack([torch.stack(row, -1) for row in matrix], -2)
-            found = matrix_recurrence(m, torch.stack(brought, -1)[..., None], torch.stack(first, -1)[..., None])
-            values = list(found[..., 0].unbind(-1))
+            rows = [torch.stack([x.expand(steps, *sizes) for x in row], -1) for row in kept]
+            columns = (torch.stack(x, -1)[..., None] for x in (brought, first))
+            values = matrix_recurrence(torch.stack(rows, -2), *columns)[..., 0].unbind(-1)
         shaped = [x.reshape(steps, *y.shape).to(dtype) for x, y in zip(values, firsts, strict=True)]
         before = [torch.cat([y.unsqueeze(0), x[:-1]]) for x, y in zip(shaped, firsts, strict=True)]
         finals = {place: x[-1] for place, x in zip(self.places, shaped, strict=True)}
@@ -102,22 +107,15 @@ def as_coupled(site: ScanSite, record: ScanRecord, group: tuple[int, ...], max_b
     except NotAffine as why:
         why.reason = f"{together}, and {why.reason}"
         raise
-    everything = [term for terms in found for term in terms]
-    states = [term.state for term in everything if term.state is not None]
-    patterns = patterns_of([*(term.out for term in everything), *states], updates[0])
-    dims: Axes = tuple(tuple(Axis(n) for n in pattern) for pattern in patterns)
+    dims, named = named_alike([term for terms in found for term in terms], updates[0])
     kept: list[list[list[Term]]] = [[[] for _ in group] for _ in group]
     added: list[list[Term]] = [[] for _ in group]
-    for i, (terms, update) in enumerate(zip(found, updates, strict=True)):
-        for term in terms:
-            term = refined(term, term.out, patterns)
-            term = term if term.state is None else refined(term, term.state, patterns)
-            term = renamed(term, term.out, dims)
-            if term.state is None:
-                added[i].append(term)
-                continue
-            if term.state != dims or term.summed:
-                raise NotAffine(f"{together}, and not element by element", update)
+    for i, term in zip((i for i, terms in enumerate(found) for _ in terms), named, strict=True):
+        if term.state is None:
+            added[i].append(term)
+        elif term.state != dims or term.summed:
+            raise NotAffine(f"{together}, and not element by element", updates[i])
+        else:
             assert term.source is not None
             kept[i][carries.index(term.source)].append(term)
     return Coupled(group, tuple(carries), tuple(updates), kept, added, all_axes(dims))

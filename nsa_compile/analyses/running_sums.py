@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.ir.aten import MASKED_FILL, MATMUL, MUL, WHERE, aten, operand
+from nsa_compile.ir.aten import MASKED_FILL, MATMUL, MUL, SUMS, WHERE, aten, operand
 from nsa_compile.ir.scans import ScanRecord, example
 from nsa_compile.ir.step_values import Choice, StepMask, StepValue, Table, step_mask
-
-_SUMS = {aten.sum.dim_IntList, aten.mean.dim}
 
 __all__ = ["RunningRows", "running_rows"]
 
@@ -45,8 +43,8 @@ def running_rows(record: ScanRecord, body: fx.GraphModule) -> dict[fx.Node, Runn
     """The nodes of a body that are such sums. To be asked before anybody traces."""
     found = {}
     for node in body.graph.nodes:
-        if node.target in _SUMS | MATMUL and example(node).is_floating_point():
-            sums = _of_sum(node, record) if node.target in _SUMS else _of_product(node, record)
+        if node.target in SUMS | MATMUL and example(node).is_floating_point():
+            sums = _of_sum(node, record) if node.target in SUMS else _of_product(node, record)
             if sums is not None:
                 found[node] = sums
     return found
@@ -85,7 +83,7 @@ def _masked(x: fx.Node, record: ScanRecord) -> tuple[fx.Node | None, StepMask | 
         return parts[0], None if mask is None else ~mask
     if x.target in MUL and all(isinstance(part, fx.Node) for part in parts):
         for rows, flag in (parts, reversed(parts)):
-            if (mask := _ones_and_zeros(_known(flag, record))) is not None:
+            if (mask := _ones_and_zeros(record.known.get(flag))) is not None:
                 return rows, mask
     return None, None
 
@@ -95,9 +93,9 @@ def _of_product(node: fx.Node, record: ScanRecord) -> RunningRows | None:
         return None
     a, b = operand(node), operand(node, 1)
     rank_a, rank_b = example(a).dim(), example(b).dim()
-    if rank_a > 1 and example(a).shape[-2] == 1 and (weights := _weights(_known(a, record), -1)) is not None:
+    if rank_a > 1 and example(a).shape[-2] == 1 and (weights := _weights(record.known.get(a), -1)) is not None:
         return RunningRows(b, rank_b - 2, *weights)
-    if (rank_b == 1 or example(b).shape[-1] == 1) and (weights := _weights(_known(b, record), -min(rank_b, 2))):
+    if (rank_b == 1 or example(b).shape[-1] == 1) and (weights := _weights(record.known.get(b), -min(rank_b, 2))):
         return RunningRows(a, rank_a - 1, *weights)
     return None
 
@@ -144,10 +142,6 @@ def _ones_and_zeros(value: StepValue | None) -> StepMask | None:
     if isinstance(value, Choice) and bool(((value.if_true == 1) | (value.if_true == 0)).all()):
         return value.where(lambda x: x == 1) if bool(((value.if_false == 1) | (value.if_false == 0)).all()) else None
     return None
-
-
-def _known(node: Any, record: ScanRecord) -> StepValue | None:
-    return record.known.get(node)
 
 
 def _mask(node: Any, record: ScanRecord) -> StepMask | None:

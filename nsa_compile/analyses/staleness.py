@@ -76,6 +76,7 @@ from nsa_compile.ir.aten import (
     REARRANGED,
     SOFTMAX,
     SUB,
+    SUMS,
     WHERE,
     XOR,
     arguments,
@@ -1020,7 +1021,6 @@ def _compare_with_number(analysis: Analysis, node: fx.Node) -> Facts:
 
 
 _NORMS = {aten.linalg_vector_norm.default, aten.var.correction}
-_SUMS = {aten.sum.dim_IntList, aten.mean.dim}
 _EXTREMES = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
 
 
@@ -1030,7 +1030,7 @@ def _reduction(analysis: Analysis, node: fx.Node) -> Facts:
     if node.target in _EXTREMES and analysis.of(node.args[0]).stale and not analysis.is_finite(node.args[0]):
         # The gradient is shared among the elements that are the extreme; where that is NaN, there are none.
         return analysis.lost(node, f"{node.target} may find a NaN, and its gradient is then 0 / 0 in every row")
-    if node.target in _SUMS and (written := analysis.zeros_until_written(node)) is not None:
+    if node.target in SUMS and (written := analysis.zeros_until_written(node)) is not None:
         analysis.hidden[node, 0] = written  # zeros there, too
         return CLEAN
     reduced = vars(arguments(node))

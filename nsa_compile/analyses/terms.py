@@ -116,14 +116,10 @@ class State:
         if example(carry).dtype == torch.bool:
             raise NotAffine("the state is a condition", update)
         terms = [x for term in Affine(site.body, record, [carry]).of(update) for x in _without_sums(term, record)]
-        patterns = patterns_of([*(t.out for t in terms), *(t.state for t in terms if t.state is not None)], update)
-        dims: Axes = tuple(tuple(Axis(n) for n in pattern) for pattern in patterns)
+        dims, terms = named_alike(terms, update)
         inner = {axis: Axis(axis.size) for dim in dims for axis in dim}
         kept, mixed, added = [], [], []
         for term in terms:
-            term = refined(term, term.out, patterns)
-            term = term if term.state is None else refined(term, term.state, patterns)
-            term = renamed(term, term.out, dims)
             if term.state is None:
                 added.append(term)
             elif term.state == dims:
@@ -145,6 +141,15 @@ def _without_sums(term: Term, record: ScanRecord) -> list[Term]:
         if parts is not None and factor.names & set(all_axes(term.out)):
             return [x for part in parts for x in _without_sums(part, record)]
     return [term]
+
+
+def named_alike(terms: Sequence[Term], node: fx.Node) -> tuple[Axes, list[Term]]:
+    """The axes of a state, and the terms of its update with these as the axes of their results."""
+    patterns = patterns_of([*(t.out for t in terms), *(t.state for t in terms if t.state is not None)], node)
+    dims: Axes = tuple(tuple(Axis(n) for n in pattern) for pattern in patterns)
+    split = [refined(term, term.out, patterns) for term in terms]
+    split = [term if term.state is None else refined(term, term.state, patterns) for term in split]
+    return dims, [renamed(term, term.out, dims) for term in split]
 
 
 def patterns_of(found: Iterable[Axes], node: fx.Node) -> tuple[tuple[int, ...], ...]:

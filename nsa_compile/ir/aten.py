@@ -34,6 +34,7 @@ JUMPS = frozenset(
     {"eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "relu", "abs", "sign",
      "floor", "ceil", "remainder", "floor_divide", "to", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow"}
 )  # fmt: skip
+SUMS = frozenset({aten.sum.dim_IntList, aten.mean.dim})
 MATMUL = frozenset({aten.mm.default, aten.bmm.default, aten.mv.default})
 SOFTMAX = frozenset({aten._softmax.default, aten._safe_softmax.default})
 MATMUL_ADD = frozenset({aten.addmm.default, aten.baddbmm.default})

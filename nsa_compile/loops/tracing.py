@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from nsa_compile.dtypes import why_refused
+from nsa_compile.ir.dtypes import why_refused
 from nsa_compile.loops import intercepted
 from nsa_compile.loops.effects import refused_effects
 from nsa_compile.loops.left import begin_lists, memory_of, note_what_is_left, settle_lists

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dis
 import gc
+import itertools
 import os
 import sys
 import types
@@ -42,6 +43,7 @@ class Watched:
         self.module = module
         # What is asked, for which name, and a value, by the address of the first and the second.
         self.values: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self.answers: dict[Callable[[], Any], Any] = {}  # of functions that tell how torch or the system is set
         self.names: dict[int, _Names] = {}  # of variables of modules and of attributes, by the address of what has them
         self.unseen = _Unseen(module, self.seen)
 
@@ -76,8 +78,12 @@ class Watched:
             notes.put_back()
             raise
         notes.check()
+        self._watch_called(notes)
+
+    def _watch_called(self, notes: _Notes) -> None:
+        """Watch what the functions that a trace has called may read."""
         holders = notes.holders
-        asked = {name for code in notes.called for name in _names(code) - _of_nobody(code)}
+        asked = frozenset(name for code in notes.called for name in _names(code) - _of_nobody(code))
         for code, variables in notes.called.items():
             by_name = {x for x in _names(code) if x in variables} if "globals" in code.co_names else set()
             for name in {*_variables(code)[0], *by_name}:
@@ -88,14 +94,14 @@ class Watched:
                     self._watch(value, {x: getattr(value, x) for x in _OF_FUNCTIONS & asked})
                 if variables is not self.module or name not in self.seen:
                     self._watch(variables, {name: _kept(value)})
-            holders |= set(_imported(code))
+            imported = (sys.modules.get(name) for name in _modules(code))
+            holders |= {x for x in imported if isinstance(x, types.ModuleType) and not _is_installed(x)}
             self.names[id(variables)] = _Names(variables, asked)
         self._watch_attributes(holders, asked)
-        if not _ASKS_FOR_KINDS.isdisjoint(asked):
-            self._watch(get_cache_token, {"a class that an abstract one has registered": get_cache_token()})
-        for function in notes.settings:
-            if (value := _now(function, "")) is not _MISSING:
-                self._watch(function, {f"{function.__name__}()": value})
+        asks_for_kinds = not _ASKS_FOR_KINDS.isdisjoint(asked)
+        for function in (*notes.settings, *((get_cache_token,) if asks_for_kinds else ())):
+            if (answer := _answer(function)) is not _MISSING:
+                self.answers[function] = answer
 
     @contextmanager
     def changes_accepted(self) -> Iterator[None]:
@@ -111,7 +117,7 @@ class Watched:
     def _watch(self, holder: Any, values: dict[str, Any]) -> None:
         self.values.update({(id(holder), name): (holder, name, value) for name, value in values.items()})
 
-    def _watch_attributes(self, holders: Collection[Any], names: Collection[str]) -> None:
+    def _watch_attributes(self, holders: Collection[Any], names: frozenset[str]) -> None:
         waiting, seen = list(holders), set[Any]()
         while waiting:
             holder = waiting.pop()
@@ -136,8 +142,9 @@ class Watched:
     def changed(self) -> str | None:
         """What is something else now, in words."""
         found = (name for holder, name, value in self.values.values() if not _same(_now(holder, name), value))
+        told = (f"{f.__name__}()" for f, answer in self.answers.items() if not _same(_answer(f), answer))
         come = (name for names in self.names.values() if (name := names.come()) is not None)
-        return next(found, None) or next(come, None) or self.unseen.changed_since()
+        return next(itertools.chain(found, told, come), None) or self.unseen.changed_since()
 
 
 class _Names:
@@ -149,8 +156,8 @@ class _Names:
         asked: the names that a step may ask for.
     """
 
-    def __init__(self, holder: Any, asked: Collection[str]) -> None:
-        self.holder, self.asked = holder, frozenset(asked)
+    def __init__(self, holder: Any, asked: frozenset[str]) -> None:
+        self.holder, self.asked = holder, asked
         self.before = frozenset(self._now())
 
     def come(self) -> str | None:
@@ -385,7 +392,7 @@ class _Notes:
                 self.harmless_functions.add(function)
             if _tells_a_setting(function):
                 self.settings.add(function)
-        elif effect is None and kind is not types.NoneType and not issubclass(kind, type):
+        elif effect is None and not issubclass(kind, type | types.NoneType) and not hasattr(kind, "locked"):
             self.harmless.add(kind)
 
     def check(self) -> None:
@@ -469,11 +476,11 @@ def _variables(code: types.CodeType) -> tuple[list[str], list[str]]:
     return sorted(set(read)), assigned
 
 
-def _imported(code: types.CodeType) -> list[types.ModuleType]:
-    """The modules of the user's own that a function imports, or may find by a name in its text."""
-    named = {str(i.argval) for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
-    found = [sys.modules.get(name) for name in named.union(x for x in code.co_consts if isinstance(x, str))]
-    return [x for x in found if isinstance(x, types.ModuleType) and not _is_installed(x)]
+@cache
+def _modules(code: types.CodeType) -> frozenset[str]:
+    """The names of modules that a function imports, or may ask for by a name in its text."""
+    imported = (str(i.argval) for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME")
+    return frozenset((*imported, *(x for x in code.co_consts if isinstance(x, str))))
 
 
 def _of_nobody(code: types.CodeType) -> set[str]:
@@ -488,15 +495,18 @@ def _names(code: types.CodeType) -> frozenset[str]:
     return frozenset((*code.co_names, *quoted))
 
 
+def _answer(function: Callable[[], Any]) -> Any:
+    """What a function tells if nothing is given to it."""
+    try:
+        value = function()
+    except (TypeError, RuntimeError):  # it tells something of what it is given
+        return _MISSING
+    return value if isinstance(value, PLAIN) else _MISSING
+
+
 def _now(holder: Any, name: str) -> Any:
     if isinstance(holder, types.FunctionType):
-        return holder() if holder is get_cache_token else getattr(holder, name)
-    if isinstance(holder, types.BuiltinFunctionType):
-        try:
-            value = holder()
-        except (TypeError, RuntimeError):  # it tells something of what it is given
-            return _MISSING
-        return value if isinstance(value, PLAIN) else _MISSING
+        return getattr(holder, name)
     if isinstance(holder, type) and name in _OF_CLASSES:
         return holder.__bases__ if name == "__bases__" else len(type.__subclasses__(holder))
     return (holder if isinstance(holder, dict) else vars(holder)).get(name, _MISSING)

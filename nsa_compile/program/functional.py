@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_compile import modes
 from nsa_compile.capture.refusals import ScanNotCompiled, cannot_be
 from nsa_compile.capture.scans import turns_gradients_on
-from nsa_compile.dtypes import why_refused
 from nsa_compile.ir.aten import aten, is_inexact
+from nsa_compile.ir.dtypes import why_refused
 from nsa_compile.ir.lowering import BodyInterpreter, applies_functorch, escaping, refuse_strided_writes, trace_to_aten
 from nsa_compile.ir.rewriting import KEPT, replace_graph
 from nsa_compile.ir.scans import (
@@ -280,19 +280,18 @@ def _refuse_mixed_dtypes(gm: fx.GraphModule) -> None:
         _refuse_mixed_dtypes(site.body)
         if modes.sets_autocast(site.body.graph.nodes):
             continue
-        for node in site.body.graph.nodes:
-            if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
-                continue
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), _example_of)
-            function = node.target if node.op == "call_function" else getattr(Tensor, str(node.target))
-            with modes.under(modes.autocast_at(site.node)):
-                why = why_refused(function, args, kwargs)
-            if why is not None:
-                raise ScanNotCompiled(f"{cannot_be('compiled', location(site.node), location(node))}: {why}")
+        with modes.under(modes.autocast_at(site.node)):
+            for node in site.body.graph.nodes:
+                if (why := _why_refused(node)) is not None:
+                    raise ScanNotCompiled(f"{cannot_be('compiled', location(site.node), location(node))}: {why}")
 
 
-def _example_of(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
+def _why_refused(node: fx.Node) -> str | None:
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
+    function: Any = node.target if node.op == "call_function" else getattr(Tensor, str(node.target))
+    return why_refused(function, args, kwargs)
 
 
 def _registers_hook(node: fx.Node) -> bool:

@@ -300,9 +300,17 @@ def test_carries_in_each_others_places():
     assert record.carries == ["Rows", "Latest", "Latest", "Latest", "Invariant"]
 
 
-def test_a_swap_declines():
+def test_a_swap_is_a_recurrence_of_two():
     def run(scan, a, b, rows):
         return scan(lambda carry, x: ((carry[1], carry[0]), carry[0] * x), (a, b), rows)
+
+    record = compared(run, numbers(3), numbers(3) * 2, numbers(S, 3))
+    assert [r.form for r in record.recurrences] == ["a running sum of 2 carries together"]
+
+
+def test_a_swap_of_what_is_not_linear_declines():
+    def run(scan, a, b, rows):
+        return scan(lambda carry, x: ((carry[1].tanh(), carry[0]), carry[0] * x), (a, b), rows)
 
     record = compared(run, numbers(3), numbers(3) * 2, numbers(S, 3))
     assert "recurrence" in record.declines[0].reason

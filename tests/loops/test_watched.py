@@ -418,6 +418,12 @@ def test_keys_that_are_told_apart_by_their_addresses(make, caplog):
     assert "has keys that are told apart by their addresses" in caplog.text
 
 
+def locked_after_use(x):
+    with LOCK:
+        x = x * 1
+    return x * (2 if LOCK.locked() else 3)
+
+
 LOCK, OF_ITS_OWN, OUTSIDE = threading.Lock(), OfItsOwn(), types.SimpleNamespace(x=None)
 
 
@@ -426,6 +432,7 @@ LOCK, OF_ITS_OWN, OUTSIDE = threading.Lock(), OfItsOwn(), types.SimpleNamespace(
     [
         (lambda x: x * (id(LOCK) > 0), "it asks for the address of an object"),
         (lambda x: x * (2 if LOCK.locked() else 3), "it asks whether a lock is held"),
+        (locked_after_use, "it asks whether a lock is held"),
         (lambda x: x * (2 if gc.isenabled() else 3), "it asks for the garbage collector"),
         (lambda x: torch.add(x, OF_ITS_OWN), "an object that has a __torch_function__ of its own"),
         (lambda x: x * (2 if OUTSIDE.x.grad_fn is None else 3), "it reads .grad_fn"),

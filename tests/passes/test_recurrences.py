@@ -721,6 +721,30 @@ def test_any_length(name, steps):
     assert forms(report) in (expected, [SUM])  # of few steps, the state of each takes no more than a chunk
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("brought", [0.0, 1.0])
+@pytest.mark.parametrize("back", [-0.3, 0.2])
+def test_carries_together_in_low_precision_are_no_worse_than_their_loop(dtype, brought, back):
+    """Where nothing is brought, too: of the matrices alone, the dtype is known by their numbers."""
+
+    def run(x):
+        def step(state, row):
+            a, b = state
+            a, b = 0.8 * a + 0.3 * b + (row * brought if brought else 0), 0.8 * b + back * a
+            return (a, b), a * 1
+
+        return scan(step, (x[0], x[1]), x)[1]
+
+    x = rows(40, V).to(dtype)
+    exact, by_loop = run(x.double()), run(x)
+    found = nsa_compile.compile(run, nested="eager", cache=False)(x)
+    (report,) = nsa_compile.last_report().scans
+    assert forms(report) == [TWO]
+    assert found.dtype == dtype
+    band = torch.finfo(dtype).eps * exact.abs().max()
+    assert (found - exact).abs().max() <= (by_loop - exact).abs().max() + band
+
+
 def test_caches_beside_a_recurrence_need_no_guard():
     report = compared(SPELLINGS["beside_attention_to_a_cache"][0], tokens())
     assert len(report.guards_dropped) == 2

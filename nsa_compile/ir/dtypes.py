@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from nsa_compile.ir.scans import first_line
+
 
 def why_refused(function: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
     """Why torch refuses the dtypes of these tensors, which may be stand-ins; None if it does not. It is asked with
@@ -22,7 +24,7 @@ def why_refused(function: Callable[..., Any], args: Any, kwargs: Any) -> str | N
             named = {name: pytree.tree_map(_zeros, x) for name, x in kwargs.items()}
             function(*pytree.tree_map(_zeros, tuple(args)), **named)
     except Exception as error:
-        return f"torch refuses tensors of these dtypes: {str(error).partition(chr(10))[0]}"
+        return f"torch refuses tensors of these dtypes: {first_line(error)}"
     return None
 
 
