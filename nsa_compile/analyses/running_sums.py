@@ -64,8 +64,9 @@ def _of_sum(node: fx.Node, record: ScanRecord) -> RunningRows | None:
         rows, mask = _masked(x, record)  # type: ignore[assignment]
     if mask is None or rows is None or example(rows).shape != example(x).shape:
         return None
-    counts = _counts(mask, dim - example(rows).dim())
-    divisor = example(x).shape[dim] if node.target is aten.mean.dim else 1
+    size = example(x).shape[dim]
+    counts = _counts(mask, dim - example(rows).dim(), size)
+    divisor = size if node.target is aten.mean.dim else 1
     return None if counts is None else RunningRows(rows, dim, counts, divisor=divisor)
 
 
@@ -92,42 +93,42 @@ def _of_product(node: fx.Node, record: ScanRecord) -> RunningRows | None:
     if node.target not in MATMUL or any((node, place) in record.hidden for place in (0, 1)):
         return None
     a, b = operand(node), operand(node, 1)
-    rank_a, rank_b = example(a).dim(), example(b).dim()
-    if rank_a > 1 and example(a).shape[-2] == 1 and (weights := _weights(record.known.get(a), -1)) is not None:
+    rank_a, rank_b, size = example(a).dim(), example(b).dim(), example(a).shape[-1]
+    if rank_a > 1 and example(a).shape[-2] == 1 and (weights := _weights(record.known.get(a), -1, size)) is not None:
         return RunningRows(b, rank_b - 2, *weights)
-    if (rank_b == 1 or example(b).shape[-1] == 1) and (weights := _weights(record.known.get(b), -min(rank_b, 2))):
+    if (rank_b == 1 or example(b).shape[-1] == 1) and (weights := _weights(record.known.get(b), -min(rank_b, 2), size)):
         return RunningRows(a, rank_a - 1, *weights)
     return None
 
 
-def _weights(value: StepValue | None, dim: int) -> tuple[np.ndarray, Tensor | None] | None:
+def _weights(value: StepValue | None, dim: int, size: int) -> tuple[np.ndarray, Tensor | None] | None:
     """How many of the first elements along a dimension, counted from the end, have one weight at each step, and which;
-    None if others have one."""
+    None if others have one. `size` is that of the dimension, where one value may stand for all."""
     if (mask := _ones_and_zeros(value)) is not None:
-        found = _counts(mask, dim)
+        found = _counts(mask, dim, size)
         return None if found is None else (found, None)
     if not isinstance(value, Table):
         return None
     table = value.narrowed().values
     if table.dim() <= -dim or table.numel() != len(table) * table.shape[dim]:
         return None
-    rows = table.reshape(len(table), -1)
+    rows = table.reshape(len(table), -1).expand(-1, size)
     factor, counts = rows[:, 0], (rows != 0).sum(1)
     is_first = torch.arange(rows.shape[1]) < counts[:, None]
     same = torch.equal(rows, torch.where(is_first, factor[:, None], torch.zeros_like(rows)))
     return (counts.numpy(), factor) if same and bool(rows.isfinite().all()) else None
 
 
-def _counts(mask: StepMask, dim: int) -> np.ndarray | None:
+def _counts(mask: StepMask, dim: int, size: int) -> np.ndarray | None:
     """How many elements along a dimension are true at each step, if these are the first ones, and nothing else differs.
 
-    `dim` counts from the end.
+    `dim` counts from the end; `size` is that of the dimension, where one element of the mask may stand for all.
     """
     mask = mask.narrowed()
-    size = mask.start.shape[dim] if -dim <= mask.start.dim() else 1
-    if mask.start.numel() != size or bool(mask.outside.any()):
+    along = mask.start.shape[dim] if -dim <= mask.start.dim() else 1
+    if mask.start.numel() != along or bool(mask.outside.any()):
         return None
-    start, stop = mask.start.flatten(), mask.stop.flatten()
+    start, stop = mask.start.flatten().expand(size), mask.stop.flatten().expand(size)
     never = stop <= start
     start = torch.where(never, mask.length, start)
     if bool(((stop != mask.length) & ~never).any()) or bool((start.diff() < 0).any()):

@@ -59,6 +59,10 @@ TAKEN = {
     "squares": lambda c, p, t: (c * c * column(p <= t)).sum(1),
     "all rows, of which some are zeros yet": lambda c, p, t: c.sum(1) / (t + 1),
     "the mean of all rows": lambda c, p, t: c.mean(1),
+    "all rows or none": lambda c, p, t: (c * column(p * 0 + t > S - 2)).sum(1),
+    "all rows or none, by a product": lambda c, p, t: ((t > S - 2) * torch.ones(S)) @ c,
+    "all rows or none, by weights": lambda c, p, t: ((t > S - 2) / (t + 1) * torch.ones(S)) @ c,
+    "columns of all rows or none": lambda c, p, t: (c * column(p * 0 + t > S - 2)).sum(2),
 }
 LEFT = {
     "of one number": lambda c, p, t: (c * column(p <= t)).sum((0, 1, 2)).mean(-1) + c[:, 0] * 0,
@@ -116,6 +120,16 @@ def test_rows_that_are_no_zeros_before_they_are_written(name, monkeypatch):
     assert compared(monkeypatch, over_a_cache(TAKEN[name], first=1.0), rows()) == 0
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_one_row(dim, monkeypatch):
+    """A mask of one row says the same of all columns."""
+    compared(monkeypatch, over_a_cache(lambda c, p, t: c.sum(dim), length=1), rows(1))
+
+
+def test_a_cache_of_which_one_row_is_written(monkeypatch):
+    compared(monkeypatch, over_a_cache(lambda c, p, t: c.sum(2), write=lambda t: t + S - 1), rows())
+
+
 def test_rows_that_are_written_in_another_order(monkeypatch):
     loop = over_a_cache(TAKEN["all rows, of which some are zeros yet"], write=lambda t: S - 1 - t)
     assert compared(monkeypatch, loop, rows()) == 0
@@ -139,8 +153,8 @@ def test_drawn_masks(data):
     assert found == (1 if in_order and length > 1 else found)
 
 
-def _one_too_many(mask, dim):
-    found = running_sums_counts(mask, dim)
+def _one_too_many(mask, dim, size):
+    found = running_sums_counts(mask, dim, size)
     return None if found is None else (found + 1).clip(max=S)
 
 
