@@ -81,6 +81,32 @@ inline T sum_of_lanes(const Vec<T>& x) {
   return at::vec::vec_reduce_all<T>([](const Vec<T>& a, const Vec<T>& b) { return a + b; }, x);
 }
 
+// The sums of the lanes of four vectors at once: that many rearrange together for little more than one.
+constexpr int kSums = 4;
+
+template <typename T>
+inline __attribute__((always_inline)) void sums_of_lanes(const Vec<T>* x, T* sums) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float>) {
+    const auto pairs = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
+    const __m512 low = pairs(x[0], x[1]), high = pairs(x[2], x[3]);
+    const __m512 fours = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+    const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(fours), _mm512_extractf32x8_ps(fours, 1));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+    return;
+  }
+#elif defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<T, float>) {
+    const auto pairs = [](__m256 a, __m256 b) { return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); };
+    const __m256 low = pairs(x[0], x[1]), high = pairs(x[2], x[3]);
+    const __m256 fours = _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x44), _mm256_shuffle_ps(low, high, 0xee));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps(fours, 1)));
+    return;
+  }
+#endif
+  for (int i = 0; i < kSums; i++) sums[i] = sum_of_lanes(x[i]);
+}
+
 // The rows of a matrix, at a fixed distance from one another or wherever pointers say.
 template <typename T>
 struct Strided {
@@ -124,25 +150,25 @@ inline __attribute__((always_inline)) void micro_kernel(
   Vec<T> sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; i++) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int j = 0; j < kVectors; j++) sum[i][j] = Vec<T>(T(0));
   }
   for (int64_t k = 0; k < depth; k++) {
     const T* right_row = b[k] + column;
     Vec<T> right[kVectors];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int j = 0; j < kVectors; j++) right[j] = Vec<T>::loadu(right_row + j * kLanes<T>);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; i++) {
       const Vec<T> left(kLeft == Left::kPlain ? left_rows[i][k] : a[k][row + i]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int j = 0; j < kVectors; j++) sum[i][j] = at::vec::fmadd(left, right[j], sum[i][j]);
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; i++) {
     T* target = c[row + i] + column;
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int j = 0; j < kVectors; j++) {
       (accumulate ? sum[i][j] + Vec<T>::loadu(target + j * kLanes<T>) : sum[i][j]).store(target + j * kLanes<T>);
     }

@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int kColumns = 4;                  // rows of the matrix in a tile: each is a stream from memory
-constexpr int kRows = kTileRows / 2;         // rows of x in a tile
+constexpr int kFewColumns = 3;               // beside kTileRows rows of x: as many sums as there are registers for
 constexpr int64_t kBytesOfThread = 1 << 16;  // of the matrix: waking a thread takes as long as reading some
 
 struct Product {
@@ -36,9 +36,8 @@ class Skinny {
 
   // Columns first … last - 1 of the output.
   void columns(int64_t first, int64_t last, int64_t thread) const {
-    int64_t n = first;
-    for (; n + kColumns <= last; n += kColumns) all_rows<kColumns>(n, thread);
-    for (; n < last; n++) all_rows<1>(n, thread);
+    if (product_.rows >= kTileRows) return in_tiles<kFewColumns>(first, last, thread);
+    in_tiles<kColumns>(first, last, thread);
   }
 
  private:
@@ -57,6 +56,13 @@ class Skinny {
   }
 
   template <int kWidth>
+  void in_tiles(int64_t first, int64_t last, int64_t thread) const {
+    int64_t n = first;
+    for (; n + kWidth <= last; n += kWidth) all_rows<kWidth>(n, thread);
+    for (; n < last; n++) all_rows<1>(n, thread);
+  }
+
+  template <int kWidth>
   void all_rows(int64_t n, int64_t thread) const {
     const T* weight[kWidth];
     for (int j = 0; j < kWidth; j++) {
@@ -65,32 +71,49 @@ class Skinny {
       if (!in_place_) load(row, copy);
       weight[j] = in_place_ ? row : copy;
     }
-    int64_t m = !in_place_ ? 0 : product_.rows < kRows ? 1 : kRows;  // rows of the first tile
-    if (m == 1) tile<1, kWidth, true>(0, n, weight);
-    if (m == kRows) tile<kRows, kWidth, true>(0, n, weight);
-    for (; m + kRows <= product_.rows; m += kRows) tile<kRows, kWidth, false>(m, n, weight);
-    for (; m < product_.rows; m++) tile<1, kWidth, false>(m, n, weight);
+    int64_t m = 0;
+    if constexpr (kWidth <= kFewColumns) m = tiles_of<kTileRows>(m, n, weight);
+    m = tiles_of<kTileRows / 2>(m, n, weight);
+    tiles_of<1>(m, n, weight);
   }
 
-  // A tile may ask for the next rows of the matrix: of rows as long as its pages the processor does not foresee them.
+  // Tiles of so many rows from row m on; returns the first row that is left. The first tile of all asks for the next rows
+  // of the matrix: of rows as long as its pages the processor does not foresee them.
+  template <int kHeight, int kWidth>
+  int64_t tiles_of(int64_t m, int64_t n, const T* const (&weight)[kWidth]) const {
+    if (m == 0 && kHeight <= product_.rows && in_place_) tile<kHeight, kWidth, true>(m, n, weight), m += kHeight;
+    for (; m + kHeight <= product_.rows; m += kHeight) tile<kHeight, kWidth, false>(m, n, weight);
+    return m;
+  }
+
   template <int kHeight, int kWidth, bool kAsks>
   void tile(int64_t m, int64_t n, const T* const* weight) const {
-    Vec<T> sum[kHeight][kWidth];
-    for (int i = 0; i < kHeight; i++) {
-      for (int j = 0; j < kWidth; j++) sum[i][j] = Vec<T>(T(0));
-    }
+    constexpr int kCount = round_up(kHeight * kWidth, kSums);
+    Vec<T> sum[kCount];  // [row, column]
+#pragma GCC unroll 32
+    for (int i = 0; i < kCount; i++) sum[i] = Vec<T>(T(0));
     const T* x = x_.data() + m * depth_;
     for (int64_t k = 0; k < depth_; k += kLanes<T>) {
+      Vec<T> w[kWidth];
+#pragma GCC unroll 4
       for (int j = 0; j < kWidth; j++) {
         if constexpr (kAsks) __builtin_prefetch(weight[j] + kWidth * product_.weight_stride + k);
-        const Vec<T> w = Vec<T>::loadu(weight[j] + k);
-        for (int i = 0; i < kHeight; i++) sum[i][j] = at::vec::fmadd(w, Vec<T>::loadu(x + i * depth_ + k), sum[i][j]);
+        w[j] = Vec<T>::loadu(weight[j] + k);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kHeight; i++) {
+        const Vec<T> row = Vec<T>::loadu(x + i * depth_ + k);
+#pragma GCC unroll 4
+        for (int j = 0; j < kWidth; j++) sum[i * kWidth + j] = at::vec::fmadd(w[j], row, sum[i * kWidth + j]);
       }
     }
+    T sums[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; i += kSums) sums_of_lanes(sum + i, sums + i);
     for (int i = 0; i < kHeight; i++) {
       for (int j = 0; j < kWidth; j++) {
         const T bias = bias_ == nullptr ? T(0) : bias_[n + j];
-        out_[(m + i) * product_.columns + n + j] = sum_of_lanes(sum[i][j]) + bias;
+        out_[(m + i) * product_.columns + n + j] = sums[i * kWidth + j] + bias;
       }
     }
   }
@@ -100,7 +123,7 @@ template <typename T>
 void multiply(const Product& product, const void* x, const void* weight, const void* bias, void* out, int64_t threads) {
   const int64_t bytes = product.columns * product.depth * sizeof(T);
   const int64_t parts = std::min(threads, 1 + bytes / kBytesOfThread);
-  const int64_t each = round_up(divide_up(product.columns, parts), kColumns);
+  const int64_t each = round_up(divide_up(product.columns, parts), kColumns * kFewColumns);
   const Skinny<T> skinny(product, x, weight, bias, out, parts);
   parallel_for(parts, parts, [&](int64_t part, int64_t thread) {
     skinny.columns(std::min(part * each, product.columns), std::min((part + 1) * each, product.columns), thread);

@@ -17,7 +17,9 @@ struct Ranking {
 namespace {
 
 constexpr int64_t kPieceRows = 512;
-constexpr int64_t kRowsAtOnce = 4;
+constexpr int64_t kRowsAtOnce = 32;     // they stay near while all heads read them
+constexpr int kHeadsAtOnce = 4;         // in registers, with as many rows for scores
+constexpr int kWidest = kTileRows / 2;  // vectors of a row of values, in registers for each of these heads
 
 template <typename T>
 class Step {
@@ -51,6 +53,7 @@ class Step {
         rows_(threads, kPieceRows),
         places_(threads, kPieceRows),
         joined_(threads, value_columns_),
+        normals_(threads, most_pieces_ * heads_),
         importance_(threads, ranking.count ? sizes.keys : 0),
         scores_(threads, ranking.blocks),
         others_(threads, ranking.blocks) {}
@@ -68,13 +71,12 @@ class Step {
     }
     const T* read[kRowsAtOnce];
     for (int64_t i = 0; i < count; i += kRowsAtOnce) {
-      for (int64_t j = 0; j < kRowsAtOnce; j++) {
-        const int64_t row = rows[std::min(i + j, count - 1)];
-        read[j] = keys_.row(batch, row, group, copies_[thread] + j * key_columns_);
-      }
-      for (int64_t head = 0; head < heads_; head++) {
-        score(queries_[thread] + head * key_columns_, read, weights + head * kPieceRows + i);
-      }
+      const int64_t there = find_rows(keys_, batch, group, rows, i, count, copies_[thread], key_columns_, read);
+      in_tiles([&](auto tile, int64_t head) {
+        for (int64_t j = 0; j < there; j += kSums) {
+          score<tile>(queries_[thread] + head * key_columns_, read + j, weights + head * kPieceRows + i + j);
+        }
+      });
     }
     T* parts = parts_[item] + piece * heads_ * value_columns_;
     fill(parts, heads_ * value_columns_, T(0));
@@ -88,23 +90,17 @@ class Step {
       exponentiate(own, padded_count, maxima_[item][piece * heads_ + head], sums_[item][piece * heads_ + head]);
     }
     for (int64_t i = 0; i < count; i += kRowsAtOnce) {
-      for (int64_t j = 0; j < kRowsAtOnce; j++) {
-        const int64_t row = rows[std::min(i + j, count - 1)];
-        read[j] = values_.row(batch, row, group, copies_[thread] + j * value_columns_);
-      }
-      const int64_t there = std::min(kRowsAtOnce, count - i);
-      for (int64_t head = 0; head < heads_; head++) {
-        add_values(weights + head * kPieceRows + i, read, there, parts + head * value_columns_);
-      }
+      const int64_t there = find_rows(values_, batch, group, rows, i, count, copies_[thread], value_columns_, read);
+      in_tiles([&](auto tile, int64_t head) {
+        add_values<tile>(weights + head * kPieceRows + i, read, there, parts + head * value_columns_);
+      });
     }
   }
 
   // The output of a group from its pieces, and the blocks that it chooses.
   void join(int64_t item, int64_t thread) const {
     const int64_t batch = item / sizes_.groups, group = item % sizes_.groups, count = pieces();
-    T* out = joined_[thread];
-    T* importance = importance_[thread];
-    if (ranking_.count) fill(importance, sizes_.keys, T(0));
+    T *out = joined_[thread], *normals = normals_[thread];
     for (int64_t head = 0; head < heads_; head++) {
       const auto at = [&](int64_t piece) { return piece * heads_ + head; };
       T largest = -kInfinity<T>, sum = 0;
@@ -112,29 +108,34 @@ class Step {
         const T maximum = maxima_[item][at(piece)];
         if (maximum > largest || maximum != maximum) largest = maximum;  // a NaN stays visible
       }
-      const auto factor = [&](int64_t piece) {
-        const T maximum = maxima_[item][at(piece)];
-        return maximum == -kInfinity<T> ? T(0) : std::exp(maximum - largest);
-      };
       fill(out, value_columns_, T(0));
       for (int64_t piece = 0; piece < count; piece++) {
-        if (maxima_[item][at(piece)] == -kInfinity<T>) continue;  // it keeps nothing
-        sum += factor(piece) * sums_[item][at(piece)];
+        const T maximum = maxima_[item][at(piece)];
+        const T factor = maximum == -kInfinity<T> ? T(0) : std::exp(maximum - largest);
+        normals[at(piece)] = factor;
+        if (maximum == -kInfinity<T>) continue;  // it keeps nothing
+        sum += factor * sums_[item][at(piece)];
         const T* part = parts_[item] + at(piece) * value_columns_;
-        for (int64_t i = 0; i < value_columns_; i++) out[i] += factor(piece) * part[i];
+        for (int64_t i = 0; i < value_columns_; i++) out[i] += factor * part[i];
       }
       const T inverse = largest == -kInfinity<T> ? T(0) : T(1) / sum;
       store_row(out, inverse, out_, batch, 0, group * heads_ + head, sizes_.value_dim);
-      if (ranking_.count == 0) continue;
-      // eq. 10: the weights of a row summed over the heads, one after the other.
-      for (int64_t piece = 0; piece < count; piece++) {
-        const int64_t listed = list_rows(item, piece, thread);
+      for (int64_t piece = 0; piece < count; piece++) normals[at(piece)] *= inverse;
+    }
+    if (ranking_.count == 0) return;
+    // eq. 10: the weights of a row summed over the heads, one after the other.
+    T* importance = importance_[thread];
+    fill(importance, sizes_.keys, T(0));
+    for (int64_t piece = 0; piece < count; piece++) {
+      const int64_t listed = list_rows(item, piece, thread);
+      const int32_t* rows = rows_[thread];
+      for (int64_t head = 0; head < heads_; head++) {
         const T* weights = weights_of(item, piece, thread) + head * kPieceRows;
-        const T normal = factor(piece) * inverse;
-        for (int64_t i = 0; i < listed; i++) importance[rows_[thread][i]] += weights[i] * normal;
+        const T normal = normals[piece * heads_ + head];
+        for (int64_t i = 0; i < listed; i++) importance[rows[i]] += weights[i] * normal;
       }
     }
-    if (ranking_.count) choose(item, importance, scores_[thread], others_[thread]);
+    choose(item, importance, scores_[thread], others_[thread]);
   }
 
  private:
@@ -149,7 +150,7 @@ class Step {
   ThreadBuffers<T> maxima_, sums_, parts_;  // of each group
   ThreadBuffers<T> queries_, copies_;
   ThreadBuffers<int32_t> rows_, places_;  // of a piece: what is read, and where the mask tells of it
-  ThreadBuffers<T> joined_, importance_, scores_;
+  ThreadBuffers<T> joined_, normals_, importance_, scores_;
   ThreadBuffers<int32_t> others_;
 
   int64_t piece_size() const { return heads_ * kPieceRows; }
@@ -183,10 +184,11 @@ class Step {
       list(first, first, last);
       return count;
     }
-    for (int64_t place = first; place < last && place < index_count_ * block_size_;) {
-      const int64_t inside = place % block_size_, end = std::min(last, place - inside + block_size_);
-      const int64_t block = index(batch, group, place / block_size_);
-      if (block >= 0 && block <= sizes_.keys / block_size_) list(block * block_size_ + inside, place, end);
+    const int64_t last_block = sizes_.keys / block_size_;
+    int64_t i = first / block_size_, inside = first % block_size_;
+    for (int64_t place = first; place < last && i < index_count_; i++, inside = 0) {
+      const int64_t end = std::min(last, place - inside + block_size_), block = index(batch, group, i);
+      if (block >= 0 && block <= last_block) list(block * block_size_ + inside, place, end);
       place = end;
     }
     return count;
@@ -198,24 +200,65 @@ class Step {
                                     : reinterpret_cast<const int64_t*>(indices_.data)[at];
   }
 
-  // scores[j] = q · rows[j] * scale
-  void score(const T* query, const T* const* rows, T* scores) const {
-    Vec<T> sum[kRowsAtOnce];
-    for (int64_t j = 0; j < kRowsAtOnce; j++) sum[j] = Vec<T>(T(0));
-    for (int64_t i = 0; i < key_columns_; i += kLanes<T>) {
-      const Vec<T> q = Vec<T>::loadu(query + i);
-      for (int64_t j = 0; j < kRowsAtOnce; j++) sum[j] = at::vec::fmadd(q, Vec<T>::loadu(rows[j] + i), sum[j]);
-    }
-    for (int64_t j = 0; j < kRowsAtOnce; j++) scores[j] = sum_of_lanes(sum[j]) * scale_;
+  // Rows first … first + kRowsAtOnce - 1 of those listed, the last one again where a product reads further; returns how
+  // many there are.
+  int64_t find_rows(
+      const RowSource<T>& source, int64_t batch, int64_t group, const int32_t* rows, int64_t first, int64_t count,
+      T* copies, int64_t columns, const T** read) const {
+    const int64_t there = std::min(kRowsAtOnce, count - first);
+    for (int64_t j = 0; j < there; j++) read[j] = source.row(batch, rows[first + j], group, copies + j * columns);
+    for (int64_t j = there; j < round_up(there, kSums); j++) read[j] = read[there - 1];
+    return there;
   }
 
-  // part += Σ weights[j] rows[j]
-  void add_values(const T* weights, const T* const* rows, int64_t count, T* part) const {
-    for (int64_t i = 0; i < value_columns_; i += kLanes<T>) {
-      Vec<T> sum = Vec<T>::loadu(part + i);
-      for (int64_t j = 0; j < count; j++) sum = at::vec::fmadd(Vec<T>(weights[j]), Vec<T>::loadu(rows[j] + i), sum);
-      sum.store(part + i);
+  // Calls `use(tile, head)` for tiles of heads, as large as they may be.
+  template <typename Use>
+  void in_tiles(const Use& use) const {
+    int64_t head = 0;
+    for (; head + kHeadsAtOnce <= heads_; head += kHeadsAtOnce) use(std::integral_constant<int, kHeadsAtOnce>(), head);
+    if (head + 2 <= heads_) use(std::integral_constant<int, 2>(), head), head += 2;
+    if (head < heads_) use(std::integral_constant<int, 1>(), head);
+  }
+
+  // scores[head][j] = q[head] · rows[j] * scale
+  template <int kHeads>
+  void score(const T* queries, const T* const* rows, T* scores) const {
+    Vec<T> sum[kHeads][kSums];
+    for (int head = 0; head < kHeads; head++) {
+      for (int j = 0; j < kSums; j++) sum[head][j] = Vec<T>(T(0));
     }
+    for (int64_t i = 0; i < key_columns_; i += kLanes<T>) {
+      Vec<T> row[kSums];
+      for (int j = 0; j < kSums; j++) row[j] = Vec<T>::loadu(rows[j] + i);
+      for (int head = 0; head < kHeads; head++) {
+        const Vec<T> query = Vec<T>::loadu(queries + head * key_columns_ + i);
+        for (int j = 0; j < kSums; j++) sum[head][j] = at::vec::fmadd(query, row[j], sum[head][j]);
+      }
+    }
+    for (int head = 0; head < kHeads; head++) {
+      T* own = scores + head * kPieceRows;
+      sums_of_lanes(sum[head], own);
+      for (int j = 0; j < kSums; j++) own[j] *= scale_;
+    }
+  }
+
+  // part[head] += Σ weights[head][j] rows[j]
+  template <int kHeads>
+  void add_values(const T* weights, const T* const* rows, int64_t count, T* parts) const {
+    int64_t column = add_columns<kHeads, kWidest>(weights, rows, count, parts, 0);
+    column = add_columns<kHeads, 2>(weights, rows, count, parts, column);
+    add_columns<kHeads, 1>(weights, rows, count, parts, column);
+  }
+
+  // So many vectors at a time, from a column on; returns the first column that is left.
+  template <int kHeads, int kVectors>
+  int64_t add_columns(const T* weights, const T* const* rows, int64_t count, T* parts, int64_t column) const {
+    for (; column + kVectors * kLanes<T> <= value_columns_; column += kVectors * kLanes<T>) {
+      micro_kernel<T, kHeads, kVectors, Left::kPlain>(
+          0, column, count, Strided<const T>{weights, kPieceRows}, Scattered<const T>{rows},
+          Strided<T>{parts, value_columns_}, true);
+    }
+    return column;
   }
 
   // The scores of a piece become exp(score - maximum); the maximum is -inf where nothing is kept.
