@@ -101,6 +101,8 @@ def as_extreme(site: ScanSite, record: ScanRecord, place: int, carry: fx.Node, u
     ):
         return None
     kind, a, b, equal = extreme
+    if kind == "logsumexp" and example(carry).is_complex():
+        raise NotAffine("a complex logarithm has many values, and which one it is depends on the order", update)
     logical = chosen.target in _OF_CONDITIONS
     if logical and example(carry).dtype != torch.bool:
         return None

@@ -887,6 +887,16 @@ def gated_cell(v, **_):
     return scan(step, (v[0, :, 0], v[1, :, 0]), v[:, :, 0])
 
 
+@looped("a complex logarithm has many values")
+def a_complex_log_sum_exp(q, k, **_):
+    def step(state, row):
+        state = torch.logaddexp(state, row)
+        return state, torch.view_as_real(state * 2)
+
+    rows = torch.complex(q, k)
+    return scan(step, rows[0], rows)
+
+
 @looped("depends on data")
 def a_row_chosen_by_data(q, k, **_):
     def step(cache, row):

@@ -88,7 +88,9 @@ template <typename T>
 inline __attribute__((always_inline)) void sums_of_lanes(const Vec<T>* x, T* sums) {
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<T, float>) {
-    const auto pairs = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
+    const auto pairs = [](__m512 a, __m512 b) {
+      return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    };
     const __m512 low = pairs(x[0], x[1]), high = pairs(x[2], x[3]);
     const __m512 fours = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
     const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(fours), _mm512_extractf32x8_ps(fours, 1));
@@ -97,7 +99,9 @@ inline __attribute__((always_inline)) void sums_of_lanes(const Vec<T>* x, T* sum
   }
 #elif defined(CPU_CAPABILITY_AVX2)
   if constexpr (std::is_same_v<T, float>) {
-    const auto pairs = [](__m256 a, __m256 b) { return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); };
+    const auto pairs = [](__m256 a, __m256 b) {
+      return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    };
     const __m256 low = pairs(x[0], x[1]), high = pairs(x[2], x[3]);
     const __m256 fours = _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x44), _mm256_shuffle_ps(low, high, 0xee));
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps(fours, 1)));
