@@ -273,15 +273,10 @@ STATE = {
 # What a step may not hold: it reads a number out of a tensor, or writes to what it was given. Drawn rarely, since such
 # a program shows nothing else.
 REFUSED = {
-    "write set item",
-    "write through index",
-    "read indexed",
     "read to t",
     "read item",
     "mask index",
     "mask closed over",
-    "table row",
-    "rotary row",
     "item",
     "in place on carry",
     "written row",

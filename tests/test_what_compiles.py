@@ -279,12 +279,16 @@ def written_by_position(compile):
 
 @program
 def written_by_position_second(compile):
-    def write(cache, t, x):
-        cache = cache.t().clone()
-        cache[:, t] = x
-        return cache.t()
+    def run(x):
+        def step(cache, row):
+            t, x = row
+            cache = cache.clone()
+            cache[:, t] = x
+            return cache, (x @ cache).masked_fill(torch.arange(S) > t, LOWEST).softmax(-1) @ cache.t()
 
-    return trained(compile(written(write)), rows())
+        return scan(step, torch.zeros_like(x.t()), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
 
 
 @program
@@ -1923,7 +1927,7 @@ def test_a_loop_that_torch_leaves_uncompiled_is_said_to_be_once_a_place(caplog, 
 
 def test_a_step_that_cannot_be_captured_is_refused_with_graph_breaks_allowed_too():
     def reads(x):
-        return scan(lambda c, t: (c, x[t]), x.new_zeros(D), torch.arange(S))
+        return scan(lambda c, t: (c, x[: t + 1].sum(0)), x.new_zeros(D), torch.arange(S))
 
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match="it reads a number out of a tensor"):

@@ -200,9 +200,8 @@ _REASONS = (
             "`range` with argument types ['Tensor'",
             "PendingUnbackedSymbolNotFound",
         ),
-        "it reads a number out of a tensor, as k[t], k[:t + 1], k[:, t] = x, t.item(), range(t) and `if t > 0` with a "
-        "tensor t do; write k.index_select(0, t.view(1))[0], a mask such as torch.arange(S) <= t, and "
-        "torch.where(torch.arange(S) == t, x, k) instead",
+        "it reads a number out of a tensor, as k[: t + 1], k[int(t)], t.item(), range(t) and `if t > 0` with a tensor "
+        "t do; write a mask such as torch.arange(S) <= t, k[t], and torch.where(t > 0, a, b) instead",
     ),
     (
         (ADVANCED,),

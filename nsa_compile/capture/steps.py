@@ -4,8 +4,9 @@ captured."""
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.dicts import SideEffectsProxyDict
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.higher_order_ops import ScanHigherOrderVariable
@@ -27,6 +29,7 @@ from torch._higher_order_ops.scan import scan_op
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from nsa_compile.capture.picks import Picks, asks_for_numbers
 from nsa_compile.capture.refusals import (
     ADVANCED,
     ASKS,
@@ -60,6 +63,7 @@ def mend_steps() -> None:
     keep_derivatives_of_carries()
     take_results_apart_quickly()
     keep_modes_of_functions()
+    let_steps_pick_rows()
 
 
 def explain_uncaptured_steps() -> None:
@@ -93,8 +97,10 @@ def explain_uncaptured_steps() -> None:
                 raise refusal(place, ASKS)
             if not torch.is_grad_enabled() and _turns_gradients_on(scan, body):
                 raise refusal(place, TURNS_ON)
-            if capture is not None and capture.asks_for_strides and _moved(scan, body):
+            if capture is not None and capture.asks_for_strides and (capture.picks.read or _moved(scan, body)):
                 raise refusal(place, ASKS_FOR_STRIDES)
+            if capture is not None and (hazard := capture.picks.hazard()) is not None:
+                raise refusal(place, hazard)
             if _reads_by_strides(scan, body):
                 raise refusal(place, READS_MEMORY)
             body.meta[PLACE] = place
@@ -234,6 +240,7 @@ class _Capture:
 
     tx: Any  # Dynamo's translator of the function that calls the scan operator
     asks_for_strides: bool = False
+    picks: Picks = field(default_factory=Picks)
 
 
 _captures: list[_Capture] = []  # the innermost last
@@ -308,6 +315,33 @@ def refuse_what_no_step_knows() -> None:
     _in_steps(TensorVariable, "method_is_contiguous", asks_for_strides)
     _in_steps(TensorVariable, "method_stride", asks_for_strides)
     _in_steps(NumpyVariable, "call_function", drawn_by_numpy)
+
+
+def let_steps_pick_rows() -> None:
+    """Let a step read and write rows by a number in a tensor, as `k[t]` and `k[:, t] = x`."""
+    read, write = TensorVariable.method___getitem__, TensorVariable.method___setitem__
+    insert = BuiltinVariable._handle_insert_op_in_graph
+
+    def getitem(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if _captures and asks_for_numbers(args[0], 8):
+            return _captures[-1].picks.read_row(tx, self, args[0])
+        return read(self, tx, *args, **kwargs)
+
+    def inserted(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        reads = self.fn is operator.getitem and type(args[0]) is TensorVariable
+        if _captures and reads and asks_for_numbers(args[1], 8):
+            return _captures[-1].picks.read_row(tx, *args)
+        return insert(self, tx, args, kwargs)
+
+    def setitem(self: Any, tx: Any, key: Any, value: Any) -> Any:
+        if _captures and asks_for_numbers(key, 1):
+            return _captures[-1].picks.write_row(tx, self, key, value)
+        return write(self, tx, key, value)
+
+    BuiltinVariable._handle_insert_op_in_graph = inserted  # type: ignore[method-assign]
+    BuiltinVariable.call_function_handler_cache.clear()
+    TensorVariable.method___getitem__ = getitem  # type: ignore[method-assign]
+    TensorVariable.method___setitem__ = setitem  # type: ignore[method-assign]
 
 
 def _in_steps(kind: Any, name: str, look: Callable[..., None]) -> None:

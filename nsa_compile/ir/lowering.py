@@ -289,9 +289,11 @@ def escaping(gm: fx.GraphModule) -> set[fx.Node]:
 
 def reshape_views(gm: fx.GraphModule) -> None:
     """A view holds for the strides it was traced with; where others may come, only a reshape is sure to run."""
-    for view in _VIEWS:
-        for node in gm.graph.find_nodes(op="call_function", target=view):
-            node.target = aten.reshape.default
+    nodes = [node for view in _VIEWS for node in gm.graph.find_nodes(op="call_function", target=view)]
+    for node in nodes:
+        node.target = aten.reshape.default
+    if nodes:
+        gm.recompile()
 
 
 def _strip_copies(gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:

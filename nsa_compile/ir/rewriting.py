@@ -133,22 +133,29 @@ def _copy_nodes(
             if inner.op in ("placeholder", "output"):
                 continue
             copied = owner.graph.node_copy(inner, mapped.__getitem__)
-            if inner.op == "get_attr":
-                copied.target = _adopt(owner, operator.attrgetter(inner.target)(graph))
-                copied.meta["example_value"] = operator.attrgetter(inner.target)(graph)
             inherit_meta(copied, node)
-            mapped[inner] = _lifted(copied, inner) if inner.op == "get_attr" else copied
+            mapped[inner] = _held(owner, copied, inner, graph) if inner.op == "get_attr" else copied
     return [mapped[x] if isinstance(x, fx.Node) else x for x in results(graph)]
 
 
-def _lifted(copied: fx.Node, inner: fx.Node) -> fx.Node:
-    """A constant as whoever traces the graph next wants it: as a tensor of his."""
-    value = copied.meta["example_value"]
+def _held(owner: fx.GraphModule, copied: fx.Node, inner: fx.Node, graph: fx.GraphModule) -> fx.Node:
+    """A constant of `graph`, held on `owner`, as whoever traces the graph next wants it: as a tensor of his."""
+    value = operator.attrgetter(str(inner.target))(graph)
     if not isinstance(value, torch.Tensor) or any(n.target is LIFT for n in inner.users):
+        copied.target = _adopt(owner, value)
+        copied.meta["example_value"] = value
         return copied
+    # To lift is to copy, and a copy of what repeats itself has other strides, of which `graph` knows nothing.
+    own = value[tuple(slice(0, 1) if not step else slice(None) for step in value.stride())]
+    copied.target = _adopt(owner, own)
+    copied.meta["example_value"] = own
     lifted = copied.graph.call_function(LIFT, (copied,))
     lifted.meta = dict(copied.meta)
-    return lifted
+    if own.shape == value.shape:
+        return lifted
+    repeated = copied.graph.call_function(torch.ops.aten.expand.default, (lifted, list(value.shape)))
+    repeated.meta = {**copied.meta, "example_value": value}
+    return repeated
 
 
 def _erase(owner: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
@@ -166,7 +173,7 @@ def _adopt(owner: fx.GraphModule, tensor: torch.Tensor) -> str:
     """
     count = 0
     while (held := getattr(owner, f"_nsa_constant_{count}", None)) is not None:
-        if held.dtype == tensor.dtype and torch.equal(held, tensor):
+        if (held.dtype, held.stride()) == (tensor.dtype, tensor.stride()) and torch.equal(held, tensor):
             break
         count += 1
     setattr(owner, f"_nsa_constant_{count}", tensor)

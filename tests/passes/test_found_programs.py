@@ -2314,3 +2314,50 @@ def test_a_short_buffer_that_shifts_is_made_of_slices(tmp_path, stride):
     torch.testing.assert_close(*gradients)
     (batched,) = tmp_path.glob("*batch_prefill_after.py")
     assert "index_select" not in batched.read_text()
+
+
+def _masked_by(fill):
+    return lambda c, positions, t: torch.where((positions > t)[:, None], fill(c), c).transpose(0, 1).reshape(4, -1)
+
+
+@pytest.mark.parametrize("nested", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        _masked_by(torch.zeros_like),
+        _masked_by(torch.ones_like),
+        _masked_by(lambda c: c.new_zeros(c.shape)),
+        _masked_by(lambda c: torch.full_like(c, 2.0)),
+    ],
+    ids=["zeros_like", "ones_like", "new_zeros", "full_like"],
+)
+def test_a_constant_of_one_number_has_the_strides_that_were_traced(read, nested):
+    """torch's copy of a number that is repeated lies otherwise than the number: a view of what came of it failed."""
+
+    def run(x):
+        positions = torch.arange(4)
+
+        def step(c, row):
+            t, x = row
+            c = torch.where((positions == t)[None, :, None], x[:, None], c)
+            return c, read(c, positions, t)
+
+        return scan(step, x.new_zeros(2, 4, 3), (positions, x))[1]
+
+    x = rows(4, 2, 3)
+    torch.testing.assert_close(compiled(run, nested=nested)(x), run(x))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_state_that_is_rolled_lies_as_it_does(steps):
+    """torch's stand-in of what `roll` yields lies otherwise than what it yields: a view of that failed."""
+
+    def run(x, c):
+        def step(c, x):
+            c = c * 0.5 + x
+            return c, c.permute(2, 0, 1).roll(1, 2).reshape(-1)
+
+        return scan(step, c, x)[1]
+
+    x, c = rows(steps, 2, 2, 3), rows(2, 2, 3)
+    torch.testing.assert_close(compiled(run)(x, c), run(x, c))
