@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
 from nsa_compile.backend import nsa_compile_backend
+from nsa_compile.capture import steps
 
 FAILURES = ("wrong_value", "wrong_grad", "wrong_state", "wrong_alias", "wrong_random", "crash", "timeout")
 RIGHT = ("batched", "looped", "declined_whole", "no_scan_seen", "one_line_error")
@@ -515,7 +516,13 @@ def exactly(source: str, seed: int = 0) -> list[Observation]:
 
 
 def torch_alone(run: Callable, namespace: dict) -> Callable:
-    return torch.compile(run, backend=namespace["NESTED"], fullgraph=namespace["FULLGRAPH"], dynamic=False)
+    compiled = torch.compile(run, backend=namespace["NESTED"], fullgraph=namespace["FULLGRAPH"], dynamic=False)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with steps._capturing(None):  # which knows `k[t]`, as torch alone does not
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def python_loop(step: Callable, init: Any, xs: Any) -> tuple[Any, Any]:
