@@ -189,7 +189,14 @@ def updated_and_used(c, t, x):
     return row
 
 
+def through_data(c, t, x):
+    row = c[t]
+    c.data.add_(1)
+    return row
+
+
 MATTERS = {
+    "written by .data": (through_data, "takes .data of a tensor"),
     "used after the write": (later, "goes on to use a row that it read before"),
     "a view used after the write": (a_view_later, "goes on to use a row that it read before"),
     "used after another write": (after_another_write, "goes on to use a row that it read before"),
@@ -280,7 +287,7 @@ def test_planted_faults_are_found(name, broken, program, monkeypatch):
 
 @pytest.mark.parametrize("program", ["used after the write", "written through"])
 def test_without_the_look_at_views_the_values_are_wrong(program, monkeypatch):
-    monkeypatch.setattr(picks.Picks, "hazard", lambda self: None)
+    monkeypatch.setattr(picks.Picks, "hazard", lambda *_: None)
     change = MATTERS[program][0]
     with pytest.raises(AssertionError):
         compared(over_a_copy(lambda c, t, x, table: change(c, t, x)))

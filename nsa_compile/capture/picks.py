@@ -18,6 +18,7 @@ from torch._dynamo.variables.lists import SliceVariable, TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from nsa_compile.memory import memory
+from nsa_compile.workarounds import DATA
 
 __all__ = ["Picks", "asks_for_numbers"]
 
@@ -25,6 +26,7 @@ WRITES_AFTER = (
     "it writes to a tensor of which it goes on to use a row that it read before, as row = k[t] with a tensor t; write "
     "row = k[t].clone()"
 )
+READS_DATA = "it takes .data of a tensor, where it reads a row as k[t] with a tensor t; write .detach() instead"
 WRITES_THROUGH = "it writes in place to a row that it read, as k[t].add_(x) with a tensor t; write k[t] = k[t] + x"
 
 
@@ -79,8 +81,11 @@ class Picks:
         self.written.append(_Put(_last(tx), source, before, source._version))
         return ConstantVariable.create(None)
 
-    def hazard(self) -> str | None:
+    def hazard(self, body: fx.GraphModule) -> str | None:
         """Why a copy of a row is not as good as a view of it, if so."""
+        graphs = [graph for graph in body.modules() if isinstance(graph, fx.GraphModule)]
+        if self.read and any(node.target is DATA for graph in graphs for node in graph.graph.nodes):
+            return READS_DATA  # what is written there has no version
         for pick in self.read:
             if pick.row._version - pick.row_version != (pick.node in self.updated):
                 return WRITES_THROUGH

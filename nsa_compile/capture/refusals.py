@@ -33,6 +33,7 @@ class ScanNotCompiled(exc.ShortenTraceback):
 
 # The file that calls steps, and the folder of lines that no author of a step has written.
 SCANS = str(Path(__file__).parents[1] / "scanning.py")
+PICKS = str(Path(__file__).parent / "picks.py")
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 NOT_OURS = (
     "nsa_compile.scan at {place} was compiled by {backend}, which would run it as torch's own scan, whose gradients "
@@ -123,7 +124,7 @@ def line_in_step(frames: Iterable[tuple[str, Any]]) -> str | None:
     for file, line in frames:
         if file == SCANS:
             found = None
-        elif not file.startswith(TORCH):
+        elif not file.startswith(TORCH) and file != PICKS:
             found = f"{file}:{line}"
     return found
 

@@ -99,7 +99,7 @@ def explain_uncaptured_steps() -> None:
                 raise refusal(place, TURNS_ON)
             if capture is not None and capture.asks_for_strides and (capture.picks.read or _moved(scan, body)):
                 raise refusal(place, ASKS_FOR_STRIDES)
-            if capture is not None and (hazard := capture.picks.hazard()) is not None:
+            if capture is not None and (hazard := capture.picks.hazard(body)) is not None:
                 raise refusal(place, hazard)
             if _reads_by_strides(scan, body):
                 raise refusal(place, READS_MEMORY)

@@ -261,7 +261,7 @@ def location(node: fx.Node) -> str:
         node = next((user for user in node.users if "stack_trace" in user.meta), node)
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     for file, line in reversed(frames):
-        if not file.endswith("nsa_compile/scanning.py"):
+        if not file.endswith(("nsa_compile/scanning.py", "nsa_compile/capture/picks.py")):
             return f"{file}:{line}"
     return "unknown"
 
