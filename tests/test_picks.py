@@ -229,6 +229,22 @@ def test_a_number_beyond_the_rows_is_an_error(name, times):
             function(numbers(S, D, 2), numbers(S, D, 2))
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_where_a_scan_is_unrolled_it_is_one_line(fullgraph):
+    """Or, where torch may break the graph, left to it."""
+
+    def run(x):
+        return torch.vmap(lambda x: scan(lambda c, r: (c, x[r[0]] * r[1]), x[0], (torch.arange(S), x))[1])(x)
+
+    torch._dynamo.reset()
+    found = nsa_compile.compile(run, nested="eager", cache=False, fullgraph=fullgraph)
+    if fullgraph:
+        with pytest.raises(ScanRefused, match="where the scan is unrolled"):
+            found(numbers(2, S, D))
+    else:
+        torch.testing.assert_close(found(numbers(2, S, D)), run(numbers(2, S, D)))
+
+
 def test_what_is_no_number_is_left_to_torch():
     """Masks, lists and more of them: refused, or as they were."""
     for read in (lambda w, t: w[t.bool()], lambda w, t: w[[t // 2, t // 2]], lambda w, t: w[t.view(1), [0]]):

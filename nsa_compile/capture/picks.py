@@ -20,13 +20,17 @@ from torch._dynamo.variables.tensor import TensorVariable
 from nsa_compile.memory import memory
 from nsa_compile.workarounds import DATA
 
-__all__ = ["Picks", "asks_for_numbers"]
+__all__ = ["UNROLLED", "Picks", "asks_for_numbers"]
 
 WRITES_AFTER = (
     "it writes to a tensor of which it goes on to use a row that it read before, as row = k[t] with a tensor t; write "
     "row = k[t].clone()"
 )
 READS_DATA = "it takes .data of a tensor, where it reads a row as k[t] with a tensor t; write .detach() instead"
+UNROLLED = (
+    "it reads a number out of a tensor, as k[t] does, where the scan is unrolled (under a transform of torch.func, say); "
+    "write k.index_select(0, t.view(1))[0], and torch.where(torch.arange(S) == t, x, k) for k[t] = x"
+)
 WRITES_THROUGH = "it writes in place to a row that it read, as k[t].add_(x) with a tensor t; write k[t] = k[t] + x"
 
 

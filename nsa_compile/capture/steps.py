@@ -29,7 +29,7 @@ from torch._higher_order_ops.scan import scan_op
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from nsa_compile.capture.picks import Picks, asks_for_numbers
+from nsa_compile.capture.picks import UNROLLED, Picks, asks_for_numbers
 from nsa_compile.capture.refusals import (
     ADVANCED,
     ASKS,
@@ -322,21 +322,25 @@ def let_steps_pick_rows() -> None:
     read, write = TensorVariable.method___getitem__, TensorVariable.method___setitem__
     insert = BuiltinVariable._handle_insert_op_in_graph
 
+    def picks(tx: Any, key: Any, most: int) -> Picks | None:
+        if not asks_for_numbers(key, most):
+            return None
+        if not _captures and tx.output.root_tx.one_graph and (place := caller_of_scan(tx)) is not None:
+            raise refusal(place, UNROLLED)
+        return _captures[-1].picks if _captures else None
+
     def getitem(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if _captures and asks_for_numbers(args[0], 8):
-            return _captures[-1].picks.read_row(tx, self, args[0])
-        return read(self, tx, *args, **kwargs)
+        found = picks(tx, args[0], 8)
+        return read(self, tx, *args, **kwargs) if found is None else found.read_row(tx, self, args[0])
 
     def inserted(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         reads = self.fn is operator.getitem and type(args[0]) is TensorVariable
-        if _captures and reads and asks_for_numbers(args[1], 8):
-            return _captures[-1].picks.read_row(tx, *args)
-        return insert(self, tx, args, kwargs)
+        found = picks(tx, args[1], 8) if reads else None
+        return insert(self, tx, args, kwargs) if found is None else found.read_row(tx, *args)
 
     def setitem(self: Any, tx: Any, key: Any, value: Any) -> Any:
-        if _captures and asks_for_numbers(key, 1):
-            return _captures[-1].picks.write_row(tx, self, key, value)
-        return write(self, tx, key, value)
+        found = picks(tx, key, 1)
+        return write(self, tx, key, value) if found is None else found.write_row(tx, self, key, value)
 
     BuiltinVariable._handle_insert_op_in_graph = inserted  # type: ignore[method-assign]
     BuiltinVariable.call_function_handler_cache.clear()
