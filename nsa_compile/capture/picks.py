@@ -28,7 +28,7 @@ WRITES_AFTER = (
 )
 READS_DATA = "it takes .data of a tensor, where it reads a row as k[t] with a tensor t; write .detach() instead"
 UNROLLED = (
-    "it reads a number out of a tensor, as k[t] does, where the scan is unrolled (under a transform of torch.func, say); "
+    "it reads a number out of a tensor, as k[t] does, where the scan is unrolled, as under a transform of torch.func; "
     "write k.index_select(0, t.view(1))[0], and torch.where(torch.arange(S) == t, x, k) for k[t] = x"
 )
 WRITES_THROUGH = "it writes in place to a row that it read, as k[t].add_(x) with a tensor t; write k[t] = k[t] + x"

@@ -100,6 +100,8 @@ class ScanRecord:
 
 # In the meta of a scan node: what the user calls its carries, where that is known.
 CARRY_NAMES = "nsa_carry_names"
+# The same, where a carry has been split into its parts.
+PART_NAMES = "nsa_part_names"
 
 
 @dataclass
@@ -111,7 +113,7 @@ class ScanSite:
 
     def name_of(self, carry: int) -> str:
         """A carry by the user's name, or its number."""
-        names = self.node.meta.get(CARRY_NAMES, ())
+        names = self.node.meta.get(PART_NAMES, self.node.meta.get(CARRY_NAMES, ()))
         return names[carry] if carry < len(names) else f"carry {carry}"
 
     @property

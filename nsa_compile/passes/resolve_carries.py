@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile import modes
+from nsa_compile.analyses.carry_parts import split_carries
 from nsa_compile.analyses.joined_values import split_products
 from nsa_compile.analyses.known import evaluate_constants, evaluate_known
 from nsa_compile.analyses.writes import added_row, classify_carries
@@ -93,7 +94,7 @@ def _lower_single_step(gm: fx.GraphModule, context: PassContext) -> bool:
 
 
 def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
-    """The lowered body and the record of one scan, without touching the graph.
+    """The lowered body and the record of one scan, whose carries are split where they have parts.
 
     Raises:
         Declined: the step holds something that no kind of carry helps against.
@@ -105,6 +106,7 @@ def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
         _write_as_scatters(lowered)
         _take_apart(lowered)
         split_products(lowered)
+        split_carries(site, lowered)
         found = LoweredSite(site.owner, site.node, lowered)
         _place_carries(found)
         return lowered, record_of(found)
