@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
-__all__ = ["ARRAYS", "memories", "memory", "overlaps_itself", "share_memory"]
+__all__ = ["ARRAYS", "memories", "memory", "overlaps_itself", "share_memory", "written_by"]
 
 ARRAYS = (numpy.ndarray, bytearray, array.array, memoryview, ctypes._SimpleCData)
 
@@ -20,6 +22,16 @@ ARRAYS = (numpy.ndarray, bytearray, array.array, memoryview, ctypes._SimpleCData
 def memory(x: Tensor) -> int:
     """What two tensors have in common if one is a view of the other."""
     return x.untyped_storage()._cdata
+
+
+def written_by(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors an operator writes to, by its schema."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    return found
 
 
 def memories(values: Iterable[Any]) -> list[int]:

@@ -197,10 +197,10 @@ def through_data(c, t, x):
 
 MATTERS = {
     "written by .data": (through_data, "takes .data of a tensor"),
-    "used after the write": (later, "goes on to use a row that it read before"),
-    "a view used after the write": (a_view_later, "goes on to use a row that it read before"),
-    "used after another write": (after_another_write, "goes on to use a row that it read before"),
-    "used after an update": (updated_and_used, "goes on to use a row that it read before"),
+    "used after the write": (later, "goes on to use a row that it read"),
+    "a view used after the write": (a_view_later, "goes on to use a row that it read"),
+    "used after another write": (after_another_write, "goes on to use a row that it read"),
+    "used after an update": (updated_and_used, "goes on to use a row that it read"),
     "written through": (through, "writes in place to a row that it read"),
     "a part written through": (through_a_part, "writes in place to a row that it read"),
     "written through a name": (through_twice, "writes in place to a row that it read"),

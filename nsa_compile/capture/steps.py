@@ -99,7 +99,7 @@ def explain_uncaptured_steps() -> None:
                 raise refusal(place, TURNS_ON)
             if capture is not None and capture.asks_for_strides and (capture.picks.read or _moved(scan, body)):
                 raise refusal(place, ASKS_FOR_STRIDES)
-            if capture is not None and (hazard := capture.picks.hazard(body)) is not None:
+            if capture is not None and (hazard := capture.picks.hazard(scan, body)) is not None:
                 raise refusal(place, hazard)
             if _reads_by_strides(scan, body):
                 raise refusal(place, READS_MEMORY)
@@ -322,24 +322,24 @@ def let_steps_pick_rows() -> None:
     read, write = TensorVariable.method___getitem__, TensorVariable.method___setitem__
     insert = BuiltinVariable._handle_insert_op_in_graph
 
-    def picks(tx: Any, key: Any, most: int) -> Picks | None:
-        if not asks_for_numbers(key, most):
+    def picks(tx: Any, key: Any) -> Picks | None:
+        if not asks_for_numbers(key):
             return None
         if not _captures and tx.output.root_tx.one_graph and (place := caller_of_scan(tx)) is not None:
             raise refusal(place, UNROLLED)
         return _captures[-1].picks if _captures else None
 
     def getitem(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        found = picks(tx, args[0], 8)
+        found = picks(tx, args[0])
         return read(self, tx, *args, **kwargs) if found is None else found.read_row(tx, self, args[0])
 
     def inserted(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         reads = self.fn is operator.getitem and type(args[0]) is TensorVariable
-        found = picks(tx, args[1], 8) if reads else None
+        found = picks(tx, args[1]) if reads else None
         return insert(self, tx, args, kwargs) if found is None else found.read_row(tx, *args)
 
     def setitem(self: Any, tx: Any, key: Any, value: Any) -> Any:
-        found = picks(tx, key, 1)
+        found = picks(tx, key)
         return write(self, tx, key, value) if found is None else found.write_row(tx, self, key, value)
 
     BuiltinVariable._handle_insert_op_in_graph = inserted  # type: ignore[method-assign]

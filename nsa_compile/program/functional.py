@@ -54,7 +54,7 @@ from nsa_compile.ir.scans import (
     subgraphs,
 )
 from nsa_compile.ir.zero_gradients import has_gradient, match_outputs
-from nsa_compile.memory import memories, memory, overlaps_itself
+from nsa_compile.memory import memories, memory, overlaps_itself, written_by
 from nsa_compile.passes.verifier import snapshot
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.workarounds import HonestBatchNorm
@@ -343,20 +343,11 @@ class _Watch(TorchDispatchMode):
         if isinstance(func, OpOverload):
             self.draws |= torch.Tag.nondeterministic_seeded in func.tags
             self.with_gradient |= _memory_with_gradient((args, kwargs))
-            for x in self._targets(func, args, kwargs):
+            for x in written_by(func, args, kwargs):
                 self.written.append(x)
                 unseen = not torch.is_grad_enabled() or not x.requires_grad
                 self.untracked |= unseen and memory(x) in self.with_gradient
         return func(*args, **kwargs)
-
-    @staticmethod
-    def _targets(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors an operator writes to, by its schema."""
-        found = []
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                found += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
-        return found
 
 
 class _Observer(fx.Interpreter):
