@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 import nsa_compile
 from nsa_compile import scan
-from nsa_compile.capture import picks
+from nsa_compile.capture import picks, steps
 from nsa_compile.capture.refusals import ScanRefused
 from tests.strategies import few
 
@@ -114,6 +115,10 @@ FOLLOWED = {
     "written, repeated": lambda c, t, x, w: put(c, t, x[:1]),
     "written to a column": lambda c, t, x, w: put_second(c, t // 2, x[0]),
     "written by a number that is data": lambda c, t, x, w: put(c, (x[0, 0] > 0).long(), x),
+    "written by two numbers": lambda c, t, x, w: put(c, (t, t // 2), x[0]),
+    "written by two numbers apart": lambda c, t, x, w: put(c, (t, slice(1), t // 4), x[0, 0]),
+    "updated by two numbers": lambda c, t, x, w: update(c, (t, t // 2), x[0]),
+    "rows in turn": lambda c, t, x, w: put(c, t, c[t - 1] * 2) + put(c, 0, c[t]),
     "updated": lambda c, t, x, w: update(c, t, x),
     "a part updated": lambda c, t, x, w: update_column(c, t, x),
     "updated twice": lambda c, t, x, w: two_updates(c, t, x),
@@ -189,6 +194,56 @@ def updated_and_used(c, t, x):
     return row
 
 
+def a_list_of_views_later(c, t, x):
+    first, *_ = c[t].unbind(0)
+    c[t] = x
+    return first * x
+
+
+def after_a_write_of_a_list(c, t, x):
+    row = c[t]
+    torch._foreach_mul_([c.view(-1)], 2.0)
+    return row
+
+
+def through_a_list(c, t, x):
+    torch._foreach_add_([c[t]], 1.0)
+    return 0
+
+
+def through_statistics(c, t, x):
+    return F.batch_norm(x.t(), c[0, 0].repeat(2)[:D] * 0, c[t][:, 0], training=True).t()
+
+
+def of_what_dropout_returns(c, t, x):
+    row = F.dropout(c, 0.5, training=False)[t]
+    c.mul_(2)
+    return row
+
+
+def in_a_transform(c, t, x):
+    torch.vmap(lambda a: a[t].mul_(2))(c.permute(1, 2, 0).flatten(0, 1))
+    return c[t]
+
+
+def beside_a_branch(c, t, x):
+    c[t] = torch.cond(t > 1, lambda x: x * 2, lambda x: x - 1, (x,))
+    return c[t]
+
+
+def kept_by_a_scan(c, t, x):
+    row = c[0]
+    last, _ = scan(lambda h, r: (h, r * h), row, x[None])
+    last.mul_(2)
+    return 0
+
+
+def kept_by_a_scan_and_written(c, t, x):
+    last, _ = scan(lambda h, r: (h, r * h), c[0], x[None])
+    c.mul_(2)
+    return last
+
+
 def through_data(c, t, x):
     row = c[t]
     c.data.add_(1)
@@ -206,6 +261,15 @@ MATTERS = {
     "written through a name": (through_twice, "writes in place to a row that it read"),
     "read between": (between, "writes in place to a row that it read"),
     "updated elsewhere": (updated_elsewhere, "writes in place to a row that it read"),
+    "a list of views used after the write": (a_list_of_views_later, "goes on to use a row"),
+    "used after a write of a list": (after_a_write_of_a_list, "goes on to use a row"),
+    "written through a list": (through_a_list, "writes in place to a row that it read"),
+    "statistics of a layer": (through_statistics, "writes in place to a row that it read"),
+    "of what dropout returns": (of_what_dropout_returns, "goes on to use a row"),
+    "in a transform": (in_a_transform, "has a branch, a scan or a transform"),
+    "beside a branch": (beside_a_branch, "has a branch, a scan or a transform"),
+    "kept by a scan": (kept_by_a_scan, "what a scan in it was given or returned"),
+    "kept by a scan and written": (kept_by_a_scan_and_written, "what a scan in it was given or returned"),
     "asked for its strides": (lambda c, t, x: c[:, t // 2].is_contiguous() * x, "asks for strides"),
 }
 
@@ -217,6 +281,17 @@ def test_it_is_refused_where_a_view_is_not_a_copy(name):
     run = over_a_copy(lambda c, t, x, table: change(c, t, x))
     with pytest.raises(ScanRefused, match=why):
         nsa_compile.compile(run, nested="eager", cache=False)(numbers(S, D, 2), numbers(S, D, 2))
+
+
+def test_a_carry_that_is_a_row_is_refused():
+    """In Python it is a view of the tensor, which the function may write to."""
+
+    def run(x):
+        return scan(lambda c, r: (x[r[0]], c), x[0] * 1, (torch.arange(S), x))
+
+    torch._dynamo.reset()
+    with pytest.raises(ScanRefused, match="returns as its carry a row"):
+        nsa_compile.compile(run, nested="eager", cache=False)(numbers(S, D))
 
 
 @pytest.mark.parametrize("name", ["a row", "written"])
@@ -303,7 +378,7 @@ def test_planted_faults_are_found(name, broken, program, monkeypatch):
 
 @pytest.mark.parametrize("program", ["used after the write", "written through"])
 def test_without_the_look_at_views_the_values_are_wrong(program, monkeypatch):
-    monkeypatch.setattr(picks.Picks, "hazard", lambda *_: None)
+    monkeypatch.setattr(steps, "why_copies_are_no_views", lambda *_: None)
     change = MATTERS[program][0]
     with pytest.raises(AssertionError):
         compared(over_a_copy(lambda c, t, x, table: change(c, t, x)))

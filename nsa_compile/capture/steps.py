@@ -49,6 +49,7 @@ from nsa_compile.capture.refusals import (
     why_not_traced,
 )
 from nsa_compile.capture.scans import turns_gradients_on
+from nsa_compile.capture.views import why_copies_are_no_views
 from nsa_compile.trees import put_together, taken_apart
 
 
@@ -99,8 +100,8 @@ def explain_uncaptured_steps() -> None:
                 raise refusal(place, TURNS_ON)
             if capture is not None and capture.asks_for_strides and (capture.picks.read or _moved(scan, body)):
                 raise refusal(place, ASKS_FOR_STRIDES)
-            if capture is not None and (hazard := capture.picks.hazard(scan, body)) is not None:
-                raise refusal(place, hazard)
+            if capture is not None and (why := why_copies_are_no_views(scan, body, capture.picks)) is not None:
+                raise refusal(place, why)
             if _reads_by_strides(scan, body):
                 raise refusal(place, READS_MEMORY)
             body.meta[PLACE] = place

@@ -38,7 +38,7 @@ def trace_to_aten(
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     sdpa = sdpa_kernel(SDPBackend.MATH) if decompose_sdpa else contextlib.nullcontext()
-    table = {aten.select_scatter.default: _select_scatter, **(decompositions or {})}
+    table = {**_MENDED, **(decompositions or {})}
     with (
         unset_fake_temporarily(),
         tracing(None),
@@ -113,6 +113,26 @@ def _select_scatter(old: Tensor, new: Tensor, dim: int, index: int) -> Tensor:
     """torch.vmap writes the row several times instead, and the gradient of it counts each of them (torch 2.13)."""
     index %= old.shape[dim]
     return torch.slice_scatter(old, new.unsqueeze(dim), dim, index, index + 1)
+
+
+def _slice_scatter(old: Tensor, new: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """torch has no derivative of it for complex numbers (torch 2.13)."""
+    if not old.is_complex():
+        return NotImplemented
+    written = torch.arange(old.shape[dim], device=old.device)[start:end:step]
+    return torch.index_copy(old, dim, written, new.to(old.dtype))
+
+
+def _view_as_complex(x: Tensor) -> Tensor:
+    """In a batched step x may lie otherwise than this view takes it."""
+    return torch.complex(*x.unbind(-1))
+
+
+_MENDED: dict[Any, Callable[..., Any]] = {
+    aten.select_scatter.default: _select_scatter,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.view_as_complex.default: _view_as_complex,
+}
 
 
 def _write_nothing_in_place(gm: fx.GraphModule) -> None:
