@@ -292,6 +292,22 @@ def written_by_position_second(compile):
 
 
 @program
+def one_cache_for_keys_and_values(compile):
+    def run(x):
+        def step(cache, row):
+            t, x = row
+            cache = cache.clone()
+            cache[0, t] = x
+            cache[1, t] = x * 2
+            K, V = cache
+            return cache, (K @ x).masked_fill(torch.arange(S) > t, LOWEST).softmax(-1) @ V
+
+        return scan(step, x.new_zeros(2, *x.shape), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
 def written_twice_in_one_step(compile):
     index = torch.zeros(2, dtype=torch.int64)
     return trained(
