@@ -26,12 +26,23 @@ class HonestBatchNorm(TorchFunctionMode):
             empty = inputs[0].numel() == 0  # changes no statistics, and the operator refuses it
             if given.get("training") and inputs[3] is not None and inputs[4] is not None and not empty:
                 numbers = (True, given["momentum"], given["eps"])
-                return torch.ops.aten._native_batch_norm_legit.default(*inputs, *numbers)[0]
+                results = torch.ops.aten._native_batch_norm_legit.default(*inputs, *numbers)
+                return results if func is torch.native_batch_norm else results[0]
         return func(*args, **(kwargs or {}))
 
     _ARGUMENTS: ClassVar[dict[Any, tuple[str, ...]]] = {
         F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
         torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+        torch.native_batch_norm: (
+            "input",
+            "weight",
+            "bias",
+            "running_mean",
+            "running_var",
+            "training",
+            "momentum",
+            "eps",
+        ),
     }
 
 

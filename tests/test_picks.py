@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
 from nsa_compile import scan
@@ -231,6 +232,12 @@ def beside_a_branch(c, t, x):
     return c[t]
 
 
+def in_a_region(c, t, x):
+    row = c[t]
+    checkpoint(lambda z: z.mul_(2), c, use_reentrant=False)
+    return row
+
+
 def kept_by_a_scan(c, t, x):
     row = c[0]
     last, _ = scan(lambda h, r: (h, r * h), row, x[None])
@@ -268,6 +275,7 @@ MATTERS = {
     "of what dropout returns": (of_what_dropout_returns, "goes on to use a row"),
     "in a transform": (in_a_transform, "has a branch, a scan or a transform"),
     "beside a branch": (beside_a_branch, "has a branch, a scan or a transform"),
+    "in a checkpointed region": (in_a_region, "has a branch, a scan or a transform"),
     "kept by a scan": (kept_by_a_scan, "what a scan in it was given or returned"),
     "kept by a scan and written": (kept_by_a_scan_and_written, "what a scan in it was given or returned"),
     "asked for its strides": (lambda c, t, x: c[:, t // 2].is_contiguous() * x, "asks for strides"),
@@ -281,6 +289,16 @@ def test_it_is_refused_where_a_view_is_not_a_copy(name):
     run = over_a_copy(lambda c, t, x, table: change(c, t, x))
     with pytest.raises(ScanRefused, match=why):
         nsa_compile.compile(run, nested="eager", cache=False)(numbers(S, D, 2), numbers(S, D, 2))
+
+
+def test_a_write_that_comes_first_in_a_region():
+    """There was no last node of the region's graph to compare it with."""
+
+    def written(c, t, x):
+        c[t] = x
+        return c
+
+    compared(over_a_copy(lambda c, t, x, table: checkpoint(written, c * 1, t, x, use_reentrant=False).sum(0)))
 
 
 def test_a_carry_that_is_a_row_is_refused():

@@ -7,7 +7,7 @@ Python asks such a tensor for its number, which nobody knows while a step is cap
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -55,12 +55,12 @@ class Picks:
     def write_row(self, tx: Any, x: TensorVariable, key: Any, value: Any) -> ConstantVariable:
         """`x[key] = value`, captured."""
         last = _last(tx)
-        row = next(iter(last.args), None)
-        computed = isinstance(row, fx.Node) and self.read.get(row) == (x, key)
-        if computed and isinstance(value, TensorVariable) and value.as_proxy().node is last:
-            self.updated.add(last)
+        if last is not None and isinstance(value, TensorVariable) and value.as_proxy().node is last:
+            row: Any = next(iter(last.args), None)
+            if isinstance(row, fx.Node) and self.read.get(row) == (x, key):
+                self.updated.add(last)
         _make_inlined(tx, _assign)(x, key, value)
-        self.written.add(_last(tx))
+        self.written.add(cast(fx.Node, _last(tx)))
         return ConstantVariable.create(None)
 
 
@@ -87,9 +87,9 @@ def _example(variable: TensorVariable) -> Tensor:
     return example
 
 
-def _last(tx: Any) -> fx.Node:
-    node: fx.Node = next(iter(reversed(tx.output.current_tracer.graph.nodes)))
-    return node
+def _last(tx: Any) -> fx.Node | None:
+    """The last node of the graph that is captured now; None while there is none."""
+    return next(iter(reversed(tx.output.current_tracer.graph.nodes)), None)
 
 
 # What Dynamo traces in place of Python's own.

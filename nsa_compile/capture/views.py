@@ -128,6 +128,13 @@ class _Replay(fx.Interpreter):
             self.run(*pytree.tree_map_only(Tensor, _new_like, examples))
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.target is torch.ops.higher_order.tag_activation_checkpoint:
+            region: Any = n.args[0]
+            inputs = pytree.tree_map_only(fx.Node, self.env.__getitem__, n.args[1:])
+            with _Writes() as writes:
+                results = fx.Interpreter(getattr(self.module, str(region.target))).run(*inputs)
+            self.written[n] = _memories(writes.written)
+            return results
         if isinstance(n.target, HigherOrderOperator):
             results = pytree.tree_map_only(Tensor, _new_like, n.meta["example_value"])
             if n.target is scan_op:
