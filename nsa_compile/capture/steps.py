@@ -324,11 +324,12 @@ def let_steps_pick_rows() -> None:
     insert = BuiltinVariable._handle_insert_op_in_graph
 
     def picks(tx: Any, key: Any) -> Picks | None:
-        if not asks_for_numbers(key):
+        place = None if _captures or not tx.output.root_tx.one_graph else caller_of_scan(tx)
+        if (not _captures and place is None) or not asks_for_numbers(key):
             return None
-        if not _captures and tx.output.root_tx.one_graph and (place := caller_of_scan(tx)) is not None:
+        if place is not None:
             raise refusal(place, UNROLLED)
-        return _captures[-1].picks if _captures else None
+        return _captures[-1].picks
 
     def getitem(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         found = picks(tx, args[0])
