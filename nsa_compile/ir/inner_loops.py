@@ -12,7 +12,7 @@ from torch._higher_order_ops.scan import scan_op
 from nsa_compile import modes
 from nsa_compile.ir.scans import example, results
 
-__all__ = ["RECOMPUTED", "place_inner_loops", "run_inner_loop"]
+__all__ = ["INNER_LOOP", "RECOMPUTED", "body_of_inner_loop", "place_inner_loops", "run_inner_loop"]
 
 # In the meta of a scan: its backward pass computes again what its forward pass has computed, and keeps nothing.
 RECOMPUTED = "nsa_recomputed"
@@ -51,10 +51,18 @@ def _(init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor]
     return [*(x.new_empty(x.shape) for x in init), *rows]
 
 
+INNER_LOOP = torch.ops.nsa_compile.inner_loop.default
+
+
+def body_of_inner_loop(key: str) -> fx.GraphModule:
+    """The step of a stand-in, by its last argument."""
+    return _bodies[key][0]
+
+
 def place_inner_loops(owner: fx.GraphModule) -> list[fx.Node]:
     """Make the stand-ins of a graph scans, in place."""
     placed = []
-    for node in owner.graph.find_nodes(op="call_function", target=torch.ops.nsa_compile.inner_loop.default):
+    for node in owner.graph.find_nodes(op="call_function", target=INNER_LOOP):
         *tensors, key = node.args
         body, recomputed = _bodies.pop(key)
         name = next(n for i in itertools.count() if not hasattr(owner, n := f"inner_loop_{i}"))

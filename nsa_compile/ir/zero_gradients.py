@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from nsa_compile.ir.aten import aten, is_inexact, operand
+from nsa_compile.ir.inner_loops import INNER_LOOP, body_of_inner_loop
 from nsa_compile.ir.rewriting import NodeBuilder
 from nsa_compile.ir.scans import ScanSite, example, place_of, results, scan_results
 
@@ -52,13 +53,17 @@ def mark_results(site: ScanSite) -> None:
 
 
 def _inputs_that_hear_of(site: ScanSite) -> list[set[int]]:
-    """For each result of a loop, the inputs (carries, xs, additional in turn) to which its gradient goes."""
-    read = [_heard_by(x) if isinstance(x, fx.Node) else set() for x in results(site.body)]
-    places = {p: j for j, p in enumerate(site.body.graph.find_nodes(op="placeholder"))}
+    """For each result of a scan, the inputs (carries, xs, additional in turn) to which its gradient goes."""
+    return _heard_in_loop(site.body, len(site.init), site.length)
+
+
+def _heard_in_loop(body: fx.GraphModule, n: int, length: int) -> list[set[int]]:
+    """The same of a loop of so many carries and steps."""
+    read = [_heard_by(x) if isinstance(x, fx.Node) else set() for x in results(body)]
+    places = {p: j for j, p in enumerate(body.graph.find_nodes(op="placeholder"))}
     of_step = [{places[p] for p in nodes} for nodes in read]
-    n = len(site.init)
     carries, ys = [{i} for i in range(n)], [set[int]() for _ in of_step[n:]]
-    for _ in range(site.length):
+    for _ in range(length):
         now = [set[int]().union(*(carries[j] if j < n else {j} for j in heard)) for heard in of_step]
         ys = [a | b for a, b in zip(ys, now[n:], strict=True)]
         carries, before = now[:n], carries
@@ -74,8 +79,18 @@ def _heard_by(node: fx.Node) -> set[fx.Node]:
         n = todo.pop()
         if n not in found and _differentiable(n) and not _ends_gradients(n):
             found.add(n)
-            todo += n.all_input_nodes
+            todo += _sources(n)
     return {n for n in found if n.op == "placeholder"}
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """What a node is computed from: of a result of a loop, not all that the loop reads."""
+    if node.target is not operator.getitem or operand(node).target is not INNER_LOOP:
+        return node.all_input_nodes
+    init, xs, additional, key = cast(Any, operand(node).args)
+    heard = _heard_in_loop(body_of_inner_loop(key), len(init), example(xs[0]).shape[0])[place_of(node)]
+    inputs = [*init, *xs, *additional]
+    return [inputs[j] for j in sorted(heard)]
 
 
 def _ends_gradients(node: fx.Node) -> bool:
@@ -140,13 +155,14 @@ def _has_gradient(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
     while todo:
         n = todo[-1]
         computed = isinstance(n.target, OpOverload) or (n.target is operator.getitem and not _is_captured(n))
-        missing = [m for m in n.all_input_nodes if m not in known] if computed else []
+        sources = _sources(n) if computed else []
+        missing = [m for m in sources if m not in known]
         if n not in known and missing:
             todo += missing
             continue
         if n not in known:
             passes_on = not _ends_gradients(n) and _differentiable(n)
-            known[n] = passes_on and any(known[m] for m in n.all_input_nodes) if computed else has_gradient(n)
+            known[n] = passes_on and any(known[m] for m in sources) if computed else has_gradient(n)
         todo.pop()
     return known[node]
 

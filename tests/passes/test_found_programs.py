@@ -2361,3 +2361,24 @@ def test_a_state_that_is_rolled_lies_as_it_does(steps):
 
     x, c = rows(steps, 2, 2, 3), rows(2, 2, 3)
     torch.testing.assert_close(compiled(run)(x, c), run(x, c))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_part_of_a_carry_that_no_step_has_written_has_a_gradient_of_zeros(steps):
+    """A loop within a batched step was taken to hand a gradient to all that it reads."""
+
+    def run(q):
+        def step(c, row):
+            t, x = row
+            c = c.clone()
+            c[-1].index_copy_(0, t.view(1), c.mean((0, 1))[None])
+            c[3, -1] = x
+            return c, (x * 1, c[0])
+
+        return scan(step, torch.zeros(4, len(q), 1, dtype=q.dtype), (torch.arange(len(q)), q))[1][1]
+
+    q = rows(steps, 1).requires_grad_()
+    y, expected = compiled(run)(q), run(q)
+    torch.testing.assert_close(y, expected)
+    gradients = (torch.autograd.grad(out.sum(), q) for out in (y, expected))
+    torch.testing.assert_close(*gradients)
