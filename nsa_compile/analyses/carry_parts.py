@@ -91,10 +91,9 @@ def _selects(node: fx.Node, dim: int) -> bool:
 def _follows(node: fx.Node, found: _Parts) -> bool:
     """Note the parts of a node; whether it does nothing to a carry but to its parts."""
     source, whole = operand(node), any(x in found.of for x in node.all_input_nodes)
-    if node.target is aten.unsqueeze.default and arguments(node).dim % example(node).dim() == found.dim:
-        found.made[node] = [source]
-    elif node.target is aten.stack.default and arguments(node).dim % example(node).dim() == found.dim:
-        found.made[node] = list(cast(Any, source))
+    if node.target in (aten.unsqueeze.default, aten.stack.default) and not whole:
+        if arguments(node).dim % example(node).dim() == found.dim:
+            found.made[node] = [source] if isinstance(source, fx.Node) else list(cast(Any, source))
     elif node.target is aten.clone.default and (parts := found.known(source)) is not None:
         (found.of if whole else found.made)[node] = parts
     elif _selects(node, found.dim) and (parts := found.known(source)) is not None:

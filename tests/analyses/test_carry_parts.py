@@ -172,6 +172,10 @@ def by_position(c, t, x):
     return c, c[0] + c[1]
 
 
+def stacked_with_others(c, t, x):
+    return torch.stack([c[0] * 0.5 + x, c[1]]), torch.stack([c, c * 2])[1, 0] + c.unsqueeze(0)[0, 1]
+
+
 def in_pairs(c, t, x):
     c = c.clone()
     c[:2, t] = x
@@ -186,6 +190,7 @@ WHOLE = {
     "an output": (an_output, (2, S, D)),
     "left alone": (left_alone, (2, D)),
     "by position": (by_position, (2, D)),
+    "stacked with others": (stacked_with_others, (2, D)),
     "in pairs": (in_pairs, (3, S, D)),
     "of very many parts": (lambda c, t, x: (torch.cat([c[:1] * 0.5, c[1:]]) + c[1].sum(), x), (70, D)),
 }
