@@ -173,7 +173,7 @@ def by_position(c, t, x):
 
 
 def stacked_with_others(c, t, x):
-    return torch.stack([c[0] * 0.5 + x, c[1]]), torch.stack([c, c * 2])[1, 0] + c.unsqueeze(0)[0, 1]
+    return torch.stack([c[0] * 0.5 + x, c[1]]), torch.stack([c, c]).sum((0, 1)) + c.unsqueeze(0).sum((0, 1))
 
 
 def in_pairs(c, t, x):
