@@ -9,6 +9,7 @@ another one has read.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch import Tensor, fx
 
 from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.rewriting import NodeBuilder, eliminate_dead_code
-from nsa_compile.ir.scans import PART_NAMES, ScanSite, example, place_of, results, scan_results
+from nsa_compile.ir.scans import PART_NAMES, ScanSite, example, key_of_example, place_of, results, scan_results
 
 __all__ = ["split_carries"]
 
@@ -59,8 +60,8 @@ def split_carries(site: ScanSite, body: fx.GraphModule) -> None:
         if found is None:
             place += 1
         else:
-            updated = _split_in_body(body, place, carry, found)
-            _split_in_scan(site, place, found.dim, len(updated))
+            _split_in_scan(site, place, found.dim, example(carry).shape[found.dim])
+            _split_in_body(body, place, carry, found)
 
 
 def _parts_of(body: fx.GraphModule, place: int, carry: fx.Node, dim: int) -> _Parts | None:
@@ -110,13 +111,13 @@ def _follows(node: fx.Node, found: _Parts) -> bool:
     return True
 
 
-def _split_in_body(body: fx.GraphModule, place: int, carry: fx.Node, found: _Parts) -> list[fx.Node]:
-    """Give a body the parts of a carry in place of it; the parts that it returns."""
+def _split_in_body(body: fx.GraphModule, place: int, carry: fx.Node, found: _Parts) -> None:
+    """Give a body the parts of a carry in place of it."""
     parts = []
     for i in range(example(carry).shape[found.dim]):
         with body.graph.inserting_before(carry):
             part = body.graph.placeholder(f"{carry.name}_part_{i}")
-        part.meta = {**carry.meta, _key(carry): _part(example(carry), found.dim, i)}
+        part.meta = {**carry.meta, key_of_example(carry): _part(example(carry), found.dim, i)}
         parts.append(part)
 
     def of(x: fx.Node | int) -> fx.Node:
@@ -131,15 +132,15 @@ def _split_in_body(body: fx.GraphModule, place: int, carry: fx.Node, found: _Par
     output = body.graph.output_node()
     build = NodeBuilder(body, output)
     copies = [build(aten.clone.default, x, memory_format=torch.contiguous_format) for x in updated]
-    output.args = ([*returned[:place], *copies, *returned[place + 1 :]],)
+    output.args = (_put(copies, place, returned),)
     eliminate_dead_code(body)
     body.graph.erase_node(carry)
     body.recompile()
-    return updated
 
 
-def _key(node: fx.Node) -> str:
-    return "example_value" if "example_value" in node.meta else "val"
+def _put(parts: Sequence[Any], place: int, values: Sequence[Any]) -> list[Any]:
+    """Values, of which one is parts now."""
+    return [*values[:place], *parts, *values[place + 1 :]]
 
 
 def _part(x: Tensor, dim: int, i: int) -> Tensor:
@@ -159,16 +160,12 @@ def _split_in_scan(site: ScanSite, place: int, dim: int, count: int) -> None:
         part = build(aten.clone.default, row, memory_format=torch.contiguous_format)
         for node in (row, part):  # a builder's values have no gradient
             del node.meta["val"]
-            node.meta[_key(init[place])] = _part(example(init[place]), dim, i)
+            node.meta[key_of_example(init[place])] = _part(example(init[place]), dim, i)
         parts.append(part)
     values = scan_results(scan)
-    scan.update_arg(1, [*init[:place], *parts, *init[place + 1 :]])
-    scan.meta[PART_NAMES] = [*names[:place], *(f"{names[place]}[{i}]" for i in range(count)), *names[place + 1 :]]
-    scan.meta[_key(scan)] = (
-        *values[:place],
-        *(_part(values[place], dim, i) for i in range(count)),
-        *values[place + 1 :],
-    )
+    scan.update_arg(1, _put(parts, place, init))
+    scan.meta[PART_NAMES] = _put([f"{names[place]}[{i}]" for i in range(count)], place, names)
+    scan.meta[key_of_example(scan)] = tuple(_put([_part(values[place], dim, i) for i in range(count)], place, values))
     for user in list(scan.users):
         if place_of(user) > place:
             user.update_arg(1, place_of(user) + count - 1)
@@ -177,7 +174,7 @@ def _split_in_scan(site: ScanSite, place: int, dim: int, count: int) -> None:
                 items = [graph.call_function(operator.getitem, (scan, place + i)) for i in range(count)]
                 whole = graph.call_function(torch.ops.aten.stack.default, (items, dim))
             for i, item in enumerate(items):
-                item.meta = {**user.meta, _key(user): _part(example(user), dim, i)}
+                item.meta = {**user.meta, key_of_example(user): _part(example(user), dim, i)}
             whole.meta = dict(user.meta)
             user.replace_all_uses_with(whole)
             graph.erase_node(user)

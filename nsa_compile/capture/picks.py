@@ -67,24 +67,20 @@ class Picks:
 def asks_for_numbers(key: Any) -> bool:
     """Whether a key has tensors that Python asks for their numbers, beside slices and such."""
     parts = [part.realize() for part in (key.items if isinstance(key, TupleVariable) else [key])]
-    numbers = [part for part in parts if type(part) is TensorVariable]
-    others = [part for part in parts if part not in numbers]
-    plain = all(
-        isinstance(part, SliceVariable)
-        or (isinstance(part, ConstantVariable) and (part.value in (None, Ellipsis) or type(part.value) is int))
-        for part in others
-    )
-    return bool(numbers) and plain and all(_is_number(_example(x)) for x in numbers)
+    return any(map(_is_number, parts)) and all(_is_number(part) or _is_plain(part) for part in parts)
 
 
-def _is_number(x: Tensor) -> bool:
+def _is_number(part: Any) -> bool:
+    if type(part) is not TensorVariable:
+        return False
+    x = part.as_proxy().node.meta["example_value"]
     # An index of bool or uint8 is a mask.
     return not x.dim() and x.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
-def _example(variable: TensorVariable) -> Tensor:
-    example: Tensor = variable.as_proxy().node.meta["example_value"]
-    return example
+def _is_plain(part: Any) -> bool:
+    is_constant = isinstance(part, ConstantVariable)
+    return isinstance(part, SliceVariable) or (is_constant and type(part.value) in (int, type(None), type(Ellipsis)))
 
 
 def _last(tx: Any) -> fx.Node | None:

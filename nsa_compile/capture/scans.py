@@ -113,6 +113,18 @@ def propagate_gradients(
     return ever, (*(i for i in range(n_init) if now[i]), *sorted(stacked))
 
 
+def applies_functorch(node: fx.Node) -> bool:
+    """Whether a captured node enters or leaves a transform of torch.func."""
+    return "_functorch" in (getattr(node.target, "__module__", None) or "")
+
+
+def without_copy(node: Any) -> Any:
+    """What a scan is given or its step returns, without the copy in the standard layout that the capture makes of it
+    (`scanning._own`)."""
+    copied = node.target == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format
+    return node.args[0] if copied else node
+
+
 def run_body(body: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Run a step as it was captured, with gradients."""
     with torch.enable_grad():

@@ -48,7 +48,7 @@ from nsa_compile.capture.refusals import (
     refusal,
     why_not_traced,
 )
-from nsa_compile.capture.scans import turns_gradients_on
+from nsa_compile.capture.scans import turns_gradients_on, without_copy
 from nsa_compile.capture.views import why_copies_are_no_views
 from nsa_compile.trees import put_together, taken_apart
 
@@ -129,8 +129,7 @@ def _moved(scan: fx.Node, body: fx.GraphModule) -> set[StorageWeakRef]:
     """The carries and rows that a step has in other strides than the loop as written."""
 
     def regular(node: Any) -> bool:
-        source = node.args[0] if node.target == "clone" else node  # the copy in the standard layout is ours
-        contiguous: bool = source.meta["example_value"].is_contiguous()
+        contiguous: bool = without_copy(node).meta["example_value"].is_contiguous()
         return contiguous
 
     init, xs = cast(Any, scan.args[1:3])

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile.capture.picks import Picks
+from nsa_compile.capture.scans import StepRun, applies_functorch, without_copy
 from nsa_compile.memory import memory, written_by
 from nsa_compile.workarounds import DATA, HonestBatchNorm
 
@@ -58,7 +59,7 @@ def why_copies_are_no_views(scan: fx.Node, body: fx.GraphModule, picks: Picks) -
     if picks.read and any(map(_is_region, body.graph.nodes)):
         return _WRITES_BESIDE if any(replay.written.values()) else None
     carries: Any = body.graph.output_node().args[0]
-    returned = {_without_copy(x) for x in carries[: len(scan.args[1])]}  # type: ignore[arg-type]
+    returned = {without_copy(x) for x in carries[: len(scan.args[1])]}  # type: ignore[arg-type]
     return next(filter(None, (_why_row_is_no_copy(row, replay, returned) for row in picks.read)), None)
 
 
@@ -77,15 +78,9 @@ def _why_row_is_no_copy(row: fx.Node, replay: _Replay, returned: set[fx.Node]) -
     return _WRITES_AFTER if any(replay.order[write] < last_use for write in writes) else None
 
 
-def _without_copy(node: Any) -> Any:
-    """What a scan is given or its step returns, without the copy, which is ours."""
-    return node.args[0] if node.target == "clone" else node
-
-
 def _is_region(node: fx.Node) -> bool:
     """Whether a node runs a graph of its own, or enters or leaves a transform of torch.func."""
-    own = isinstance(node.target, HigherOrderOperator)
-    return own or "_functorch" in (getattr(node.target, "__module__", None) or "")
+    return isinstance(node.target, HigherOrderOperator) or applies_functorch(node)
 
 
 def _memories(value: Any) -> set[int]:
@@ -105,7 +100,7 @@ class _Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Replay(fx.Interpreter):
+class _Replay(StepRun):
     """Runs a step with views in place of copies of rows.
 
     Attributes:
@@ -128,14 +123,8 @@ class _Replay(fx.Interpreter):
             self.run(*pytree.tree_map_only(Tensor, _new_like, examples))
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.target is torch.ops.higher_order.tag_activation_checkpoint:
-            region: Any = n.args[0]
-            inputs = pytree.tree_map_only(fx.Node, self.env.__getitem__, n.args[1:])
-            with _Writes() as writes:
-                results = fx.Interpreter(getattr(self.module, str(region.target))).run(*inputs)
-            self.written[n] = _memories(writes.written)
-            return results
-        if isinstance(n.target, HigherOrderOperator):
+        is_checkpointed = n.target is torch.ops.higher_order.tag_activation_checkpoint
+        if isinstance(n.target, HigherOrderOperator) and not is_checkpointed:
             results = pytree.tree_map_only(Tensor, _new_like, n.meta["example_value"])
             if n.target is scan_op:
                 self.kept[n] = self._kept_by(n, results)
@@ -153,10 +142,10 @@ class _Replay(fx.Interpreter):
         step: Any = getattr(self.module, str(combine.target))  # type: ignore[union-attr]
         given = _memories([n.meta.get("example_value") for n in step.graph.find_nodes(op="placeholder")])
         count = len(init)  # type: ignore[arg-type]
-        carries = [_without_copy(x).meta["example_value"] for x in step.graph.output_node().args[0][:count]]
+        carries = [without_copy(x).meta["example_value"] for x in step.graph.output_node().args[0][:count]]
         if not _memories(carries) & given:
             return set()
-        inputs = [self.env[_without_copy(n)] for n in scan.all_input_nodes]
+        inputs = [self.env[without_copy(n)] for n in scan.all_input_nodes]
         return _memories(inputs) | _memories(results[:count])
 
     def written_after(self, node: fx.Node, where: int) -> Iterable[fx.Node]:

@@ -17,6 +17,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from nsa_compile import modes
 from nsa_compile.capture.refusals import why_not_traced
+from nsa_compile.capture.scans import applies_functorch
 from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.rewriting import eliminate_dead_code
 from nsa_compile.ir.scans import UNTRACKED, Declined, ScanSite, example, fake_inputs, place_of, results
@@ -194,11 +195,6 @@ def lower_graph(gm: fx.GraphModule) -> fx.GraphModule:
     lowered = _lower(gm, fake_inputs(inputs))
     _strip_copies(lowered, kept=escaping(lowered))
     return lowered
-
-
-def applies_functorch(node: fx.Node) -> bool:
-    """Whether a captured node enters or leaves a transform of torch.func."""
-    return "_functorch" in (getattr(node.target, "__module__", None) or "")
 
 
 def _lower(body: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:

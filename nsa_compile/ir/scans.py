@@ -175,7 +175,13 @@ def place_of(item: fx.Node) -> int:
 
 def example(node: fx.Node) -> Tensor:
     """The fake tensor a node stands for."""
-    return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
+    value: Tensor = node.meta[key_of_example(node)]
+    return value
+
+
+def key_of_example(node: fx.Node) -> str:
+    """What it is called in the meta: as captured, or as traced."""
+    return "example_value" if "example_value" in node.meta else "val"
 
 
 def scan_results(node: fx.Node) -> list[Tensor]:

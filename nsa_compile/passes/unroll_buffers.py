@@ -43,6 +43,7 @@ from nsa_compile.ir.scans import (
     declined_if_it_fails,
     example,
     find_scans,
+    key_of_example,
     place_of,
     results,
     scan_results,
@@ -217,7 +218,7 @@ class _Trial:
         init = [*site.init, *(build.first_rows(cache, site.init[cache.buffer]) for cache in self.caches)]
         xs = [*site.xs, *([build.steps(site.length, example(site.xs[0]).device)] if self.step_is_new else [])]
         scan.args = (called, init, xs, *scan.args[3:])
-        key = "example_value" if "example_value" in scan.meta else "val"
+        key = key_of_example(scan)
         found = scan_results(scan)
         scan.meta[key] = type(scan.meta[key])([*found[:carries], *map(example, init[carries:]), *found[carries:]])
         scan.meta[RECORD] = record = record_of(site)

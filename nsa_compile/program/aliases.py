@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.ir.aten import operand
+from nsa_compile.capture.scans import without_copy
 from nsa_compile.ir.scans import (
     ScanSite,
     ancestors,
@@ -48,7 +48,7 @@ def hand_on_originals(gm: fx.GraphModule) -> None:
 
 def _share(site: ScanSite) -> None:
     """Let final carries that are one tensor, or a tensor and a view of it, be so again."""
-    graph, updates = site.owner.graph, [_uncopied(x) for x in results(site.body)[: len(site.init)]]
+    graph, updates = site.owner.graph, [without_copy(x) for x in results(site.body)[: len(site.init)]]
     for final in [n for n in site.node.users if n.target is operator.getitem and place_of(n) < len(updates)]:
         j = place_of(final)
         earlier = [i for i, base in enumerate(updates) if i < j or base is not updates[j]]
@@ -117,7 +117,7 @@ class _Originals:
     def __init__(self, site: ScanSite) -> None:
         self.site = site
         self.carries, self.rows, self.additional = site.placeholders()
-        self.updates = [_uncopied(x) for x in results(site.body)[: len(self.carries)]]
+        self.updates = [without_copy(x) for x in results(site.body)[: len(self.carries)]]
 
     def after_last_step(self, final: fx.Node) -> fx.Node | None:
         """The tensor that a final carry is, or a view of it put behind the scan; None if a step computed it."""
@@ -144,7 +144,7 @@ class _Originals:
         graph, site = self.site.owner.graph, self.site
         with graph.inserting_before(final):
             if source in self.carries:
-                value = _uncopied(site.init[self.carries.index(source)])
+                value = without_copy(site.init[self.carries.index(source)])
             elif source in self.rows:
                 rows = site.xs[self.rows.index(source)]
                 value = graph.call_function(torch.select, (rows, 0, step))
@@ -181,12 +181,6 @@ def _views_of_input(node: fx.Node) -> list[fx.Node] | None:
             return None
         shared = isinstance(new, Tensor) and memory(new) == memory(old)
     return [given[0], *inner] if shared else None
-
-
-def _uncopied(node: fx.Node) -> fx.Node:
-    """What the capture of a scan has made a copy of (`loop._own`)."""
-    copied = node.target == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format
-    return operand(node) if copied else node
 
 
 def _run(nodes: list[fx.Node], values: dict[fx.Node, Any]) -> Any:

@@ -31,10 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
 from nsa_compile.capture.refusals import ScanNotCompiled, cannot_be
-from nsa_compile.capture.scans import turns_gradients_on
+from nsa_compile.capture.scans import applies_functorch, turns_gradients_on
 from nsa_compile.ir.aten import aten, is_inexact
 from nsa_compile.ir.dtypes import why_refused
-from nsa_compile.ir.lowering import BodyInterpreter, applies_functorch, escaping, refuse_strided_writes, trace_to_aten
+from nsa_compile.ir.lowering import BodyInterpreter, escaping, refuse_strided_writes, trace_to_aten
 from nsa_compile.ir.rewriting import KEPT, replace_graph
 from nsa_compile.ir.scans import (
     ESCAPES,
