@@ -28,9 +28,9 @@ __all__ = ["why_copies_are_no_views"]
 
 _A_ROW = "a row that it read, as row = k[t] with a tensor t"
 _WRITES_AFTER = f"it writes to a tensor and goes on to use {_A_ROW}; write row = k[t].clone()"
-_WRITES_THROUGH = f"it writes in place to {_A_ROW}; write k[t] = k[t] + x, or k[t] += x"
+_WRITES_THROUGH = f"it writes in place to {_A_ROW}; write k[t] += x, k[t, 0] = x for k[t][0] = x, or row = k[t].clone()"
 _RETURNS_IT = f"it returns as its carry {_A_ROW}; return k[t].clone()"
-_TAKES_DATA = f"it takes .data of a tensor, beside {_A_ROW}; write .detach() instead"
+_TAKES_DATA = f"it takes .data of a tensor, beside {_A_ROW}; write row = k[t].clone(), and .detach() for .data"
 _WRITES_BESIDE = (
     f"it writes in place, and has a branch, a scan or a transform in it, beside {_A_ROW}; write "
     "k.index_select(0, t.view(1))[0]"
