@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
@@ -48,6 +51,20 @@ class HonestBatchNorm(TorchFunctionMode):
 
 # `x.data` in a captured graph. Traced as it is, it leaves no node behind, and gradients flow through (torch 2.13).
 DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def without_logged_errors() -> Iterator[None]:
+    """Let no traceback be logged of an operator that raises on tensors that hold no numbers: the error itself is told.
+
+    torch 2.13 logs it before it knows whether anybody catches the error.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 def mend_inductor() -> None:

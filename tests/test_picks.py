@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -287,8 +290,30 @@ def test_it_is_refused_where_a_view_is_not_a_copy(name):
     change, why = MATTERS[name]
     torch._dynamo.reset()
     run = over_a_copy(lambda c, t, x, table: change(c, t, x))
-    with pytest.raises(ScanRefused, match=why):
+    with pytest.raises(ScanRefused, match=rf"cannot be captured at \S+test_picks.py:\d+: .*{re.escape(why)}"):
         nsa_compile.compile(run, nested="eager", cache=False)(numbers(S, D, 2), numbers(S, D, 2))
+
+
+@pytest.mark.parametrize("key", [lambda t: t > 2, lambda t: t.to(torch.uint8)], ids=["bool", "uint8"])
+def test_a_mask_of_one_number_is_called_one(key):
+    torch._dynamo.reset()
+    run = over_a_copy(lambda c, t, x, table: put(c, key(t), x[0]))
+    with pytest.raises(ScanRefused, match="by a mask of one number"):
+        nsa_compile.compile(run, nested="eager", cache=False)(numbers(S, D, 2), numbers(S, D, 2))
+
+
+def test_of_a_wrong_shape_no_traceback_is_logged():
+    torch._dynamo.reset()
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("torch._subclasses.fake_tensor").addHandler(handler)
+    run = over_a_copy(lambda c, t, x, table: put(c, t, x[:-1]))
+    try:
+        with pytest.raises(ScanRefused, match=r"it raises RuntimeError.'expand: "):
+            nsa_compile.compile(run, nested="eager", cache=False)(numbers(S, D, 2), numbers(S, D, 2))
+    finally:
+        logging.getLogger("torch._subclasses.fake_tensor").removeHandler(handler)
+    assert records == []
 
 
 def test_a_write_that_comes_first_in_a_region():

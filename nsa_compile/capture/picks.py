@@ -16,7 +16,7 @@ from torch._dynamo.variables.higher_order_ops import _make_inlined
 from torch._dynamo.variables.lists import SliceVariable, TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-__all__ = ["UNROLLED", "Picks", "asks_for_numbers"]
+__all__ = ["UNROLLED", "Picks", "asks_for_numbers", "is_one_mask"]
 
 UNROLLED = (
     "it reads a number out of a tensor, as k[t] does, where the scan is unrolled, as under a transform of torch.func; "
@@ -66,16 +66,28 @@ class Picks:
 
 def asks_for_numbers(key: Any) -> bool:
     """Whether a key has tensors that Python asks for their numbers, beside slices and such."""
-    parts = [part.realize() for part in (key.items if isinstance(key, TupleVariable) else [key])]
+    parts = _parts(key)
     return any(map(_is_number, parts)) and all(_is_number(part) or _is_plain(part) for part in parts)
 
 
+def is_one_mask(key: Any) -> bool:
+    """Whether a key has a tensor of one number that Python takes for a mask: all rows of it, or none."""
+    return any(_dtype_of_number(part) in (torch.bool, torch.uint8) for part in _parts(key))
+
+
+def _parts(key: Any) -> list[Any]:
+    return [part.realize() for part in (key.items if isinstance(key, TupleVariable) else [key])]
+
+
 def _is_number(part: Any) -> bool:
+    return _dtype_of_number(part) in (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _dtype_of_number(part: Any) -> torch.dtype | None:
     if type(part) is not TensorVariable:
-        return False
+        return None
     x = part.as_proxy().node.meta["example_value"]
-    # An index of bool or uint8 is a mask.
-    return not x.dim() and x.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    return None if x.dim() else x.dtype
 
 
 def _is_plain(part: Any) -> bool:

@@ -107,10 +107,20 @@ def caller_of_scan(tx: Any) -> str | None:
     return None
 
 
-def refusal(place: str, why: str, error: Exception | None = None) -> ScanRefused:
-    """That the step of the scan at `place` cannot be captured, and at which of its lines, where `error` knows."""
-    stack = getattr(error, "real_stack", ())
-    return ScanRefused(f"{cannot_be('captured', place, line_in_step((f.filename, f.lineno) for f in stack))}: {why}")
+def line_of(tx: Any) -> str | None:
+    """`file:line` of the step that Dynamo traces now."""
+    frames = []
+    while tx is not None:
+        frames.append((tx.f_code.co_filename, tx.lineno))
+        tx = getattr(tx, "parent", None)
+    return line_in_step(reversed(frames))
+
+
+def refusal(place: str, why: str, error: Exception | None = None, line: str | None = None) -> ScanRefused:
+    """That the step of the scan at `place` cannot be captured, and at which of its lines, where known."""
+    if line is None:
+        line = line_in_step((frame.filename, frame.lineno) for frame in getattr(error, "real_stack", ()))
+    return ScanRefused(f"{cannot_be('captured', place, line)}: {why}")
 
 
 def cannot_be(what: str, place: str, line: str | None) -> str:
@@ -127,6 +137,12 @@ def line_in_step(frames: Iterable[tuple[str, Any]]) -> str | None:
         elif not file.startswith(TORCH) and file != PICKS:
             found = f"{file}:{line}"
     return found
+
+
+def frames_of(node: fx.Node) -> list[tuple[str, int]]:
+    """The files and lines that Dynamo was in when it traced a node, the innermost last."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return [(file, int(line)) for file, line in found]
 
 
 # Dynamo's class for a Python float whose value has changed between calls.
@@ -146,6 +162,10 @@ ASKS_FOR_STRIDES = (
 READS_GRADIENTS = "it reads .grad, which no tensor has while it runs; give the scan what it is to read"
 FILLS = "it fills a tensor with a number out of another one; write t.expand(size), or torch.zeros(size) + t"
 HOOKS = "it registers a hook on a tensor from outside, anew at each step; register it once, before the scan"
+ONE_MASK = (
+    "it reads or writes by a mask of one number, as x[t > 2] = y, which a tensor of bool or uint8 is; write "
+    "x = torch.where(t > 2, y, x), and x[t.long()] where the number of a row is meant"
+)
 READS_MEMORY = (
     "it calls as_strided(), which reads memory as it lies, and a compiled step has its tensors elsewhere; use views"
 )

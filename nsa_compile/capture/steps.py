@@ -29,7 +29,7 @@ from torch._higher_order_ops.scan import scan_op
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from nsa_compile.capture.picks import UNROLLED, Picks, asks_for_numbers
+from nsa_compile.capture.picks import UNROLLED, Picks, asks_for_numbers, is_one_mask
 from nsa_compile.capture.refusals import (
     ADVANCED,
     ASKS,
@@ -39,18 +39,23 @@ from nsa_compile.capture.refusals import (
     DRAWS_BY_NUMPY,
     FILLS,
     HOOKS,
+    ONE_MASK,
     PLACE,
     READS_GRADIENTS,
     READS_MEMORY,
     TURNS_ON,
     VARYING_NUMBER,
     caller_of_scan,
+    frames_of,
+    line_in_step,
+    line_of,
     refusal,
     why_not_traced,
 )
 from nsa_compile.capture.scans import turns_gradients_on, without_copy
 from nsa_compile.capture.views import why_copies_are_no_views
 from nsa_compile.trees import put_together, taken_apart
+from nsa_compile.workarounds import without_logged_errors
 
 
 def mend_steps() -> None:
@@ -78,7 +83,7 @@ def explain_uncaptured_steps() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         place, drawn = caller_of_scan(tx), len(tx.output.random_calls)
         try:
-            with _capturing(tx) if place else contextlib.nullcontext() as capture:
+            with without_logged_errors(), _capturing(tx) if place else contextlib.nullcontext() as capture:
                 result = original(self, tx, args, kwargs)
         except Exception as error:
             own = isinstance(error, exc.TorchDynamoException)
@@ -98,10 +103,15 @@ def explain_uncaptured_steps() -> None:
                 raise refusal(place, ASKS)
             if not torch.is_grad_enabled() and _turns_gradients_on(scan, body):
                 raise refusal(place, TURNS_ON)
-            if capture is not None and capture.asks_for_strides and (capture.picks.read or _moved(scan, body)):
-                raise refusal(place, ASKS_FOR_STRIDES)
-            if capture is not None and (why := why_copies_are_no_views(scan, body, capture.picks)) is not None:
-                raise refusal(place, why)
+            if (
+                capture is not None
+                and capture.asks_for_strides is not None
+                and (capture.picks.read or _moved(scan, body))
+            ):
+                raise refusal(place, ASKS_FOR_STRIDES, line=capture.asks_for_strides or None)
+            if capture is not None and (found := why_copies_are_no_views(scan, body, capture.picks)) is not None:
+                why, node = found
+                raise refusal(place, why, line=None if node is None else line_in_step(frames_of(node)))
             if _reads_by_strides(scan, body):
                 raise refusal(place, READS_MEMORY)
             body.meta[PLACE] = place
@@ -239,7 +249,7 @@ class _Capture:
     """A scan whose step Dynamo traces now."""
 
     tx: Any  # Dynamo's translator of the function that calls the scan operator
-    asks_for_strides: bool = False
+    asks_for_strides: str | None = None  # where; empty in a step that is torch's own
     picks: Picks = field(default_factory=Picks)
 
 
@@ -285,9 +295,9 @@ def refuse_what_no_step_knows() -> None:
         if str(getattr(variable.value, "__module__", "")).startswith("numpy.random"):
             raise exc.UncapturedHigherOrderOpError(DRAWS_BY_NUMPY)
 
-    def asks_for_strides(*_: Any, **__: Any) -> None:
+    def asks_for_strides(_: Any, tx: Any, *__: Any, **___: Any) -> None:
         for capture in _captures:
-            capture.asks_for_strides = True
+            capture.asks_for_strides = line_of(tx) or ""
 
     def hooks(variable: Any, tx: Any, *_: Any, **__: Any) -> None:
         if variable.source is not None or variable.as_proxy().tracer is not tx.output.current_tracer:
@@ -324,7 +334,11 @@ def let_steps_pick_rows() -> None:
 
     def picks(tx: Any, key: Any) -> Picks | None:
         place = None if _captures or not tx.output.root_tx.one_graph else caller_of_scan(tx)
-        if (not _captures and place is None) or not asks_for_numbers(key):
+        if not _captures and place is None:
+            return None
+        if _captures and is_one_mask(key):
+            raise exc.UncapturedHigherOrderOpError(ONE_MASK)
+        if not asks_for_numbers(key):
             return None
         if place is not None:
             raise refusal(place, UNROLLED)

@@ -42,40 +42,42 @@ _WRITES_TO_WHAT_IS_KEPT = (
 _UNKNOWN = f"it cannot be told whether it writes to {_A_ROW}; write k.index_select(0, t.view(1))[0]"
 
 
-def why_copies_are_no_views(scan: fx.Node, body: fx.GraphModule, picks: Picks) -> str | None:
-    """Why a copy in the captured step of a scan is not as good as the view that it stands for, if so."""
+def why_copies_are_no_views(scan: fx.Node, body: fx.GraphModule, picks: Picks) -> tuple[str, fx.Node | None] | None:
+    """Why a copy in the captured step of a scan is not as good as the view that it stands for, if so, and where."""
     if not picks.read and not body.graph.find_nodes(op="call_function", target=scan_op):
         return None
-    graphs = [graph for graph in body.modules() if isinstance(graph, fx.GraphModule)]
-    if picks.read and any(node.target is DATA for graph in graphs for node in graph.graph.nodes):
-        return _TAKES_DATA  # what is written there is seen by nobody
+    nodes = [node for graph in body.modules() if isinstance(graph, fx.GraphModule) for node in graph.graph.nodes]
+    if picks.read and (data := next((node for node in nodes if node.target is DATA), None)) is not None:
+        return _TAKES_DATA, data  # what is written there is seen by nobody
     replay = _Replay(body, picks)
     try:
         replay.run_on_stand_ins()
     except Exception:
-        return _UNKNOWN if picks.read else None
-    if any(replay.written_after(scan, where) for scan, kept in replay.kept.items() for where in kept):
-        return _WRITES_TO_WHAT_IS_KEPT
+        return (_UNKNOWN, next(iter(picks.read))) if picks.read else None
+    for scan_within, kept in replay.kept.items():
+        if writes := [write for where in kept for write in replay.written_after(scan_within, where)]:
+            return _WRITES_TO_WHAT_IS_KEPT, writes[0]
     if picks.read and any(map(_is_region, body.graph.nodes)):
-        return _WRITES_BESIDE if any(replay.written.values()) else None
+        write = next((node for node, written in replay.written.items() if written), None)
+        return None if write is None else (_WRITES_BESIDE, write)
     carries: Any = body.graph.output_node().args[0]
     returned = {without_copy(x) for x in carries[: len(scan.args[1])]}  # type: ignore[arg-type]
     return next(filter(None, (_why_row_is_no_copy(row, replay, returned) for row in picks.read)), None)
 
 
-def _why_row_is_no_copy(row: fx.Node, replay: _Replay, returned: set[fx.Node]) -> str | None:
+def _why_row_is_no_copy(row: fx.Node, replay: _Replay, returned: set[fx.Node]) -> tuple[str, fx.Node] | None:
     rows, where, picks = replay.views_of(row), memory(replay.env[row]), replay.picks
     if rows & returned:
-        return _RETURNS_IT
+        return _RETURNS_IT, row
     for write in (n for n, written in replay.written.items() if where in written):
         sets = write in picks.written or write.target is operator.setitem
         if sets and write.args[0] not in rows:
             continue  # it reads a row, and then writes
         if write not in picks.updated and rows & set(write.all_input_nodes):
-            return _WRITES_THROUGH
+            return _WRITES_THROUGH, write
     last_use = max((replay.order[user] for node in rows for user in node.users), default=0)
     writes = [write for write in replay.written_after(row, where) if write not in picks.updated]
-    return _WRITES_AFTER if any(replay.order[write] < last_use for write in writes) else None
+    return next(((_WRITES_AFTER, write) for write in writes if replay.order[write] < last_use), None)
 
 
 def _is_region(node: fx.Node) -> bool:

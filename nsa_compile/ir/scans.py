@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_compile import modes
+from nsa_compile.capture.refusals import PICKS, SCANS, frames_of
 from nsa_compile.ir.aten import SHAPED, aten, operand
 from nsa_compile.ir.step_values import StepValue
 
@@ -248,9 +248,6 @@ def name_scans_apart(gm: fx.GraphModule) -> None:
         taken.add(site.node.name)
 
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-
-
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes and all that they are computed from."""
     found: set[fx.Node] = set()
@@ -267,9 +264,8 @@ def location(node: fx.Node) -> str:
     """`file:line` of the user's innermost frame behind a node."""
     if node.op == "placeholder" and "stack_trace" not in node.meta:
         node = next((user for user in node.users if "stack_trace" in user.meta), node)
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    for file, line in reversed(frames):
-        if not file.endswith(("nsa_compile/scanning.py", "nsa_compile/capture/picks.py")):
+    for file, line in reversed(frames_of(node)):
+        if file not in (SCANS, PICKS):
             return f"{file}:{line}"
     return "unknown"
 

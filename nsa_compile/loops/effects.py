@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import datetime
 import io
-import logging
 import random
 import threading
 import types
@@ -22,6 +21,7 @@ import torch
 from nsa_compile.loops.lists import GrowingList
 from nsa_compile.loops.python_numbers import is_of_loop
 from nsa_compile.loops.state import NotFollowed, content_of, write_content
+from nsa_compile.workarounds import without_logged_errors
 
 # What hides its state, and does with it what a call says.
 _HIDDEN: tuple[tuple[Any, str], ...] = (
@@ -112,16 +112,13 @@ def refused_effects() -> Iterator[None]:
     builtins.print, builtins.len, builtins.sum = refuse, length, added
     torch.manual_seed = torch.random.manual_seed = seed  # type: ignore[assignment]
     torch.compile = compiled
-    # Of an error that a step raises, it would log a traceback; the loop as written raises it again.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level, log.level = log.level, logging.CRITICAL
     try:
-        yield
+        with without_logged_errors():  # the loop as written raises them again
+            yield
     finally:
         builtins.print, builtins.len, builtins.sum = own, own_len, own_sum
         torch.manual_seed = torch.random.manual_seed = own_seed
         torch.compile = own_compile
-        log.level = level
         by_numpy = content_of(of_numpy) != drawn_by_numpy
         changed, switched = random.getstate() != drawn or by_numpy, _switches() != switches
         if changed:
