@@ -95,6 +95,10 @@ def _add(boxes: dict[str, Box], same: dict[str, str], name: str, call: str) -> N
         same[name] = read[0]
         return
     same[name] = name
+    written = re.match(r"(\w+)\.\w+_\(", call)
+    if written and written[1] in same:  # in place: what is read of it from now on comes from here
+        old = same[written[1]]
+        same.update({variable: name for variable, box in same.items() if box == old})
     own = "ops.nsa_compile." in call
     boxes[name] = Box(operator, "own" if own else "op", read)
 

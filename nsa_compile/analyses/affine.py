@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile.analyses.batched_operators import HALF, reads_unrounded_number
+from nsa_compile.analyses.masks import side_of_where
 from nsa_compile.ir.aten import (
     ADD,
     COPIED,
@@ -507,8 +508,9 @@ def opened(term: Term, factor: Factor, record: ScanRecord) -> Term | None:
         node.target is aten._to_copy.default and example(args[0]).dtype.is_floating_point
     ):
         return product(1, _read_by(part(args[0]), node))
-    if node.target in MASKED_FILL and args[2] == 0:
-        return product(1, part(args[0]), part(args[1], "false"))
+    if (side := side_of_where(node, record)) is not None and side.constant == 0:
+        where = "false" if side.constant_if_true else "true"
+        return product(1, _read_by(part(side.value), node), part(side.condition, where))
     if node.target is aten.bmm.default and example(args[0]).shape[-1] == 1:
         batch, m, n = axes
         return product(1, Factor(args[0], (batch, m, ())), Factor(args[1], (batch, (), n)))

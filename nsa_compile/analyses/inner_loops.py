@@ -8,6 +8,7 @@ a state that is a matrix) belongs into it, and so does one that enlarges what it
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -100,7 +101,9 @@ class _Border:
         return found
 
     def _needed_inside(self, nodes: Collection[fx.Node]) -> set[fx.Node]:
-        return (ancestors(nodes) & self.dependent) | self.of_group
+        found = (ancestors(nodes) & self.dependent) | self.of_group
+        items = (user for n in found if not isinstance(n.meta.get("val"), torch.Tensor) for user in n.users)
+        return found | {item for item in items if item.target is operator.getitem}  # for what yields several tensors
 
     def _crossing(self, inside: Collection[fx.Node]) -> list[fx.Node]:
         """The values of a loop that are read outside of it."""

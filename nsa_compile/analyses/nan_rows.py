@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from nsa_compile.analyses.facts import Facts, Steps
 from nsa_compile.analyses.masks import side_of_where
 from nsa_compile.ir.aten import ADD, COPIED, DIV, MATMUL, MUL, REARRANGED, SUB, arguments, aten, operand
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
-
-if TYPE_CHECKING:
-    from nsa_compile.analyses.staleness import Facts, Steps
 
 
 @dataclass

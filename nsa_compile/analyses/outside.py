@@ -16,8 +16,9 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from nsa_compile.analyses.facts import CLEAN, FIRST_STEPS, INTERVALS, Facts, Given
 from nsa_compile.analyses.magnitudes import Magnitude, floor_level, measured, unmeasured
-from nsa_compile.analyses.staleness import CLEAN, FIRST_STEPS, INTERVALS, Analysis, Facts, Given
+from nsa_compile.analyses.staleness import Analysis
 from nsa_compile.ir.aten import filled_with
 from nsa_compile.ir.scans import ScanRecord, ScanSite, ancestors, constant_value, example
 from nsa_compile.ir.step_values import Table

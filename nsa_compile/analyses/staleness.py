@@ -1,24 +1,8 @@
 """Following unwritten rows through a step: the proof behind eliminate_guards.
 
 Replace a buffer by its final contents, and at step t the rows written after t hold values of the future: they are
-*stale*. This module follows them through the body, operator by operator. The *loop* is the program as written, the
-*compiled* program the one that finds stale rows; an element e of a value is claimed by `Facts` as follows:
-
-- `ready[e] <= t`: at step t, e is the same in both. Of an element that is not ready nothing is the same, but its
-  magnitude holds in both (`magnitudes`), and so does every other claim;
-- `zero[e] > t`: at step t, e is exactly 0 in both;
-- `fill[e] > t`: at step t, e is at a floor, -inf or about the lowest number, and the same in both;
-- `absorbed[e] > t`: at step t, e is at a floor because something stale was added to one. Its value is the same in both,
-  and its gradient reaches what is stale;
-- `removed[e] > t`: at step t, e is exactly -inf in both;
-- `can_be_true[e] > t`: at step t, e is false in both; `can_be_false` likewise;
-- `blank[e] > t`: at step t, e is exactly 0 in the loop, as a row of zeros is that is not written yet;
-- `surely_true[e]`, an interval of steps: at those, e is true in both; `surely_false` likewise;
-- `surely_kept[e]`, an interval of steps: at those, e is at no floor, so that its magnitude says how large it is.
-
-Each holds a tensor of steps in the element's own layout, with size-1 dimensions where all agree, so that a slice, an
-unfold or a transpose is followed by applying it to the steps themselves. Masks are known at compile time or
-conjunctions with what is, so for each element the first step at which it can be true, or false, is known.
+*stale*. They are followed through the body, operator by operator: `facts` says what is known of an element,
+`staleness_rules` what each operator makes of that.
 
 Two programs with the same values must have the same gradients. A stale element that is ready has a gradient of exactly
 zero as long as it is stale: `where` sets it to zero, and an exact zero that it is multiplied with makes it zero if what
@@ -45,7 +29,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -54,31 +38,47 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from nsa_compile.analyses.facts import (
+    CLEAN,
+    EMPTY,
+    FIRST_STEPS,
+    INTERVALS,
+    Facts,
+    Given,
+    Interval,
+    Steps,
+    both,
+    covers,
+    either,
+    ever,
+    full_rank,
+    intersect,
+    or_zero,
+    shrink,
+    union,
+    unseen_until,
+)
 from nsa_compile.analyses.known import LIMIT
 from nsa_compile.analyses.magnitudes import DATA, Magnitude, Magnitudes, floor_level, unmeasured
 from nsa_compile.analyses.masks import Unrecognised, conjunction
 from nsa_compile.analyses.nan_rows import Readers, sums_over_rows
 from nsa_compile.analyses.selection import keeps_best
 from nsa_compile.analyses.softmax import walk_up
+from nsa_compile.analyses.staleness_rules import (
+    CASTS,
+    FINITE,
+    FINITE_WITHIN_BOUNDS,
+    MAY_BE_INFINITE,
+    MAY_OVERFLOW,
+    MOVEMENT,
+    RULES,
+)
 from nsa_compile.ir.aten import (
-    AND,
-    COMPARISONS,
-    COPIED,
     DIV,
-    JOINED,
     MASKED_FILL,
-    MATMUL,
-    MATMUL_ADD,
-    MUL,
-    NOT,
-    OR,
     PICKED,
     REARRANGED,
     SOFTMAX,
-    SUB,
-    SUMS,
-    WHERE,
-    XOR,
     arguments,
     aten,
     is_inexact,
@@ -87,59 +87,6 @@ from nsa_compile.ir.aten import (
 from nsa_compile.ir.carries import Latest, Recurrent, Rows
 from nsa_compile.ir.scans import ScanRecord, ancestors, example, location, results
 from nsa_compile.ir.step_values import Separable, StepMask, StepValue, Table
-
-Steps = Tensor  # int64, broadcastable to the value's shape
-Interval = tuple[Steps, Steps]  # first and last step; empty where the last is before the first
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of one value; the module says what each field claims. None claims nothing, and 0 for `ready`."""
-
-    ready: Steps | None = None
-    zero: Steps | None = None
-    fill: Steps | None = None
-    removed: Steps | None = None
-    can_be_true: Steps | None = None
-    can_be_false: Steps | None = None
-    blank: Steps | None = None
-    absorbed: Steps | None = None
-    surely_true: Interval | None = None
-    surely_false: Interval | None = None
-    surely_kept: Interval | None = None
-    # Which guards the stale elements come from, and the last place that might have stopped them.
-    sources: frozenset[str] = frozenset()
-    trail: tuple[str, fx.Node] | None = None
-    # Which guards the stale elements came from that met exact zeros on the way here.
-    hollow: frozenset[str] = frozenset()
-
-    @property
-    def stale(self) -> bool:
-        return self.ready is not None
-
-    @property
-    def counted(self) -> Facts:
-        """With floors that absorbed something stale counted as stale."""
-        if self.absorbed is None:
-            return self
-        return replace(self, ready=_union(self.ready, self.absorbed), absorbed=None)
-
-    @property
-    def says_anything(self) -> bool:
-        return any(getattr(self, name) is not None for name in (*FIRST_STEPS, *INTERVALS))
-
-
-@dataclass(frozen=True)
-class Given:
-    """What is known of the inputs of a body as they come from outside; the facts are not of carries."""
-
-    magnitudes: dict[fx.Node, Magnitude | None] = field(default_factory=dict)
-    facts: dict[fx.Node, Facts] = field(default_factory=dict)
-
-
-FIRST_STEPS = ("ready", "zero", "fill", "removed", "can_be_true", "can_be_false", "blank", "absorbed")
-INTERVALS = ("surely_true", "surely_false", "surely_kept")
-CLEAN = Facts()
 
 
 class Analysis:
@@ -262,7 +209,7 @@ class Analysis:
         if not dtype.is_floating_point:
             return Facts(zero=zero)
         kept = value.where(lambda x: ~(x <= floor_level(dtype)))
-        if not _ever(~kept):
+        if not ever(~kept):
             return Facts(zero=zero)
         first_kept, kept_run = kept.run_of(True)
         return Facts(zero=zero, fill=first_kept, surely_kept=kept_run)
@@ -284,7 +231,7 @@ class Analysis:
         return Facts(ready=torch.tensor(self.lost_for_good), sources=sources, trail=trail)
 
     def pointwise(self, node: fx.Node) -> Facts:
-        return self._join([self.of(n) for n in node.all_input_nodes])
+        return self.join([self.of(n) for n in node.all_input_nodes])
 
     def arithmetic(self, node: fx.Node) -> Facts:
         """Of a function of single elements that is finite, in its derivatives too, where its operands are."""
@@ -292,12 +239,12 @@ class Analysis:
             return self.lost(node, MAY_BE_INFINITE)
         return self.pointwise(node)
 
-    def _join(self, inputs: list[Facts]) -> Facts:
+    def join(self, inputs: list[Facts]) -> Facts:
         stale = [f for f in inputs if f.stale or f.absorbed is not None]
         if not stale:
             return CLEAN
-        ready = functools.reduce(_union, (f.ready for f in stale))
-        absorbed = functools.reduce(_union, (f.absorbed for f in stale))
+        ready = functools.reduce(union, (f.ready for f in stale))
+        absorbed = functools.reduce(union, (f.absorbed for f in stale))
         sources = frozenset().union(*(f.sources for f in stale))
         trail = next((f.trail for f in stale if f.trail), None)
         return Facts(ready=ready, absorbed=absorbed, sources=sources, trail=trail)
@@ -358,7 +305,7 @@ class Analysis:
         f, dims = self.of(node.args[0]), arguments(node).dim
         if f.ready is None or f.blank is None or f.absorbed is not None or len(dims or ()) != 1 or not f.ready.dim():
             return None
-        written = _full_rank(_shrink(f.ready), example(operand(node)).dim())
+        written = full_rank(shrink(f.ready), example(operand(node)).dim())
         rows_alone = written.numel() == written.shape[dims[0]]
         return written if rows_alone and bool((f.blank >= f.ready).all()) else None
 
@@ -375,30 +322,30 @@ class Analysis:
     def select(self, node: fx.Node, mask: Any, if_true: Any, if_false: Any) -> Facts:
         """`where(mask, if_true, if_false)`: what a side holds matters only while the mask can take it."""
         m, a, b = self.of(mask), self.raw(if_true), self.raw(if_false)
-        from_true, from_false = _or_zero(m.can_be_true), _or_zero(m.can_be_false)
+        from_true, from_false = or_zero(m.can_be_true), or_zero(m.can_be_false)
         sides = self._hidden(a, from_true, m.surely_false), self._hidden(b, from_false, m.surely_true)
-        facts = replace(self._join([m, *sides]), hollow=sides[0].hollow | sides[1].hollow)
+        facts = replace(self.join([m, *sides]), hollow=sides[0].hollow | sides[1].hollow)
         a_kept, b_kept = self.kept(if_true, node), self.kept(if_false, node)
         facts = replace(
             facts,
-            surely_kept=_either(
-                _intersect(a_kept, b_kept),
-                _either(_intersect(a_kept, m.surely_true), _intersect(b_kept, m.surely_false)),
+            surely_kept=either(
+                intersect(a_kept, b_kept),
+                either(intersect(a_kept, m.surely_true), intersect(b_kept, m.surely_false)),
             ),
         )
         if not m.stale:
             # Where one side is a constant zero, or a constant floor, the result is it as long as the mask forces it.
             facts = replace(
                 facts,
-                zero=_union(
+                zero=union(
                     self._forced(if_false, from_true, a.zero, lambda v: v == 0),
                     self._forced(if_true, from_false, b.zero, lambda v: v == 0),
                 ),
-                fill=_union(
+                fill=union(
                     self._forced(if_false, from_true, a.fill, self._is_floor_of(node)),
                     self._forced(if_true, from_false, b.fill, self._is_floor_of(node)),
                 ),
-                removed=_union(
+                removed=union(
                     self._forced(if_false, from_true, a.removed, lambda v: v == -math.inf),
                     self._forced(if_true, from_false, b.removed, lambda v: v == -math.inf),
                 ),
@@ -408,17 +355,17 @@ class Analysis:
                 if isinstance(side, fx.Node) and example(side).dtype == example(node).dtype:
                     facts = replace(
                         facts,
-                        zero=_union(facts.zero, _both(f.zero, until)),
-                        fill=_union(facts.fill, _both(f.fill, until)),
+                        zero=union(facts.zero, both(f.zero, until)),
+                        fill=union(facts.fill, both(f.fill, until)),
                     )
         if facts.stale and facts.trail is None and isinstance(mask, fx.Node):
             facts = replace(
                 facts, trail=(self._explain_mask(a if a.stale else b, from_true if a.stale else from_false), mask)
             )
-        return self._silence(facts)
+        return self.silence(facts)
 
     def _explain_mask(self, f: Facts, start: Steps) -> str:
-        ready, start = torch.broadcast_tensors(_or_zero(f.ready), start)
+        ready, start = torch.broadcast_tensors(or_zero(f.ready), start)
         worst = int((ready - start).argmax())
         early, late = int(start.flatten()[worst]), int(ready.flatten()[worst])
         return f"this mask lets an element through from step {early} that is written at step {late}"
@@ -427,14 +374,14 @@ class Analysis:
         """Staleness of a value nobody looks at before `start`, nor in an interval of steps: one that may begin where
         the value, until then exactly zero or at a floor, no longer is."""
         unseen, by_zero, by_floor = (
-            _unseen_until(start, exact, while_) for exact in (None, f.zero, _union(f.zero, f.fill))
+            unseen_until(start, exact, while_) for exact in (None, f.zero, union(f.zero, f.fill))
         )
         absorbed = None if f.absorbed is None else torch.where(unseen >= f.absorbed, 0, f.absorbed)
         ready, hollow = f.ready, f.hollow
         if ready is not None:
             if bool(((by_zero >= ready) & (unseen < ready)).any()):
                 hollow = hollow | f.sources
-            absorbed = _union(absorbed, torch.where((by_floor >= ready) & (by_zero < ready), ready, 0))
+            absorbed = union(absorbed, torch.where((by_floor >= ready) & (by_zero < ready), ready, 0))
             ready = torch.where(by_floor >= ready, 0, ready)
         return self._tidy(Facts(ready=ready, absorbed=absorbed, sources=f.sources, trail=f.trail, hollow=hollow))
 
@@ -461,9 +408,9 @@ class Analysis:
             )
         return False
 
-    def _silence(self, f: Facts, *, by_arithmetic: bool = False) -> Facts:
+    def silence(self, f: Facts, *, by_arithmetic: bool = False) -> Facts:
         """An element that is exactly zero, or at a floor, until it is ready is never stale."""
-        until = _union(f.zero, f.fill)
+        until = union(f.zero, f.fill)
         if f.ready is None or until is None:
             return f
         ready = torch.where(until >= f.ready, 0, f.ready)
@@ -488,11 +435,11 @@ class Analysis:
         vector_a, vector_b = len(shape_a) == 1, len(shape_b) == 1
 
         def left(steps: Steps | None) -> Tensor:  # [..., m, k, 1]
-            full = _full_rank(steps, len(shape_a))
+            full = full_rank(steps, len(shape_a))
             return (full[None] if vector_a else full).unsqueeze(-1)
 
         def right(steps: Steps | None) -> Tensor:  # [..., 1, k, n]
-            full = _full_rank(steps, len(shape_b))
+            full = full_rank(steps, len(shape_b))
             return (full[:, None] if vector_b else full).unsqueeze(-3)
 
         ready = torch.maximum(left(fa.ready), right(fb.ready))
@@ -525,7 +472,7 @@ class Analysis:
             if f.ready is None or f.blank is None or not isinstance(operands[other], fx.Node):
                 continue
             shape, others = example(operands[stale]).shape, example(operands[other]).shape
-            ready, blank = (_full_rank(x, len(shape)).expand(shape) for x in (f.ready, f.blank))
+            ready, blank = (full_rank(x, len(shape)).expand(shape) for x in (f.ready, f.blank))
             if len(shape) > 1:  # [..., k]: all that a term is made of must be zero
                 ready, blank = (reduce(-1 if rows[stale] == 0 else -2) for reduce in (ready.amax, blank.amin))
             if not bool((blank >= ready).all()):
@@ -537,10 +484,10 @@ class Analysis:
             stays_nan = self._stays_nan(node, place)
             if stays_nan is not None and not bool((stays_nan & (ready == 0)).any(along).all()):
                 continue  # of a row of NaN nothing would be left
-            zero = self._silence(replace(facts[other], zero=_union(facts[other].zero, ready)))
+            zero = self.silence(replace(facts[other], zero=union(facts[other].zero, ready)))
             if zero.ready is not None and bool((zero.ready > 0).any()):  # beside the rows of zeros, too
                 continue
-            self.hidden[node, place] = _shrink(ready)
+            self.hidden[node, place] = shrink(ready)
             return (f, zero) if stale == 0 else (zero, f)
         return None
 
@@ -706,10 +653,10 @@ class Analysis:
         dim = dim[0] if isinstance(dim, list) else dim
         kept, rank = self.kept(value), example(value).dim()
         if kept is None or not rank:
-            return kept is not None and _covers(kept[0][None], kept[1][None], self.never)
-        low, high = torch.broadcast_tensors(*(_full_rank(end, rank) for end in kept))
+            return kept is not None and covers(kept[0][None], kept[1][None], self.never)
+        low, high = torch.broadcast_tensors(*(full_rank(end, rank) for end in kept))
         low, high = (x.movedim(dim, -1).flatten(0, -2) if rank > 1 else x[None] for x in (low, high))
-        return all(_covers(lo, hi, self.never) for lo, hi in zip(low, high, strict=True))
+        return all(covers(lo, hi, self.never) for lo, hi in zip(low, high, strict=True))
 
     def _keeps_best(self, softmax: fx.Node) -> bool:
         """Whether masks alone make floors, and one of them keeps the best of some blocks."""
@@ -757,10 +704,10 @@ class Analysis:
         changes: dict[str, Any] = {}
         for name in FIRST_STEPS:
             if (steps := getattr(f, name)) is not None:
-                changes[name] = _shrink(steps)
+                changes[name] = shrink(steps)
         for name in INTERVALS:
             if (interval := getattr(f, name)) is not None:
-                changes[name] = (_shrink(interval[0]), _shrink(interval[1]))
+                changes[name] = (shrink(interval[0]), shrink(interval[1]))
         return replace(f, **changes)
 
 
@@ -775,362 +722,6 @@ def with_gradients(graph: fx.Graph) -> set[fx.Node]:
         if not stops_here and (not node.users or not found.isdisjoint(node.users)):
             found.add(node)
     return found
-
-
-def _ever(value: Table | StepMask) -> bool:
-    """Whether a boolean is true anywhere, at any step."""
-    first, _ = value.run_of(True)
-    return bool((first < _steps_of(value)).any())
-
-
-def _steps_of(value: Table | StepMask) -> int:
-    return value.length if isinstance(value, StepMask) else value.values.shape[0]
-
-
-def _covers(low: Tensor, high: Tensor, length: int) -> bool:
-    """Whether closed intervals cover the steps 0 … length − 1."""
-    order = low.argsort()
-    reached = -1
-    for lo, hi in zip(low[order].tolist(), high[order].tolist(), strict=True):
-        if lo > reached + 1:
-            break
-        reached = max(reached, hi)
-    return reached >= length - 1
-
-
-def _or_zero(steps: Steps | None) -> Steps:
-    return torch.tensor(0) if steps is None else steps
-
-
-def _union(a: Steps | None, b: Steps | None) -> Steps | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return torch.maximum(a, b)
-
-
-def _unseen_until(start: Steps, exact: Steps | None, while_: Interval | None) -> Steps:
-    """Until when nobody sees more of a value than what it exactly is: neither before `start`, nor in an interval."""
-    if while_ is None:
-        return start
-    known = start if exact is None else torch.maximum(start, exact)
-    return torch.where(while_[0] <= known, torch.maximum(known, while_[1] + 1), start)
-
-
-def _full_rank(steps: Steps | None, rank: int) -> Steps:
-    value = _or_zero(steps)
-    return value.reshape([1] * (rank - value.dim()) + list(value.shape))
-
-
-def _shrink(steps: Steps) -> Steps:
-    for dim in range(steps.dim()):
-        if steps.shape[dim] > 1:
-            first = steps.narrow(dim, 0, 1)
-            if bool((steps == first).all()):
-                steps = first
-    return steps.clone() if steps.numel() == 1 or any(s == 0 for s in steps.stride()) else steps
-
-
-# -- rules by operator
-
-
-def _and(analysis: Analysis, node: fx.Node) -> Facts:
-    a, b = (analysis.of(x) for x in node.args[:2])
-    if example(node).dtype != torch.bool:
-        return analysis._join([a, b])
-    facts = analysis._join([_decided(a, b.surely_false), _decided(b, a.surely_false)])
-    return replace(
-        facts,
-        can_be_true=_union(a.can_be_true, b.can_be_true),
-        can_be_false=_both(a.can_be_false, b.can_be_false),
-        surely_true=_intersect(a.surely_true, b.surely_true),
-        surely_false=_either(a.surely_false, b.surely_false),
-    )
-
-
-def _or(analysis: Analysis, node: fx.Node) -> Facts:
-    a, b = (analysis.of(x) for x in node.args[:2])
-    if example(node).dtype != torch.bool:
-        return analysis._join([a, b])
-    facts = analysis._join([_decided(a, b.surely_true), _decided(b, a.surely_true)])
-    return replace(
-        facts,
-        can_be_true=_both(a.can_be_true, b.can_be_true),
-        can_be_false=_union(a.can_be_false, b.can_be_false),
-        surely_true=_either(a.surely_true, b.surely_true),
-        surely_false=_intersect(a.surely_false, b.surely_false),
-    )
-
-
-def _decided(facts: Facts, by_other: Interval | None) -> Facts:
-    """One side of a conjunction, or of a disjunction, which is not looked at while the other side decides."""
-    if facts.ready is None or by_other is None:
-        return facts
-    first, last = by_other
-    return replace(facts, ready=torch.where((first <= 0) & (last >= facts.ready - 1), 0, facts.ready))
-
-
-def _both(a: Steps | None, b: Steps | None) -> Steps | None:
-    return None if a is None or b is None else torch.minimum(a, b)
-
-
-def _intersect(a: Interval | None, b: Interval | None) -> Interval | None:
-    return None if a is None or b is None else (torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1]))
-
-
-def _either(a: Interval | None, b: Interval | None) -> Interval | None:
-    """An interval at which one of two conditions surely holds: the longer one, element by element."""
-    if a is None or b is None:
-        return b if a is None else a
-    longer = (a[1] - a[0]) >= (b[1] - b[0])
-    return torch.where(longer, a[0], b[0]), torch.where(longer, a[1], b[1])
-
-
-def _not(analysis: Analysis, node: fx.Node) -> Facts:
-    f = analysis.of(node.args[0])
-    return replace(
-        analysis._join([f]),
-        can_be_true=f.can_be_false,
-        can_be_false=f.can_be_true,
-        surely_true=f.surely_false,
-        surely_false=f.surely_true,
-    )
-
-
-def _mul(analysis: Analysis, node: fx.Node) -> Facts:
-    """Zero times a finite number is zero; -inf times a number above zero is -inf."""
-    a, b = node.args[:2]
-    of_a, of_b = analysis.of(a), analysis.of(b)
-    a_finite, b_finite = analysis.is_finite(a, node), analysis.is_finite(b, node)
-    if (of_a.stale or of_b.stale) and not (a_finite and b_finite):
-        return analysis.lost(node, MAY_BE_INFINITE)
-    zero = _union(
-        _zero_as_factor(analysis, a) if b_finite else None, _zero_as_factor(analysis, b) if a_finite else None
-    )
-    facts = replace(analysis._join([of_a, of_b]), zero=zero)
-    if analysis.magnitudes.found[node] is not None:  # then there are no floors but -inf, on one side alone
-        facts = replace(
-            facts,
-            fill=_union(of_a.fill, of_b.fill),
-            surely_kept=_intersect(analysis.kept(a, node), analysis.kept(b, node)),
-        )
-    return analysis._silence(facts, by_arithmetic=True)
-
-
-def _zero_as_factor(analysis: Analysis, value: Any) -> Steps | None:
-    """Until when a factor is zero; a boolean is while it cannot be true."""
-    facts = analysis.of(value)
-    return facts.can_be_true if isinstance(value, fx.Node) and example(value).dtype == torch.bool else facts.zero
-
-
-def _add(analysis: Analysis, node: fx.Node) -> Facts:
-    """An additive mask: whatever the score, a floor stays what it is. Zero and zero are zero."""
-    a, b = node.args[:2]
-    of_a, of_b = analysis.raw(a), analysis.raw(b)
-    facts = analysis._join([of_a, of_b])
-    if analysis.magnitudes.found[node] is not None:  # then floors absorb what is added, and there is no NaN
-        stale = facts.ready
-        facts = analysis._silence(
-            replace(
-                facts,
-                fill=_union(of_a.fill, of_b.fill),
-                surely_kept=_intersect(analysis.kept(a, node), analysis.kept(b, node)),
-            ),
-            by_arithmetic=True,
-        )
-        if stale is not None and facts.ready is not None:
-            facts = replace(facts, absorbed=_union(facts.absorbed, torch.where(facts.ready < stale, stale, 0)))
-    else:
-        facts = facts.counted
-    finite = math.isfinite(arguments(node).alpha)
-    return replace(facts, zero=_both(of_a.zero, of_b.zero)) if finite else facts
-
-
-# An interval that holds no step.
-EMPTY = (torch.tensor(1), torch.tensor(0))
-MAY_BE_INFINITE = "a row that is not written yet, or what it meets, may be infinite or NaN, and inf * 0 is NaN"
-
-
-def _zero_stays_zero(analysis: Analysis, node: fx.Node) -> Facts:
-    return replace(analysis.arithmetic(node), zero=analysis.of(node.args[0]).zero)
-
-
-def _power(analysis: Analysis, node: fx.Node) -> Facts:
-    """A zero stays one, and has a derivative, under an exponent of 1 or more."""
-    facts, exponent = analysis.plain(node), node.args[1]
-    of_base = analysis.of(node.args[0])
-    keeps = isinstance(exponent, int | float) and exponent >= 1 and not of_base.stale
-    return replace(facts, zero=of_base.zero) if keeps else facts
-
-
-def _removed_becomes_zero(analysis: Analysis, node: fx.Node) -> Facts:
-    """An exponential or a sigmoid of -inf is exactly 0, and so is its derivative."""
-    f = analysis.of(node.args[0])
-    if not f.stale:
-        return CLEAN if f.removed is None else Facts(zero=f.removed)
-    if node.target not in FINITE:
-        return analysis.lost(node, MAY_OVERFLOW.format(node.target))
-    return replace(analysis.arithmetic(node), zero=f.removed)
-
-
-def _div(analysis: Analysis, node: fx.Node) -> Facts:
-    """By a number that is not zero, it is a product. What is divided by something else may be infinite."""
-    value, divisor = node.args[:2]
-    of_value, of_divisor, size = analysis.of(value), analysis.of(divisor), analysis.magnitudes.of(divisor, node)
-    if of_divisor.stale and not analysis.is_finite(value):
-        return analysis.lost(node, MAY_BE_INFINITE)
-    keeps_off_zero = divisor != 0 if isinstance(divisor, int | float) else size is not None and size.least > 0
-    if size is None or size.floors is not None or not keeps_off_zero:
-        stale = of_value.stale or of_divisor.stale
-        return analysis.lost(node, "it divides by what may be zero, and inf * 0 is NaN") if stale else CLEAN
-    return replace(analysis.arithmetic(node), zero=None if of_divisor.stale else of_value.zero)
-
-
-def _where(analysis: Analysis, node: fx.Node) -> Facts:
-    return analysis.select(node, *node.args[:3])
-
-
-def _masked_fill(analysis: Analysis, node: fx.Node) -> Facts:
-    value, mask, fill = node.args
-    return analysis.select(node, mask, fill, value)
-
-
-def _to_copy(analysis: Analysis, node: fx.Node) -> Facts:
-    """A cast keeps zeros and floors; a boolean turned into a number is zero while it is false."""
-    f = analysis.raw(node.args[0])
-    to, source = example(node).dtype, example(operand(node)).dtype
-    if source == torch.bool:
-        number = Facts(ready=f.ready, zero=f.can_be_true, sources=f.sources, trail=f.trail)
-        return f if to == torch.bool else analysis._silence(number)
-    plain = Facts(ready=f.ready, zero=f.zero, blank=f.blank, sources=f.sources, trail=f.trail)
-    if not source.is_floating_point:
-        return plain if to != torch.bool else replace(plain, zero=None)
-    if not to.is_floating_point:
-        return replace(plain, zero=None)
-    return replace(plain, fill=f.fill, removed=f.removed, absorbed=f.absorbed, surely_kept=analysis.kept(node.args[0]))
-
-
-def _compare_with_number(analysis: Analysis, node: fx.Node) -> Facts:
-    """Whether a score is -inf is known as long as it is removed."""
-    facts, removed = analysis.arithmetic(node), analysis.raw(node.args[0]).removed
-    if removed is None or node.args[1] != -math.inf:
-        return facts
-    always = torch.zeros_like(removed), removed - 1
-    if node.target in (aten.eq.Scalar, aten.le.Scalar):
-        return replace(facts, can_be_false=removed, surely_true=always)
-    return replace(facts, can_be_true=removed, surely_false=always)
-
-
-_NORMS = {aten.linalg_vector_norm.default, aten.var.correction}
-_EXTREMES = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
-
-
-def _reduction(analysis: Analysis, node: fx.Node) -> Facts:
-    if node.target in _NORMS and analysis.of(node.args[0]).stale and analysis.magnitudes.found[node] is None:
-        return analysis.lost(node, MAY_BE_INFINITE)
-    if node.target in _EXTREMES and analysis.of(node.args[0]).stale and not analysis.is_finite(node.args[0]):
-        # The gradient is shared among the elements that are the extreme; where that is NaN, there are none.
-        return analysis.lost(node, f"{node.target} may find a NaN, and its gradient is then 0 / 0 in every row")
-    if node.target in SUMS and (written := analysis.zeros_until_written(node)) is not None:
-        analysis.hidden[node, 0] = written  # zeros there, too
-        return CLEAN
-    reduced = vars(arguments(node))
-    return analysis.reduce(node, reduced.get("dim"), reduced.get("keepdim", False))
-
-
-def _matmul(analysis: Analysis, node: fx.Node) -> Facts:
-    return analysis.contraction(node, node.args[0], node.args[1])
-
-
-def _addmm(analysis: Analysis, node: fx.Node) -> Facts:
-    product = analysis.contraction(node, node.args[1], node.args[2])
-    return analysis._join([analysis.of(node.args[0]), product])
-
-
-def _softmax(analysis: Analysis, node: fx.Node) -> Facts:
-    return analysis.softmax(node)
-
-
-def _index_select(analysis: Analysis, node: fx.Node) -> Facts:
-    """index_select and gather: `(value, dim, index)`."""
-    picked = arguments(node)
-    return _picked(analysis, node, picked.self, [(picked.dim % max(1, example(picked.self).dim()), picked.index)])
-
-
-def _index(analysis: Analysis, node: fx.Node) -> Facts:
-    indices = enumerate(arguments(node).indices)
-    return _picked(analysis, node, operand(node), [(dim, i) for dim, i in indices if i is not None])
-
-
-def _picked(analysis: Analysis, node: fx.Node, value: fx.Node, indices: list[tuple[int, fx.Node]]) -> Facts:
-    """Elements picked by index tensors: constants move what is known of them, anything else must be safe to read."""
-    facts = analysis.of(value)
-    if any(analysis.of(i).stale for _, i in indices):
-        return analysis.lost(node, f"{node.target} picks by an index that is itself stale")
-    if not facts.says_anything:
-        return CLEAN
-    if all(i in analysis.record.constant for _, i in indices):
-        return analysis.movement(node)
-    if not facts.stale:
-        return CLEAN
-    if len(indices) == 1 and example(indices[0][1]).dtype != torch.bool:
-        return analysis.known_gather(node, indices[0][0], indices[0][1], value)
-    return analysis.lost(node, f"{node.target} picks elements by several indices or by a mask")
-
-
-def _move(analysis: Analysis, node: fx.Node) -> Facts:
-    return analysis.movement(node) if any(analysis.of(n).says_anything for n in node.all_input_nodes) else CLEAN
-
-
-CASTS = COPIED | {aten._to_copy.default}
-MOVEMENT = REARRANGED | CASTS | PICKED | JOINED | {aten.constant_pad_nd.default}
-
-# Pointwise operators that take finite values to finite values, in their derivatives too. Others, such as exp, may turn
-# a stale row into an infinity, which a later zero does not silence.
-MAY_OVERFLOW = "{} may overflow on a row that is not written yet, and inf * 0 is NaN"
-FINITE = SUB | XOR | COMPARISONS.keys() | {
-    aten.add.Scalar, aten.rsub.Scalar, aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.silu.default,
-    aten.gelu.default, aten.leaky_relu.default, aten.abs.default, aten.sin.default, aten.cos.default,
-    aten.erf.default, aten.sign.default, aten.floor.default, aten.ceil.default, aten.round.default,
-    aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
-    aten.hardtanh.default, aten.softplus.default, aten.elu.default, aten.hardsigmoid.default,
-    aten.mish.default,
-}  # fmt: skip
-
-# The same where the size of what they are given is known to be right: `magnitudes` says so.
-FINITE_WITHIN_BOUNDS = frozenset({
-    aten.pow.Tensor_Scalar, aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default,
-})  # fmt: skip
-
-_BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
-    _and: AND,
-    _or: OR,
-    _not: NOT,
-    _mul: MUL,
-    _add: {aten.add.Tensor},
-    _div: {aten.div.Tensor},
-    _zero_stays_zero: {
-        aten.neg.default, aten.nan_to_num.default, aten.relu.default, aten.leaky_relu.default, aten.gelu.default,
-        aten.silu.default, aten.elu.default, aten.tanh.default, aten.abs.default, aten.sin.default, aten.erf.default,
-        aten.sign.default,
-    },
-    _power: {aten.pow.Tensor_Scalar},
-    _removed_becomes_zero: {aten.exp.default, aten.sigmoid.default},
-    _where: WHERE,
-    _masked_fill: MASKED_FILL,
-    _to_copy: {aten._to_copy.default},
-    _compare_with_number: {aten.eq.Scalar, aten.ne.Scalar, aten.gt.Scalar, aten.le.Scalar},
-    _reduction: {
-        aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.sum.default, aten.mean.default,
-        aten.max.default, aten.min.default, aten.linalg_vector_norm.default, aten.var.correction,
-    },
-    _matmul: MATMUL | {aten.dot.default},
-    _addmm: MATMUL_ADD,
-    _softmax: SOFTMAX,
-    _index_select: {aten.index_select.default, aten.gather.default},
-    _index: {aten.index.Tensor},
-    _move: MOVEMENT - PICKED - {aten._to_copy.default},
-}  # fmt: skip
-RULES = {target: rule for rule, targets in _BY_RULE.items() for target in targets}
 
 
 def analyse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
@@ -128,7 +128,24 @@ class State:
                 kept.append(term)
             else:
                 mixed.append(_with_inner(term, dims, inner, update))
-        return cls(tuple(a for dim in dims for a in dim), dims, kept, mixed, added, inner)
+        return cls(tuple(a for dim in dims for a in dim), dims, _joined(kept), mixed, added, inner)
+
+
+def _joined(terms: list[Term]) -> list[Term]:
+    """Terms of which two that differ in this, where a condition is true and where it is false, are one."""
+    for term in terms:
+        for factor in (f for f in term.factors if f.how == "true"):
+            rest = [f for f in term.factors if f is not factor]
+            other = replace(term, factors=(*rest, replace(factor, how="false")))
+            same = [x for x in terms if replace(x, factors=()) == replace(other, factors=()) and _equal(x, other)]
+            if same:
+                without = [x for x in terms if x is not term and x is not same[0]]
+                return _joined([*without, replace(term, factors=tuple(rest))])
+    return terms
+
+
+def _equal(a: Term, b: Term) -> bool:
+    return len(a.factors) == len(b.factors) and all(f in b.factors for f in a.factors)
 
 
 def _without_sums(term: Term, record: ScanRecord) -> list[Term]:

@@ -120,8 +120,11 @@ def _assign(x, key, value):
         value = value.reshape(value.shape[value.dim() - len(shape) :])
     value = value.to(device=view.device, dtype=view.dtype).expand(shape)
     places = [_at(number, view.shape[dim]) for dim, number in numbers]
+    first, last = dims[0], dims[-1]
     if len(dims) == 1:
-        view.index_copy_(dims[0], places[0], value.unsqueeze(dims[0]))
+        view.index_copy_(first, places[0], value.unsqueeze(first))
+    elif last - first == len(dims) - 1:  # side by side
+        view[(slice(None),) * first + tuple(places)] = value.unsqueeze(first)
     else:
         view.movedim(dims, list(range(len(dims)))).index_put_(tuple(places), value.unsqueeze(0))
 

@@ -223,7 +223,7 @@ _REASONS = (
         ),
         "it reads a number out of a tensor, as k[: t + 1], k[t, [0, 1]], k[int(t)], t.item(), range(t) and `if t > 0` "
         "with a tensor t do; write a mask such as torch.arange(S) <= t, k[t][[0, 1]], k[t, :2] = x, k[t], and "
-        "torch.where(t > 0, a, b) instead",
+        "torch.where(t > 0, a, b) instead, or a Python loop over range(S) under nsa_compile.loop, where t is a number",
     ),
     (
         (ADVANCED,),

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from nsa_compile.analyses.facts import Facts
 from nsa_compile.analyses.outside import given_from_outside
 from nsa_compile.analyses.picked_rows import guard_picks, take_back
-from nsa_compile.analyses.staleness import Analysis, Facts, analyse, explain
+from nsa_compile.analyses.staleness import Analysis, analyse, explain
 from nsa_compile.ir.aten import aten
 from nsa_compile.ir.carries import Rows
 from nsa_compile.ir.rewriting import eliminate_dead_code

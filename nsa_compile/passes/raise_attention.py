@@ -26,6 +26,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.analyses.attention_costs import runs_in_place
+from nsa_compile.analyses.facts import Given
 from nsa_compile.analyses.magnitudes import floor_level
 from nsa_compile.analyses.masks import (
     Mask,
@@ -59,7 +60,7 @@ from nsa_compile.analyses.softmax import (
     walk_down,
     walk_up,
 )
-from nsa_compile.analyses.staleness import Analysis, Given, analyse
+from nsa_compile.analyses.staleness import Analysis, analyse
 from nsa_compile.analyses.weights import weighted_sums
 from nsa_compile.ir.aten import SOFTMAX, arguments, aten, operand
 from nsa_compile.ir.attention import ATTENTION, NAN_ROWS, WEIGHTED, All, AttentionCall, Blocks, Opaque, Window

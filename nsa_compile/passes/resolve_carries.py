@@ -24,8 +24,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile import modes
 from nsa_compile.analyses.carry_parts import split_carries
+from nsa_compile.analyses.joined_rows import join_rows
 from nsa_compile.analyses.joined_values import split_products
 from nsa_compile.analyses.known import evaluate_constants, evaluate_known
+from nsa_compile.analyses.row_writes import join_row_writes, spread_row_sums
 from nsa_compile.analyses.writes import added_row, classify_carries
 from nsa_compile.ir.aten import SPLIT, arguments, aten, operand
 from nsa_compile.ir.lowering import lower_body, lower_graph
@@ -109,7 +111,11 @@ def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
         split_carries(site, lowered)
         found = LoweredSite(site.owner, site.node, lowered)
         _place_carries(found)
-        return lowered, record_of(found)
+        record = record_of(found)
+        if join_rows(found, record):
+            _place_carries(found)
+            record = record_of(found)
+        return lowered, record
 
 
 def _place_carries(site: ScanSite) -> None:
@@ -123,7 +129,9 @@ def record_of(site: ScanSite) -> ScanRecord:
     """What is known of the values of a lowered body, and what its carries are."""
     record = ScanRecord(site.node.name, site.length)
     evaluate_known(site, record)
-    if _write_into_zeros(site, record):
+    _settle_choices(site.body, record)
+    changes = [change(site, record) for change in (_write_into_zeros, join_row_writes, spread_row_sums)]
+    if any(changes):
         record = ScanRecord(site.node.name, site.length)
         evaluate_known(site, record)
     carries, _, _ = site.placeholders()
@@ -131,6 +139,33 @@ def record_of(site: ScanSite) -> ScanRecord:
     with unset_fake_temporarily():
         record.carries = classify_carries(carries, updates, record)
     return record
+
+
+def _settle_choices(body: fx.GraphModule, record: ScanRecord) -> None:
+    """A number that is chosen by what is the same at every step is that number, as `where(t < 0, t + S, t)` is t."""
+    settled = False
+    for node in body.graph.find_nodes(op="call_function", target=aten.where.self):
+        flag, *numbers = node.args
+        if node not in record.known or example(node).numel() != 1 or example(node).is_floating_point():
+            continue
+        with unset_fake_temporarily():
+            flags = record.known[flag].table() if flag in record.known else record.constant[flag]
+            always, never = bool(flags.all()), not bool(flags.any())
+        chosen = numbers[0] if always else numbers[1]
+        if (always or never) and _is_like(chosen, node):
+            node.replace_all_uses_with(chosen)
+            settled = True
+    if settled:
+        eliminate_dead_code(body)
+        alive = set(body.graph.nodes)
+        for values in (record.known, record.constant):
+            for node in values.keys() - alive:
+                del values[node]
+
+
+def _is_like(a: fx.Node, b: fx.Node) -> bool:
+    x, y = example(a), example(b)
+    return (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 
 def _write_into_zeros(site: ScanSite, record: ScanRecord) -> bool:
@@ -167,7 +202,7 @@ def _write_as_scatters(body: fx.GraphModule) -> None:
     """Put writes into views, as in `buffer[:, 2:4] = x`, into the form of one scatter of the new rows.
 
     A copy is the copied value in the shape and dtype of its destination, whose old value it does not read; slices of
-    everything are what they are taken from.
+    everything, and dimensions in the order that they have, are what they are taken from.
     """
     for node in body.graph.nodes:
         if node.target in (aten.fill.Scalar, aten.zero.default):
@@ -182,12 +217,19 @@ def _write_as_scatters(body: fx.GraphModule) -> None:
             if example(new).shape != example(old).shape:
                 new = build(aten.expand.default, new, list(example(old).shape))
             node.replace_all_uses_with(new)
-        elif node.target is aten.slice.Tensor and example(node).shape == example(node.args[0]).shape:
+        elif _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
         elif node.target is aten.slice_scatter.default and example(node).shape == example(node.args[1]).shape:
             node.replace_all_uses_with(_cast_as(example(node), node.args[1], NodeBuilder(body, node)))
     eliminate_dead_code(body)
     body.recompile()
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """Whether it is a slice of everything, or has the dimensions in the order that they had."""
+    if node.target is aten.permute.default:
+        return [dim % example(node).dim() for dim in arguments(node).dims] == list(range(example(node).dim()))
+    return node.target is aten.slice.Tensor and example(node).shape == example(operand(node)).shape
 
 
 def _cast_as(old: Tensor, new: fx.Node, build: NodeBuilder) -> fx.Node:

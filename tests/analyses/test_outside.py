@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import nsa_compile
 from nsa_compile.analyses import outside
-from nsa_compile.analyses.staleness import FIRST_STEPS
+from nsa_compile.analyses.facts import FIRST_STEPS
 from tests.strategies import few
 
 B, D = 2, 4

@@ -19,19 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from nsa_compile.analyses import magnitudes, staleness
+from nsa_compile.analyses import magnitudes, staleness, staleness_rules
+from nsa_compile.analyses.facts import CLEAN, FIRST_STEPS, INTERVALS, Facts
 from nsa_compile.analyses.magnitudes import MAGNITUDES, Magnitude, Magnitudes, floor_level
-from nsa_compile.analyses.staleness import (
-    CASTS,
-    CLEAN,
-    FINITE,
-    FINITE_WITHIN_BOUNDS,
-    MOVEMENT,
-    RULES,
-    Analysis,
-    Facts,
-    with_gradients,
-)  # fmt: skip
+from nsa_compile.analyses.staleness import Analysis, with_gradients
+from nsa_compile.analyses.staleness_rules import CASTS, FINITE, FINITE_WITHIN_BOUNDS, MOVEMENT, RULES  # fmt: skip
 from nsa_compile.ir.aten import PICKED, PLACED, SOFTMAX, arguments, aten
 from nsa_compile.ir.scans import ScanRecord
 from nsa_compile.ir.step_values import Choice, Separable, StepMask, Table
@@ -173,7 +165,7 @@ class Draw:
             removed = (loop == -math.inf) & (compiled == -math.inf)
             claims |= {"fill": self.until(low, at_most=True), "surely_kept": self.run(kept)}
             claims["removed"] = self.until(removed, at_most=True)
-        for name in staleness.FIRST_STEPS[1:] + staleness.INTERVALS:
+        for name in FIRST_STEPS[1:] + INTERVALS:
             if name in claims and self.chance(0.2):
                 claims[name] = None
         claims = {name: self.coarse(name, value) for name, value in claims.items()}
@@ -681,7 +673,7 @@ def _always_kept(self: Analysis, value: Any, like: Any = None) -> Any:
 
 
 def _as_equal(analysis: Analysis, node: Any) -> Facts:
-    facts = staleness._compare_with_number(analysis, node)
+    facts = staleness_rules._compare_with_number(analysis, node)
     return replace(facts, can_be_false=facts.can_be_true, can_be_true=None)
 
 
@@ -689,11 +681,11 @@ FAULTS: dict[str, tuple[Any, str, Any, Any, Any]] = {
     # what is broken: the operator that shows it; the object, its attribute or key, and what takes its place
     "a sum is ready when one element is": (aten.sum.default, "item", RULES, aten.sum.default, _least_ready),
     "a product of matrices is always ready": (aten.mm.default, "item", RULES, aten.mm.default, _clean),
-    "or is and": (aten.bitwise_or.Tensor, "item", RULES, aten.bitwise_or.Tensor, staleness._and),
+    "or is and": (aten.bitwise_or.Tensor, "item", RULES, aten.bitwise_or.Tensor, staleness_rules._and),
     "not keeps what it negates": (aten.logical_not.default, "item", RULES, aten.logical_not.default, _keeps("zero")),
     "a sum is zero where one term is": (aten.add.Tensor, "item", RULES, aten.add.Tensor, _keeps("zero")),
     "padding is zero": (aten.constant_pad_nd.default, "item", RULES, aten.constant_pad_nd.default,
-                        lambda a, n: replace(staleness._move(a, n), zero=torch.tensor(S))),
+                        lambda a, n: replace(staleness_rules._move(a, n), zero=torch.tensor(S))),
     "a logarithm is finite": (aten.log.default, "attribute", staleness, "FINITE", FINITE | {aten.log.default}),
     "a mask keeps scores by itself": (aten.where.ScalarOther, "attribute", Analysis, "kept", _always_kept),
     "zero times infinity is zero": (aten.mul.Tensor, "attribute", Analysis, "is_finite", lambda *_: True),
@@ -703,7 +695,7 @@ FAULTS: dict[str, tuple[Any, str, Any, Any, Any]] = {
     "an exponential of a floor is at most 1": (aten.exp.default, "item", MAGNITUDES, aten.exp.default,
                                                lambda sizes, n: sizes.of(n.args[0]) and Magnitude(1.0, 0.0)),
     "a tangent of -inf is zero": (aten.tanh.default, "item", RULES, aten.tanh.default,
-                                  staleness._removed_becomes_zero),
+                                  staleness_rules._removed_becomes_zero),
     "floors are numbers": (aten.add.Tensor, "item", MAGNITUDES, aten.add.Tensor,
                            lambda sizes, n: magnitudes.join(sizes.of(x, n) for x in n.args[:2])),
     "a quotient is finite": (aten.div.Tensor, "item", MAGNITUDES, aten.div.Tensor, magnitudes._data),

@@ -155,23 +155,77 @@ def moba_by_sdpa(z, q, k, v):
     return over_cache(z, attend, q, k, v)
 
 
+def _moba_by_running_means(add):
+    """`add(means, block, row)` gives the means of blocks with one more row of a block."""
+
+    def run(z, q, k, v):
+        positions, blocks = torch.arange(z.S), torch.arange(z.S // z.block)
+
+        def step(state, token):
+            t, q, k, v = token
+            means, K, V = state
+            means = add(means, t // z.block, k / z.block)
+            K, V = write(K, t, k), write(V, t, v)
+            scores = torch.einsum("bhd,bhnd->bhn", q, means).masked_fill(blocks > t // z.block, -INF)
+            index = scores.masked_fill(blocks == t // z.block, INF).topk(z.top, -1).indices
+            mask = _chosen(index, z.S // z.block).repeat_interleave(z.block, -1) & (positions <= t)
+            return (means, K, V), weigh(score(q, K).masked_fill(~mask, -INF).softmax(-1), V)
+
+        means = k.new_zeros(z.B, z.H, z.S // z.block, z.D)
+        return over_time(step, (means, empty(z, k), empty(z, v)), q, k, v)
+
+    return run
+
+
 @program("moba", "sums of the keys of each block are a carry to which each step adds")
 def moba_with_running_means(z, q, k, v):
-    positions, blocks = torch.arange(z.S), torch.arange(z.S // z.block)
+    def add(means, block, row):
+        return means + (torch.arange(means.shape[2]) == block).to(row.dtype)[:, None] * row[:, :, None]
 
-    def step(state, token):
+    return _moba_by_running_means(add)(z, q, k, v)
+
+
+@program("moba", "means = means.clone(); means[:, :, t // block] += k / block")
+def moba_with_means_in_place(z, q, k, v):
+    def add(means, block, row):
+        means = means.clone()
+        means[:, :, block] += row
+        return means
+
+    return _moba_by_running_means(add)(z, q, k, v)
+
+
+@program("moba", "running means by index_add")
+def moba_with_means_by_index_add(z, q, k, v):
+    return _moba_by_running_means(lambda means, block, row: means.index_add(2, block.view(1), row[:, :, None]))(
+        z, q, k, v
+    )
+
+
+@program("moba", "running means by where(blocks == t // block, means + k / block, means)")
+def moba_with_means_by_where(z, q, k, v):
+    def add(means, block, row):
+        at = (torch.arange(means.shape[2]) == block)[:, None]
+        return torch.where(at, means + row[:, :, None], means)
+
+    return _moba_by_running_means(add)(z, q, k, v)
+
+
+@program("moba", "caches in blocks [B, H, n, block, D]: K[:, :, t // block, t % block] = k")
+def moba_in_blocks(z, q, k, v):
+    positions = torch.arange(z.S)
+
+    def step(cache, token):
         t, q, k, v = token
-        means, K, V = state
-        at = (blocks == t // z.block).to(k.dtype)[:, None]
-        means = means + at * k[:, :, None] / z.block
-        K, V = write(K, t, k), write(V, t, v)
-        scores = torch.einsum("bhd,bhnd->bhn", q, means).masked_fill(blocks > t // z.block, -INF)
-        index = scores.masked_fill(blocks == t // z.block, INF).topk(z.top, -1).indices
+        K, V = cache[0].clone(), cache[1].clone()
+        K[:, :, t // z.block, t % z.block], V[:, :, t // z.block, t % z.block] = k, v
+        index = _moba_scores(z, t, q, K.flatten(2, 3)).topk(z.top, -1).indices
         mask = _chosen(index, z.S // z.block).repeat_interleave(z.block, -1) & (positions <= t)
-        return (means, K, V), weigh(score(q, K).masked_fill(~mask, -INF).softmax(-1), V)
+        s = score(q, K.flatten(2, 3)).masked_fill(~mask, -INF)
+        return (K, V), weigh(s.softmax(-1), V.flatten(2, 3))
 
-    means = k.new_zeros(z.B, z.H, z.S // z.block, z.D)
-    return over_time(step, (means, empty(z, k), empty(z, v)), q, k, v)
+    cache = k.new_zeros(z.B, z.H, z.S // z.block, z.block, z.D)
+    return over_time(step, (cache, cache), q, k, v)
 
 
 @program("moba_of_a_group", "one set for the heads that share keys: scores summed over them")

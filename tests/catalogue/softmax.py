@@ -423,6 +423,16 @@ def written_to_a_clone(z, q, k, v):
     return _causal_by(put)(z, q, k, v)
 
 
+@program("causal", "cache.clone(); cache[:, :, t] = row")
+def written_at_a_number(z, q, k, v):
+    def put(c, t, row):
+        c = c.clone()
+        c[:, :, t] = row
+        return c
+
+    return _causal_by(put)(z, q, k, v)
+
+
 @program("causal", "cache * (1 - one_hot) + one_hot * row")
 def written_by_blend(z, q, k, v):
     def put(c, t, row):

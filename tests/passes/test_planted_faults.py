@@ -14,8 +14,9 @@ from torch import Tensor
 from nsa_compile import scan
 from nsa_compile.analyses import batched_body, scores
 from nsa_compile.analyses.batched_body import apply_at_steps
+from nsa_compile.analyses.facts import CLEAN, Facts
 from nsa_compile.analyses.scores import Mass
-from nsa_compile.analyses.staleness import CLEAN, Analysis, Facts
+from nsa_compile.analyses.staleness import Analysis
 from nsa_compile.ir.aten import aten
 from nsa_compile.ops.scored.program import Instruction, Program
 from nsa_compile.passes import raise_attention

@@ -1,0 +1,171 @@
+"""Writes to a row of a carry, put into the forms that other analyses know.
+
+- A row that is written where it was read is not written. `M[i] += x` of Python adds to the row and then writes it.
+
+      index_copy(M, 0, i, M[i])    ->    M
+
+- A row that is itself written to is one write at two numbers.
+
+      index_copy(K, 0, i, index_copy(K[i], 0, j, k))    ->    index_put(K, [i, j], k)
+
+- What is added to one row is added to all, as zeros but to that one. Sums of the blocks of a sequence, and so their
+  means, are kept so. They are linear in the carry then, which gives them a parallel form.
+
+      M[t // d] += x    ->    M + where(arange(n) == t // d, x, 0)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from nsa_compile.ir.aten import arguments, aten, operand
+from nsa_compile.ir.rewriting import NodeBuilder, constant_node, eliminate_dead_code
+from nsa_compile.ir.scans import ScanRecord, ScanSite, ancestors, example
+
+__all__ = ["is_known_row", "join_row_writes", "spread_row_sums"]
+
+
+def join_row_writes(site: ScanSite, record: ScanRecord) -> bool:
+    """Leave out writes of a row to its own place, and join a write to a row with the write of that row; whether there
+    were any. The numbers of rows are known to be right: nothing else would say that they are not."""
+    changed = False
+    for node in site.body.graph.find_nodes(op="call_function", target=aten.index_copy.default):
+        put: Any = arguments(node)
+        source = _moved_from(put.source)
+        if not example(node).dim() or not is_known_row(put.index, example(node).shape[put.dim], record):
+            continue
+        if _is_row_of(source, put.self, put.dim, put.index):
+            node.replace_all_uses_with(put.self)
+            changed = True
+        elif source.target is aten.index_copy.default and (indices := _numbers_of_both(put, source, record)):
+            values = arguments(source).source
+            joined = NodeBuilder(site.body, node)(aten.index_put.default, put.self, indices, values)
+            node.replace_all_uses_with(joined)
+            changed = True
+    if changed:
+        eliminate_dead_code(site.body)
+    return changed
+
+
+def _numbers_of_both(put: Any, source: fx.Node, record: ScanRecord) -> list[fx.Node | None] | None:
+    """Where a row of `put` and a part of that row lie, whose dimensions are neighbours."""
+    within: Any = arguments(source)
+    rank = example(put.self).dim()
+    first, second = put.dim % rank, within.dim % max(1, rank - 1)
+    is_row = _is_row_of(_moved_from(within.self), put.self, put.dim, put.index)
+    if not is_row or example(within.self).dim() != rank - 1 or second not in (first, first - 1):
+        return None
+    if not is_known_row(within.index, example(within.self).shape[second], record):
+        return None
+    numbers = [put.index, within.index] if second == first else [within.index, put.index]
+    return [*[None] * min(first, second), *numbers]
+
+
+def spread_row_sums(site: ScanSite, record: ScanRecord) -> bool:
+    """Spread what a step adds to a row of a carry, or of what it makes of one, over all rows; whether there was any."""
+    changed, carries = False, set(site.placeholders()[0])
+    for write in list(site.body.graph.nodes):
+        if (found := _row_sum(write)) is None or carries.isdisjoint(ancestors([found.whole])):
+            continue
+        size = example(found.whole).shape[found.dim]
+        if is_known_row(found.number, size, record) and carries.isdisjoint(ancestors([found.number, found.added])):
+            write.replace_all_uses_with(_spread(found, NodeBuilder(site.body, write)))
+            changed = True
+    if changed:
+        eliminate_dead_code(site.body)
+    return changed
+
+
+@dataclass(frozen=True)
+class _RowSum:
+    """`whole[..., number, ...] += added`, along a dimension; of the shape `spread` is the row within the whole."""
+
+    whole: fx.Node
+    dim: int
+    number: fx.Node
+    added: fx.Node
+    total: list[int]  # the shape of the sum
+    spread: list[int]
+
+
+def _row_sum(write: fx.Node) -> _RowSum | None:
+    """What is added to one row of a tensor, if a write does nothing else."""
+    if write.target not in (aten.index_add.default, aten.index_copy.default) or not example(write).dim():
+        return None
+    put: Any = arguments(write)
+    dim, shape = put.dim % example(write).dim(), list(example(put.source).shape)
+    if example(put.index).numel() != 1:
+        return None
+    if write.target is aten.index_add.default:
+        found = _RowSum(put.self, dim, put.index, put.source, shape, shape) if put.alpha == 1 else None
+    else:
+        total = _moved_from(put.source)
+        if (added := _added_to_row(total, put)) is None:
+            return None
+        found = _RowSum(put.self, dim, put.index, added, list(example(total).shape), shape)
+    return found if found is not None and example(found.added).dtype == example(write).dtype else None
+
+
+def _added_to_row(total: fx.Node, put: Any) -> fx.Node | None:
+    """The other term of a sum of which one is the row that a write replaces."""
+    if total.target is not aten.add.Tensor or arguments(total).alpha != 1:
+        return None
+    for old, added in (total.args[:2], total.args[1::-1]):
+        if not isinstance(old, fx.Node) or not isinstance(added, fx.Node) or example(old).shape != example(total).shape:
+            continue
+        if _is_row_of(_moved_from(old), put.self, put.dim, put.index):
+            return added
+    return None
+
+
+def _is_row_of(read: fx.Node, x: fx.Node, dim: int, number: fx.Node) -> bool:
+    """Whether it is the one row of a tensor that has a number, along a dimension."""
+    if read.target is not aten.index_select.default or operand(read) is not x or example(number).numel() != 1:
+        return False
+    picked: Any = arguments(read)
+    return (picked.dim - dim) % example(x).dim() == 0 and _computed_alike(picked.index, number)
+
+
+def _moved_from(node: fx.Node) -> fx.Node:
+    """What has the same elements in the same order, in other dimensions."""
+    while node.target in _SAME_ORDER and example(node).numel() == example(operand(node)).numel():
+        node = operand(node)
+    return node
+
+
+# Where the number of elements stays.
+_SAME_ORDER = {
+    aten.squeeze.dim, aten.unsqueeze.default, aten.reshape.default, aten.expand.default, aten.select.int,
+}  # fmt: skip
+
+
+def _computed_alike(a: Any, b: Any) -> bool:
+    """Whether two values are the same, as the same operators made them of the same values."""
+    if a is b or not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+        return bool(a is b or a == b)
+    if a.op != "call_function" or (a.target, len(a.args), a.kwargs) != (b.target, len(b.args), b.kwargs):
+        return False
+    return all(map(_computed_alike, a.args, b.args))
+
+
+def is_known_row(number: fx.Node, size: int, record: ScanRecord) -> bool:
+    """Whether the number of a row is known at each step, and that of one that there is."""
+    if example(number).dtype == torch.bool:
+        return False  # a mask
+    with unset_fake_temporarily():
+        numbers = record.known[number].table() if number in record.known else record.constant.get(number)
+        return numbers is not None and bool(((numbers >= 0) & (numbers < size)).all())
+
+
+def _spread(found: _RowSum, build: NodeBuilder) -> fx.Node:
+    shape = example(found.whole).shape
+    rows = constant_node(build, torch.arange(shape[found.dim]), example(found.whole).device)
+    here = build(aten.eq.Tensor, rows, build(aten.reshape.default, found.number, [1]))
+    here = build(aten.reshape.default, here, [-1 if d == found.dim else 1 for d in range(len(shape))])
+    added = build(aten.reshape.default, build(aten.expand.default, found.added, found.total), found.spread)
+    return build(aten.add.Tensor, found.whole, build(aten.where.ScalarOther, here, added, 0))
