@@ -42,7 +42,7 @@ from nsa_compile.program.functional import WriteBack, left_to_write, make_functi
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
 from nsa_compile.program.states import check_state, cloned, describe_difference, differing, tensors_of
-from nsa_compile.workarounds import let_views_of_outputs_keep_their_bases, mend_inductor
+from nsa_compile.workarounds import as_function, let_views_of_outputs_keep_their_bases, mend_inductor
 
 mend_dynamo()
 
@@ -305,7 +305,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
 def _rewritten(gm: fx.GraphModule, options: Options, inputs: Sequence[Any]) -> Callable[..., Any]:
     """The program that the passes make of a captured graph, run operator by operator."""
     _, written = optimize(gm, options, inputs)
-    return written.around(gm.forward)
+    return written.around(as_function(gm))
 
 
 def optimize(
@@ -363,7 +363,7 @@ def compile_nested(
     if nested == "eager":
         if nvtx:
             markers.insert(gm, "forward")
-        return gm.forward
+        return as_function(gm)
     from torch._dynamo.backends.registry import lookup_backend
 
     let_views_of_outputs_keep_their_bases()
@@ -448,7 +448,7 @@ def _compile_step(direction: fx.GraphModule, inputs: Sequence[Tensor]) -> Callab
     except Exception as error:
         why = first_line(error)
         log.warning("the step of a loop runs operator by operator, as Inductor cannot compile it: %s", why)
-        return direction.forward
+        return as_function(direction)
 
 
 def _part_kept_programs(gm: fx.GraphModule) -> None:

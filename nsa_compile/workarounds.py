@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import TorchFunctionMode
 
 
@@ -65,6 +66,13 @@ def without_logged_errors() -> Iterator[None]:
         yield
     finally:
         log.disabled = was
+
+
+def as_function(graph: fx.GraphModule) -> Callable[..., Any]:
+    """A graph to be called. As a module, it would be shown to the hooks that somebody registered for all modules."""
+    _LazyGraphModule.force_recompile(graph)  # else its `forward` calls the module (torch 2.13)
+    run: Callable[..., Any] = graph.forward
+    return run
 
 
 def mend_inductor() -> None:

@@ -112,6 +112,8 @@ def _weights(value: StepValue | None, dim: int, size: int) -> tuple[np.ndarray, 
     table = value.narrowed().values
     if table.dim() <= -dim or table.numel() != len(table) * table.shape[dim]:
         return None
+    if not size:
+        return None
     rows = table.reshape(len(table), -1).expand(-1, size)
     factor, counts = rows[:, 0], (rows != 0).sum(1)
     is_first = torch.arange(rows.shape[1]) < counts[:, None]

@@ -31,7 +31,7 @@ def classify_carries(carries: Sequence[fx.Node], updates: Sequence[fx.Node], rec
         try:
             kinds.append(classify_carry(carry, update, record))
         except Declined as declined:
-            kinds.append(Recurrent((place,), declined))
+            kinds.append(Recurrent((place,), declined.afresh()))
     needs = needed_carries(carries, updates, kinds)
     for place, kind in enumerate(kinds):
         if place in needs[place] and not isinstance(kind, Invariant | Known):

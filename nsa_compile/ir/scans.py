@@ -4,11 +4,12 @@ record on them."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, fx
@@ -43,6 +44,10 @@ class Declined(Exception):
         self.reason = reason
         self.op = "scan" if node is None else str(node.target)
         self.location = "unknown" if node is None else location(node)
+
+    def afresh(self) -> Self:
+        """One that was not raised, to be kept: a traceback keeps alive all frames down to those that call the model."""
+        return copy.copy(self)
 
 
 @dataclass(frozen=True)

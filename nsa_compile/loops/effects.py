@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.nn.utils import parametrize
 
 from nsa_compile.loops.lists import GrowingList
 from nsa_compile.loops.python_numbers import is_of_loop
@@ -113,7 +114,7 @@ def refused_effects() -> Iterator[None]:
     torch.manual_seed = torch.random.manual_seed = seed  # type: ignore[assignment]
     torch.compile = compiled
     try:
-        with without_logged_errors():  # the loop as written raises them again
+        with without_logged_errors(), _own_parametrizations():  # the loop as written raises them again
             yield
     finally:
         builtins.print, builtins.len, builtins.sum = own, own_len, own_sum
@@ -131,6 +132,17 @@ def refused_effects() -> Iterator[None]:
         raise NotFollowed("it draws random numbers, once for all steps that share a trace; draw them before the loop")
     if switched:
         raise NotFollowed("it leaves gradients, or the default dtype, switched to something else")
+
+
+@contextlib.contextmanager
+def _own_parametrizations() -> Iterator[None]:
+    """What a trace makes of parametrized modules within `parametrize.cached()` is no weight for anybody else."""
+    held = parametrize._cache
+    parametrize._cache = dict(held)
+    try:
+        yield
+    finally:
+        parametrize._cache = held
 
 
 def _switches() -> tuple[bool, torch.dtype]:

@@ -120,7 +120,7 @@ def plan_recurrences(site: ScanSite, record: ScanRecord) -> list[Recurrence]:
             raise Declined(why, site.outputs()[0][group[0]])
     loops = {g: loop for g, loop in needed.items() if not isinstance(record.parallel.get(g), Recurrence)}
     if loops and not leaves_something_outside(site, record, list(loops.values())):
-        raise record.why_loop(next(iter(loops)))
+        raise record.why_loop(next(iter(loops))).afresh()
     return [AsLoop(loops[g]) if g in loops else record.parallel[g] for g in groups]
 
 
@@ -139,7 +139,8 @@ def trace_batched(
         Declined: nothing has been changed then.
     """
     n_init, n_xs = len(site.init), len(site.xs)
-    constants, sums = known_constants(record), running_rows(record, site.body)
+    with declined_if_it_fails("the step cannot be batched", site.node):
+        constants, sums = known_constants(record), running_rows(record, site.body)
 
     def batched(*inputs: Tensor) -> list[Tensor]:
         init, xs, additional = inputs[:n_init], inputs[n_init : n_init + n_xs], inputs[n_init + n_xs :]

@@ -45,7 +45,7 @@ def parallelize_recurrences(gm: fx.GraphModule, context: PassContext) -> bool:
             except Declined as why:
                 if isinstance(record.why_loop(group), IsRecurrence):
                     why.reason = f"the recurrence has no parallel form: {why.reason}"
-                    record.parallel[group] = why
+                    record.parallel[group] = why.afresh()
                     changed = True
                 continue
             record.parallel[group] = form

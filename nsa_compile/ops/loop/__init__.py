@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from nsa_compile import modes
 from nsa_compile.ops.loop.step import Layout, LoopNotTraced, StepGraphs, trace_step
+from nsa_compile.workarounds import as_function
 
 __all__ = ["Compiler", "LoopNotTraced", "Program", "program", "register", "run_loop"]
 
@@ -85,7 +86,7 @@ class Program:
     ) -> Callable[..., Sequence[Tensor]]:
         """What runs a direction of a step on inputs laid out as these."""
         if self.compiler is None or not self.compiles(step):
-            return direction.forward
+            return as_function(direction)
         key = direction, tuple(map(Layout.of, inputs))
         with _compiling:
             if key not in self._compiled:
@@ -234,7 +235,7 @@ def _run(first: Tensor, rest: Sequence[Tensor], program: str, differentiable: Se
     step = known.graphs(differentiable)
     with _as_called_by_itself():
         init, xs, additional = known.split([x.resolve_neg() for x in (first, *rest)])
-        fixed = step.before(*additional)
+        fixed = as_function(step.before)(*additional)
         carries: Sequence[Tensor] = [x.contiguous() for x in init]
         n = len(carries)
         stacks = [layout.rows(known.length) for layout in (*step.ys, *step.kept)]
@@ -281,7 +282,7 @@ def loop_backward(
         # What a compiled step reads lies in memory as it is.
         gradients, kept, read = ([x.resolve_neg() for x in some] for some in (gradients, kept, read))
         xs, additional = read[: len(step.rows_read)], read[len(step.rows_read) :][: len(step.additional_read)]
-        fixed = step.before_backward(*additional)
+        fixed = as_function(step.before_backward)(*additional)
         of_carry = {place: i for i, place in enumerate(step.gradients) if place < n}
         carried = [i for i in step.tangents if i < n]
         compiled, run = known.compiles(step), None
