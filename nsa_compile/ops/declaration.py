@@ -17,7 +17,22 @@ from nsa_compile.ops import flops
 from nsa_compile.ops.dispatch import choose_kernel
 from nsa_compile.ops.tiles import compute_dtype
 
-__all__ = ["declare_operator"]
+__all__ = ["declare_operator", "refuse_second_derivatives"]
+
+
+def refuse_second_derivatives(backward: CustomOpDef, of: str) -> None:
+    """Let a backward operator say in one line that nobody differentiates it.
+
+    An operator's refusal lies on every way back to its inputs. `once_differentiable` puts its own beside them:
+    `torch.autograd.grad` walks past it, and leaves the second derivatives out (torch 2.13).
+    """
+
+    def refuse(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            f"{of} has no second derivatives; take them of the function as written, without compiling it"
+        )
+
+    backward.register_autograd(refuse)
 
 
 def _forward(kernel: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
@@ -97,6 +112,7 @@ def declare_operator(
         return (*gradients, *(None for _ in range(own_tensors)), *(None for _ in ctx.own))
 
     attention.register_autograd(differentiate, setup_context=save)
+    refuse_second_derivatives(attention_backward, "compiled attention")
     _register_vmap(attention, 3 + own_tensors)
     _register_vmap(attention_backward, 7 + own_tensors)
 

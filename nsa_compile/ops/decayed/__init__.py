@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from nsa_compile.ops import cpp
+from nsa_compile.ops.declaration import refuse_second_derivatives
 from nsa_compile.ops.dispatch import KERNELS
 
 __all__ = ["decay_products", "decayed_scores", "takes"]
@@ -117,14 +118,8 @@ def _differentiate_products(ctx: Any, of_up_to: Tensor, of_after: Tensor) -> Ten
 _decay_products.register_autograd(_differentiate_products, setup_context=_save_products)
 
 
-def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
-    raise RuntimeError(
-        "a recurrence in parallel has no second derivatives; take them of the function as written, without compiling it"
-    )
-
-
-_decayed_scores_backward.register_autograd(_refuse_second_derivatives)
-_decay_products_backward.register_autograd(_refuse_second_derivatives)
+refuse_second_derivatives(_decayed_scores_backward, "a recurrence in parallel")
+refuse_second_derivatives(_decay_products_backward, "a recurrence in parallel")
 
 
 @register_flop_formula(torch.ops.nsa_compile.decayed_scores)

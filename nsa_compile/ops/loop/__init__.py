@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile import modes
+from nsa_compile.ops.declaration import refuse_second_derivatives
 from nsa_compile.ops.loop.step import Layout, LoopNotTraced, StepGraphs, trace_step
 from nsa_compile.workarounds import as_function
 
@@ -323,13 +324,7 @@ def loop_backward(
         return [results[i] for i in range(len(step.gradients))]
 
 
-@loop_backward.register_autograd
-def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
-    """An operator's refusal lies on every way back to its inputs. `once_differentiable` puts its own beside them:
-    `torch.autograd.grad` walks past it, and leaves the second derivatives of the loop out (torch 2.13)."""
-    raise RuntimeError(
-        "a scan that stays a loop has no second derivatives; take them of the function as written, without compiling it"
-    )
+refuse_second_derivatives(loop_backward, "a scan that stays a loop")
 
 
 def _refuse_batched_gradients(*_: Any) -> Any:

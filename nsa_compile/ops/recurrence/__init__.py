@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_compile.ops.declaration import refuse_second_derivatives
 from nsa_compile.ops.recurrence import portable
 
 __all__ = ["KINDS", "matrix_recurrence", "recurrence", "turning_recurrence", "unit_lower_inverse"]
@@ -195,11 +196,5 @@ def _differentiate_inverse(ctx: Any, gradient: Tensor) -> Tensor:
 _unit_lower_inverse.register_autograd(_differentiate_inverse, setup_context=_save_inverse)
 
 
-def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
-    raise RuntimeError(
-        "a recurrence in parallel has no second derivatives; take them of the function as written, without compiling it"
-    )
-
-
-_recurrence_backward.register_autograd(_refuse_second_derivatives)
-_matrix_recurrence_backward.register_autograd(_refuse_second_derivatives)
+refuse_second_derivatives(_recurrence_backward, "a recurrence in parallel")
+refuse_second_derivatives(_matrix_recurrence_backward, "a recurrence in parallel")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from nsa_compile.ops import cpp, flops
+from nsa_compile.ops.declaration import refuse_second_derivatives
 from nsa_compile.ops.dispatch import Kernel, choose_kernel, register_kernel
 from nsa_compile.ops.scored.program import derivative, parse
 from nsa_compile.ops.tiles import compute_dtype
@@ -198,6 +199,7 @@ def _is_bool(x: Tensor) -> bool:
 
 
 scored_attention.register_autograd(_differentiate, setup_context=_save)
+refuse_second_derivatives(scored_attention_backward, "compiled attention")
 
 
 # -- without a softmax
@@ -259,6 +261,7 @@ def _differentiate_sum(ctx: Any, grad_out: Tensor) -> tuple:
 
 
 weighted_sum.register_autograd(_differentiate_sum, setup_context=_save_sum)
+refuse_second_derivatives(weighted_sum_backward, "a compiled sum of values")
 
 
 # -- the keys with the largest scores
