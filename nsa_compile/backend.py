@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from nsa_compile import cache, inductor_files, modes
@@ -37,6 +36,7 @@ from nsa_compile.passes.skinny_products import SKINNY
 from nsa_compile.program.aliases import hand_on_originals
 from nsa_compile.program.checks import check_after_loops
 from nsa_compile.program.constants import Guarded, mark_constants, marked
+from nsa_compile.program.derivatives import with_derivatives_refused
 from nsa_compile.program.first_call import FirstCall
 from nsa_compile.program.functional import WriteBack, left_to_write, make_functional, with_stand_ins
 from nsa_compile.program.loops import keep_loops
@@ -258,23 +258,7 @@ def nsa_compile_backend(
         _explained.append(report)
     if captured is not None:
         run = FirstCall(captured, run, chosen, _rewritten, lambda line: setattr(report, "first_call", line))
-    return _refusing_tangents(run) if report.scans or report.attention or _has_few_rows(gm) else run
-
-
-def _refusing_tangents(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Operators without a forward derivative drop it without a word (torch 2.13)."""
-
-    def refusing(*inputs: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            for x in inputs:
-                if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-                    raise ScanNotCompiled(
-                        "what is compiled has no derivatives in forward mode, and an input of it is a dual tensor; "
-                        "call the function as written, without compiling it"
-                    )
-        return run(*inputs)
-
-    return refusing
+    return with_derivatives_refused(run) if report.scans or report.attention or _has_few_rows(gm) else run
 
 
 def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

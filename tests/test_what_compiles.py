@@ -19,6 +19,7 @@ import pickle
 import random
 import re
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -2028,3 +2029,73 @@ def test_what_a_captured_step_cannot_follow_is_refused_in_one_line():
     torch.testing.assert_close(fast(x := rows(), 0.5), scaled(x, 0.5))
     with pytest.raises(RuntimeError, match="it reads a Python float that is another one from call to call"):
         fast(x, 0.25)
+
+
+@pytest.mark.parametrize("nested", ["aot_eager", "eager"])
+@pytest.mark.parametrize("function", [tanhs, lambda x: average(x)[1], lambda x: attention(x)[1]])
+@pytest.mark.parametrize("inner", [False, True])
+def test_second_derivatives_are_refused_and_no_zeros(function, nested, inner):
+    """AOTAutograd's own refusal lies on the way to inputs that it saves alone: a Hessian of a sum was zero."""
+    torch._dynamo.reset()
+    compiled = nsa_compile.compile(function, nested=nested)
+    x = rows().requires_grad_()
+
+    def loss(x):
+        return compiled(x.sin() if inner else x).square().sum()
+
+    with pytest.raises(RuntimeError, match="has no second derivatives; take them of the function as written"):
+        torch.autograd.functional.hvp(loss, x, torch.ones_like(x))
+    (first,) = torch.autograd.grad(loss(x), x)
+    torch.testing.assert_close(first, torch.autograd.grad(function(x.sin() if inner else x).square().sum(), x)[0])
+
+
+def test_a_result_keeps_no_input_in_memory():
+    torch._dynamo.reset()
+    compiled = nsa_compile.compile(lambda x: average(x)[1].sum(), nested="aot_eager")
+    leaf = rows().requires_grad_()
+    given = leaf.sin()
+    memory, result = weakref.ref(given), compiled(given)
+    result.backward()
+    del given
+    assert memory() is None
+    assert result.requires_grad
+
+
+FRAMES = {
+    "a loop": tanhs,
+    "a recurrence in parallel": lambda x: average(x)[1],
+    "attention": lambda x: attention(x)[1],
+    "a loop within a batched step": lambda x: scan(
+        lambda c, row: ((c + row).tanh(), (c @ row) * row.sin()), torch.zeros_like(x[0]), x
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_no_frame_of_the_caller_is_kept(name):
+    """Why a carry is no buffer was kept with its traceback, and so everything that its frames held."""
+
+    def called(compiled):
+        of_the_caller, x = torch.zeros(3), rows().requires_grad_()
+        compiled(x).sum().backward()
+        return weakref.ref(of_the_caller), weakref.ref(x)
+
+    torch._dynamo.reset()
+    compiled = nsa_compile.compile(FRAMES[name], nested="eager", cache=False)
+    alive = called(compiled)
+    gc.collect()
+    assert [x() for x in alive] == [None, None]
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_hooks_of_all_modules_see_no_graph(name):
+    torch._dynamo.reset()
+    x, seen = rows().requires_grad_(), []
+    compiled = nsa_compile.compile(FRAMES[name], nested="eager", cache=False)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, given, out: seen.append(module))
+    try:
+        for _ in range(2):
+            torch.autograd.grad(compiled(x).sum(), x)
+    finally:
+        handle.remove()
+    assert seen == []

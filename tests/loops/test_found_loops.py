@@ -22,6 +22,8 @@ import weakref
 import numpy
 import pytest
 import torch
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
@@ -1154,3 +1156,35 @@ def test_a_lambda_whose_line_is_half_a_statement():
     for made in (lambda x: x, lambda x: -x):
         with pytest.raises(LoopDeclined, match="it is no function with a def statement"):
             loop(made)
+
+
+def test_weights_that_are_cached_around_a_loop():
+    """A trace left its stand-in for the weight behind."""
+    layer = weight_norm(torch.nn.Linear(D, D))
+
+    def run(x):
+        h = torch.zeros(D)
+        for t in range(len(x)):
+            h = torch.tanh(layer(h) + x[t])
+        return h
+
+    x, looped = torch.randn(S, D), loop(run, nested="eager", cache=False)
+    with parametrize.cached():
+        torch.testing.assert_close(looped(x), run(x))
+    with parametrize.cached():
+        torch.testing.assert_close(looped(x), run(x))
+    assert nsa_compile.last_report() is not None
+
+
+def test_a_cache_of_no_rows_at_the_only_step():
+    def run(x):
+        h, rows = x.sum(0), x[:0]
+        for t in range(len(x)):
+            if t > 0:
+                continue
+            h = h * 0.5 + (rows @ x[t]).softmax(0) @ rows
+            rows = torch.cat([rows[1:], x[t][None]])
+        return h
+
+    x = torch.randn(S, D)
+    torch.testing.assert_close(loop(run, nested="eager", cache=False)(x), run(x))
