@@ -427,7 +427,8 @@ def _compile_step(direction: fx.GraphModule, inputs: Sequence[Tensor]) -> Callab
     try:
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with torch.no_grad(), tracing(TracingContext(mode)):
-            stand_ins = [mode.from_tensor(x, static_shapes=True) for x in inputs]
+            with mode:  # made anew: of one tensor given twice, AOTAutograd would read the first alone ever after
+                stand_ins = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             return compile_nested(copy.deepcopy(direction), stand_ins, "inductor")
     except Exception as error:
         why = first_line(error)

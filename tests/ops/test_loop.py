@@ -164,6 +164,31 @@ def test_compiled_steps_equal_their_loops(compiled_steps):
     assert len(compiled_steps) == 6  # both directions of two loops, twice; one reads nothing that lies differently
 
 
+def test_a_step_that_is_compiled_with_one_tensor_twice_reads_both():
+    """It was compiled as a function of one: AOTAutograd leaves out an input that is given twice."""
+    step = backend._compile_step(fx.symbolic_trace(lambda a, b: [a * 2 + b]), [x := torch.ones(3), x])
+    torch.testing.assert_close(step(x, torch.zeros(3)), [torch.full((3,), 2.0)])
+
+
+def test_gradients_of_two_carries_that_begin_as_one(compiled_steps):
+    """Nobody reads what the last step leaves, so that the gradients of both are the same zeros."""
+
+    def run(a, b):
+        def step(carry, row):
+            c, h = carry
+            c = row[1] * c + (row[0] + h).tanh()
+            return (c, c.tanh()), c
+
+        return scan(step, (a.new_zeros(4),) * 2, (a, b))[1]
+
+    torch._dynamo.reset()
+    a, b = (torch.rand(6, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = torch.randn(6, 4, dtype=torch.float64)
+    results = [torch.autograd.grad((f(a, b) * weights).sum(), (a, b)) for f in (nsa_compile.compile(run), run)]
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+    assert len(compiled_steps) == 2
+
+
 def test_a_carry_may_leave_a_compiled_step_transposed():
     body = fx.symbolic_trace(lambda c, row: [torch.tanh(c * 0.5 + row).t(), c.sum(0)])
     c, rows = torch.randn(3, 3), torch.randn(4, 3)
