@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa_compile.loops.numbers import Number
@@ -74,11 +75,14 @@ def merge(exploration: Exploration) -> Merged:
                 outside.append(x)
             found[ref] = Source(("outside", number_of[id(x)]))
         sources.append(found)
-        nodes = _laid_beside(nodes, number, _alive(trace), trace, exploration)
+        ops = _alive(trace)
+        nodes = _laid_beside(nodes, number, [op for op in ops if not _is_copy(op)], trace, exploration)
         for node in nodes:
             if number in node.ops:
                 for place, ref in enumerate(node.ops[number].outs):
                     found.setdefault(ref, Source(node, place))
+        for op in filter(_is_copy, ops):
+            found.setdefault(op.outs[0], found[op.args[0]])
     return Merged(exploration, nodes, sources, outside)
 
 
@@ -106,14 +110,28 @@ def _alive(trace: Trace) -> list[Op]:
     return ops[::-1]
 
 
+def _is_copy(op: Op) -> bool:
+    """Whether it is a copy, which one way makes where strides ask for it and another one does not."""
+    return op.func is torch.ops.aten.clone.default and not op.no_grad
+
+
+def _key(op: Op) -> Any:
+    """Where in the program an operator runs; which of the views that a shape is changed by depends on strides."""
+    name, place = op.key
+    return ("view" if op.func in _VIEWS else name), place
+
+
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
+
+
 def _laid_beside(nodes: list[Node], way: int, ops: list[Op], trace: Trace, exploration: Exploration) -> list[Node]:
     """Join the operators of one more way to the nodes so far, in the order of both."""
     keyed = {}
-    for at, node in enumerate(_numbered(n.any.key for n in nodes)):
+    for at, node in enumerate(_numbered(_key(n.any) for n in nodes)):
         keyed[node] = at
     pairs: list[tuple[int, int]] = []
     last = -1
-    for j, key in enumerate(_numbered(op.key for op in ops)):
+    for j, key in enumerate(_numbered(map(_key, ops))):
         at = keyed.get(key, -1)
         if at > last and _fit(nodes[at], ops[j], trace, exploration):
             pairs.append((at, j))
