@@ -548,7 +548,7 @@ MAGNITUDES: dict[Any, Rule] = {
     aten.elu.default: _elu,
     aten.hardsigmoid.default: _between(0.0, 1.0),
     **dict.fromkeys((aten.relu.default, aten.abs.default, aten.softplus.default), _non_negative),
-    **dict.fromkeys((aten.cumsum.default, aten._log_softmax.default), _data),
+    **dict.fromkeys((aten.cumsum.default, aten._log_softmax.default, aten.log_sigmoid_forward.default), _data),
     aten.exp.default: _exponential,
     aten.linalg_vector_norm.default: _norm,
     aten.var.correction: _variance,

@@ -8,6 +8,10 @@
 
       index_copy(K, 0, i, index_copy(K[i], 0, j, k))    ->    index_put(K, [i, j], k)
 
+- Writes of one row that are chosen between by what is known, or that are made at some steps alone, are one write.
+
+      where(f, index_copy(K, 0, i, k), K)    ->    where((arange(n) == i) & f, k, K)
+
 - What is added to one row is added to all, as zeros but to that one. Sums of the blocks of a sequence, and so their
   means, are kept so. They are linear in the carry then, which gives them a parallel form.
 
@@ -27,7 +31,7 @@ from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node, eliminate_dead_code
 from nsa_compile.ir.scans import ScanRecord, ScanSite, ancestors, example
 
-__all__ = ["is_known_row", "join_row_writes", "spread_row_sums"]
+__all__ = ["is_known_row", "join_row_writes", "merge_chosen_writes", "spread_row_sums"]
 
 
 def join_row_writes(site: ScanSite, record: ScanRecord) -> bool:
@@ -64,6 +68,93 @@ def _numbers_of_both(put: Any, source: fx.Node, record: ScanRecord) -> list[fx.N
         return None
     numbers = [put.index, within.index] if second == first else [within.index, put.index]
     return [*[None] * min(first, second), *numbers]
+
+
+def merge_chosen_writes(site: ScanSite, record: ScanRecord) -> bool:
+    """Make one write of those of a carry's rows that are chosen between; whether there were any."""
+    changed = False
+    for carry, update in zip(site.placeholders()[0], site.outputs()[0], strict=True):
+        node = operand(update) if update.target is aten.clone.default else update
+        if node.target is not aten.where.self or (found := _chosen(node, carry, record)) is None:
+            continue
+        if len(dims := {write.dim for write in found.writes()}) == 1:
+            build, dim = NodeBuilder(site.body, node), dims.pop()
+            flag, number, row = found.joined(build)
+            here = _is_row(carry, dim, number, flag if isinstance(flag, fx.Node) else None, build)
+            node.replace_all_uses_with(build(aten.where.self, here, row, carry))
+            changed = True
+    if changed:
+        eliminate_dead_code(site.body)
+    return changed
+
+
+# Whether a row is written, its number, and the row.
+Made = tuple["fx.Node | bool", Any, Any]
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A row of a carry replaced, or, without a number, none."""
+
+    dim: int = 0
+    number: fx.Node | None = None
+    row: fx.Node | None = None
+
+    def writes(self) -> list[_Write]:
+        return [] if self.number is None else [self]
+
+    def joined(self, build: NodeBuilder) -> Made:
+        return self.number is not None, self.number, self.row
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """One of two writes, by a condition that is known at each step."""
+
+    flag: fx.Node
+    sides: tuple[_Write | _Chosen, _Write | _Chosen]
+
+    def writes(self) -> list[_Write]:
+        return [write for side in self.sides for write in side.writes()]
+
+    def joined(self, build: NodeBuilder) -> Made:
+        (flag, *mine), (other_flag, *others) = (side.joined(build) for side in self.sides)
+        number, row = (self._one(*pair, build) for pair in zip(mine, others, strict=True))
+        return self._either(flag, other_flag, build), number, row
+
+    def _one(self, a: Any, b: Any, build: NodeBuilder) -> Any:
+        if a is None or b is None:
+            return b if a is None else a
+        same = _computed_alike(_moved_from(a), _moved_from(b)) and example(a).shape == example(b).shape
+        return a if same else build(aten.where.self, self.flag, a, b)
+
+    def _either(self, a: fx.Node | bool, b: fx.Node | bool, build: NodeBuilder) -> fx.Node | bool:
+        if isinstance(a, bool) and isinstance(b, bool):
+            if a == b:
+                return a
+            return self.flag if a else build(aten.bitwise_not.default, self.flag)
+        a, b = (build(aten.full_like.default, self.flag, x) if isinstance(x, bool) else x for x in (a, b))
+        return build(aten.where.self, self.flag, a, b)
+
+
+def _chosen(node: fx.Node, carry: fx.Node, record: ScanRecord) -> _Write | _Chosen | None:
+    if node is carry:
+        return _Write()
+    if node.target is aten.index_copy.default:
+        put: Any = arguments(node)
+        if put.self is not carry or example(put.index).numel() != 1 or not example(carry).dim():
+            return None
+        dim = put.dim % example(carry).dim()
+        known = is_known_row(put.index, example(carry).shape[dim], record)
+        return _Write(dim, put.index, put.source) if known else None
+    if node.target is not aten.where.self or example(operand(node)).numel() != 1:
+        return None
+    flag, *sides = node.args
+    found = [_chosen(side, carry, record) for side in sides]  # type: ignore[arg-type]
+    is_known = flag in record.known or flag in record.constant
+    if not is_known or any(side is None for side in found):
+        return None
+    return _Chosen(flag, tuple(found))  # type: ignore[arg-type]
 
 
 def spread_row_sums(site: ScanSite, record: ScanRecord) -> bool:
@@ -133,9 +224,13 @@ def _is_row_of(read: fx.Node, x: fx.Node, dim: int, number: fx.Node) -> bool:
 
 def _moved_from(node: fx.Node) -> fx.Node:
     """What has the same elements in the same order, in other dimensions."""
-    while node.target in _SAME_ORDER and example(node).numel() == example(operand(node)).numel():
-        node = operand(node)
-    return node
+    while True:
+        if node.target in (aten.cat.default, aten.stack.default) and len(node.args[0]) == 1:  # type: ignore[arg-type]
+            node = node.args[0][0]  # type: ignore[index, assignment]
+        elif node.target in _SAME_ORDER and example(node).numel() == example(operand(node)).numel():
+            node = operand(node)
+        else:
+            return node
 
 
 # Where the number of elements stays.
@@ -163,9 +258,16 @@ def is_known_row(number: fx.Node, size: int, record: ScanRecord) -> bool:
 
 
 def _spread(found: _RowSum, build: NodeBuilder) -> fx.Node:
-    shape = example(found.whole).shape
-    rows = constant_node(build, torch.arange(shape[found.dim]), example(found.whole).device)
-    here = build(aten.eq.Tensor, rows, build(aten.reshape.default, found.number, [1]))
-    here = build(aten.reshape.default, here, [-1 if d == found.dim else 1 for d in range(len(shape))])
+    here = _is_row(found.whole, found.dim, found.number, None, build)
     added = build(aten.reshape.default, build(aten.expand.default, found.added, found.total), found.spread)
     return build(aten.add.Tensor, found.whole, build(aten.where.ScalarOther, here, added, 0))
+
+
+def _is_row(x: fx.Node, dim: int, number: fx.Node, flag: fx.Node | None, build: NodeBuilder) -> fx.Node:
+    """Which rows of a tensor along a dimension have a number, where a flag is set; as a mask of the tensor."""
+    shape = example(x).shape
+    rows = constant_node(build, torch.arange(shape[dim]), example(x).device)
+    here = build(aten.eq.Tensor, rows, build(aten.reshape.default, number, [1]))
+    if flag is not None:
+        here = build(aten.bitwise_and.Tensor, here, build(aten.reshape.default, flag, [1]))
+    return build(aten.reshape.default, here, [-1 if d == dim else 1 for d in range(len(shape))])

@@ -563,6 +563,7 @@ CASES: dict[Any, list[Case]] = {
     operator.getitem: [unary()],
     A.cumsum.default: [unary(1)],
     A._log_softmax.default: [unary(1, False)],
+    A.log_sigmoid_forward.default: [replace(unary(), item=0)],
     A.logsumexp.default: [unary([1]), unary([0], True)],
     A.exp.default: [unary()],
     A.linalg_vector_norm.default: [unary(2.0, [1]), unary(1.0, [1]), unary(0.0)],

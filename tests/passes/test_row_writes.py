@@ -223,6 +223,45 @@ def test_drawn_writes_are_their_loops(data):
     compared(over_a_carry(write, read, shape, draw(st.sampled_from([0.0, 0.5])), steps), steps)
 
 
+def at_some_steps(c, t, x):
+    """A list that is appended to, as a loop keeps it: another row at every second step."""
+    return torch.where(t % 2 == 0, c.index_copy(1, (t // 2).view(1), x[:, None]), c)
+
+
+def by_turns(c, t, x):
+    first = c.index_copy(1, (t // 2).view(1), x[:, None])
+    return torch.where(t % 2 == 0, first, c.index_copy(1, (t // 2 + P * B // 2).view(1), x[:, None] * 2))
+
+
+CHOSEN = {
+    "at some steps": at_some_steps,
+    "by turns": by_turns,
+    "not at some steps": lambda c, t, x: torch.where(t % 3 == 0, c, c.index_copy(1, (t // 2).view(1), x[:, None])),
+    "the first by itself": lambda c, t, x: torch.where(
+        t == 0, c.index_copy(1, torch.arange(1), x[:, None] * 3), at_some_steps(c, t, x)),
+    "two conditions": lambda c, t, x: torch.where(t > 2, at_some_steps(c, t, x), c),
+    "twice the same": lambda c, t, x: torch.where(t > 2, at_some_steps(c, t, x), at_some_steps(c, t, x)),
+}  # fmt: skip
+CHOSEN_LEFT = {
+    "by data": lambda c, t, x: torch.where(x.sum() > 0, c.index_copy(1, t.view(1), x[:, None]), c),
+    "of another tensor": lambda c, t, x: torch.where(t > 2, c.index_copy(1, t.view(1), x[:, None]), c * 0.5),
+    "of two dimensions": lambda c, t, x: torch.where(
+        t < 2, c.index_copy(1, t.view(1), x[:, None]), c.index_copy(0, t.view(1) % H, x[:1, None].expand(-1, S, D))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_writes_that_are_chosen_between_are_one(name):
+    scan = compared(over_a_carry(CHOSEN[name], scores, shape=(H, S, D), first=0.5))
+    assert scan.batched
+    assert scan.carries == ["Rows"]
+
+
+@pytest.mark.parametrize("name", CHOSEN_LEFT)
+def test_other_choices_are_their_loops(name):
+    compared(over_a_carry(CHOSEN_LEFT[name], scores, shape=(H, S, D), first=0.5))
+
+
 NUMBERS = row_writes._numbers_of_both
 
 
@@ -238,6 +277,8 @@ FAULTS = {
                             lambda: test_a_number_beyond_the_rows_is_an_error("a place, once")),
     "any row is the one": (row_writes, "_is_row_of", lambda *_: True,
                            lambda: test_other_changes_of_a_row_are_their_loops("of another row")),
+    "a row is written at all steps": (row_writes._Chosen, "_either", lambda *_: True,
+                                      lambda: test_writes_that_are_chosen_between_are_one("not at some steps")),
     "any sum is of the carry's row": (row_writes, "_computed_alike", lambda *_: True,
                                       lambda: compared(over_a_carry(neighbour, scores, (H, P, D), 0.5))),
 }  # fmt: skip

@@ -195,3 +195,14 @@ def _triangle(body: Body, a: Any) -> Val:
         raise NotFollowed("takes a triangle whose diagonal changes from step to step")
     zero = frozenset(z for z in value.zero if z < rank - 2)
     return Val(body.emit(a.func, value.node, a.diagonal), value.dims, zero)
+
+
+@rule(aten.log_sigmoid_forward.default)
+def _log_sigmoid(body: Body, a: Any) -> list[Val]:
+    node = body.emit(a.func, a.self.node)
+    kept = body.item(node, 1)  # for the backward pass; on some devices it is nothing
+    shape = kept.meta["example_value"].shape
+    return [
+        Val(body.item(node, 0), a.self.dims),
+        Val(kept, a.self.dims if shape == a.self.example.shape else tuple(shape)),
+    ]
