@@ -96,7 +96,8 @@ def measured(x: Tensor) -> Magnitude | None:
     if x.numel() == 0:
         return Magnitude(0.0, 0.0)
     if x.dtype.is_complex:
-        return None
+        parts = measured(torch.view_as_real(x.resolve_conj()))
+        return None if parts is None or parts.floors is not None else Magnitude(parts.bound)
     return _measured(x, floor_level(x.dtype) if x.dtype.is_floating_point else -math.inf)
 
 
@@ -165,9 +166,10 @@ class Magnitudes:
         if node in self.record.known:
             return _of_known(self.record.known[node])
         value = node.meta.get("example_value", node.meta.get("val"))
-        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
+        if isinstance(value, Tensor) and not value.dtype.is_floating_point and not value.is_complex():
             return _of_integers(value.dtype)
-        rule = MAGNITUDES.get(node.target)
+        rules = _OF_COMPLEX if any(map(_is_complex, (node, *node.all_input_nodes))) else MAGNITUDES
+        rule = rules.get(node.target)
         return None if rule is None or node.op != "call_function" else rule(self, node)
 
     def is_known(self, value: Any) -> bool:
@@ -186,7 +188,7 @@ class Magnitudes:
 def unmeasured(node: fx.Node) -> Magnitude | None:
     """Of what is given at run time."""
     dtype = example(node).dtype
-    return DATA if dtype.is_floating_point else _of_integers(dtype)
+    return DATA if dtype.is_floating_point or dtype.is_complex else _of_integers(dtype)
 
 
 def _of_known(value: StepValue | Tensor) -> Magnitude | None:
@@ -557,6 +559,28 @@ MAGNITUDES: dict[Any, Rule] = {
     **dict.fromkeys((aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default, aten.log.default), _above_zero),
     **dict.fromkeys((aten.native_layer_norm.default, aten.native_group_norm.default), _normalised),
 }  # fmt: skip
+
+
+def _is_complex(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_complex()
+
+
+def _ordinary(sizes: Magnitudes, node: Any) -> Magnitude | None:
+    """Arithmetic of complex numbers whose parts are ordinary ones."""
+    inputs = [sizes.of(x, node) for x in node.args if isinstance(x, fx.Node | int | float)]
+    ordinary = ordinary_bound(example(node).dtype.to_real())
+    plain = all(m is not None and m.floors is None and not ordinary < m.bound < math.inf for m in inputs)
+    return DATA if plain else None
+
+
+# Where complex numbers go in or come out: rotations. The magnitude of one is that of its parts.
+_OF_COMPLEX: dict[Any, Rule] = {
+    **dict.fromkeys(_MOVED | {operator.getitem, aten.view_as_real.default}, _moved),
+    **dict.fromkeys(
+        ADD | SUB | MUL | {aten.neg.default, aten.complex.default, aten.polar.default, aten._conj.default}, _ordinary
+    ),
+}
 
 # Operators whose derivatives are zeros and ones: smooth whatever their operands are.
 _LINEAR = _MOVED | PLACED | SORTED | WHERE | MASKED_FILL | {

@@ -13,9 +13,10 @@
       where(f, index_copy(K, 0, i, k), K)    ->    where((arange(n) == i) & f, k, K)
 
 - What is added to one row is added to all, as zeros but to that one. Sums of the blocks of a sequence, and so their
-  means, are kept so. They are linear in the carry then, which gives them a parallel form.
+  means, are kept so. They are linear in the carry then, which gives them a parallel form. So have extremes of blocks.
 
-      M[t // d] += x    ->    M + where(arange(n) == t // d, x, 0)
+      M[t // d] += x                        ->    M + where(arange(n) == t // d, x, 0)
+      M[t // d] = maximum(M[t // d], x)     ->    where(arange(n) == t // d, maximum(M, x), M)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node, eliminate_dead_code
 from nsa_compile.ir.scans import ScanRecord, ScanSite, ancestors, example
 
-__all__ = ["is_known_row", "join_row_writes", "merge_chosen_writes", "spread_row_sums"]
+__all__ = ["is_known_row", "join_row_writes", "merge_chosen_writes", "spread_row_updates"]
 
 
 def join_row_writes(site: ScanSite, record: ScanRecord) -> bool:
@@ -157,11 +158,11 @@ def _chosen(node: fx.Node, carry: fx.Node, record: ScanRecord) -> _Write | _Chos
     return _Chosen(flag, tuple(found))  # type: ignore[arg-type]
 
 
-def spread_row_sums(site: ScanSite, record: ScanRecord) -> bool:
-    """Spread what a step adds to a row of a carry, or of what it makes of one, over all rows; whether there was any."""
+def spread_row_updates(site: ScanSite, record: ScanRecord) -> bool:
+    """Spread what a row of a carry, or of what is made of one, is combined with over all rows; whether any was."""
     changed, carries = False, set(site.placeholders()[0])
     for write in list(site.body.graph.nodes):
-        if (found := _row_sum(write)) is None or carries.isdisjoint(ancestors([found.whole])):
+        if (found := _row_update(write)) is None or carries.isdisjoint(ancestors([found.whole])):
             continue
         size = example(found.whole).shape[found.dim]
         if is_known_row(found.number, size, record) and carries.isdisjoint(ancestors([found.number, found.added])):
@@ -173,8 +174,9 @@ def spread_row_sums(site: ScanSite, record: ScanRecord) -> bool:
 
 
 @dataclass(frozen=True)
-class _RowSum:
-    """`whole[..., number, ...] += added`, along a dimension; of the shape `spread` is the row within the whole."""
+class _RowUpdate:
+    """`whole[..., number, ...] = by(whole[..., number, ...], added)`, along a dimension; of the shape `spread` is the
+    row within the whole."""
 
     whole: fx.Node
     dim: int
@@ -182,10 +184,11 @@ class _RowSum:
     added: fx.Node
     total: list[int]  # the shape of the sum
     spread: list[int]
+    by: Any = aten.add.Tensor
 
 
-def _row_sum(write: fx.Node) -> _RowSum | None:
-    """What is added to one row of a tensor, if a write does nothing else."""
+def _row_update(write: fx.Node) -> _RowUpdate | None:
+    """What one row of a tensor is combined with, if a write does nothing else."""
     if write.target not in (aten.index_add.default, aten.index_copy.default) or not example(write).dim():
         return None
     put: Any = arguments(write)
@@ -193,18 +196,18 @@ def _row_sum(write: fx.Node) -> _RowSum | None:
     if example(put.index).numel() != 1:
         return None
     if write.target is aten.index_add.default:
-        found = _RowSum(put.self, dim, put.index, put.source, shape, shape) if put.alpha == 1 else None
+        found = _RowUpdate(put.self, dim, put.index, put.source, shape, shape) if put.alpha == 1 else None
     else:
         total = _moved_from(put.source)
-        if (added := _added_to_row(total, put)) is None:
+        if (added := _other_operand(total, put)) is None:
             return None
-        found = _RowSum(put.self, dim, put.index, added, list(example(total).shape), shape)
+        found = _RowUpdate(put.self, dim, put.index, added, list(example(total).shape), shape, total.target)
     return found if found is not None and example(found.added).dtype == example(write).dtype else None
 
 
-def _added_to_row(total: fx.Node, put: Any) -> fx.Node | None:
-    """The other term of a sum of which one is the row that a write replaces."""
-    if total.target is not aten.add.Tensor or arguments(total).alpha != 1:
+def _other_operand(total: fx.Node, put: Any) -> fx.Node | None:
+    """What the row that a write replaces is combined with: the other operand of a sum, a maximum or a minimum."""
+    if total.target not in _COMBINED or total.kwargs or len(total.args) > 2:
         return None
     for old, added in (total.args[:2], total.args[1::-1]):
         if not isinstance(old, fx.Node) or not isinstance(added, fx.Node) or example(old).shape != example(total).shape:
@@ -212,6 +215,9 @@ def _added_to_row(total: fx.Node, put: Any) -> fx.Node | None:
         if _is_row_of(_moved_from(old), put.self, put.dim, put.index):
             return added
     return None
+
+
+_COMBINED = (aten.add.Tensor, aten.maximum.default, aten.minimum.default)
 
 
 def _is_row_of(read: fx.Node, x: fx.Node, dim: int, number: fx.Node) -> bool:
@@ -257,10 +263,12 @@ def is_known_row(number: fx.Node, size: int, record: ScanRecord) -> bool:
         return numbers is not None and bool(((numbers >= 0) & (numbers < size)).all())
 
 
-def _spread(found: _RowSum, build: NodeBuilder) -> fx.Node:
+def _spread(found: _RowUpdate, build: NodeBuilder) -> fx.Node:
     here = _is_row(found.whole, found.dim, found.number, None, build)
     added = build(aten.reshape.default, build(aten.expand.default, found.added, found.total), found.spread)
-    return build(aten.add.Tensor, found.whole, build(aten.where.ScalarOther, here, added, 0))
+    if found.by is aten.add.Tensor:
+        return build(aten.add.Tensor, found.whole, build(aten.where.ScalarOther, here, added, 0))
+    return build(aten.where.self, here, build(found.by, found.whole, added), found.whole)
 
 
 def _is_row(x: fx.Node, dim: int, number: fx.Node, flag: fx.Node | None, build: NodeBuilder) -> fx.Node:

@@ -27,7 +27,7 @@ from nsa_compile.analyses.carry_parts import split_carries
 from nsa_compile.analyses.joined_rows import join_rows
 from nsa_compile.analyses.joined_values import split_products
 from nsa_compile.analyses.known import evaluate_constants, evaluate_known
-from nsa_compile.analyses.row_writes import join_row_writes, merge_chosen_writes, spread_row_sums
+from nsa_compile.analyses.row_writes import join_row_writes, merge_chosen_writes, spread_row_updates
 from nsa_compile.analyses.writes import added_row, classify_carries
 from nsa_compile.ir.aten import SPLIT, arguments, aten, operand
 from nsa_compile.ir.lowering import lower_body, lower_graph
@@ -131,7 +131,7 @@ def record_of(site: ScanSite) -> ScanRecord:
     evaluate_known(site, record)
     _settle_choices(site.body, record)
     changes = [
-        change(site, record) for change in (_write_into_zeros, join_row_writes, merge_chosen_writes, spread_row_sums)
+        change(site, record) for change in (_write_into_zeros, join_row_writes, merge_chosen_writes, spread_row_updates)
     ]
     if any(changes):
         record = ScanRecord(site.node.name, site.length)
@@ -189,7 +189,7 @@ def _write_into_zeros(site: ScanSite, record: ScanRecord) -> bool:
     return changed
 
 
-_IN_OTHER_FORMS = (_write_into_zeros, join_row_writes, merge_chosen_writes, spread_row_sums)
+_IN_OTHER_FORMS = (_write_into_zeros, join_row_writes, merge_chosen_writes, spread_row_updates)
 
 
 @dataclass

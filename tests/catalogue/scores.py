@@ -215,6 +215,23 @@ def rope_of_the_cache(z, q, k, v):
     return over_cache(z, attend, q, k, v)
 
 
+@program("rope", "by products of complex numbers: view_as_complex(x) * polar(1, angle)")
+def rope_by_complex_numbers(z, q, k, v):
+    def turned(x, t):
+        half = x.shape[-1] // 2
+        angle = t * 100.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+        pairs = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1))
+        return torch.cat(torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).unbind(-1), -1)
+
+    def step(cache, token):
+        t, q, k, v = token
+        K, V = write(cache[0], t, turned(k, t)), write(cache[1], t, v)
+        s = score(turned(q, t), K).masked_fill(torch.arange(z.S) > t, -torch.inf)
+        return (K, V), weigh(s.softmax(-1), V)
+
+    return over_time(step, (empty(z, k), empty(z, v)), q, k, v)
+
+
 @program("rope", "cosines and sines are rows of tables")
 def rope_by_rows(z, q, k, v):
     half = z.D // 2

@@ -141,6 +141,7 @@ VERDICTS = {
     "temperature_of_a_token/temperature_of_a_token": ("scored_attention", "operator"),
     "rope/rope_before": ("window_attention", "operator"),
     "rope/rope_in_the_step": ("window_attention", "operator"),
+    "rope/rope_by_complex_numbers": ("window_attention", "operator"),
     "rope/rope_of_the_cache": ("window_attention", "operator"),
     "rope/rope_by_rows": ("window_attention", "operator"),
     "two_products/two_products": ("scored_attention", "operator"),

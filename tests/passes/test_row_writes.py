@@ -163,13 +163,17 @@ SUMS = {
     "the same row again": lambda c, t, x: c.index_add(1, (t * 0 + 2).view(1), x[:, None]),
     "a read of the row beside": lambda c, t, x: added(c, t, x * 2) * 1,
 }  # fmt: skip
+EXTREMES = {
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "the other way round": lambda row, x: torch.maximum(x, row),
+}
 SUMS_LEFT = {
     "-=": subtracted,
     "index_add of several": lambda c, t, x: c.index_add(1, torch.stack([t // B, t // B]), x[:, None].expand(H, 2, D)),
     "index_add of a multiple": lambda c, t, x: c.index_add(1, (t // B).view(1), x[:, None], alpha=2),
     "of the carry": lambda c, t, x: c.index_add(1, (t // B).view(1), c[:, :1] * 0.5),
     "of another row": lambda c, t, x: c.index_copy(1, (t // B).view(1), c[:, 3:] * 0.5 + x[:, None]),
-    "a maximum": lambda c, t, x: torch.where((torch.arange(P) == t // B)[:, None], c.maximum(x[:, None]), c),
 }  # fmt: skip
 
 
@@ -181,6 +185,17 @@ def scores(c, t, q):
 @pytest.mark.parametrize("name", SUMS)
 def test_a_row_that_is_added_to_is_a_sum(name):
     scan = compared(over_a_carry(SUMS[name], scores, shape=(H, P, D), first=0.5))
+    assert scan.batched
+    assert scan.carries == ["Recurrent"]
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes_of_the_rows_of_blocks(name):
+    def write(c, t, x):
+        number = (t // B).view(1)  # of a view that is overwritten, eager mode gives no gradient
+        return c.index_copy(1, number, EXTREMES[name](c.index_select(1, number), x[:, None]))
+
+    scan = compared(over_a_carry(write, scores, shape=(H, P, D), first=0.5))
     assert scan.batched
     assert scan.carries == ["Recurrent"]
 
