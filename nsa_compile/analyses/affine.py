@@ -162,14 +162,14 @@ class Affine:
             axes = axes_of(node)
             return [Term(1, None, None, (Factor(node, axes),), axes)]
         if not isinstance(example(node), Tensor):
-            raise NotAffine(f"the step takes {node.target} of the old state, which is not linear", node)
+            raise NotAffine(f"the step takes {node.target} of the old state, which is not known to be linear", node)
         if example(node).dtype == torch.bool:
             raise NotAffine(f"{node.target} makes a condition of the old state", node)
         if any((node, place) in self.record.hidden for place in range(len(node.args))):
             raise NotAffine("the step multiplies the old state with rows that are not written yet", node)
         rule = _RULES.get(node.target)
         if rule is None:
-            raise NotAffine(f"the step takes {node.target} of the old state, which is not linear", node)
+            raise NotAffine(f"the step takes {node.target} of the old state, which is not known to be linear", node)
         return [self._narrowed(term, node) for term in rule(self, node)]
 
     def _narrowed(self, term: Term, node: fx.Node) -> Term:

@@ -94,8 +94,10 @@ def as_coupled(site: ScanSite, record: ScanRecord, group: tuple[int, ...], max_b
     carries, updates = ([nodes[place] for place in group] for nodes in (placeholders, outputs))
     alike = {(example(x).shape, example(x).dtype) for x in (*carries, *updates)}
     together = f"{len(group)} carries are computed from one another"
-    if len(group) > MOST or len(alike) > 1:
-        raise Declined(f"{together}, more than {MOST} or of several shapes", updates[0])
+    if len(group) > MOST:
+        raise Declined(f"{together}, more than {MOST}", updates[0])
+    if len(alike) > 1:
+        raise Declined(f"{together}, of several shapes or dtypes", updates[0])
     if not is_inexact(example(carries[0]).dtype):
         raise Declined(f"{together}, which are integers or conditions", updates[0])
     needed = record.length * example(carries[0]).numel() * example(carries[0]).element_size() * len(group) ** 2

@@ -838,7 +838,7 @@ def two_states_that_are_mixed(v, **_):
     return scan(step, (v[0], v[1]), v)
 
 
-@looped("more than 4 or of several shapes")
+@looped("more than 4")
 def five_states_in_a_ring(v, **_):
     def step(carry, row):
         return tuple(0.5 * c + 0.1 * carry[i - 1] + row.tanh() for i, c in enumerate(carry)), carry[0].exp()
@@ -846,7 +846,7 @@ def five_states_in_a_ring(v, **_):
     return scan(step, (v[0],) * 5, v)
 
 
-@looped("more than 4 or of several shapes")
+@looped("of several shapes or dtypes")
 def states_of_two_shapes(v, **_):
     def step(carry, row):
         a, b = carry
