@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -86,7 +87,9 @@ def export_step(step: FlatStep) -> ExportedProgram:
 
 def write_step(folder: Path, model: NSATransformer, max_len: int) -> None:
     """Write the program of `torch.export` into a folder that exists."""
-    torch.export.save(export_step(InPlaceStep(model, max_len)), folder / PROGRAM)
+    program = io.BytesIO()  # on a full disk, torch's own writer of files aborts the process
+    torch.export.save(export_step(InPlaceStep(model, max_len)), program)
+    (folder / PROGRAM).write_bytes(program.getbuffer())
 
 
 def write_onnx_step(folder: Path, model: NSATransformer, max_len: int) -> None:
