@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import UserError
+from nsa_compile.files import why_unwritable
 
 
 def check_file(path: Path) -> None:
@@ -14,33 +16,48 @@ def check_file(path: Path) -> None:
     if path.is_dir():
         raise _cannot_write(path, "it is a directory", "FILE")
     _check_parent(path, "FILE")
+    # Also where there is a file already: it is replaced, not written over.
+    _check_writable(path, path.parent, "FILE")
 
 
-def check_directory(path: Path) -> None:
-    """Raise a UserError unless `path`, given with --out, is a directory to write to or can become one."""
-    if not path.exists():
-        _check_parent(path, "DIR")
-    elif not path.is_dir():
+def check_directory(path: Path, *, parents: bool = False) -> None:
+    """Raise a UserError unless `path`, given with --out, is a directory to write to or can become one.
+
+    Args:
+        parents: those above it that are missing are made, too.
+    """
+    if path.exists() and not path.is_dir():
         raise _cannot_write(path, "it is no directory", "DIR")
-    elif not os.access(path, os.W_OK | os.X_OK):
-        raise _cannot_write(path, "writing there is not allowed", "DIR")
+    if not parents:
+        _check_parent(path, "DIR")
+    _check_writable(path, path, "DIR")
 
 
 def check_new_directory(path: Path) -> None:
     """Raise a UserError unless a directory can be put at `path`, given with --out: there is none, or an empty one."""
-    if path.exists():
-        check_directory(path)
-        if next(path.iterdir(), None) is not None:
-            raise _cannot_write(path, "it is not empty", "DIR")
-    _check_parent(path.absolute(), "DIR")
+    check_directory(path)
+    if path.exists() and next(path.iterdir(), None) is not None:
+        raise _cannot_write(path, "it is not empty", "DIR")
+    _check_writable(path, path.absolute().parent, "DIR")
+
+
+@contextlib.contextmanager
+def writing(path: Path, kind: str) -> Iterator[None]:
+    """Say as a UserError what cannot be written in this context: to the `kind`, FILE or DIR, that --out named."""
+    try:
+        yield
+    except OSError as error:
+        raise _cannot_write(path, error.strerror or str(error), kind) from None
 
 
 def _check_parent(path: Path, kind: str) -> None:
     if not path.parent.is_dir():
         raise _cannot_write(path, f"'{path.parent}' is not a directory", kind)
-    # Also where there is a file already: it is replaced, not written over.
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise _cannot_write(path, f"'{path.parent}' cannot be written to", kind)
+
+
+def _check_writable(path: Path, directory: Path, kind: str) -> None:
+    if reason := why_unwritable(directory):
+        raise _cannot_write(path, reason, kind)
 
 
 def _cannot_write(path: Path, reason: str, kind: str) -> UserError:

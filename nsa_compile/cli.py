@@ -16,7 +16,8 @@ from click.shell_completion import BashComplete, CompletionItem, add_completion_
 
 from nsa_compile.errors import one_line, printable, shortened, user_facing
 from nsa_compile.extras import missing_extra
-from nsa_compile.streams import outlive_readers
+from nsa_compile.files import NO_ROOM
+from nsa_compile.streams import STDOUT, outlive_readers
 
 # Where each command is, with the line that --help shows for it; imported only when it is called.
 LAZY_COMMANDS = {
@@ -200,12 +201,14 @@ def _run(args: list[str] | None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except OSError as error:
-        if error.errno == errno.ENOSPC and error.filename is None:
+        if error.filename == STDOUT:
             return _fail(_not_written(error), 2)
+        name = f"'{shortened(printable(str(error.filename)))}'" if error.filename else "a file"
+        if error.errno in (*NO_ROOM, errno.EFBIG, errno.EROFS):
+            return _fail(f"{name} cannot be written: {error.strerror}; make room for it, or choose another place", 2)
         if error.errno != errno.ENAMETOOLONG:
             raise
-        name = shortened(printable(str(error.filename)))
-        return _fail(f"'{name}' is too long for the name of a file; give a shorter path", 2)
+        return _fail(f"{name} is too long for the name of a file; give a shorter path", 2)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)
     except Exception as error:

@@ -9,17 +9,38 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _SEAL = hashlib.sha256().digest_size  # bytes at the end of a sealed file
 
 
 def nearest_existing(path: Path) -> Path:
     """The path itself, or the nearest parent that exists."""
     return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
+def why_unwritable(directory: Path) -> str | None:
+    """Why no file can be made in a directory, or the directory itself not; in words, and None where it can.
+
+    A file is made, without a name where the system has such: permissions say nothing of /proc or of a full disk.
+    """
+    ways = (directory.absolute(), *directory.absolute().parents)
+    for path in ways:
+        if path.is_symlink() and not path.exists():
+            return f"'{path}' is a link to '{os.readlink(path)}', which does not exist"
+    existing = nearest_existing(directory)
+    if not existing.is_dir():
+        return f"'{existing}' is not a directory"
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        return f"'{existing}' cannot be written to: {error.strerror}"
+    return None
 
 
 class NotPlainFile(OSError, ValueError):
@@ -44,12 +65,12 @@ def flush(path: Path) -> None:
 def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
     """Write a file, in a directory that exists, whose readers see the old content or the new, never half of either.
 
-    A link itself is replaced. What is `durable` outlives a power cut, too.
+    A link itself is replaced. What is `durable` outlives a power cut, too. An OSError names the file.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     file = create(unfinished)
     try:
-        with file:
+        with naming(path), file:
             file.write(content)
             if durable:
                 file.flush()
@@ -57,6 +78,16 @@ def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError of this context name a file: that of an open file which cannot be written names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import TextIO
 
+STDOUT = "/dev/stdout"  # what an OSError of standard output names
 # A pipe without a reader, a connection that was closed, a terminal that is gone.
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
 
@@ -26,6 +27,7 @@ class _Outliving(io.FileIO):
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
             if error.errno not in _GONE:
+                error.filename = STDOUT if self.fileno() == 1 else "/dev/stderr"  # or nobody knows which file it was
                 raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import resource
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +108,22 @@ def cold_cache(directory: Path) -> Path:
     headers.mkdir(exist_ok=True)
     inductor_files.header_directory(directory).symlink_to(headers)
     return directory
+
+
+@contextlib.contextmanager
+def _no_room() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def no_room() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Within `with no_room():` no file can be longer than 100 bytes, as on a disk that is full."""
+    return _no_room
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from functools import partial
+from pathlib import Path
+
 import pytest
 
-from nsa_compile.arguments import check_directory, check_file
+from nsa_compile.arguments import check_directory, check_file, check_new_directory, writing
 from nsa_compile.errors import UserError
 
 
@@ -37,6 +42,33 @@ def test_other_places_are_refused_in_one_line(tmp_path, check, place, reason, ki
 
 @pytest.mark.parametrize(("check", "kind"), [(check_file, "FILE"), (check_directory, "DIR")])
 def test_a_parent_without_permission_is_refused(tmp_path, monkeypatch, check, kind):
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
-    with pytest.raises(UserError, match=f"'{tmp_path}' cannot be written to; .* --out {kind}$"):
+    def fail(dir):  # root may write anywhere
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", fail)
+    with pytest.raises(UserError, match=f"'{tmp_path}' cannot be written to: Permission denied; .* --out {kind}$"):
         check(tmp_path / "new")
+
+
+@pytest.mark.parametrize("check", [check_file, check_directory, check_new_directory])
+def test_where_nothing_can_be_made_is_found_by_trying(check):
+    with pytest.raises(UserError, match=r"^nothing can be written to '/proc/new': '/proc' cannot be written to: "):
+        check(Path("/proc/new"))
+
+
+@pytest.mark.parametrize("check", [check_directory, check_new_directory, partial(check_directory, parents=True)])
+def test_a_link_to_nothing_is_no_place_for_a_directory(tmp_path, check):
+    (tmp_path / "link").symlink_to("/nowhere/x")
+    with pytest.raises(UserError, match=f"'{tmp_path}/link' is a link to '/nowhere/x', which does not exist; choose"):
+        check(tmp_path / "link")
+
+
+def test_parents_may_be_made(tmp_path):
+    check_directory(tmp_path / "a" / "b", parents=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_is_one_line_that_names_the_place():
+    said = r"written to 'page\.html': No space left on device; .* --out FILE$"
+    with pytest.raises(UserError, match=said), writing(Path("page.html"), "FILE"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

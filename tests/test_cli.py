@@ -70,6 +70,13 @@ def test_help_and_version():
         (["train", "--set", "data.name=missing.txt"], "data.name = 'missing.txt' is no data set"),
         (["train", "--set", "train.seq_len=400000"], "is too short"),
         (["train", "--set", "run.dir=/proc/version/runs"], "run.dir = '/proc/version/runs' must be a writable"),
+        (["train", "--set", "run.dir=/proc/new", "--dry-run"], "run.dir = '/proc/new' must be a writable directory: "),
+        (["ab", "--set", "optim.lr=1e-4", "--out", "/proc/new"], "nothing can be written to '/proc/new': '/proc' "),
+        (
+            ["sweep", "optim.lr", "1e-3", "2e-3", "--nproc", "1", "--out", __file__],
+            "it is no directory; choose another",
+        ),
+        (["profile", "step", "--out", "/proc/new"], "nothing can be written to '/proc/new': '/proc' "),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, expected):

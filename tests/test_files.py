@@ -151,3 +151,10 @@ def test_an_open_file_knows_what_became_of_its_name(place):
     place.with_name("moved").unlink()
     assert what_became_of(place, descriptor) == "was deleted"
     os.close(descriptor)
+
+
+def test_a_full_disk_names_the_file(place, no_room):
+    with no_room(), pytest.raises(OSError, match="File too large") as error:
+        replace(place, bytes(1000))
+    assert error.value.filename == str(place)
+    assert list(place.parent.iterdir()) == []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nsa_compile.arguments import check_file
+from nsa_compile.arguments import check_file, writing
 from nsa_compile.cli import json_option
 from nsa_compile.errors import UserError
 
@@ -116,15 +116,16 @@ def evaluate(
         "parameters": f"{sum(weight.numel() for weight in trained.model.parameters()):,}",
         "trained on": "unknown" if trained.seq_len is None else f"{trained.seq_len:,} tokens at a time",
     }
-    if out is not None:
-        write_page(out, about, scores, found, meaning)
+    # First what was measured: a page that cannot be written takes nothing with it.
     if as_json:
         rows = [row.plain() for row in scores] + [row.plain() for row in found]
         click.echo(json.dumps({"task": task, **about, "meaning": meaning, "results": rows}, indent=2))
-        return
-    click.echo("\n\n".join(tables(scores, found)))
-    click.echo(meaning, err=True)
+    else:
+        click.echo("\n\n".join(tables(scores, found)))
+        click.echo(meaning, err=True)
     if out is not None:
+        with writing(out, "FILE"):
+            write_page(out, about, scores, found, meaning)
         click.echo(f"page: {out}", err=True)
 
 

@@ -20,7 +20,7 @@ from nsa_compile.experiments.runs import Arm, Results, RunResult, base_overrides
 from nsa_compile.experiments.statistics import MIN_PAIRS, Comparison, compare, rank
 from nsa_compile.files import write_json
 from nsa_compile.machine import cores
-from nsa_compile.train.records.run_directory import check_output, lock_run_directory
+from nsa_compile.train.records.run_directory import lock_run_directory
 from nsa_compile.train.report.summary import doubts_of
 
 SCHEMA = 1
@@ -217,7 +217,6 @@ def run_experiment(
     check_arms(plan.arms)
     check_different(plan.arms)
     _check_directory(plan, directory)
-    check_output(str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     record = conclude(plan, Results(), directory, repeats, window, seed)
     with lock_run_directory(directory):

@@ -134,11 +134,18 @@ def scaling(
 
 
 def _run(plan: Plan, repeats: int, window: int, seed: int, out: str | None, as_json: bool) -> None:
+    from nsa_compile.arguments import check_directory, writing
     from nsa_compile.experiments.experiment import run_experiment
     from nsa_compile.experiments.views import render_text, write_views
+    from nsa_compile.train.records.run_directory import check_output
 
     run = plan.arms[0].config.run
-    directory = Path(out) if out else Path(run.dir) / f"{plan.kind}-{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if out:
+        directory = Path(out)
+        check_directory(directory, parents=True)
+    else:
+        directory = Path(run.dir) / f"{plan.kind}-{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        check_output(run.dir)
     try:
         record = run_experiment(
             plan, directory, repeats=repeats, window=window, seed=seed, tell=lambda line: click.echo(line, err=True)
@@ -146,11 +153,10 @@ def _run(plan: Plan, repeats: int, window: int, seed: int, out: str | None, as_j
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
         click.echo(f"\nstopped; go on with the same command and --out {directory}", err=True)
         raise
-    files = write_views(record, directory)
-    if as_json:
-        click.echo(json.dumps(record, indent=2))
-    else:
-        click.echo(render_text(record))
+    click.echo(json.dumps(record, indent=2) if as_json else render_text(record))
+    with writing(directory, "DIR"):
+        files = write_views(record, directory)
+    if not as_json:
         click.echo("\n".join(f"file: {path}" for path in files))
     for failure in record["failures"]:
         click.echo(f"error: {failure['arm']} failed: {failure['last_line']} (see {failure['log']})", err=True)

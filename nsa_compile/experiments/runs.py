@@ -22,6 +22,7 @@ from typing import Any
 
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import UserError
+from nsa_compile.files import write_text
 from nsa_compile.machine.preflight import check_run
 from nsa_compile.train.distributed.buckets import effective_bucket_mb
 from nsa_compile.train.distributed.world import check_port, check_world
@@ -247,7 +248,7 @@ def _train(arm: Arm, repeat: int, place: Path, threads: int | None) -> Failure |
     """Train one run; what went wrong, if something did."""
     place.mkdir(parents=True, exist_ok=True)
     config = arm.config.changed(run={"dir": str(place)})
-    (place / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    write_text(place / "config.yaml", config.to_yaml())
     command = [sys.executable, "-m", "nsa_compile", "train", "--json", "--config", str(place / "config.yaml")]
     environment = dict(os.environ)
     if threads is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import click
 
 from nsa_compile.cli import FiniteRange, SuggestingGroup, json_option, stacked
 from nsa_compile.errors import UserError
-from nsa_compile.files import nearest_existing
+from nsa_compile.files import why_unwritable
 from nsa_compile.models.config import SparsePattern
 
 if TYPE_CHECKING:
@@ -182,17 +181,9 @@ class Common:
 
 def _check_writable(name: str, path: Path) -> None:
     """The path is a file, or can become one."""
-    target = path.absolute()
-    existing = nearest_existing(target)
-    if target.is_dir():
-        reason = "it is a directory"
-    elif existing != target and not existing.is_dir():
-        reason = f"'{existing}' is not a directory"
-    elif not os.access(existing, os.W_OK):
-        reason = f"'{existing}' cannot be written to"
-    else:
-        return
-    raise UserError(f"{name} '{path}' must be a file that can be written: {reason}; choose another path")
+    reason = "it is a directory" if path.is_dir() else why_unwritable(path.parent)
+    if reason:
+        raise UserError(f"{name} '{path}' must be a file that can be written: {reason}; choose another path")
 
 
 @click.group(cls=SuggestingGroup)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from nsa_compile.files import write_json
 from nsa_compile.machine import environment
 from nsa_compile.machine.environment import describe_environment, synchronize
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
@@ -232,4 +233,4 @@ def make_record(
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON. Meant to be called after each row: an interruption loses one at most."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(path, record)

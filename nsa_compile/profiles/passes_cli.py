@@ -12,6 +12,7 @@ import click
 
 from nsa_compile.cli import FiniteRange, SuggestingGroup, json_option, run_options, set_option
 from nsa_compile.errors import UserError
+from nsa_compile.files import write_text
 
 if TYPE_CHECKING:
     from nsa_compile.config import RunConfig
@@ -195,7 +196,7 @@ def diff(
     nsa-compile passes diff lower_attention --width 200 | less -R
     nsa-compile passes diff eliminate_guards --config my_run.yaml --out guards.html
     """
-    from nsa_compile.arguments import check_file
+    from nsa_compile.arguments import check_file, writing
     from nsa_compile.config import load_config
 
     config = load_config(config_path, overrides)
@@ -225,8 +226,6 @@ def diff(
     )
     if not rows:
         what = _unchanged(entry)
-    if out is not None:
-        write_page(Path(out), pass_name, what, [("before", before), ("after", after)], rows, entry.matches)
     if as_json:
         result = {
             "pass": pass_name,
@@ -236,11 +235,13 @@ def diff(
             "after": after,
         }
         click.echo(json.dumps({**result, "page": out}, indent=2))
-        return
-    click.echo("\n".join([what, *(f"  match    {match}" for match in entry.matches)]))
+    else:
+        click.echo("\n".join([what, *(f"  match    {match}" for match in entry.matches)]))
     if out is not None:
-        click.echo(f"page: {out}")
-    elif rows:
+        with writing(Path(out), "FILE"):
+            write_page(Path(out), pass_name, what, [("before", before), ("after", after)], rows, entry.matches)
+        click.echo(f"page: {out}", err=as_json)
+    elif rows and not as_json:
         click.echo(f"\n{render_side_by_side(rows, width or shutil.get_terminal_size((160, 24)).columns)}")
 
 
@@ -318,7 +319,7 @@ def bisect(
     nsa-compile passes bisect --check slow --set compile.nested=aot_eager
     nsa-compile passes bisect --script failing.py:check --out blame
     """
-    from nsa_compile.arguments import check_directory, check_seq_len
+    from nsa_compile.arguments import check_directory, check_seq_len, writing
     from nsa_compile.config import load_config
     from nsa_compile.machine.preflight import check_nested, wait_passively
     from nsa_compile.train.distributed.world import check_device
@@ -351,14 +352,15 @@ def bisect(
         else:
             check = checks.exception(probe) if kind == "exception" else checks.numeric(probe)
     culprit = blame.bisect(check, first=first, **options)
-    if culprit and out is not None:
-        _write_graphs(culprit, Path(out))
     if as_json:
         settings = {"check": script or kind or "numeric", "seq_len": None if script else seq_len}
         click.echo(json.dumps({**settings, "blame": culprit and asdict(culprit)}, indent=2))
     else:
         healthy = f"the check does not fail, so there is nothing to blame{f'; {slow.verdict}' if slow else ''}"
         click.echo(render_blame(culprit, out) if culprit else healthy)
+    if culprit and out is not None:
+        with writing(Path(out), "DIR"):
+            _write_graphs(culprit, Path(out))
     ctx.exit(1 if culprit else 0)
 
 
@@ -366,4 +368,4 @@ def _write_graphs(culprit: Blame, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name, graph in (("before", culprit.before), ("after", culprit.after)):
         if graph is not None:
-            (folder / f"{name}.py").write_text(graph)
+            write_text(folder / f"{name}.py", graph)

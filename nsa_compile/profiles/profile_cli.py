@@ -6,13 +6,14 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
 
 from nsa_compile.cli import FiniteRange, SuggestingGroup, run_options
 from nsa_compile.errors import UserError
-from nsa_compile.files import write_json
+from nsa_compile.files import replace, write_json, write_text
 
 if TYPE_CHECKING:
     from nsa_compile.config import RunConfig
@@ -64,6 +65,7 @@ def step(
     nsa-compile profile step --config my_run.yaml --out profile --json
     """
     # Everything a user can get wrong is found before torch is imported.
+    from nsa_compile.arguments import writing
     from nsa_compile.config import load_config
     from nsa_compile.data import load_corpus
     from nsa_compile.machine.preflight import check_run, wait_passively
@@ -85,15 +87,20 @@ def step(
     from nsa_compile.profiles.step_views import render_step, write_page
     from nsa_compile.train.distributed.group import barrier, broadcast, choose_device, process_group
 
-    with process_group(config.ddp, world, choose_device(config, world)):
+    # What cannot be written takes nothing with it that was measured: the files come last.
+    with process_group(config.ddp, world, choose_device(config, world)), TemporaryDirectory() as made:
         directory = broadcast(directory)
-        result = profile_step(config, corpus, directory, steps, warmup, world)
+        result = profile_step(config, corpus, Path(made), steps, warmup, world)
         sound = broadcast(all(check["ok"] for check in result["checks"].values()))
         if world.main:
-            write_json(directory / "profile.json", result)
-            write_page(result, directory)
             click.echo(json.dumps(result | {"directory": str(directory)}, indent=2) if as_json else render_step(result))
-            click.echo(f"files in {directory}: profile.html, profile.json, {result['trace']}", err=True)
+        with writing(directory, "DIR"):
+            for file in Path(made).iterdir():
+                replace(directory / file.name, file.read_bytes())
+            if world.main:
+                write_json(directory / "profile.json", result)
+                write_page(result, directory)
+                click.echo(f"files in {directory}: profile.html, profile.json, {result['trace']}", err=True)
         barrier()  # the first to leave ends the others
     if not sound:
         ctx.exit(1)
@@ -114,14 +121,15 @@ def _in_processes(config: RunConfig, nproc: int, ctx: click.Context, directory: 
 
 def _directory(config: RunConfig, out: str | None) -> Path:
     """The directory that was asked for, or a new one beside the runs; a UserError where it cannot be written to."""
-    from nsa_compile.arguments import check_directory
+    from nsa_compile.arguments import check_directory, writing
     from nsa_compile.train.records.run_directory import create_run_directory
 
     if out is None:
         return create_run_directory(config.changed(run={"name": f"{config.run.name}-profile"}))
     directory = Path(out)
     check_directory(directory)
-    directory.mkdir(exist_ok=True)
+    with writing(directory, "DIR"):
+        directory.mkdir(exist_ok=True)
     return directory
 
 
@@ -158,7 +166,7 @@ def passes(
     nsa-compile profile passes --config my_run.yaml --seq-len 512 --repeats 9
     """
     # Everything a user can get wrong is found before torch is imported.
-    from nsa_compile.arguments import check_directory, check_seq_len
+    from nsa_compile.arguments import check_directory, check_seq_len, writing
     from nsa_compile.config import load_config
     from nsa_compile.machine.preflight import check_nested, wait_passively
     from nsa_compile.train.distributed.world import check_device
@@ -182,13 +190,13 @@ def passes(
     record, graphs = profile_passes(
         config, seq_len=seq_len, repeats=repeats, limit_s=limit_s, tell=lambda line: click.echo(line, err=True)
     )
-    if out is not None:
-        folder = Path(out)
-        folder.mkdir(exist_ok=True)
-        for number, graph in enumerate(graphs):
-            (folder / f"graph_{number}.py").write_text(graph)
-        write_json(folder / "passes.json", record)
-        write_profile_page(folder / "passes.html", record, graphs)
     click.echo(json.dumps(record, indent=2) if as_json else render_profile(record))
     if out is not None:
-        click.echo(f"page: {Path(out) / 'passes.html'}", err=as_json)
+        folder = Path(out)
+        with writing(folder, "DIR"):
+            folder.mkdir(exist_ok=True)
+            for number, graph in enumerate(graphs):
+                write_text(folder / f"graph_{number}.py", graph)
+            write_json(folder / "passes.json", record)
+            write_profile_page(folder / "passes.html", record, graphs)
+        click.echo(f"page: {folder / 'passes.html'}", err=as_json)

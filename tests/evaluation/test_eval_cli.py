@@ -129,6 +129,17 @@ def test_an_exported_model_is_told_its_text(capsys, text_run, tmp_path):
     assert ours == theirs
 
 
+def test_a_page_that_cannot_be_written_takes_no_figures_with_it(capsys, text_run, tmp_path, no_room):
+    with no_room(), pytest.raises(SystemExit) as ended:
+        main(["eval", str(text_run), *WORDS, "--out", str(tmp_path / "page.html")])
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.out == evaluate(text_run).stdout
+    assert said.err.splitlines()[-1] == (
+        f"error: nothing can be written to '{tmp_path}/page.html': File too large; choose another place with --out FILE"
+    )
+
+
 def test_without_matplotlib_the_page_has_tables(needle_run, tmp_path, monkeypatch):
     def missing(make):
         raise ImportError

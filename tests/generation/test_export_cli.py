@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -262,15 +261,11 @@ def test_nothing_is_left_of_an_export_that_fails(trained, tmp_path, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_one_line_for_a_decode_step_too(trained, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_one_line_for_a_decode_step_too(trained, tmp_path, capsys, monkeypatch, no_room):
     program = torch.export.export(torch.nn.Linear(8, 8), (torch.zeros(1, 8),))
     monkeypatch.setattr("nsa_compile.generation.exported_step.export_step", lambda step: program)
-    room = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, room[1]))
-    try:
+    with no_room():
         said = refused(capsys, "export", trained, "--to", "decode-step", "--out", tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, room)
     assert f"'{tmp_path / 'out'}' cannot be written: [Errno 27] File too large; choose another place" in said
     assert list(tmp_path.iterdir()) == []
 

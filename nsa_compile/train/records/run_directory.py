@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import time
@@ -13,18 +12,13 @@ from typing import Self
 
 from nsa_compile.config import RunConfig
 from nsa_compile.errors import CheckpointError, UserError
-from nsa_compile.files import NotPlainFile, nearest_existing, refuse_links, what_became_of
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+from nsa_compile.files import NO_ROOM, NotPlainFile, refuse_links, what_became_of, why_unwritable
 
 
 def check_output(directory: str) -> None:
     """Raise a UserError unless a directory, or the nearest parent that exists, can be written to."""
-    existing = nearest_existing(Path(directory))
-    if not existing.is_dir():
-        raise UserError(_unwritable(directory, f"'{existing}' is not a directory"))
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(_unwritable(directory, f"'{existing}' cannot be written to"))
+    if reason := why_unwritable(Path(directory)):
+        raise UserError(_unwritable(directory, reason))
 
 
 def create_run_directory(config: RunConfig) -> Path:
@@ -102,10 +96,10 @@ def held_for_a_run(directory: Path) -> Iterator[None]:
                 raise
     except OSError as error:  # rows, statistics, pictures: whatever could not be written
         own = error.filename is not None and Path(str(error.filename)).is_relative_to(directory)
-        if error.errno not in _NO_ROOM and not own:
+        if error.errno not in NO_ROOM and not own:
             raise
         name = error.filename or directory
-        way_out = "make room for it" if error.errno in _NO_ROOM else "put that right"
+        way_out = "make room for it" if error.errno in NO_ROOM else "put that right"
         raise CheckpointError(
             f"'{name}' cannot be written: {error.strerror}; {way_out} and go on with --resume"
         ) from None
