@@ -251,18 +251,22 @@ def unusable(path: Path) -> str | None:
 def errors_named() -> Iterator[None]:
     """Inside this context, a compilation that fails for the files in `directory` raises one line that names it.
 
+    So does one that fails for the C++ compiler: the line names that.
+
     Raises:
-        UserError: a file there cannot be written, or what was read is no program.
+        UserError: a file there cannot be written, or what was read is no program; or the C++ compiler failed.
     """
     try:
         yield
     except Exception as error:
-        reason = next(filter(None, map(_about_files, _causes(error))), None)
-        if reason is None:
-            raise
-        raise UserError(
-            f"what is kept in '{directory()}' cannot be used: {reason}; make room there or delete it, or {ADVICE}"
-        ) from error
+        causes = list(_causes(error))
+        if reason := next(filter(None, map(_about_files, causes)), None):
+            raise UserError(
+                f"what is kept in '{directory()}' cannot be used: {reason}; make room there or delete it, or {ADVICE}"
+            ) from error
+        if reason := next(filter(None, map(_about_compiler, causes)), None):
+            raise UserError(f"{reason}; mend it, or point CXX at another compiler") from error
+        raise
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -272,6 +276,19 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         # torch's errors of compilation hold the one that they wrap.
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+def _about_compiler(error: BaseException) -> str | None:
+    """That the C++ compiler failed, with its last line about an error, or its last; None for other errors."""
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    if isinstance(error, InvalidCxxCompiler):
+        return f"the C++ compiler '{os.environ.get('CXX', 'g++')}' does not run"
+    if not isinstance(error, CppCompileError):
+        return None
+    said = [line.strip() for line in str(error.output).splitlines() if line.strip()]
+    last = ([line for line in said if "error" in line] or said or ["it said nothing"])[-1]
+    return f"the C++ compiler '{error.cmd[0]}' failed: {last}"
 
 
 def _about_files(error: BaseException) -> str | None:

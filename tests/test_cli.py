@@ -98,7 +98,7 @@ def test_a_read_only_output_directory_is_an_error(tmp_path):
     assert "cannot be written to" in result.stderr
 
 
-@pytest.mark.parametrize(("path", "cxx"), [("/nowhere", None), (None, "no-such-compiler")])
+@pytest.mark.parametrize(("path", "cxx"), [("/nowhere", None), (None, "no-such-compiler"), (None, "/bin/false")])
 def test_inductor_without_a_compiler_is_an_error(path, cxx):
     environment = {**({"PATH": path} if path else {}), **({"CXX": cxx} if cxx else {})}
     result = nsa_compile("train", "--dry-run", **environment)

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from torch._inductor.exc import CppCompileError
 
 from nsa_compile import compiler_cache
 from nsa_compile.compiler_cache import VARIABLE, default_directory, directory, torch_default, unsafe
@@ -321,6 +322,22 @@ def test_an_error_of_the_files_names_their_directory(cause, known):
     if known:
         assert str(directory()) in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        ("a.cpp:1: error: no\ncompilation terminated.\n", "a.cpp:1: error: no"),
+        ("note: one\nKilled\n", "Killed"),
+        ("", "it said nothing"),
+    ],
+)
+def test_a_compiler_that_fails_is_named_with_its_last_line(output, line):
+    wrapped = RuntimeError("while compiling")
+    wrapped.inner_exception = CppCompileError(["my-g++", "-O3"], output)
+    said = f"^the C\\+\\+ compiler 'my-g\\+\\+' failed: {line}; mend it, or point CXX at another compiler$"
+    with pytest.raises(UserError, match=said), compiler_cache.errors_named():
+        raise wrapped
 
 
 def test_an_error_for_the_user_is_found_in_torchs_own():

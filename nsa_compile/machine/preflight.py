@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 from importlib.util import find_spec
 
 from nsa_compile import compiler_cache
@@ -98,11 +99,11 @@ def require_cxx(what: str, way_out: str) -> None:
     if chosen is not None:
         # CXX may carry arguments, as in "ccache g++".
         words = shlex.split(chosen)
-        if words and shutil.which(words[0]):
+        reason = _no_compiler(words)
+        if reason is None:
             return
         raise UserError(
-            f"CXX = '{chosen}' is no program, and {what} needs a C++ compiler; point CXX at one, unset it, "
-            f"or use {way_out}"
+            f"CXX = '{chosen}' {reason}, and {what} needs a C++ compiler; point CXX at one, unset it, or use {way_out}"
         )
     if shutil.which("g++"):
         return
@@ -113,6 +114,22 @@ def require_cxx(what: str, way_out: str) -> None:
         f"{what} needs a C++ compiler and neither g++ nor clang++ is on the PATH; "
         f"install one, point CXX at one, or use {way_out}"
     )
+
+
+def _no_compiler(words: list[str]) -> str | None:
+    """Why a command is no compiler, in words; None where it says its version, which is all that Inductor asks."""
+    if not words or not shutil.which(words[0]):
+        return "is no program"
+    try:
+        asked = subprocess.run(
+            [*words, "--version"], capture_output=True, text=True, errors="replace", timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"cannot be run ({error})"
+    if not asked.returncode:
+        return None
+    said = [line.strip() for line in asked.stderr.splitlines() if line.strip()]
+    return f"does not say its version ({said[-1] if said else f'its exit code is {asked.returncode}'})"
 
 
 def wait_passively() -> None:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from nsa_compile import inductor_files
-from nsa_compile.compiler_cache import machine_name
+from nsa_compile.compiler_cache import errors_named, machine_name
 from nsa_compile.files import make_private, read_sealed, write_sealed
 from nsa_compile.ops.dispatch import KERNELS, Kernel, register_kernel
 from nsa_compile.ops.tiles import compute_dtype
@@ -229,7 +229,8 @@ def _build(source: str, path: Path) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="nsa-compile-") as folder:
         (Path(folder) / "kernel.cpp").write_text(source, encoding="utf-8")
         builder = _builder(f"{folder}/kernel.cpp", folder, header=inductor_files.kept_header())
-        builder.build()
+        with errors_named():
+            builder.build()
         built = Path(builder.get_target_file_path())
         try:
             write_sealed(path, built.read_bytes())
