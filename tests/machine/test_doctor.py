@@ -88,7 +88,10 @@ def test_no_compiler_on_the_path(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("healthy")
 def test_a_compiler_that_compiles_nothing(monkeypatch, tmp_path):
     compiler = tmp_path / "broken-g++"
-    compiler.write_text("#!/bin/sh\necho 'fatal error: omp.h: No such file' >&2; exit 1\n", encoding="utf-8")
+    compiler.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && exit 0\necho 'fatal error: omp.h: No such file' >&2; exit 1\n",
+        encoding="utf-8",
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     found = finding("C++ compiler")
