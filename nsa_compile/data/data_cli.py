@@ -122,6 +122,11 @@ def _files_of(config_path: str | None, overrides: tuple[str, ...]) -> RunConfig:
         )
     if config.data.stream:
         raise UserError("data.stream = true keeps no cache; use --set data.stream=false to tokenize ahead of a run")
+    if config.data.chat:
+        raise UserError(
+            "data.chat = true keeps no cache: a run reads its conversations as it begins, so there is nothing to "
+            "prepare or verify; nsa-compile data smoke reads and checks them all"
+        )
     return config
 
 

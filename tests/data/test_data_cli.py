@@ -79,6 +79,10 @@ def test_prepare_then_verify_then_a_flipped_byte(data, tmp_path):
             ["prepare", "--set", "data.name=text.jsonl", "--set", "data.stream=true"],
             "data.stream = true keeps no cache",
         ),
+        (
+            ["verify", "--set", "data.name=text.jsonl", "--set", "data.chat=true"],
+            "data.chat = true keeps no cache: a run reads its conversations as it begins",
+        ),
         (["smoke", "--set", "data.stream=true"], "must be false for the built-in data.name = 'shakespeare'"),
         (["smoke", "--set", "data.name=text.txt", "--set", "data.stream=true"], "reads .jsonl, .jsonl.gz, .parquet"),
         (["smoke", "--set", "data.name=no.jsonl", "--set", "data.stream=true"], "there is no such file or directory"),
