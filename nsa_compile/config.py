@@ -723,6 +723,12 @@ def _reject_unknown_keys(values: dict[str, Any], sections: Sections, section: st
             raise UserError(_unknown_key(key, sections))
         if key in sections and isinstance(value, dict):
             _reject_unknown_keys(value, sections, f"{key}.")
+        elif key in sections and not (value is None and key.startswith("model.pattern.")):
+            inner = next(name for name in _dotted_keys(sections) if name.startswith(f"{key}."))
+            raise UserError(
+                f"{_not_allowed(key, value)}: it is a section, with keys of its own; set one of those in the file or "
+                f"with --set {inner}=VALUE"
+            )
 
 
 def _unknown_key(key: str, sections: Sections) -> str:
@@ -757,18 +763,23 @@ def _describe(error: ValidationError) -> str:
             f"the section model is missing: give it at least {', '.join(required(NSAConfig))}; "
             "nsa-compile config show prints a whole configuration to begin with"
         )
-    if key in (*RunConfig.model_fields, "model.pattern") and first["type"] != "value_error":
-        text = f"{key} = {_short(first['input'])} is not allowed: it is a section, with keys of its own"
-    elif first["type"] == "value_error":
+    option = f"--set {key}=VALUE"
+    if first["type"] == "value_error":
         # A rule of the model's own or between sections: its message begins with the field, which completes the key.
         field, _, rule = str(first["ctx"]["error"]).partition(" ")
         key = ".".join(filter(None, (key, field)))
-        text = f"{key} {rule}"
+        text, option = f"{key} {rule}", f"--set {key}=VALUE"
     else:
-        message = first["msg"][:1].lower() + first["msg"][1:]
-        text = f"{key} = {_short(first['input'])} is not allowed: {message}"
+        message, value = first["msg"][:1].lower() + first["msg"][1:], first["input"]
+        text = f"{_not_allowed(key, value)}: {message}"
+        if first["type"] == "string_type" and value is not None:  # without quotes, YAML reads a number or a date
+            option = f"--set '{key}=\"{value if type(value) is int else 'VALUE'}\"'"
     more = f" (and {len(others)} more)" if others else ""
-    return f"{text}; change it in the file or with --set {key}=VALUE{more}"
+    return f"{text}; change it in the file or with {option}{more}"
+
+
+def _not_allowed(key: str, value: Any) -> str:
+    return f"{key} is empty" if value is None else f"{key} = {_short(value)} is not allowed"
 
 
 def _short(value: Any) -> str:
