@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -88,7 +89,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     states = {}
     for name in verify_checkpoint(path).files:
         try:
-            with open_regular(path / name) as file:
+            with open_regular(path / name) as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch's, of a pickle that is refused below
                 states[name] = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever a foreign file makes the unpickler stumble over
             # torch's own advice, to load it without the restriction, is exactly what not to do.

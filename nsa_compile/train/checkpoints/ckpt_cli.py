@@ -69,7 +69,10 @@ def list_checkpoints(run: str, as_json: bool) -> None:
     headers = ("step", "size", "age", "val loss", "")
     click.echo(tabulate(table, headers=headers, disable_numparse=True, colalign=("right",) * 4) if table else "none")
     for name in damaged:
-        click.echo(f"{name} has no readable manifest; see nsa-compile ckpt verify '{run}'")
+        try:
+            read_checkpoint(directory / name)
+        except CheckpointError as error:
+            click.echo(f"{name}: {error}; see nsa-compile ckpt verify '{run}'")
 
 
 @ckpt.command(short_help="Read every checkpoint whole.")

@@ -232,7 +232,11 @@ def set_aside(directory: Path, step: int) -> Path | None:
 
 
 def _parse_manifest(path: Path, values: Any) -> Checkpoint:
-    """A checkpoint from the decoded manifest; ``ValueError`` names what is wrong with it."""
+    """A checkpoint from the decoded manifest; ``ValueError`` names what is wrong with it.
+
+    Raises:
+        CheckpointError: nothing is missing, but it was changed.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{MANIFEST} must hold an object")
     if values.get("format") != FORMAT:
@@ -253,7 +257,10 @@ def _parse_manifest(path: Path, values: Any) -> Checkpoint:
         raise ValueError(f"files in {MANIFEST} must be {STATE}, {rank_file(0)} and so on, not {_short(sorted(files))}")
     entries = {name: _parse_entry(name, entry) for name, entry in files.items()}
     if SEAL in values and values[SEAL] != _digest({name: value for name, value in values.items() if name != SEAL}):
-        raise ValueError(f"{MANIFEST} has changed since it was written: its SHA-256 is not the one in it")
+        raise CheckpointError(
+            f"checkpoint '{path}' is damaged: {MANIFEST} has changed since it was written: its SHA-256 is not the one "
+            "in it"
+        )
     return Checkpoint(path, step, float(created), val_loss, entries, sealed=SEAL in values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,10 @@ from nsa_compile.config import (
     load_config,
 )
 from nsa_compile.errors import CheckpointError, UserError, shortened
-from nsa_compile.train.checkpoints.files import MANIFEST, Checkpoint, checkpoint_paths, verify_checkpoint
+from nsa_compile.train.checkpoints.files import Checkpoint, checkpoint_paths, verify_checkpoint
 from nsa_compile.train.records.run_directory import check_run_directory
 
+CONFIG = "config.resolved.yaml"
 # What may differ between the parts of a run: its length, where it lies, how often it tells of itself, who watches it
 # and looks into it, what is asked of it, and on what it runs; the numbers that gradients are sent as are another run.
 _FREE_TRAIN_KEYS = ("steps", "save_every", "keep_last", "keep_best", "log_every", "eval_every", "device")
@@ -61,19 +63,23 @@ def find_run(config: RunConfig, request: str) -> FoundRun:
     if request == "auto":
         return _newest_run(config)
     path = Path(request)
-    if (path / MANIFEST).exists() and path.absolute().parent.name == "checkpoints":
+    if path.is_dir() and path.absolute().parent.name == "checkpoints":
         directory, checkpoint = path.absolute().parent.parent, path
-    elif (path / "checkpoints").is_dir():
+    elif (path / "checkpoints").is_dir() or (path / CONFIG).exists():
         directory, checkpoint = path, None
         if not checkpoint_paths(path / "checkpoints"):
             raise CheckpointError(f"run '{path}' has no checkpoint; use --resume never")
     else:
-        raise UserError(f"--resume '{request}' must be auto, never, a run directory or one of its checkpoints")
+        reason = "is neither" if os.path.lexists(path) else "does not exist"
+        raise UserError(
+            f"--resume '{request}' must be auto, never, a run directory or one of its checkpoints, and that path "
+            f"{reason}; see ls '{config.run.dir}', or use --resume never"
+        )
     difference = _difference_of_run(config, directory)
     if difference is not None:
         raise UserError(
             f"run '{directory}' has another configuration: {difference}; "
-            f"give the same with --config '{directory / 'config.resolved.yaml'}', or use --resume never"
+            f"give the same with --config '{directory / CONFIG}', or use --resume never"
         )
     return FoundRun(directory, checkpoint)
 
@@ -86,7 +92,12 @@ def newest_good_checkpoint(found: FoundRun) -> tuple[Checkpoint, list[str]]:
     """
     assert found.directory is not None
     if found.checkpoint is not None:
-        return verify_checkpoint(found.checkpoint), []
+        try:
+            return verify_checkpoint(found.checkpoint), []
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; name another with --resume: nsa-compile ckpt verify '{found.directory}' tells which are good"
+            ) from None
     checkpoint, damages = newest_good(found.directory)
     if checkpoint is None:
         raise CheckpointError(f"no checkpoint of '{found.directory}' is good: {damages[0]}; use --resume never")
@@ -165,13 +176,23 @@ def _newest_run(config: RunConfig) -> FoundRun:
     return FoundRun(notes=[*notes[:1], f"no run in '{root}' to go on with; a new one starts"])
 
 
-def _difference_of_run(config: RunConfig, directory: Path) -> str | None:
-    path = directory / "config.resolved.yaml"
-    check_run_directory(directory)
+def config_of_run(directory: Path) -> RunConfig:
+    """The configuration that a run has left in its directory.
+
+    Raises:
+        CheckpointError: there is none, or it is not valid.
+    """
+    path = directory / CONFIG
+    if not path.exists():
+        raise CheckpointError(
+            f"run '{directory}' cannot be used: its {CONFIG} is missing; put it back, or name another run"
+        )
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise UserError(f"'{path}' is not a regular file")
-        saved = load_config(str(path))
+        return load_config(str(path))
     except UserError as error:
         raise CheckpointError(f"run '{directory}' cannot be used: {error}") from None
-    return first_difference(config, saved.plain())
+
+
+def _difference_of_run(config: RunConfig, directory: Path) -> str | None:
+    check_run_directory(directory)
+    return first_difference(config, config_of_run(directory).plain())

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from nsa_compile.config import RunConfig, load_config
+from nsa_compile.config import RunConfig
 from nsa_compile.errors import CheckpointError, UserError
 from nsa_compile.generation.exported import CONFIG
 from nsa_compile.generation.imported import INDEX, TOKENIZER_FILES, read_folder
 from nsa_compile.models import NSAConfig, NSATransformer
 from nsa_compile.train.checkpoints.checkpoint import load_checkpoint
 from nsa_compile.train.checkpoints.files import MANIFEST, STATE, Checkpoint, verify_checkpoint
-from nsa_compile.train.checkpoints.resume import first_difference, newest_good
+from nsa_compile.train.checkpoints.resume import config_of_run, first_difference, newest_good
 from nsa_compile.train.lora import merged
 
 HUB = "hf:"
@@ -68,7 +68,7 @@ def read_source(name: str) -> Source:
         raise UserError(
             f"'{path}' must be the directory of a run or of one of its checkpoints, or an exported model; see ls runs"
         )
-    config = load_config(str(directory / "config.resolved.yaml"))
+    config = config_of_run(directory)
     model = NSATransformer(config.model)
     _put_weights(model, config, load_checkpoint(checkpoint.path)[STATE], checkpoint)
     data = config.data
@@ -151,7 +151,7 @@ def _newest(run: Path) -> tuple[Checkpoint, list[str]]:
     checkpoint, damages = newest_good(run)
     if checkpoint is None:
         why = f": {damages[0]}" if damages else ""
-        raise CheckpointError(f"run '{run}' has no good checkpoint{why}; see nsa-compile ckpt ls {run}")
+        raise CheckpointError(f"run '{run}' has no good checkpoint{why}; see nsa-compile ckpt verify '{run}'")
     return checkpoint, [f"warning: {damage}; the one before is used" for damage in damages]
 
 

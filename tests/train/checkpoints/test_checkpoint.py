@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import random
 import signal
 import sys
@@ -181,7 +182,7 @@ def test_a_manifest_is_under_a_digest_of_its_own(tmp_path, changes):
     edit_manifest(path)  # laid out in another way, it holds the same
     verify_checkpoint(path)
     edit_manifest(path, **changes)
-    with pytest.raises(CheckpointError, match=r"manifest\.json has changed since it was written"):
+    with pytest.raises(CheckpointError, match=r"is damaged: manifest\.json has changed since it was written"):
         verify_checkpoint(path)
 
 
@@ -244,6 +245,15 @@ def test_a_checkpoint_with_code_in_it_is_not_executed(tmp_path):
     with pytest.raises(CheckpointError, match=r"state\.pt must hold tensors and plain values only") as error:
         load_checkpoint(path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_bare_pickle_is_refused_without_torchs_warning(tmp_path, monkeypatch):
+    path = save_checkpoint(tmp_path, 1, STATES).path
+    (path / "state.pt").write_bytes(pickle.dumps({"step": 1}))
+    monkeypatch.setattr(files, "file_problems", lambda checkpoint: [])
+    with pytest.raises(CheckpointError, match=r"state\.pt must hold tensors and plain values only"):
+        load_checkpoint(path)
 
 
 def test_the_writer_copies_the_state_of_the_moment(tmp_path):

@@ -167,6 +167,27 @@ def test_a_path_that_is_no_run_is_a_mistake(tiny_overrides, path):
         find_run(load_config(overrides=tiny_overrides()), path)
 
 
+def test_what_a_run_lacks_is_named_with_the_way_out(tiny_overrides, finished):
+    config = load_config(overrides=tiny_overrides(**LONG))
+    with pytest.raises(UserError, match="and that path does not exist; see ls 'runs', or use --resume never"):
+        find_run(config.changed(run={"dir": "runs"}), "nowhere")
+    newest = checkpoint_paths(finished / "checkpoints")[-1]
+    (newest / "manifest.json").unlink()
+    way_out = f"name another with --resume: nsa-compile ckpt verify '{finished}' tells which are good"
+    with pytest.raises(CheckpointError, match=rf"manifest\.json: No such file or directory; {way_out}"):
+        newest_good_checkpoint(find_run(config, str(newest)))
+    shutil.rmtree(finished / "checkpoints")
+    with pytest.raises(CheckpointError, match="has no checkpoint; use --resume never"):
+        find_run(config, str(finished))
+    (finished / "checkpoints").mkdir()
+    newest.mkdir()
+    (finished / "config.resolved.yaml").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"its config\.resolved\.yaml is missing; put it back, or name another run"
+    ):
+        find_run(config, str(finished))
+
+
 def test_fewer_steps_than_the_checkpoint_has_is_a_mistake(tiny_overrides, finished):
     result = train(tiny_overrides(**{**LONG, "train.steps": 5}), "--resume", "auto")
     assert result.returncode == 2
