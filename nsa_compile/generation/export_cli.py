@@ -82,10 +82,9 @@ def _write_model(trained: TrainedModel, kind: str, folder: Path) -> None:
     exported = Exported(trained.model, trained.tokenizer.name, trained.seq_len, trained.chat)
     write_exported(folder, exported, module=kind == "hf")
     if kind == "hf":
-        from nsa_compile.train.low_precision import import_torchao
+        from nsa_compile.hf.tokenizer import save_tokenizer
 
-        # transformers imports torchao where it is installed.
-        import_torchao("nsa_compile.hf.tokenizer").save_tokenizer(trained.tokenizer, folder)
+        save_tokenizer(trained.tokenizer, folder)
 
 
 def write_folder(write: Callable[[Path], None], out: Path) -> list[str]:

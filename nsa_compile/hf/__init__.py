@@ -6,12 +6,15 @@ Importing this package tells `AutoConfig` and `AutoModelForCausalLM` of them.
 import sys
 from typing import Any
 
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from nsa_compile.train.low_precision import no_messages
 
-from nsa_compile.hf.cache import NSACache
-from nsa_compile.hf.configuration import NSAConfig
-from nsa_compile.hf.modeling import NSAForCausalLM
+with no_messages():  # transformers imports torchao where it is installed
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from nsa_compile.hf.cache import NSACache
+    from nsa_compile.hf.configuration import NSAConfig
+    from nsa_compile.hf.modeling import NSAForCausalLM
 
 __all__ = ["NSACache", "NSAConfig", "NSAForCausalLM"]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_compile.config import LoraSection
+from nsa_compile.train.low_precision import no_messages
 
 # peft's names of what it puts into a linear layer.
 _BASE, _A, _B = "base_layer", "lora_A.default.weight", "lora_B.default.weight"
@@ -24,11 +25,12 @@ def add_adapters(model: nn.Module, config: LoraSection) -> int:
     Returns:
         How many layers got one.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-    from peft.tuners.lora import LoraLayer
+    with no_messages():
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
 
-    adapters = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets))
-    inject_adapter_in_model(adapters, model)
+        adapters = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets))
+        inject_adapter_in_model(adapters, model)
     return sum(isinstance(module, LoraLayer) for module in model.modules())
 
 

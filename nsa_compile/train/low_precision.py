@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -50,17 +52,21 @@ def convert_linear_layers(model: nn.Module, kind: str, emulate: bool = False) ->
     return len(chosen), len(layers)
 
 
-def import_torchao(name: str) -> Any:
-    """Import a module of torchao, which takes seconds, or one of ours that imports it, without its messages.
-
-    They are about libraries for hardware that is not here.
-    """
+@contextmanager
+def no_messages() -> Iterator[None]:
+    """Where torchao is imported, if only by peft or transformers: it tells of libraries for hardware not here."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        module = importlib.import_module(name)
+        yield
     finally:
         logging.disable(disabled)
+
+
+def import_torchao(name: str) -> Any:
+    """Import a module of torchao, which takes seconds, or one of ours that imports it, without its messages."""
+    with no_messages():
+        module = importlib.import_module(name)
     # Said once for each kind of state when an optimizer's first step is compiled; it concerns a cache only.
     warnings.filterwarnings("ignore", message="OptimState.*_stable_hash_for_caching")
     return module

@@ -6,6 +6,7 @@ Float8 is emulated here; on the GPU the products themselves are torchao's, and s
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
 from nsa_compile.machine.preflight import check_run
 from nsa_compile.models import NSATransformer
-from nsa_compile.train.low_precision import LINEAR_LAYERS, convert_linear_layers
+from nsa_compile.train.low_precision import LINEAR_LAYERS, convert_linear_layers, no_messages
 from tests.processes import train
 
 pytest.importorskip("torchao")
@@ -156,3 +157,10 @@ def test_a_run_in_int8_on_two_processes_trains_and_says_so(tiny_overrides):
     assert "int8 matrix products in 5 of the 7 linear layers of the blocks\n" in result.stderr
     summary = json.loads(result.stdout)
     assert summary["val_loss_end"] < summary["val_loss_start"]
+
+
+def test_what_torchao_tells_at_its_import_is_not_told(caplog):
+    with no_messages():
+        logging.getLogger("torchao").warning("no library for hardware that is not here")
+    logging.getLogger("torchao").warning("another")
+    assert caplog.messages == ["another"]
