@@ -18,7 +18,7 @@ from nsa_compile.data.documents import find_files, json_rows
 from nsa_compile.data.sampling import FILLING, Tokens, generator, uncounted
 from nsa_compile.data.tokenizers import Tokenizer
 from nsa_compile.errors import UserError
-from nsa_compile.generation.text import CHAT_END, CHAT_ROLES, chat_opening
+from nsa_compile.generation.text import CHAT_END, CHAT_ROLES, chat_opening, marker_in
 
 ASSISTANT = "assistant"
 _WAY_OUT = "correct or remove it"
@@ -31,13 +31,13 @@ class Conversation(NamedTuple):
     answers: npt.NDArray[np.bool_]
 
 
-def read_conversations(name: str, tokenizer: Tokenizer) -> Iterator[Conversation]:
-    """The conversations of a file of JSON lines, or of those of a directory.
+def read_conversations(name: str, tokenizer: Tokenizer, option: str = "") -> Iterator[Conversation]:
+    """The conversations of a file of JSON lines, or of those of a directory; `option` named it, or else data.name.
 
     Raises:
         UserError: a line is no conversation; it names the file and the line.
     """
-    for path in find_files(name):
+    for path in find_files(name, option):
         if ".jsonl" not in path.suffixes[-2:]:
             raise UserError(
                 f"data.chat = true reads JSON lines, and '{path}' must end in .jsonl or .jsonl.gz; convert it"
@@ -83,9 +83,8 @@ def _messages(row: dict[str, Any], where: str) -> list[tuple[str, str]]:
             )
         if not isinstance(content, str):
             raise UserError(f"{where}: messages[{i}] has content = {content!r}, which must be a text; {_WAY_OUT}")
-        markers = [marker for marker in (CHAT_END, *map(chat_opening, CHAT_ROLES)) if marker in content]
-        if markers:
-            raise UserError(f"{where}: messages[{i}] holds {markers[0]!r}, which stands between messages; {_WAY_OUT}")
+        if marker := marker_in(content):
+            raise UserError(f"{where}: messages[{i}] holds {marker!r}, which stands between messages; {_WAY_OUT}")
         try:
             content.encode("utf-8")
         except UnicodeEncodeError:

@@ -33,8 +33,11 @@ PARQUET_ROWS = 256
 Document = Iterable[str]
 
 
-def find_files(name: str) -> list[Path]:
+def find_files(name: str, option: str = "") -> list[Path]:
     """The files that ``data.name`` stands for: itself, or those of a directory, sorted by name, without subdirectories.
+
+    Args:
+        option: what named it, if not the key of the configuration.
 
     Raises:
         UserError: there is no such file, or none of a readable kind.
@@ -50,12 +53,15 @@ def find_files(name: str) -> list[Path]:
     else:
         close = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
+        if option:
+            raise UserError(f"{option} '{name}' does not exist; give another with {option} PATH")
         raise UserError(
             f"data.name = '{name}' is no data set: there is no such file or directory, and the built-in ones are "
             f"{', '.join(BUILT_IN)}{hint or '; correct it in the file or with --set data.name=VALUE'}"
         )
     if not all(map(_readable_kind, files)) or not files:
-        raise UserError(f"data.name = '{name}' is no data set: {reason}; choose another with --set data.name=PATH")
+        given, another = (option, f"{option} ") if option else ("data.name =", "--set data.name=")
+        raise UserError(f"{given} '{name}' is no data set: {reason}; choose another with {another}PATH")
     for file in files:
         # Whoever opens a pipe waits for a writer; a device has no end.
         if file.exists() and not file.is_file():
@@ -127,8 +133,6 @@ def _told_as_user_errors(path: Path) -> Iterator[None]:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"'{path}' is no whole gzip file: {error}; compress or copy it again") from None
-    except UnicodeDecodeError:
-        raise UserError(f"'{path}' cannot be read: it is not UTF-8 text; convert it to UTF-8") from None
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror or error}; name a readable file") from None
 
@@ -141,12 +145,23 @@ def _blocks(file: IO[bytes], raw: IO[bytes], progress: Callable[[int], None]) ->
 
 def _decoded(path: Path, blocks: Iterable[bytes]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
+    lines = read = 0
     # Here too: whoever reads the document pulls the pieces, not read_documents.
     with _told_as_user_errors(path):
-        for block in blocks:
-            if text := decoder.decode(block):
+        for block in itertools.chain(blocks, (b"",)):
+            begun = len(decoder.getstate()[0])  # bytes of a character that the block before ended in
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                line = 1 + lines + error.object.count(b"\n", 0, error.start)
+                place, byte = read - begun + error.start, error.object[error.start]
+                raise UserError(
+                    f"line {line} of '{path}' is not UTF-8 text (byte 0x{byte:02x} at position {place}); "
+                    "convert the file to UTF-8"
+                ) from None
+            lines, read = lines + block.count(b"\n"), read + len(block)
+            if text:
                 yield text
-        decoder.decode(b"", final=True)
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -121,17 +121,19 @@ def held_out_texts(config: RunConfig) -> list[Text]:
 
 
 def read_texts(name: str, tokenizer: Tokenizer, text_field: str, *, chat: bool = False) -> list[Text]:
-    """The documents of files, each behind what stands between two documents in training; or conversations, as trained.
+    """The documents of the files that --data names, or conversations, as trained.
+
+    Each document stands behind what stands between two documents in training.
 
     Raises:
         UserError: they cannot be read.
     """
     if chat:
-        return [Text(conversation.tokens) for conversation in read_conversations(name, tokenizer)]
+        return [Text(conversation.tokens) for conversation in read_conversations(name, tokenizer, "--data")]
     separator = np.array(tokenizer.separator, dtype=np.int64)
     return [
         Text(np.concatenate((separator, tokenizer.encode("".join(document)))), len(separator))
-        for path in find_files(name)
+        for path in find_files(name, "--data")
         for document in read_documents(Path(path), text_field, lambda read: None)
     ]
 

@@ -147,10 +147,10 @@ def chat(run: Path, dtype: str, compiled: bool, **options: Any) -> None:
         if line.strip():
             try:
                 _checked(line, "your line")
+                added = encode(asked.message(line) if asked else line).tolist()
             except UserError as error:
                 click.echo(f"error: {error}", err=True)
                 continue
-            added = encode(asked.message(line) if asked else line).tolist()
         if not added and (not writer.begun or (asked and asked.answered())):
             continue
         (text,), timing = writer.write([added], _show)
@@ -176,8 +176,10 @@ class _Asked:
 
     def message(self, line: str) -> str:
         """What is put behind the text so far for a line to be answered."""
-        from nsa_compile.generation.text import chat_opening
+        from nsa_compile.generation.text import chat_opening, marker_in
 
+        if marker := marker_in(line):
+            raise UserError(f"your line holds {marker!r}, which stands between messages; write it without")
         before = ""
         if self._writer.begun:
             before = "\n" if self.answered() else self._end + "\n"

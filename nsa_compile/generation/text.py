@@ -20,6 +20,11 @@ def chat_opening(role: str) -> str:
     return f"<|{role}|>\n"
 
 
+def marker_in(text: str) -> str | None:
+    """The first of the markers between messages that a text holds; None where it is a message without."""
+    return next((marker for marker in (CHAT_END, *map(chat_opening, CHAT_ROLES)) if marker in text), None)
+
+
 class TextStream:
     """Turns tokens into text, piece by piece.
 

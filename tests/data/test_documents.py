@@ -104,8 +104,11 @@ def test_a_directory_is_its_readable_files_in_order(tmp_path):
         ("a.md", b"x", "its name must end in .txt, "),
         ("empty/", None, "holds no file that ends in .txt, "),
         ("missing.txt", None, "there is no such file or directory"),
-        ("a.txt", b"ab\xff", "not UTF-8"),
-        ("a.txt", b"ab\xc3", "not UTF-8"),
+        ("a.txt", b"ab\n\nc\xff", r"line 3 of .* is not UTF-8 text \(byte 0xff at position 5\); convert the file"),
+        ("a.txt", b"ab\xc3", r"line 1 of .* is not UTF-8 text \(byte 0xc3 at position 2\)"),
+        # Cut into blocks of 2 ** 20 bytes, within a character.
+        ("a.txt", b"x\n" * 2**19 + b"\n\xc3", r"line 524290 of .* \(byte 0xc3 at position 1048577\)"),
+        ("a.txt", b"x" * (2**20 - 1) + b"\xc3\n\xa9", r"line 1 of .* \(byte 0xc3 at position 1048575\)"),
         ("a.txt.gz", b"plain", "no whole gzip file"),
         # Without a time in it: the bytes name the test, which has to be called the same in every process.
         ("a.txt.gz", gzip.compress(b"word " * 1000, mtime=0)[:-12], "no whole gzip file"),

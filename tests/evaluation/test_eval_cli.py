@@ -92,7 +92,8 @@ def fails(capsys, *words):
     [
         (["--stride", 40], "error: --stride 40 must be at most --length 32, or tokens are left out"),
         (["--length", 64, "--length", 48, "--stride", 49], "error: --stride 49 must be at most --length 48, or"),
-        (["--data", "nowhere.txt"], "error: data.name = 'nowhere.txt' is no data set: there is no such file"),
+        (["--data", "nowhere.txt"], "error: --data 'nowhere.txt' does not exist; give another with --data PATH"),
+        (["--data", __file__], f"error: --data '{__file__}' is no data set: its name must end in .txt, "),
         (["--task", "needle"], "error: --length 32 must be at least 1"),
         (["--task", "needle", "--stride", 8], "error: --stride 8 is for --task text, and this is --task needle; leave"),
         (

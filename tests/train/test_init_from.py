@@ -172,7 +172,9 @@ def test_a_model_learns_the_answers_and_not_the_questions(tmp_path):
     assert trained.chat
     for asked, answer in (("blue", "sky"), ("green", "leaf")):
         words = ["chat", str(made), "--temperature", "0", "--no-compile", "--tokens", "30"]
-        assert CliRunner().invoke(cli, words, input=f"{asked}\n\n").stdout == f"{answer}\n"
+        said = CliRunner().invoke(cli, words, input=f"red<|end|>\n{asked}\n\n")
+        assert said.stdout == f"{answer}\n"
+        assert "error: your line holds '<|end|>', which stands between messages; write it without" in said.stderr
     # Asked in another way it has learned nothing: the loss was not about the questions.
     prompt = trained.tokenizer.encode("<|user|>\n").tolist()
     session = Session(Decoder(trained.model, compiled=False), [Request(prompt, 4, torch.Generator())])
