@@ -559,12 +559,12 @@ def _read(path: str) -> str:
         _reject_too_many_bytes(len(content), name)
         return content.decode("utf-8")
     except FileNotFoundError:
-        raise UserError(f"configuration file '{name}' does not exist; check the path given to --config") from None
+        raise UserError(f"configuration file '{name}' does not exist; check its path") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         if os.path.isdir(path):
             reason = os.strerror(errno.EISDIR)
-        raise UserError(f"configuration file '{name}' cannot be read: {reason}; give --config a YAML file") from None
+        raise UserError(f"configuration file '{name}' cannot be read: {reason}; name a YAML file") from None
 
 
 def _reject_too_many_bytes(count: int, origin: str) -> None:

@@ -13,7 +13,7 @@ from nsa_compile.branches import BRANCHES
 from nsa_compile.config import options_of
 from nsa_compile.experiments.runs import base_overrides
 from nsa_compile.experiments.views import CHART_CAPTION, figure
-from nsa_compile.files import replace, write_json
+from nsa_compile.files import replace, write_json, write_text
 from nsa_compile.machine.environment import describe_environment, git_revision
 from nsa_compile.machine.matmul_rate import MatmulRate, busy, impossible
 from nsa_compile.models.pattern import SparsePattern
@@ -45,7 +45,7 @@ def preflight(work: PhaseRun) -> None:
     revision = git_revision()
     sha = revision["sha"] or "unknown: not a git checkout"
     path = work.folder / "git_sha.txt"
-    path.write_text(sha + (" with uncommitted changes" if revision["dirty"] else "") + "\n", encoding="utf-8")
+    write_text(path, sha + (" with uncommitted changes" if revision["dirty"] else "") + "\n")
     work.artifact(path)
     environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     write_json(work.folder / "env.json", environment)

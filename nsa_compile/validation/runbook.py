@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nsa_compile.config import RunConfig, load_config
 from nsa_compile.errors import UserError
 from nsa_compile.experiments.runs import last_line, run_process
-from nsa_compile.files import replace, write_json
+from nsa_compile.files import replace, write_json, write_text
 from nsa_compile.machine.environment import git_revision
 from nsa_compile.page import draw
 from nsa_compile.train.records.run_directory import lock_run_directory
@@ -224,7 +224,7 @@ def begin(plan: Runbook) -> None:
         raise UserError(
             f"directory '{plan.directory}' cannot be made: {error.strerror}; choose another one with --out DIR"
         ) from None
-    plan.config_file.write_text(plan.config.to_yaml(), encoding="utf-8")
+    write_text(plan.config_file, plan.config.to_yaml())
     document = {"schema": SCHEMA, "preset": plan.preset, "processes": plan.processes}
     write_json(plan.directory / "plan.json", document | {"git": git_revision()}, durable=True)
 
