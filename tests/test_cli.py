@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nsa_compile.cli import cli, main
 from tests.processes import Command, run, sets
 
 COMMAND = [sys.executable, "-c", "from nsa_compile.cli import main; main()"]
@@ -96,6 +98,21 @@ def test_a_read_only_output_directory_is_an_error(tmp_path):
     result = nsa_compile("train", "--set", f"run.dir={directory}/runs")
     assert result.returncode == 2
     assert "cannot be written to" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("runs/rows.csv", "'runs/rows.csv' cannot be written: No"), (None, "a file cannot be written: No")],
+)
+def test_a_full_disk_is_not_taken_for_stdout(monkeypatch, capsys, file, said):
+    def fail(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)
+
+    monkeypatch.setattr(cli, "main", fail)
+    with pytest.raises(SystemExit) as ended:
+        main(["train"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {said} space left on device; make room for it, or choose")
 
 
 @pytest.mark.parametrize(("path", "cxx"), [("/nowhere", None), (None, "no-such-compiler"), (None, "/bin/false")])

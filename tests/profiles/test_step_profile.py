@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from nsa_compile.branches import RANGES
+from nsa_compile.cli import cli
 from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
+from nsa_compile.errors import UserError
 from nsa_compile.models.transformer import SwiGLU
 from nsa_compile.profiles.step_profile import profile_step
 from nsa_compile.profiles.step_views import check_rows, render_step
@@ -142,6 +147,19 @@ def test_of_two_processes_the_first_tells_what_was_sent(tiny_overrides, tmp_path
     assert any(row["name"].startswith("c10d::") for row in profile["operators"])
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"profile.html", "profile.json", "trace.json.gz", "trace_rank1.json.gz"} <= names
+
+
+def test_a_page_that_cannot_be_written_takes_no_figures_with_it(tiny_overrides, tmp_path, monkeypatch):
+    def fail(result, directory):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("nsa_compile.profiles.step_views.write_page", fail)
+    words = [word for override in tiny_overrides(**DENSE) for word in ("--set", override)]
+    arguments = [*COMMAND, *words, "--steps", "1", "--warmup", "1", "--out", str(tmp_path / "out"), "--json"]
+    result = CliRunner().invoke(cli, arguments)
+    assert isinstance(result.exception, UserError)
+    assert f"nothing can be written to '{tmp_path / 'out'}': No space left on device" in str(result.exception)
+    assert json.loads(result.stdout)["directory"] == str(tmp_path / "out")
 
 
 def test_mistakes_are_found_before_anything_runs(tmp_path):
