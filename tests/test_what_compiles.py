@@ -254,6 +254,45 @@ def written_to_a_copy_with_a_list(compile):
 
 
 @program
+def written_to_a_copy_by_a_number(compile):
+    def write(cache, t, x):
+        cache = cache.clone()
+        cache[t] = x
+        return cache
+
+    return trained(compile(written(write)), rows())
+
+
+@program
+def written_to_a_page(compile):
+    def run(x):
+        def step(cache, row):
+            t, x = row
+            cache = cache.clone()
+            cache[t // 2, t % 2] = x
+            keys = cache.flatten(0, 1)
+            return cache, (keys @ x).masked_fill(torch.arange(S) > t, LOWEST).softmax(-1) @ keys
+
+        return scan(step, x.new_zeros(S // 2, 2, D), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
+def sums_of_pages(compile):
+    def run(x):
+        def step(sums, row):
+            t, x = row
+            sums = sums.clone()
+            sums[t // 2] += x
+            return sums, sums @ x
+
+        return scan(step, x.new_zeros(S // 2, D), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
 def written_to_a_copy_by_index_copy_(compile):
     return trained(compile(written(lambda cache, t, x: cache.clone().index_copy_(0, t.view(1), x[None]))), rows())
 
