@@ -23,7 +23,7 @@ from nsa_compile.config import RunConfig
 from nsa_compile.launch.worker import LOST_CONTACT
 from nsa_compile.machine import cores
 from nsa_compile.train.records.jsonl import JsonlReader
-from nsa_compile.train.signals import EXIT_CODES, StopRequest, handled
+from nsa_compile.train.signals import EXIT_CODES, StopRequest, handled, say_nothing_to_save
 from nsa_compile.train.watch.halt import HALT_EXIT_CODE as STALLED
 from nsa_compile.train.watch.processes import handles
 from nsa_compile.train.watch.run_state import HeartbeatFiles, present_attempt
@@ -51,9 +51,9 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
         import torch.distributed.launcher.api  # noqa: F401
 
         for attempt in range(restarts + 1):
-            if stop.signal is not None:
-                return EXIT_CODES[stop.signal]
             begin = time.time()
+            if stop.signal is not None:
+                return _stopped(directory, begin, EXIT_CODES[stop.signal])
             codes = run_processes(config, nproc, command)
             if not codes:
                 return 0
@@ -61,11 +61,11 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
             if said:
                 return said[0]
             if stop.signal is not None:
-                return EXIT_CODES[stop.signal]
+                return _stopped(directory, begin, EXIT_CODES[stop.signal])
             if asked := [code for code in codes.values() if code in STOPPED]:
                 # Somebody's signal to one process stops all of them, or makes the others lose contact with it.
                 if STOPPED.union({LOST_CONTACT}).issuperset(codes.values()):
-                    return asked[0]
+                    return _stopped(directory, begin, asked[0])
                 codes = {rank: code for rank, code in codes.items() if code not in STOPPED}
             died = ", ".join(f"rank {rank} {_ending(code)}" for rank, code in sorted(codes.items()))
             if FAILED in codes.values() and not _has_stepped(directory, begin):
@@ -78,6 +78,13 @@ def launch(config: RunConfig, directory: Path, nproc: int, arguments: Sequence[s
                 print(f"{died}; starting again (restart {attempt + 1} of {restarts})", file=sys.stderr)
     print(f"error: {died}; no restart is left of ddp.max_restarts = {restarts}", file=sys.stderr)
     return STALLED if _last_stall(directory) >= begin else FAILED
+
+
+def _stopped(directory: Path, since: float, code: int) -> int:
+    """The exit code of a run that was asked to stop, of which the processes have said nothing if they left at once."""
+    if not _has_stepped(directory, since):
+        say_nothing_to_save()
+    return code
 
 
 def _has_stepped(directory: Path, since: float) -> bool:

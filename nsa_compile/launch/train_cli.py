@@ -58,7 +58,7 @@ def train(
     if init_from is not None:
         overrides = (*overrides, f"train.init_from={json.dumps(init_from, ensure_ascii=False)}")
 
-    with leave_on_signals():
+    with leave_on_signals(quiet=os.environ.get("RANK", "0") != "0"):
         summary = _train(config_path, overrides, resume, nproc, dry_run, as_json)
     if summary is not None and summary["interrupted"]:
         ctx.exit(EXIT_CODES[summary["stopped_by"]])

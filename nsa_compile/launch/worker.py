@@ -42,7 +42,8 @@ def main(
     outlive_readers()
     if launcher is not None:
         die_with(launcher)
-    with leave_on_signals():
+    # The launcher speaks for those that it has started, and rank 0 for the others.
+    with leave_on_signals(quiet=launcher is not None or os.environ.get("RANK", "0") != "0"):
         code = _exit_code(config_path, overrides, resume, run_dir)
     sys.exit(code)
 

@@ -331,7 +331,7 @@ def _run(trainer: Trainer, directory: Path, resumed: Checkpoint | None) -> dict[
 
     with (
         CompileClock() as compiling,
-        stop_on_signals(world.size > 1) as signals,
+        stop_on_signals(world.rank, world.size, heartbeat.left_by_signal) as signals,
         Journal(config, directory, world, resumed_at) as journal,
         leaving_together(world, signals),
     ):
@@ -350,6 +350,9 @@ def _run(trainer: Trainer, directory: Path, resumed: Checkpoint | None) -> dict[
             start, compiled = time.perf_counter(), compiling.seconds
             indices, batches, lr, result = trainer.take_step(step)
             seconds = time.perf_counter() - start
+            if not signals.stepped:
+                barrier()  # or one process would leave at once and the others wait for it to save
+                signals.stepped = True
             rate = trainer.tokens_per_step / (seconds - (compiling.seconds - compiled))
             mfu = rate * trainer.flops_per_token / peak_flops
 

@@ -10,10 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from nsa_compile.train.checkpoints.files import checkpoint_paths, verify_checkpoint
 from tests.conftest import with_fault
-from tests.processes import Command, sets
+from tests.processes import Command, run, sets
 
+NOTHING_TO_SAVE = "stopped before the first step: there is nothing to save"
 LONG = {"train.steps": 400, "train.save_every": 0, "train.eval_every": 400, "train.log_every": 1}
 
 
@@ -46,8 +49,35 @@ def test_sigterm_before_the_first_step_leaves_with_75_and_nothing_half_done(tiny
     environment = with_fault("early@0:1", tmp_path / "once")
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=240)
     assert result.returncode == 75, result.stderr
-    assert result.stderr == "stopped before the first step: there is nothing to save\n"
+    assert result.stderr == f"{NOTHING_TO_SAVE}\n"
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_run_that_compiles_leaves_at_once(tiny_overrides, tmp_path, signum, code, nproc):
+    process = begin(tiny_overrides(**LONG, **{"compile.enabled": "true"}), "--nproc", nproc)
+    for line in process.stderr:
+        if line == "compiling; the first batches take longer\n":
+            break
+    process.send_signal(signum)
+    stdout, stderr = process.communicate(timeout=240)
+    assert (process.returncode, stdout) == (code, ""), stderr
+    assert [line for line in stderr.splitlines() if "[ddp]" not in line] == [NOTHING_TO_SAVE]
+    (directory,) = (tmp_path / "runs").iterdir()
+    for rank in range(int(nproc)):
+        rows = [json.loads(row) for row in (directory / f"heartbeat_rank{rank}.jsonl").read_text().splitlines()]
+        assert {row["kind"] for row in rows} <= {"start", "beat", "end"}
+    if nproc == "1":  # several have met in a collective that the first to leave has ended
+        assert rows[-1]["kind"] == "end"
+    assert not checkpoint_paths(directory / "checkpoints")
+
+
+def test_the_first_step_is_not_waited_for(tiny_overrides, tmp_path):
+    result = run("train", *sets(tiny_overrides(**LONG)), env=with_fault("term@0:1", tmp_path / "once"))
+    assert result.returncode == 75, result.stderr
+    assert result.stderr.splitlines()[-1] == NOTHING_TO_SAVE
+    assert "step 1:" not in result.stderr
 
 
 def test_a_run_outlives_the_readers_of_its_output(tiny_overrides, tmp_path):
@@ -79,8 +109,9 @@ def test_sigusr1_to_the_launcher_writes_the_stacks_of_all_and_the_run_goes_on(ti
         if all("Current thread" in path.read_text() for path in stacks):
             break
     process.send_signal(signal.SIGTERM)
-    stdout, _ = process.communicate(timeout=240)
+    stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 75, lines
+    assert stderr.count("stopping after this step") == 1  # not by each process
     assert json.loads(stdout)["stopped_by"] == "SIGTERM"
     # What DDP really sends gradients in is on record: a quarter of a model this small is less than the 1 MB it takes.
     assert any("in buckets of 1 MB instead of ddp.bucket_mb = 25" in line for line in lines)

@@ -106,6 +106,10 @@ class Heartbeat:
         if self._writer is not None:
             self._writer.close()
 
+    def left_by_signal(self) -> None:
+        """Say that the process leaves by itself, from the handler of a signal."""
+        self._write("end", error=SystemExit.__name__)
+
     def _beat(self) -> None:
         while not self._stop.wait(self._interval):
             self._write("beat")
