@@ -25,7 +25,9 @@ from nsa_compile.train.records.run_directory import check_run_directory
 CONFIG = "config.resolved.yaml"
 # What may differ between the parts of a run: its length, where it lies, how often it tells of itself, who watches it
 # and looks into it, what is asked of it, and on what it runs; the numbers that gradients are sent as are another run.
-_FREE_TRAIN_KEYS = ("steps", "save_every", "keep_last", "keep_best", "log_every", "eval_every", "device")
+_FREE_TRAIN_KEYS = (
+    "steps", "save_every", "keep_last", "keep_best", "log_every", "eval_every", "sample_tokens", "device",
+)  # fmt: skip
 FREE_KEYS = frozenset(
     ["run.dir", "data.timeout_s", "compile.check"]
     + [f"train.{name}" for name in _FREE_TRAIN_KEYS]

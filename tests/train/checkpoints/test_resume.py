@@ -142,6 +142,7 @@ def test_another_configuration_is_refused_by_its_first_key(tiny_overrides, finis
 def test_length_place_and_frequencies_may_change(tiny_overrides, finished):
     changed = {**LONG, "train.steps": 99, "train.save_every": 0, "train.keep_last": 1, "train.keep_best": "false"}
     changed |= {"train.log_every": 7, "train.eval_every": 7, "run.dir": "elsewhere", "watchdog.stall_s": 60.0}
+    changed |= {"train.sample_tokens": 0}
     changed |= {"log.stats_every": 7, "log.tensorboard": "true"}
     assert find_run(load_config(overrides=tiny_overrides(**changed)), str(finished)).directory == finished
 
