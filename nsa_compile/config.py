@@ -228,7 +228,7 @@ class DDPSection(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What processes talk through; auto takes NCCL on GPUs and Gloo on CPUs."""
     bucket_mb: Annotated[float, Field(ge=1)] = 25
-    """Megabytes of gradients that are sent at a time; a small model's are sent in at least four parts."""
+    """Megabytes of gradients that are sent at a time; less where a model has fewer than four times that, down to 1."""
     compress: Literal["bf16", "fp16", "none"] = "bf16"
     """Number format in which gradients are sent; none sends them as they are."""
     nccl_preset: Literal["none", "pcie"] = "none"
@@ -473,9 +473,11 @@ class RunConfig(Section):
             "dtype": shape.dtype,
             "attention": model.attention,
             "layers": model.n_layers,
-            # None where the attention has no such size.
-            "num_selected": getattr(model.pattern, "num_selected", None),
-            "window": getattr(model.pattern, "window", None),
+            # None where the attention has no use for such a size; its pattern may be one that others share.
+            **{
+                name: getattr(model.pattern, name) if name in model.variant.shown_sizes.values() else None
+                for name in ("num_selected", "window")
+            },
         }
 
     def require_equal_layers(self) -> None:

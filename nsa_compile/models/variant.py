@@ -89,7 +89,9 @@ class AttentionVariant(ABC):
         auxiliary: its layers have a loss of their own, as an indexer has that no gradient reaches otherwise; training
             adds their sum to the loss of the tokens.
         alike: its layers are equal, so that one of them stands for all.
-        shown_sizes: fields of ``pattern`` in the headline of a profile, by their symbols.
+        shown_sizes: fields of ``pattern`` that a run and the headline of a profile are told by, by their symbols; it
+            has a use for each.
+        selects: what the field ``num_selected`` counts.
         scanned: its layer is a :func:`nsa_compile.scan` over the tokens, so it is slow uncompiled, and a loop that is
             left in what is compiled is a fallback.
         verified: ``nsa-compile verify`` has properties of it.
@@ -103,6 +105,7 @@ class AttentionVariant(ABC):
 
     pattern: ClassVar[type[Pattern]] = SparsePattern
     shown_sizes: ClassVar[Mapping[str, str]] = {}
+    selects: ClassVar[str] = "blocks"
     auxiliary: ClassVar[bool] = False
     alike: ClassVar[bool] = True
     scanned: ClassVar[bool] = True

@@ -25,7 +25,7 @@ from nsa_compile.train.checkpoints.checkpoint import CheckpointWriter
 from nsa_compile.train.distributed.all_reduce import Overlap
 from nsa_compile.train.distributed.group import all_reduce_max
 from nsa_compile.train.distributed.world import World
-from nsa_compile.train.records.rows import THROUGHPUT_STEPS, CsvLog, EvalRow, JsonLog, StepRow
+from nsa_compile.train.records.rows import THROUGHPUT_STEPS, CsvLog, EvalRow, JsonLog, StepRow, rate_of
 from nsa_compile.train.records.run_directory import HeldDirectory, loss_of_directory
 from nsa_compile.train.records.tensorboard import TensorBoard
 from nsa_compile.train.steps import StepResult
@@ -52,6 +52,7 @@ class Journal:
         self.config, self.directory, self.main = config, directory, world.main
         self.resumed_at = resumed_at
         self._overlaps: deque[Overlap] = deque(maxlen=THROUGHPUT_STEPS)
+        self._unsaid: list[StepRow] = []  # steps since the last line of the log
         self._save_error: CheckpointError | None = None
         self._lost: str | None = None
         self.directory_lost = False
@@ -113,6 +114,7 @@ class Journal:
         if not self.main:
             return
         self.steps.append(row)
+        self._unsaid.append(row)
         if self._tensorboard is not None:
             self._tensorboard.write("training", row.step, row)
         if result.overlap is not None:
@@ -123,10 +125,9 @@ class Journal:
         self._bar.update()
         if row.step % self.config.train.log_every == 0:
             self.steps.flush()
-            self.log(
-                f"step {row.step}: loss {row.loss:.4f}, lr {row.lr:.2e}, {row.tokens_per_s:,.0f} tokens/s, "
-                f"MFU {row.mfu:.1%}"
-            )
+            rate, mfu = rate_of(self._unsaid)
+            self._unsaid.clear()
+            self.log(f"step {row.step}: loss {row.loss:.4f}, lr {row.lr:.2e}, {rate:,.0f} tokens/s, MFU {mfu:.1%}")
 
     def attention(self, step: int, layers: Sequence[LayerRow]) -> None:
         """Record gates and selection."""

@@ -60,7 +60,7 @@ from nsa_compile.train.nonfinite import NonFinitePolicy
 from nsa_compile.train.optim import learning_rate, make_optimizer
 from nsa_compile.train.phases import OTHER, CompileClock, PhaseTimer
 from nsa_compile.train.records.plots import plot_losses
-from nsa_compile.train.records.rows import EvalRow, StepRow, finite_or_none, phase_columns, throughput
+from nsa_compile.train.records.rows import EvalRow, StepRow, finite_or_none, phase_columns, throughput, unsteady
 from nsa_compile.train.records.run_directory import held_for_a_run
 from nsa_compile.train.signals import StopRequest, stop_on_signals
 from nsa_compile.train.state import TrainingState
@@ -447,10 +447,11 @@ def _figures(trainer: Trainer, journal: Journal, resumed_at: int, memory: int) -
         # JSON has no numbers that are not finite.
         "val_loss_start": finite_or_none(evaluations[0].val_loss),
         "val_loss_end": finite_or_none(evaluations[-1].val_loss),
+        "val_step_end": evaluations[-1].step,
         "accuracy": evaluations[-1].accuracy,
         "best_unigram_loss": trainer.corpus.best_unigram_loss,
         "skipped_steps": trainer.nonfinite.skipped,
-        "doubts": [doubt for doubt in (busy(rates), impossible(found["mfu"])) if doubt],
+        "doubts": [doubt for doubt in (busy(rates), unsteady(found), impossible(found["mfu"])) if doubt],
         "notes": [],
     }
 

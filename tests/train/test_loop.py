@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -173,6 +174,13 @@ def test_a_compiled_run_equals_the_eager_one_and_reports_its_passes(tiny_overrid
     report = json.loads((compiled / "passes.json").read_text(encoding="utf-8"))
     assert "batch_prefill" in [entry["name"] for entry in report["passes"]]
     assert 0 < report["passes"][-1]["estimate"]["operators"] < report["estimate_captured"]["operators"]
+
+
+def test_a_log_line_tells_the_rate_since_the_line_before(tiny_overrides, capsys):
+    _, directory = run_tiny(tiny_overrides(**{"train.log_every": 2}))
+    rates = [float(row["tokens_per_s"]) for row in rows(directory / "training.csv")]
+    said = re.findall(r"step \d: loss .* ([\d,]+) tokens/s", capsys.readouterr().err)
+    assert said == [f"{2 / (1 / one + 1 / other):,.0f}" for one, other in (rates[:2], rates[2:])]
 
 
 def test_checkpoints_hold_the_run(tiny_overrides):

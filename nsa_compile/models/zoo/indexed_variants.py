@@ -91,6 +91,7 @@ class DSA(Indexed):
     """Tokens chosen by a lightning indexer, on MLA (arXiv 2512.02556)."""
 
     pattern = DSAPattern
+    selects = "tokens"
     layer_class = "dsa:DSAttention"
 
     def mistake(self, model: NSAConfig) -> str | None:
@@ -233,6 +234,7 @@ class CSAPattern(HCAPattern):
 class HCA(ZooVariant):
     """A window and all entries, each of many tokens (arXiv 2606.19348)."""
 
+    shown_sizes: ClassVar = {"w": "window"}
     pattern: ClassVar[type[Pattern]] = HCAPattern
     layer_class = "deepseek_v4:HCAttention"
 
@@ -268,6 +270,8 @@ class CSA(Indexed, HCA):
     """A window and the entries of few tokens that an indexer chooses (arXiv 2606.19348)."""
 
     pattern = CSAPattern
+    shown_sizes: ClassVar = {"k": "num_selected", "w": "window"}
+    selects = "entries"
     layer_class = "deepseek_v4:CSAttention"
 
     def pairs(self, model: NSAConfig, seq_len: int) -> int:

@@ -24,6 +24,8 @@ from nsa_compile.files import create, open_regular, what_became_of
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "other")
 # Throughput is reported over this many steps at the end of a run, well after compilation.
 THROUGHPUT_STEPS = 50
+# Steps of an idle machine are as long as one another: rates of this many differ by less than this share of their mean.
+STEADY_STEPS, STEADY = 10, 0.25
 
 
 @dataclass(frozen=True)
@@ -162,12 +164,37 @@ def throughput(rows: Sequence[StepRow]) -> dict[str, Any]:
     # A short run has no 50 steps after compilation; its later half is what there is.
     last = rows[-min(THROUGHPUT_STEPS, max(1, len(rows) // 2)) :]
     rates = [row.tokens_per_s for row in last]
+    mean, mfu = rate_of(last) if last else (None, None)
     return {
-        "tokens_per_s_mean": statistics.fmean(rates) if rates else None,
+        "tokens_per_s_mean": mean,
         "tokens_per_s_std": statistics.stdev(rates) if len(rates) > 1 else None,
         "tokens_per_s_steps": len(rates),
-        "mfu": statistics.fmean(row.mfu for row in last) if last else None,
+        "mfu": mfu,
     }
+
+
+def rate_of(rows: Sequence[StepRow]) -> tuple[float, float]:
+    """Tokens per second and MFU of one or more steps of equally many tokens together: all tokens by all seconds.
+
+    The mean of their rates would be more, since it counts a slow step no more than a fast one.
+    """
+    rate = len(rows) / sum(1 / row.tokens_per_s for row in rows)
+    return rate, rate * rows[-1].mfu / rows[-1].tokens_per_s
+
+
+def unsteady(found: Mapping[str, Any]) -> str | None:
+    """Why the figure of steps that took unequal times is in doubt, on one line; None for steady ones.
+
+    `found` is a :func:`throughput`. What slowed steps in the middle of a run shows in no measurement of the machine at
+    its start and end.
+    """
+    mean, std, steps = found["tokens_per_s_mean"], found["tokens_per_s_std"], found["tokens_per_s_steps"]
+    if steps < STEADY_STEPS or std <= STEADY * mean:
+        return None
+    return (
+        f"tokens/s of the last {steps} steps differ by ± {std / mean:.0%} from step to step, as on a machine that "
+        "other work slows for a time: tokens/s and MFU are those of all these steps together"
+    )
 
 
 def row_parser(row_type: type[Row], columns: Collection[str]) -> Callable[[Mapping[str, str]], Row]:

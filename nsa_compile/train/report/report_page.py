@@ -120,9 +120,9 @@ def _summary_rows(record: RunRecord) -> list[tuple[str, str]]:
     rows = [(label, text) for label, text in size_and_result_rows(record.summary) if text]
     shown = (
         "steps dtype seq_len batch_size accumulate layers parameters num_selected window tokens_per_s_mean "
-        "tokens_per_s_std tokens_per_s_steps mfu peak_flops val_loss_start val_loss_end best_unigram_loss "
-        "processes strategy compress gradient_bytes first_all_reduce accuracy skipped_steps memory_bytes doubts "
-        "matmul_rates flops_per_token"
+        "tokens_per_s_std tokens_per_s_steps mfu peak_flops val_loss_start val_loss_end val_step_end "
+        "best_unigram_loss processes strategy compress gradient_bytes first_all_reduce accuracy skipped_steps "
+        "memory_bytes doubts matmul_rates flops_per_token"
     )
     others = [(name, value) for name, value in record.summary.items() if name not in shown.split()]
     if memory := [row.memory_bytes for row in record.steps if row.memory_bytes is not None]:

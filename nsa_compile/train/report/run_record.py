@@ -29,7 +29,7 @@ from nsa_compile.train.records.run_directory import lock_run_directory
 # What a summary must hold for the report, beside what its author adds.
 _RESULTS = (
     "tokens_per_s_mean", "tokens_per_s_std", "tokens_per_s_steps", "mfu", "peak_flops", "val_loss_start",
-    "val_loss_end", "best_unigram_loss", "parameters",
+    "val_loss_end", "val_step_end", "best_unigram_loss", "parameters",
 )  # fmt: skip
 # Beyond these a number is none that a run has counted or measured, and no axis can hold it.
 _MAX_COUNT, _MAX_FLOAT = 2**53, 1e100
@@ -260,17 +260,20 @@ def _summary(record: RunRecord, saved: dict[str, Any] | None) -> dict[str, Any]:
     peak = record.environments.get("env.json", {}).get("matmul_peak_flops")
     # As the trainer does it: the throughput of the last part of the run.
     first = record.resumed[-1] if record.resumed else 0
-    last_part = [row for row in steps if row.step > first and math.isfinite(row.tokens_per_s + row.mfu)]
+    last_part = [
+        row for row in steps if row.step > first and row.tokens_per_s > 0 and math.isfinite(row.tokens_per_s + row.mfu)
+    ]
     summary: dict[str, Any] = dict.fromkeys(_RESULTS) | {
         "steps": step,
         **throughput(last_part),
         "peak_flops": peak if _is_number(peak) else None,
         "val_loss_start": evals[0].val_loss if evals else None,
         "val_loss_end": evals[-1].val_loss if evals else None,
+        "val_step_end": evals[-1].step if evals else None,
         "accuracy": evals[-1].accuracy if evals else None,
     }
     sizes = {} if config is None else config.sizes()
-    for name in ("seq_len", "batch_size", "accumulate", "dtype", "layers", "num_selected", "window"):
+    for name in ("seq_len", "batch_size", "accumulate", "dtype", "attention", "layers", "num_selected", "window"):
         summary[name] = sizes.get(name, "?")
     if saved is not None and saved.get("steps") == step:
         for name in _RESULTS:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from nsa_compile.page import size
+from nsa_compile.models.variant import REGISTERED, find
 
 
 def render(summary: dict[str, Any]) -> str:
@@ -37,9 +37,9 @@ def size_and_result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     throughput = "not measured"
     if summary["tokens_per_s_mean"] is not None:
         std = summary["tokens_per_s_std"]
-        spread = f" ± {std:,.0f}" if std is not None else ""
+        spread = f", ± {std:,.0f} from step to step" if std is not None else ""
         throughput = (
-            f"{summary['tokens_per_s_mean']:,.0f}{spread} tokens/s over the last {summary['tokens_per_s_steps']} steps"
+            f"{summary['tokens_per_s_mean']:,.0f} tokens/s over the last {summary['tokens_per_s_steps']} steps{spread}"
         )
     mfu = ""
     if summary["mfu"] is not None and summary["peak_flops"] is not None:
@@ -55,15 +55,27 @@ def size_and_result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("throughput", throughput),
         ("MFU", mfu),
         *(("doubt", doubt) for doubt in doubts_of(summary)),
-        (
-            "validation loss",
-            f"{_number(summary['val_loss_start'], '.4f')} at the start, "
-            f"{_number(summary['val_loss_end'], '.4f')} at the end",
-        ),
+        ("validation loss", _validation(summary)),
         ("best unigram model", _number(summary["best_unigram_loss"], ".4f")),
-        ("answers", "" if summary.get("accuracy") is None else f"{summary['accuracy']:.1%} right at the end"),
+        (
+            "answers",
+            "" if summary.get("accuracy") is None else f"{summary['accuracy']:.1%} right {_last_evaluated(summary)}",
+        ),
         ("skipped", f"{summary['skipped_steps']} steps that were not finite" if summary.get("skipped_steps") else ""),
     ]
+
+
+def _validation(summary: Mapping[str, Any]) -> str:
+    start, end = (_number(summary[f"val_loss_{name}"], ".4f") for name in ("start", "end"))
+    return f"{start} at the start" + (f", {end} {when}" if (when := _last_evaluated(summary)) else "")
+
+
+def _last_evaluated(summary: Mapping[str, Any]) -> str:
+    """When the last evaluation was, which an interrupted run has before its end; nothing for the one at the start."""
+    step = summary.get("val_step_end")
+    if step == 0:
+        return ""
+    return "at the end" if step in (None, summary["steps"]) else f"at step {step}"
 
 
 def doubts_of(summary: Mapping[str, Any]) -> list[str]:
@@ -73,9 +85,16 @@ def doubts_of(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _pattern(summary: Mapping[str, Any]) -> list[str]:
-    """The sizes that are known; an attention may have neither."""
-    words = {"num_selected": "n = {} selected blocks", "window": "w = {}"}
-    return [text.format(summary[name]) for name, text in words.items() if summary.get(name) is not None]
+    """The sizes that are known, as the attention calls them; it may have none."""
+    name = summary.get("attention")
+    if name not in REGISTERED:  # of a report whose run has lost its configuration
+        return []
+    variant = find(name)
+    return [
+        f"{symbol} = {summary[size]}" + (f" selected {variant.selects}" if size == "num_selected" else "")
+        for symbol, size in variant.shown_sizes.items()
+        if summary.get(size) is not None
+    ]
 
 
 def _processes(summary: dict[str, Any]) -> str:
@@ -85,7 +104,7 @@ def _processes(summary: dict[str, Any]) -> str:
     text = f"{summary['processes']}, {summary['strategy']}"
     if "gradient_bytes" in summary:
         text += (
-            f"; {size(summary['gradient_bytes'])} of gradients a step each ({summary['compress']}), the first "
+            f"; {summary['gradient_bytes'] / 1e6:,.1f} MB of gradients a step each ({summary['compress']}), the first "
             f"sent after {summary['first_all_reduce']:.0%} of the backward pass"
         )
     return text

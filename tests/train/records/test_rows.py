@@ -7,7 +7,16 @@ import json
 import pytest
 
 from nsa_compile.errors import CheckpointError
-from nsa_compile.train.records.rows import CsvLog, EvalRow, JsonLog, StepRow, phase_columns, row_parser, throughput
+from nsa_compile.train.records.rows import (
+    CsvLog,
+    EvalRow,
+    JsonLog,
+    StepRow,
+    phase_columns,
+    row_parser,
+    throughput,
+    unsteady,
+)
 
 PHASES = {"data": 0.1, "forward": 0.2, "backward": 0.3, "communication": 0.0, "optimizer": 0.05, "other": 0.35}
 
@@ -48,9 +57,20 @@ def test_throughput_is_that_of_the_later_half_or_the_last_fifty_steps():
         "tokens_per_s_mean": None, "tokens_per_s_std": None, "tokens_per_s_steps": 0, "mfu": None
     }  # fmt: skip
     assert throughput([step_row(1)])["tokens_per_s_std"] is None
-    assert throughput([step_row(step) for step in range(1, 5)])["tokens_per_s_mean"] == 350.0
-    many = throughput([step_row(step) for step in range(1, 201)])
-    assert (many["tokens_per_s_mean"], many["tokens_per_s_steps"]) == (17550.0, 50)
+    few = throughput([step_row(step) for step in range(1, 5)])
+    # Tokens by seconds, not the mean of rates.
+    assert few["tokens_per_s_mean"] == pytest.approx(2 / (1 / 300 + 1 / 400))
+    rows = [step_row(step) for step in range(1, 201)]
+    many = throughput(rows)
+    assert (round(many["tokens_per_s_mean"]), many["tokens_per_s_steps"]) == (17431, 50)
+    assert many["mfu"] == pytest.approx(many["tokens_per_s_mean"] * rows[-1].mfu / rows[-1].tokens_per_s)
+
+
+def test_steps_that_other_work_slowed_are_in_doubt():
+    half_slow = [step_row(1 if step > 30 else 3) for step in range(1, 41)]
+    assert "tokens/s of the last 20 steps differ by ± 68% from step to step" in unsteady(throughput(half_slow))
+    assert unsteady(throughput([step_row(3)] * 40)) is None
+    assert unsteady(throughput(half_slow[29:33])) is None  # too few to tell
 
 
 def test_objects_after_the_checkpoint_and_half_ones_are_cut_off(tmp_path):

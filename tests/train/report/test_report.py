@@ -24,6 +24,7 @@ from nsa_compile.train.records.rows import PHASES, CsvLog, EvalRow, JsonLog, Ste
 from nsa_compile.train.records.run_directory import lock_run_directory
 from nsa_compile.train.report.report_page import blocks
 from nsa_compile.train.report.run_record import read_run
+from nsa_compile.train.report.summary import size_and_result_rows
 
 pytest.importorskip("matplotlib")
 
@@ -143,6 +144,35 @@ def test_a_pointer_over_a_chart_reads_its_values(make_run):
     assert re.search(r"<title>optimizer step \d+: data .*, forward .*, other .*</title>", phases)
 
 
+@pytest.mark.parametrize(
+    ("attention", "pattern"),
+    [
+        ({"attention": "dense"}, None),
+        ({"attention": "dsa", "num_selected": 16}, "k = 16 selected tokens"),
+        ({"attention": "nsa", "num_selected": 4, "window": 16}, "n = 4 selected blocks, w = 16"),
+        ({}, None),
+    ],
+)
+def test_a_pattern_is_told_as_the_attention_has_it(make_run, attention, pattern):
+    summary = read_run(make_run()).summary
+    sizes = dict.fromkeys(("attention", "num_selected", "window")) | attention
+    assert dict(size_and_result_rows({**summary, **sizes}))["pattern"] == (pattern or "")
+
+
+def test_a_run_has_no_size_that_its_attention_does_not_use(tiny_overrides):
+    sizes = load_config(overrides=tiny_overrides(**{"model.attention": "dense"})).sizes()
+    assert (sizes["num_selected"], sizes["window"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "expected"), [(6, "5.5 at the end"), (4, "5.5 at step 4"), (0, ""), (None, "5.5 at the end")]
+)
+def test_a_validation_loss_names_its_step(make_run, evaluated, expected):
+    summary = read_run(make_run()).summary | {"val_loss_start": 6.0, "val_loss_end": 5.5, "val_step_end": evaluated}
+    text = dict(size_and_result_rows(summary))["validation loss"]
+    assert text.replace("000", "") == ", ".join(filter(None, ("6.0 at the start", expected)))
+
+
 def test_the_page_tells_every_size_and_result(make_run):
     directory = make_run()
     (directory / "watchdog.jsonl").write_text('{"time": 0, "rule": "stall", "message": "no step for 60 s"}\n')
@@ -151,7 +181,7 @@ def test_the_page_tells_every_size_and_result(make_run):
         "finished",
         "n = 3 selected blocks, w = 8",
         "2 × 1 accumulated",
-        "1,005 ± 1 tokens/s over the last 3 steps",
+        "1,005 tokens/s over the last 3 steps, ± 1 from step to step",
         "25.0% of 100 GFLOP/s",
         "5.4375 at the end",
         "75.0%",
@@ -181,7 +211,7 @@ def test_json_is_one_object(make_run, tmp_path, capsys):
     assert _run(["report", str(directory), "--out", str(out), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["status"] == "finished"
-    assert result["summary"]["tokens_per_s_mean"] == 1005.0
+    assert result["summary"]["tokens_per_s_mean"] == pytest.approx(1005.0, abs=0.01)
     assert result["problems"] == []
     assert Path(result["report"]) == out
     assert "loss.png" in {Path(plot).name for plot in result["plots"]}
