@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def _exit_code(config_path: str | None, overrides: Sequence[str], resume: str, r
             return known.exit_code
         if not isinstance(error, RuntimeError) or not _is_lost_contact(error):
             raise
-        reason = str(error).splitlines()[0][:200]
+        reason = textwrap.shorten(str(error).splitlines()[0], 200, placeholder=" ...")
         print(f"[rank {world.rank}] lost contact with another process: {reason}", file=sys.stderr)
         return LOST_CONTACT
     return EXIT_CODES[summary["stopped_by"]] if summary["interrupted"] else 0

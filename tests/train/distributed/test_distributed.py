@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from nsa_compile.config import DDPSection
 from nsa_compile.data import BatchSampler
 from nsa_compile.data.sampling import UniformBytes
+from nsa_compile.launch import worker
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 from nsa_compile.train.distributed.all_reduce import AllReduceHook
 from nsa_compile.train.distributed.group import leave_group, share_model, whole
@@ -281,6 +282,15 @@ def test_a_wrong_configuration_fails_in_one_line_before_any_process_starts(
     assert expected in stderr
     assert stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_why_contact_was_lost_is_cut_between_words(monkeypatch, capsys):
+    def lose(*arguments):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] " + "word " * 60)
+
+    monkeypatch.setattr(worker, "run_worker", lose)
+    assert worker._exit_code(None, (), "never", None) == worker.LOST_CONTACT
+    assert capsys.readouterr().err.endswith(" word word ...\n")
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--nproc=2"])
