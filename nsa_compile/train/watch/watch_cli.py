@@ -144,7 +144,10 @@ def _progress(run: RunState, steps: int) -> str:
 
 
 def _left(run: RunState, steps: int) -> float | None:
-    """Seconds that the remaining steps take at the pace of the last ones; None before there is a pace."""
+    """Seconds that the remaining steps take at the pace of the last ones; None before there is a pace, and where a rank
+    is gone, which takes none of them."""
+    if any(state.failed or (state.process == "dead" and not state.end) for state in run.ranks):
+        return None
     pace = max((state.step_seconds() for state in run.ranks), default=0.0)
     return max(0, steps - _done(run)) * pace if pace else None
 

@@ -196,6 +196,12 @@ def test_what_is_left_goes_by_the_slowest_rank():
     assert _progress(RunState(states[:1], [1]), 40_000) == "0 of 40,000 steps, 11 h 6 min left"
 
 
+def test_nothing_is_left_to_a_dead_run():
+    state = RankState(0, step_count=20, last=SimpleNamespace(step=20), process="dead")
+    state.steps.extend(SimpleNamespace(time=float(step)) for step in range(20))
+    assert _progress(RunState([state]), 2_000) == "20 of 2,000 steps"
+
+
 def test_in_a_terminal_a_table_is_drawn_over_the_one_before(directory, start):
     start("never")
     screen, terminal = pty.openpty()
