@@ -57,7 +57,8 @@ class Corpus:
         validation: held-out batches, ``[eval_batches, B, S + 1]`` int64, the same at every evaluation.
         tokenizer: how ids turn back into text.
         best_unigram_loss: loss in nats per token, on held-out text, of the model that knows only how often each token
-            occurs in the training text. A language model that has learned anything about order is below it.
+            occurs in the training text, of a stream or a task in its first ``UNIGRAM_SEQUENCES`` sequences. A language
+            model that has learned anything about order is below it.
         held_out: the whole of the held-out text, tokens ``[N]``; ``None`` for a stream and for a synthetic task, which
             have no such text.
         notes: what a reader of the log is to know of the data.
@@ -177,7 +178,7 @@ def _conversations(config: RunConfig) -> Corpus:
     # The yardstick is about the tokens that the loss is about.
     counted = [
         np.concatenate([row[row >= 0] for row in (each.sequence(i, length)[1:] for i in range(count))])
-        for each, count in ((train, min(len(trained_on), UNIGRAM_SEQUENCES)), (held_out, len(kept_back)))
+        for each, count in ((train, len(trained_on)), (held_out, len(kept_back)))
     ]
     yardstick = best_unigram_loss(counted[0], counted[1], tokenizer.vocab_size)
     return Corpus(train, _each_once(held_out, len(kept_back), config), tokenizer, yardstick, notes=tuple(notes))

@@ -13,6 +13,7 @@ from nsa_compile.cli import main
 from nsa_compile.config import load_config
 from nsa_compile.data import load_corpus
 from nsa_compile.data.conversations import Conversations, encode, fitting, read_conversations
+from nsa_compile.data.corpus import best_unigram_loss
 from nsa_compile.data.sampling import readable
 from nsa_compile.data.tokenizers import ByteTokenizer, make_tokenizer
 from nsa_compile.errors import UserError
@@ -134,6 +135,16 @@ def test_a_corpus_holds_conversations_out(tmp_path):
     assert (len(trained), len(held_out), trained & held_out) == (38, 2, set())
     assert all("q38" in text or "q39" in text for text in held_out)
     assert 0 < corpus.best_unigram_loss < np.log(256)
+
+
+def test_the_best_unigram_model_has_seen_all_conversations(tmp_path):
+    path = tmp_path / "talks.jsonl"
+    answers = ["a" * (i % 40) + "b" * 5 for i in range(400)]
+    path.write_text("".join(line(("user", "q"), ("assistant", answer)) + "\n" for answer in answers))
+    overrides = [f"data.name={path}", "data.chat=true", "train.loss=answers", "train.seq_len=128"]
+    texts = ["".join(f"{answer}<|end|>" for answer in part).encode() for part in (answers[:380], answers[380:])]
+    expected = best_unigram_loss(*(np.frombuffer(text, np.uint8) for text in texts), 256)
+    assert load_corpus(load_config(overrides=overrides)).best_unigram_loss == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
