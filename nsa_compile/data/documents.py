@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -164,7 +164,7 @@ def _decoded(path: Path, blocks: Iterable[bytes]) -> Iterator[str]:
                 yield text
 
 
-def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_rows(path: Path) -> Generator[tuple[int, dict[str, Any]]]:
     """The objects of a file of JSON lines, compressed or not, with the numbers of their lines.
 
     Raises:

@@ -35,8 +35,8 @@ SENTENCES = (
 )  # fmt: skip
 @click.option(
     "--data", metavar="PATH",
-    help="Texts of your own, a file or directory as for data.name, each document by itself; by default the run's "
-    "held-out text.",
+    help="Texts of your own, a file or directory as for data.name, each document or conversation by itself; by default "
+    "the run's held-out text.",
 )  # fmt: skip
 @click.option(
     "--length", "lengths", type=click.IntRange(min=1, max=2**24), multiple=True, metavar="N",
@@ -113,9 +113,11 @@ def evaluate(
     about = {
         "checkpoint": str(trained.source),
         "data": data or (f"held out of {trained.config.data.name}" if trained.config else ""),
-        "parameters": f"{sum(weight.numel() for weight in trained.model.parameters()):,}",
-        "trained on": "unknown" if trained.seq_len is None else f"{trained.seq_len:,} tokens at a time",
+        "parameters": sum(weight.numel() for weight in trained.model.parameters()),
+        "seq_len": trained.seq_len,  # of the training
     }
+    if task == "text" and trained.config is not None and trained.config.train.loss == "answers":
+        click.echo("note: all tokens are scored; the validation loss of the run is of its answers alone", err=True)
     # First what was measured: a page that cannot be written takes nothing with it.
     if as_json:
         rows = [row.plain() for row in scores] + [row.plain() for row in found]
@@ -144,7 +146,7 @@ def _texts(run: Path, trained: TrainedModel, data: str | None, max_tokens: int |
 
     if data is not None:
         field = "text" if trained.config is None else trained.config.data.text_field
-        texts = read_texts(data, trained.tokenizer, field, chat=trained.chat)
+        texts = read_texts(data, trained.tokenizer, field)
     elif trained.config is not None:
         texts = held_out_texts(trained.config)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
@@ -86,16 +86,23 @@ def heat_map(rows: Sequence[Found], name: str) -> Figure:
 
 
 def write_page(
-    path: Path, about: Mapping[str, str], scores: Sequence[TextScore], found: Sequence[Found], meaning: str
+    path: Path, about: Mapping[str, Any], scores: Sequence[TextScore], found: Sequence[Found], meaning: str
 ) -> None:
     """Write the page; without matplotlib it has tables for pictures, and says so.
 
     Args:
-        about: what was evaluated, in words.
+        about: what was evaluated, as ``--json`` has it.
         meaning: what was scored, or asked, and how.
     """
     problems: list[str] = []
-    blocks: list[page.Block] = [Table(list(about.items())), Text(meaning, "quiet")]
+    trained_on = "unknown" if about["seq_len"] is None else f"{about['seq_len']:,} tokens at a time"
+    rows = [
+        ("checkpoint", about["checkpoint"]),
+        ("data", about["data"]),
+        ("parameters", f"{about['parameters']:,}"),
+        ("trained on", trained_on),
+    ]
+    blocks: list[page.Block] = [Table(rows), Text(meaning, "quiet")]
     if scores:
         blocks += [Heading("Held-out text"), Table(text_rows(scores), TEXT_HEADERS)]
     for name in measures(found):

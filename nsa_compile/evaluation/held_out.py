@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from nsa_compile.config import RunConfig
 from nsa_compile.data import load_corpus
 from nsa_compile.data.conversations import read_conversations
 from nsa_compile.data.corpus import split_conversations
-from nsa_compile.data.documents import find_files, read_documents
+from nsa_compile.data.documents import find_files, json_rows, read_documents
 from nsa_compile.data.tokenizers import Tokenizer
 from nsa_compile.evaluation.scoring import Scorer
 
@@ -120,22 +121,33 @@ def held_out_texts(config: RunConfig) -> list[Text]:
     return [Text(row) for row in corpus.validation.reshape(-1, corpus.validation.shape[-1])]
 
 
-def read_texts(name: str, tokenizer: Tokenizer, text_field: str, *, chat: bool = False) -> list[Text]:
-    """The documents of the files that --data names, or conversations, as trained.
-
-    Each document stands behind what stands between two documents in training.
+def read_texts(name: str, tokenizer: Tokenizer, text_field: str) -> list[Text]:
+    """The texts of the files that --data names, whatever the model was trained on: conversations in the template, and
+    documents, each behind what stands between two of them in training.
 
     Raises:
         UserError: they cannot be read.
     """
-    if chat:
-        return [Text(conversation.tokens) for conversation in read_conversations(name, tokenizer, "--data")]
     separator = np.array(tokenizer.separator, dtype=np.int64)
-    return [
-        Text(np.concatenate((separator, tokenizer.encode("".join(document)))), len(separator))
-        for path in find_files(name, "--data")
-        for document in read_documents(Path(path), text_field, lambda read: None)
-    ]
+    texts: list[Text] = []
+    for path in find_files(name, "--data"):
+        if _holds_conversations(path, text_field):
+            texts += [Text(conversation.tokens) for conversation in read_conversations(str(path), tokenizer, "--data")]
+        else:
+            texts += [
+                Text(np.concatenate((separator, tokenizer.encode("".join(document)))), len(separator))
+                for document in read_documents(path, text_field, lambda read: None)
+            ]
+    return texts
+
+
+def _holds_conversations(path: Path, text_field: str) -> bool:
+    """Whether a file is one of JSON lines of which the first has messages, and no text."""
+    if ".jsonl" not in path.suffixes[-2:]:
+        return False
+    with closing(json_rows(path)) as rows:
+        _, first = next(rows, (0, {}))
+    return "messages" in first and text_field not in first
 
 
 def cut(texts: Iterable[Text], tokens: int | None) -> list[Text]:

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from nsa_compile.cli import cli, main
+from tests.evaluation.conftest import make_run
 
 WORDS = ["--no-compile"]
 
@@ -32,6 +33,23 @@ def test_a_run_is_scored_on_its_held_out_text(text_run):
         f"{found['perplexity']:.3f}",
     ]  # fmt: skip
     assert "scored once" in said.stderr
+
+
+def test_the_object_has_numbers_as_numbers(text_run):
+    said = json.loads(evaluate(text_run, "--json").stdout)
+    assert (said["seq_len"], type(said["parameters"])) == (32, int)
+    assert all(key.isidentifier() for key in said)
+
+
+def test_a_model_of_conversations_is_scored_on_plain_text_too(tmp_path):
+    talk = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
+    (tmp_path / "talks.jsonl").write_text(f"{json.dumps(talk)}\n" * 4, encoding="utf-8")
+    (tmp_path / "plain.txt").write_text("a plain text", encoding="utf-8")
+    keys = {"data.name": tmp_path / "talks.jsonl", "data.chat": "true", "train.loss": "answers", "train.seq_len": 64}
+    run = make_run(tmp_path / "runs", **keys)
+    said = evaluate(run, "--data", tmp_path / "plain.txt", "--json")
+    assert json.loads(said.stdout)["results"][0]["bytes"] == 12
+    assert "note: all tokens are scored; the validation loss of the run is of its answers alone\n" in said.stderr
 
 
 def test_lengths_beyond_the_training_are_scored_with_a_note(text_run):

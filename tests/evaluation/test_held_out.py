@@ -117,8 +117,19 @@ def test_a_run_on_conversations_is_scored_on_each_that_was_held_out(text_run, tm
     wanted = [f"<|user|>\nWho {i}?<|end|>\n<|assistant|>\nI {i}.<|end|>\n" for i in range(40)]
     texts = held_out_texts(config)
     assert [bytes(text.tokens.tolist()).decode() for text in texts] == wanted[38:]
-    texts = read_texts(str(path), ByteTokenizer(), "text", chat=True)
+    texts = read_texts(str(path), ByteTokenizer(), "text")
     assert [bytes(text.tokens.tolist()).decode() for text in texts] == wanted
+
+
+def test_files_are_read_by_their_kind(tmp_path):
+    talk = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(talk) + "\n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "line", **talk}) + "\n", encoding="utf-8")
+    (tmp_path / "c.txt").write_text("plain", encoding="utf-8")
+    texts = read_texts(str(tmp_path), ByteTokenizer(), "text")
+    assert [bytes(text.tokens.tolist()).decode() for text in texts] == [
+        "<|user|>\nWho?<|end|>\n<|assistant|>\nI.<|end|>\n", "\n\nline", "\n\nplain"
+    ]  # fmt: skip
 
 
 def test_each_document_begins_behind_a_separator(tmp_path):
