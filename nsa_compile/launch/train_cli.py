@@ -14,6 +14,7 @@ from nsa_compile.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
     from nsa_compile.config import RunConfig
+    from nsa_compile.train.distributed.world import World
 
 
 @click.command()
@@ -53,19 +54,27 @@ def train(
     nsa-compile train --nproc 2
     nsa-compile train --config my_run.yaml --init-from runs/shakespeare-cpu-20260101-120000
     """
+    from nsa_compile.train.distributed.world import World
     from nsa_compile.train.signals import EXIT_CODES, leave_on_signals
 
     if init_from is not None:
         overrides = (*overrides, f"train.init_from={json.dumps(init_from, ensure_ascii=False)}")
 
-    with leave_on_signals(quiet=os.environ.get("RANK", "0") != "0"):
-        summary = _train(config_path, overrides, resume, nproc, dry_run, as_json)
+    world = World.from_environment(os.environ)
+    with leave_on_signals(quiet=world is not None and not world.main):
+        summary = _train(world, config_path, overrides, resume, nproc, dry_run, as_json)
     if summary is not None and summary["interrupted"]:
         ctx.exit(EXIT_CODES[summary["stopped_by"]])
 
 
 def _train(
-    config_path: str | None, overrides: tuple[str, ...], resume: str, nproc: int, dry_run: bool, as_json: bool
+    world: World | None,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    resume: str,
+    nproc: int,
+    dry_run: bool,
+    as_json: bool,
 ) -> dict[str, Any] | None:
     """Do what the options say, and return the summary of the run; ``None`` for a dry one."""
     # Everything a user can get wrong is found before torch is imported.
@@ -74,11 +83,10 @@ def _train(
     from nsa_compile.launch.start import open_run
     from nsa_compile.machine.preflight import check_run, wait_passively
     from nsa_compile.train.checkpoints.resume import find_run
-    from nsa_compile.train.distributed.world import World, check_port, check_world
+    from nsa_compile.train.distributed.world import check_port, check_world
     from nsa_compile.train.records.run_directory import check_output
 
     config = load_config(config_path, overrides)
-    world = World.from_environment(os.environ)
     if world is not None and world.size > 1:
         for option, given in ((f"--nproc {nproc}", nproc > 1), ("--dry-run", dry_run)):
             if given:

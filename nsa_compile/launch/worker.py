@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from nsa_compile.config import RunConfig, load_config
-from nsa_compile.errors import USER_FACING, user_facing
+from nsa_compile.errors import USER_FACING, UserError, user_facing
 from nsa_compile.streams import outlive_readers
 from nsa_compile.train.distributed.world import World, check_port, check_world
 from nsa_compile.train.signals import EXIT_CODES, leave_on_signals
@@ -43,16 +43,21 @@ def main(
     outlive_readers()
     if launcher is not None:
         die_with(launcher)
+    try:
+        world = World.from_environment(os.environ) or World()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
     # The launcher speaks for those that it has started, and rank 0 for the others.
-    with leave_on_signals(quiet=launcher is not None or os.environ.get("RANK", "0") != "0"):
-        code = _exit_code(config_path, overrides, resume, run_dir)
+    with leave_on_signals(quiet=launcher is not None or not world.main):
+        code = _exit_code(world, config_path, overrides, resume, run_dir)
     sys.exit(code)
 
 
-def _exit_code(config_path: str | None, overrides: Sequence[str], resume: str, run_dir: Path | None) -> int:
-    world = World()
+def _exit_code(
+    world: World, config_path: str | None, overrides: Sequence[str], resume: str, run_dir: Path | None
+) -> int:
     try:
-        world = World.from_environment(os.environ) or world
         summary = run_worker(world, load_config(config_path, overrides), resume, run_dir)
     except KeyboardInterrupt:
         return EXIT_CODES["SIGINT"]

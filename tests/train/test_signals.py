@@ -80,6 +80,15 @@ def test_the_first_step_is_not_waited_for(tiny_overrides, tmp_path):
     assert "step 1:" not in result.stderr
 
 
+def test_a_resumed_run_that_leaves_at_once_can_be_resumed_again(tiny_overrides, tmp_path):
+    words = ["train", "--json", "--resume", "auto", *sets(tiny_overrides(**LONG))]
+    ends = [run(*words, env=with_fault(f"term@0:{count}", tmp_path / "once")) for count in (3, 1, 2)]
+    assert [end.returncode for end in ends] == [75, 75, 75]
+    assert (ends[1].stdout, ends[1].stderr.splitlines()[-1]) == ("", NOTHING_TO_SAVE)
+    last = json.loads(ends[2].stdout)
+    assert (last["resumed_from"], last["steps"]) == (3, 5)
+
+
 def test_a_run_outlives_the_readers_of_its_output(tiny_overrides, tmp_path):
     process = begin(tiny_overrides(**{**LONG, "train.steps": 4}))
     process.stdout.close()

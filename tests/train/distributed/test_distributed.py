@@ -289,7 +289,7 @@ def test_why_contact_was_lost_is_cut_between_words(monkeypatch, capsys):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] " + "word " * 60)
 
     monkeypatch.setattr(worker, "run_worker", lose)
-    assert worker._exit_code(None, (), "never", None) == worker.LOST_CONTACT
+    assert worker._exit_code(World(), None, (), "never", None) == worker.LOST_CONTACT
     assert capsys.readouterr().err.endswith(" word word ...\n")
 
 
