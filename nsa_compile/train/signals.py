@@ -47,12 +47,14 @@ class _LeaveAtOnce:
 
     def within_torch(self, signum: int, last_words: Callable[[], None]) -> None:
         """Leave where torch compiles or computes: its C++ does not expect an exception just anywhere."""
-        self._note(signum)
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.terminate()  # a C++ compiler deletes what it has half written
-        last_words()
-        os._exit(EXIT_CODES[signal.Signals(signum).name])
+        try:
+            self._note(signum)
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    child.terminate()  # a C++ compiler deletes what it has half written
+            last_words()
+        finally:
+            os._exit(EXIT_CODES[signal.Signals(signum).name])
 
     def _note(self, signum: int) -> None:
         self.came = signal.Signals(signum).name
@@ -84,7 +86,8 @@ def stop_on_signals(
     Args:
         world_size: of several processes, an error of one is felt by the others, and the first to be gone makes whoever
             started them end this one by SIGTERM: it leaves by its error all the same.
-        last_words: called before the process is ended, perhaps in the middle of anything.
+        last_words: called before the process is ended, perhaps in the middle of anything: it must wait for no lock that
+            this thread may hold.
     """
     stop = StopRequest()
 
