@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 from nsa_compile.errors import UserError
@@ -42,3 +45,14 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> UserError | None:
         extra = "lab"
     name, package = f"nsa-compile {command}".rstrip(), PACKAGES.get(module, module)
     return UserError(f"{name} needs {package}; install it with: pip install 'nsa-compile[{extra}]'")
+
+
+@contextmanager
+def no_messages() -> Iterator[None]:
+    """Where torchao is imported, if only by peft or transformers: it tells of libraries for hardware not here."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)

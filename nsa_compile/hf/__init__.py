@@ -6,7 +6,7 @@ Importing this package tells `AutoConfig` and `AutoModelForCausalLM` of them.
 import sys
 from typing import Any
 
-from nsa_compile.train.low_precision import no_messages
+from nsa_compile.extras import no_messages
 
 with no_messages():  # transformers imports torchao where it is installed
     import transformers

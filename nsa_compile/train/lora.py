@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_compile.config import LoraSection
-from nsa_compile.train.low_precision import no_messages
+from nsa_compile.extras import no_messages
 
 # peft's names of what it puts into a linear layer.
 _BASE, _A, _B = "base_layer", "lora_A.default.weight", "lora_B.default.weight"

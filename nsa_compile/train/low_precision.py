@@ -8,13 +8,12 @@ model.
 from __future__ import annotations
 
 import importlib
-import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from nsa_compile.extras import no_messages
 
 # Of each block. Not the gates of the branches and φ, which are small and run in the loop over tokens; nor embedding and
 # head, whose rounding shows in every logit.
@@ -50,17 +49,6 @@ def convert_linear_layers(model: nn.Module, kind: str, emulate: bool = False) ->
         for module in chosen:
             module.__class__ = int8_linear
     return len(chosen), len(layers)
-
-
-@contextmanager
-def no_messages() -> Iterator[None]:
-    """Where torchao is imported, if only by peft or transformers: it tells of libraries for hardware not here."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
 
 
 def import_torchao(name: str) -> Any:

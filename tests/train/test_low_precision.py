@@ -15,9 +15,10 @@ import torch.nn.functional as F
 import nsa_compile
 from nsa_compile.config import load_config
 from nsa_compile.errors import UserError
+from nsa_compile.extras import no_messages
 from nsa_compile.machine.preflight import check_run
 from nsa_compile.models import NSATransformer
-from nsa_compile.train.low_precision import LINEAR_LAYERS, convert_linear_layers, no_messages
+from nsa_compile.train.low_precision import LINEAR_LAYERS, convert_linear_layers
 from tests.processes import train
 
 pytest.importorskip("torchao")
