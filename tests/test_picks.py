@@ -337,7 +337,7 @@ def test_a_carry_that_is_a_row_is_refused():
         nsa_compile.compile(run, nested="eager", cache=False)(numbers(S, D))
 
 
-@pytest.mark.parametrize("name", ["a row", "written"])
+@pytest.mark.parametrize("name", ["a row", "written", "written by two numbers", "updated by two numbers"])
 @pytest.mark.parametrize("times", [[0, 1, 2, 3, S], [0, 1, 2, 3, -S - 1]])
 def test_a_number_beyond_the_rows_is_an_error(name, times):
     torch._dynamo.reset()

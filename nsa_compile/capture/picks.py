@@ -120,6 +120,8 @@ def _assign(x, key, value):
         value = value.reshape(value.shape[value.dim() - len(shape) :])
     value = value.to(device=view.device, dtype=view.dtype).expand(shape)
     places = [_at(number, view.shape[dim]) for dim, number in numbers]
+    if len(dims) > 1:  # counted from the end again, one that is below would be another row
+        places = [torch.where(at < 0, view.shape[dim], at) for dim, at in zip(dims, places, strict=True)]
     first, last = dims[0], dims[-1]
     if len(dims) == 1:
         view.index_copy_(first, places[0], value.unsqueeze(first))

@@ -170,7 +170,7 @@ def _stack(tensors: Any, dim: int = 0) -> Any:
         return NotImplemented
     if tensors.length() < 1:
         raise RuntimeError("stack expects a non-empty TensorList")
-    rows = tensors.all_rows()
+    rows = tensors.read_rows()
     return rows if dim == 0 else rows.movedim(0, dim).contiguous()
 
 
@@ -180,7 +180,7 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
         return NotImplemented
     if tensors.length() < 1:
         raise RuntimeError("torch.cat(): expected a non-empty list of Tensors")
-    rows = tensors.all_rows()
+    rows = tensors.read_rows()
     dim = dim % (rows.dim() - 1)
     apart = rows.movedim(0, dim)
     return apart.squeeze(dim + 1).contiguous() if apart.shape[dim + 1] == 1 else apart.flatten(dim, dim + 1)

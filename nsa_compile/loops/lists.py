@@ -82,6 +82,8 @@ class GrowingList(list):
         list[Any]
     ] = []  # tensors that are elements, or have views that are; a write to one is not followed
 
+    with_gradients: ClassVar[bool] = True  # whether they are on around the loop: a list is no part of a step's no_grad
+
     def __init__(self, path: Path, elements: Iterable[Tensor] = ()) -> None:
         super().__init__([_Unread(NotRows(path))])
         elements = list(elements)
@@ -112,12 +114,18 @@ class GrowingList(list):
             return self.rows
         of = len(self.waiting), self.rows
         if self._joined is None or any(a is not b for a, b in zip(of, self._joined[0], strict=True)):
-            new = torch.stack(self.waiting)
-            if self.rows is not None:
-                new = torch.cat([self.rows, new])
+            with torch.set_grad_enabled(self.with_gradients):
+                new = torch.stack(self.waiting)
+                if self.rows is not None:
+                    new = torch.cat([self.rows, new])
             self.handed.append(new)
             self._joined = of, new  # asked for again, it is the same tensor
         return self._joined[1]
+
+    def read_rows(self) -> Any:
+        """The elements, stacked as a step does that: without gradients, where it has turned them off."""
+        rows = self.all_rows()
+        return rows.clone() if self.with_gradients and not torch.is_grad_enabled() else rows
 
     def settle(self) -> None:
         """Take what waits into the rows."""
@@ -134,7 +142,7 @@ class GrowingList(list):
 
     def added(self, start: Any) -> Any:
         """What `sum` gives."""
-        return start + self.all_rows().sum(0) if self.length() > 0 else start
+        return start + self.read_rows().sum(0) if self.length() > 0 else start
 
     def append(self, value: Any) -> None:
         known = self.waiting[0] if self.waiting else None if self.rows is None else self.rows[0]
@@ -179,7 +187,8 @@ class GrowingList(list):
         for back, value in enumerate(reversed(self.waiting), 1):
             if index == length - back:
                 return value
-        return self.rows[index]
+        with torch.set_grad_enabled(self.with_gradients):
+            return self.rows[index]
 
     def _sliced(self, index: slice) -> GrowingList:
         if index.step not in (None, 1):
@@ -188,9 +197,10 @@ class GrowingList(list):
         start = 0 if index.start is None else index.start
         stop = length if index.stop is None else index.stop
         start, stop = (max(x + length, 0) if x < 0 else min(x, length) for x in (start, stop))
-        if rows is None or start >= stop:
-            return self._with(None if rows is None else rows[:0])
-        return self._with(rows[start:stop])
+        with torch.set_grad_enabled(self.with_gradients):
+            if rows is None or start >= stop:
+                return self._with(None if rows is None else rows[:0])
+            return self._with(rows[start:stop])
 
     def pop(self, index: Any = -1) -> Any:
         length = self.length()
@@ -198,7 +208,8 @@ class GrowingList(list):
             raise self._why
         value = self[index]
         self.settle()
-        self.rows = self.rows[1:] if index == 0 else self.rows[: length - 1]
+        with torch.set_grad_enabled(self.with_gradients):
+            self.rows = self.rows[1:] if index == 0 else self.rows[: length - 1]
         self.cut = True
         return value
 
@@ -210,7 +221,8 @@ class GrowingList(list):
     def clear(self) -> None:
         self.settle()
         if self.rows is not None:
-            self.rows = self.rows[:0]
+            with torch.set_grad_enabled(self.with_gradients):
+                self.rows = self.rows[:0]
         self.cut = True
 
 

@@ -26,7 +26,7 @@ from nsa_compile.ir.dtypes import why_refused
 from nsa_compile.loops import intercepted
 from nsa_compile.loops.effects import refused_effects
 from nsa_compile.loops.left import begin_lists, memory_of, note_what_is_left, settle_lists
-from nsa_compile.loops.lists import Appended, IsRead
+from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import as_number
 from nsa_compile.loops.picked import PickedRows
 from nsa_compile.loops.python_numbers import (
@@ -131,7 +131,7 @@ def trace_step(
     fake = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
     fake.cache_enabled = False  # what is kept of results with symbolic sizes is used by this trace alone
     recorder, outside = Recorder(trace, step, fake), Outside(fake)
-    recorder.trace_no_grad = torch.is_grad_enabled()
+    recorder.trace_no_grad = GrowingList.with_gradients = torch.is_grad_enabled()
     leaves: dict[Path, Any] = {}
     position = _integer(env, "t", index)
     trace.symbols[cast(Any, position).node.expr] = "t"

@@ -1188,3 +1188,26 @@ def test_a_cache_of_no_rows_at_the_only_step():
 
     x = torch.randn(S, D)
     torch.testing.assert_close(loop(run, nested="eager", cache=False)(x), run(x))
+
+
+def test_a_list_that_is_read_without_gradients_at_some_steps():
+    """Its rows had no gradient from there on: the list was stacked where the step turns gradients off."""
+
+    def read(x, how):
+        rows, ys = [], []
+        for t in range(len(x)):
+            rows.append(x[t].clone())
+            if t % 2 == 0:
+                with torch.no_grad():
+                    y = how(rows)
+            else:
+                y = how(rows)
+            ys.append(y)
+        return sum(ys)
+
+    x = torch.randn(S, D, dtype=torch.float64, requires_grad=True)
+    for how in (lambda a: torch.stack(a).sum(0), lambda a: torch.cat(a)[-D:] * 2, lambda a: a[-1] * a[0], sum):
+        torch._dynamo.reset()
+        looped = loop(read, nested="eager", cache=False)
+        ours, theirs = (torch.autograd.grad(f(x, how).sum(), x)[0] for f in (looped, read))
+        torch.testing.assert_close(ours, theirs)
