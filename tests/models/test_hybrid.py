@@ -147,8 +147,11 @@ def test_it_trains_and_writes_text(tiny_overrides):
         ("layers=[gla, [nsa]]", r"^model.pattern.layers = \['gla', \['nsa'\]\] must be a list"),
         ("layers=[gla, csa]", "^model.n_kv_heads = 2 must be 1: all queries share one head of keys"),
         ("layers=[gla, dsa]", r"^model.pattern.sizes.dsa.rope_dim = 64 must be below head_dim = \d+; "),
-        ("sizes=3", "^model.pattern.sizes = 3 must give sizes by the names of layers"),
-        ("sizes.nsa=3", "^model.pattern.sizes.nsa = 3 must give sizes by their names"),
+        ("sizes=3", "^model.pattern.sizes = 3 is not allowed: it is a section, with keys of its own; set one of those"),
+        (
+            "sizes.nsa=3",
+            "^model.pattern.sizes.nsa = 3 is not allowed: it is a section, with keys of its own; set one of those",
+        ),
         ("sizes.gla.gate_rank=3", "^model.pattern.sizes.gla = .* must be of one of the layers, kda, nsa; "),
         ("sizes.nsa.window=0", "^model.pattern.sizes.nsa.window = 0 must be at least 1"),
         ("sizes.nsa.windw=8", "^unknown configuration key .* did you mean 'model.pattern.sizes.nsa.window'"),
