@@ -29,6 +29,7 @@ from nsa_compile.ir import markers
 from nsa_compile.ir.lowering import reshape_views
 from nsa_compile.ir.scans import VALUE, WRITTEN, Declined, first_line, subgraphs
 from nsa_compile.ops.loop import Compiler
+from nsa_compile.ops.loop.step import Layout
 from nsa_compile.passes import verifier
 from nsa_compile.passes.pipeline import Options, Uncacheable, leave_alone, run_pipeline, sources_digest
 from nsa_compile.passes.report import Report
@@ -428,7 +429,7 @@ def _compile_step(direction: fx.GraphModule, inputs: Sequence[Tensor]) -> Callab
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with torch.no_grad(), tracing(TracingContext(mode)):
             with mode:  # made anew: of one tensor given twice, AOTAutograd would read the first alone ever after
-                stand_ins = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+                stand_ins = [Layout.of(x).empty() for x in inputs]
             return compile_nested(copy.deepcopy(direction), stand_ins, "inductor")
     except Exception as error:
         why = first_line(error)

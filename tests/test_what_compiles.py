@@ -254,16 +254,6 @@ def written_to_a_copy_with_a_list(compile):
 
 
 @program
-def written_to_a_copy_by_a_number(compile):
-    def write(cache, t, x):
-        cache = cache.clone()
-        cache[t] = x
-        return cache
-
-    return trained(compile(written(write)), rows())
-
-
-@program
 def written_to_a_page(compile):
     def run(x):
         def step(cache, row):

@@ -8,7 +8,7 @@ A cache in pages or blocks is a cache like any other then; what a step reads of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +25,7 @@ def join_rows(site: ScanSite, record: ScanRecord) -> bool:
     """Join the two dimensions of rows of each carry that has such, in a scan and its body; whether there were any."""
     changed = False
     for place in range(len(site.init)):
-        carry, update = site.placeholders()[0][place], results(site.body)[place]
+        carry, update = site.placeholders()[0][place], site.outputs()[0][place]
         found = _writes_of(carry, update, record)
         if found is not None:
             _join_in_body(site.body, place, carry, found)
@@ -87,15 +87,14 @@ def _join_in_body(body: fx.GraphModule, place: int, carry: fx.Node, found: _Join
         joined = body.graph.placeholder(f"{carry.name}_rows")
     joined.meta = {**carry.meta, key_of_example(carry): found.of(example(carry))}
     first = next(node for node in body.graph.nodes if node.op not in ("placeholder", "get_attr"))
-    state = joined
-    for old in (carry, *found.writes):
-        build = NodeBuilder(body, old if old is not carry else first)
-        if old is not carry:
-            put: Any = arguments(old)
-            page, row = put.indices[found.dim : found.dim + 2]
-            number = build(aten.add.Tensor, build(aten.mul.Tensor, page, found.shape[found.dim + 1]), row)
-            state = build(aten.index_put.default, state, [*put.indices[: found.dim], number], put.values)
-        old.replace_all_uses_with(build(aten.reshape.default, state, list(found.shape)))
+    state, shape = joined, list(found.shape)
+    carry.replace_all_uses_with(NodeBuilder(body, first)(aten.reshape.default, state, shape))
+    for old in found.writes:
+        build, put = NodeBuilder(body, old), cast(Any, arguments(old))
+        page, row = put.indices[found.dim : found.dim + 2]
+        number = build(aten.add.Tensor, build(aten.mul.Tensor, page, shape[found.dim + 1]), row)
+        state = build(aten.index_put.default, state, [*put.indices[: found.dim], number], put.values)
+        old.replace_all_uses_with(build(aten.reshape.default, state, shape))
     output = body.graph.output_node()
     copied = NodeBuilder(body, output)(aten.clone.default, state, memory_format=torch.contiguous_format)
     output.args = ([copied if i == place else x for i, x in enumerate(results(body))],)

@@ -74,14 +74,13 @@ def _numbers_of_both(put: Any, source: fx.Node, record: ScanRecord) -> list[fx.N
 def merge_chosen_writes(site: ScanSite, record: ScanRecord) -> bool:
     """Make one write of those of a carry's rows that are chosen between; whether there were any."""
     changed = False
-    for carry, update in zip(site.placeholders()[0], site.outputs()[0], strict=True):
-        node = operand(update) if update.target is aten.clone.default else update
+    for carry, node in zip(site.placeholders()[0], site.outputs()[0], strict=True):
         if node.target is not aten.where.self or (found := _chosen(node, carry, record)) is None:
             continue
         if len(dims := {write.dim for write in found.writes()}) == 1:
             build, dim = NodeBuilder(site.body, node), dims.pop()
             flag, number, row = found.joined(build)
-            here = _is_row(carry, dim, number, flag if isinstance(flag, fx.Node) else None, build)
+            here = _mask_of_row(carry, dim, number, flag if isinstance(flag, fx.Node) else None, build)
             node.replace_all_uses_with(build(aten.where.self, here, row, carry))
             changed = True
     if changed:
@@ -264,14 +263,14 @@ def is_known_row(number: fx.Node, size: int, record: ScanRecord) -> bool:
 
 
 def _spread(found: _RowUpdate, build: NodeBuilder) -> fx.Node:
-    here = _is_row(found.whole, found.dim, found.number, None, build)
+    here = _mask_of_row(found.whole, found.dim, found.number, None, build)
     added = build(aten.reshape.default, build(aten.expand.default, found.added, found.total), found.spread)
     if found.by is aten.add.Tensor:
         return build(aten.add.Tensor, found.whole, build(aten.where.ScalarOther, here, added, 0))
     return build(aten.where.self, here, build(found.by, found.whole, added), found.whole)
 
 
-def _is_row(x: fx.Node, dim: int, number: fx.Node, flag: fx.Node | None, build: NodeBuilder) -> fx.Node:
+def _mask_of_row(x: fx.Node, dim: int, number: fx.Node, flag: fx.Node | None, build: NodeBuilder) -> fx.Node:
     """Which rows of a tensor along a dimension have a number, where a flag is set; as a mask of the tensor."""
     shape = example(x).shape
     rows = constant_node(build, torch.arange(shape[dim]), example(x).device)

@@ -41,8 +41,17 @@ if TYPE_CHECKING:
 
 def _and(analysis: Analysis, node: fx.Node) -> Facts:
     a, b = (analysis.of(x) for x in node.args[:2])
+    return _both_true(analysis, a, b) if example(node).dtype == torch.bool else analysis.join([a, b])
+
+
+def _or(analysis: Analysis, node: fx.Node) -> Facts:
+    a, b = (analysis.of(x) for x in node.args[:2])
     if example(node).dtype != torch.bool:
         return analysis.join([a, b])
+    return _negated(_both_true(analysis, _negated(a), _negated(b)))
+
+
+def _both_true(analysis: Analysis, a: Facts, b: Facts) -> Facts:
     facts = analysis.join([_decided(a, b.surely_false), _decided(b, a.surely_false)])
     return replace(
         facts,
@@ -53,18 +62,18 @@ def _and(analysis: Analysis, node: fx.Node) -> Facts:
     )
 
 
-def _or(analysis: Analysis, node: fx.Node) -> Facts:
-    a, b = (analysis.of(x) for x in node.args[:2])
-    if example(node).dtype != torch.bool:
-        return analysis.join([a, b])
-    facts = analysis.join([_decided(a, b.surely_true), _decided(b, a.surely_true)])
-    return replace(
-        facts,
-        can_be_true=both(a.can_be_true, b.can_be_true),
-        can_be_false=union(a.can_be_false, b.can_be_false),
-        surely_true=either(a.surely_true, b.surely_true),
-        surely_false=intersect(a.surely_false, b.surely_false),
-    )
+def _negated(f: Facts) -> Facts:
+    return replace(f, **_swapped(f))
+
+
+def _swapped(f: Facts) -> dict[str, Any]:
+    """What is known of the opposite of a condition."""
+    return {
+        "can_be_true": f.can_be_false,
+        "can_be_false": f.can_be_true,
+        "surely_true": f.surely_false,
+        "surely_false": f.surely_true,
+    }
 
 
 def _decided(facts: Facts, by_other: Interval | None) -> Facts:
@@ -77,13 +86,7 @@ def _decided(facts: Facts, by_other: Interval | None) -> Facts:
 
 def _not(analysis: Analysis, node: fx.Node) -> Facts:
     f = analysis.of(node.args[0])
-    return replace(
-        analysis.join([f]),
-        can_be_true=f.can_be_false,
-        can_be_false=f.can_be_true,
-        surely_true=f.surely_false,
-        surely_false=f.surely_true,
-    )
+    return replace(analysis.join([f]), **_swapped(f))
 
 
 def _mul(analysis: Analysis, node: fx.Node) -> Facts:

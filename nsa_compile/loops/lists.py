@@ -197,10 +197,13 @@ class GrowingList(list):
         start = 0 if index.start is None else index.start
         stop = length if index.stop is None else index.stop
         start, stop = (max(x + length, 0) if x < 0 else min(x, length) for x in (start, stop))
+        if rows is None or start >= stop:
+            return self._with(None if rows is None else self._between(rows, 0, 0))
+        return self._with(self._between(rows, start, stop))
+
+    def _between(self, rows: Any, start: Any, stop: Any) -> Any:
         with torch.set_grad_enabled(self.with_gradients):
-            if rows is None or start >= stop:
-                return self._with(None if rows is None else rows[:0])
-            return self._with(rows[start:stop])
+            return rows[start:stop]
 
     def pop(self, index: Any = -1) -> Any:
         length = self.length()
@@ -208,8 +211,7 @@ class GrowingList(list):
             raise self._why
         value = self[index]
         self.settle()
-        with torch.set_grad_enabled(self.with_gradients):
-            self.rows = self.rows[1:] if index == 0 else self.rows[: length - 1]
+        self.rows = self._between(self.rows, *((1, None) if index == 0 else (None, length - 1)))
         self.cut = True
         return value
 
@@ -221,8 +223,7 @@ class GrowingList(list):
     def clear(self) -> None:
         self.settle()
         if self.rows is not None:
-            with torch.set_grad_enabled(self.with_gradients):
-                self.rows = self.rows[:0]
+            self.rows = self._between(self.rows, 0, 0)
         self.cut = True
 
 

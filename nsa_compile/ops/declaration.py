@@ -17,7 +17,11 @@ from nsa_compile.ops import flops
 from nsa_compile.ops.dispatch import choose_kernel
 from nsa_compile.ops.tiles import compute_dtype
 
-__all__ = ["declare_operator", "refuse_second_derivatives"]
+__all__ = ["declare_operator", "no_second_derivatives", "refuse_second_derivatives"]
+
+
+def no_second_derivatives(of: str) -> RuntimeError:
+    return RuntimeError(f"{of} has no second derivatives; take them of the function as written, without compiling it")
 
 
 def refuse_second_derivatives(backward: CustomOpDef, of: str) -> None:
@@ -28,9 +32,7 @@ def refuse_second_derivatives(backward: CustomOpDef, of: str) -> None:
     """
 
     def refuse(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(
-            f"{of} has no second derivatives; take them of the function as written, without compiling it"
-        )
+        raise no_second_derivatives(of)
 
     backward.register_autograd(refuse)
 

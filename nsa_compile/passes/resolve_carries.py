@@ -130,9 +130,7 @@ def record_of(site: ScanSite) -> ScanRecord:
     record = ScanRecord(site.node.name, site.length)
     evaluate_known(site, record)
     _settle_choices(site.body, record)
-    changes = [
-        change(site, record) for change in (_write_into_zeros, join_row_writes, merge_chosen_writes, spread_row_updates)
-    ]
+    changes = [change(site, record) for change in _IN_OTHER_FORMS]
     if any(changes):
         record = ScanRecord(site.node.name, site.length)
         evaluate_known(site, record)

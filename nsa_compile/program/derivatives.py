@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from nsa_compile.capture.refusals import ScanNotCompiled
+from nsa_compile.ops.declaration import no_second_derivatives
 
 
 def with_derivatives_refused(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,6 +78,4 @@ class _Connected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(
-            "a compiled function has no second derivatives; take them of the function as written, without compiling it"
-        )
+        raise no_second_derivatives("a compiled function")

@@ -182,11 +182,16 @@ def scores(c, t, q):
     return torch.einsum("hd,hnd->hn", q, c)
 
 
+def becomes(kind, write, count):
+    """A carry of so many rows is batched, as that kind, and equal to its loop."""
+    scan = compared(over_a_carry(write, scores, shape=(H, count, D), first=0.5))
+    assert scan.batched
+    assert scan.carries == [kind]
+
+
 @pytest.mark.parametrize("name", SUMS)
 def test_a_row_that_is_added_to_is_a_sum(name):
-    scan = compared(over_a_carry(SUMS[name], scores, shape=(H, P, D), first=0.5))
-    assert scan.batched
-    assert scan.carries == ["Recurrent"]
+    becomes("Recurrent", SUMS[name], P)
 
 
 @pytest.mark.parametrize("name", EXTREMES)
@@ -195,9 +200,7 @@ def test_extremes_of_the_rows_of_blocks(name):
         number = (t // B).view(1)  # of a view that is overwritten, eager mode gives no gradient
         return c.index_copy(1, number, EXTREMES[name](c.index_select(1, number), x[:, None]))
 
-    scan = compared(over_a_carry(write, scores, shape=(H, P, D), first=0.5))
-    assert scan.batched
-    assert scan.carries == ["Recurrent"]
+    becomes("Recurrent", write, P)
 
 
 @pytest.mark.parametrize("name", SUMS_LEFT)
@@ -267,9 +270,7 @@ CHOSEN_LEFT = {
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_writes_that_are_chosen_between_are_one(name):
-    scan = compared(over_a_carry(CHOSEN[name], scores, shape=(H, S, D), first=0.5))
-    assert scan.batched
-    assert scan.carries == ["Rows"]
+    becomes("Rows", CHOSEN[name], S)
 
 
 @pytest.mark.parametrize("name", CHOSEN_LEFT)
