@@ -177,6 +177,49 @@ def window_by_roll(compile):
 
 
 @program
+def window_by_slices(compile):
+    def run(x):
+        def step(window, row):
+            new = torch.empty_like(window)
+            new[:-1] = window[1:]
+            new[-1] = row
+            return new, new.square().sum(0)
+
+        return scan(step, x.new_zeros(3, D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def window_of_more_than_the_state(compile):
+    def run(x):
+        def step(last, row):
+            window = torch.cat([last, row[None]])
+            return window[1:], window.square().sum(0)
+
+        return scan(step, x.new_zeros(2, D), x)
+
+    return trained(compile(run), rows())
+
+
+@program
+def cut_when_full(compile):
+    def write(cache, t, x):
+        moved = torch.where(t < 3, cache, cache.roll(-1, 0))
+        return moved.index_copy(0, t.clamp(max=2).view(1), x[None])
+
+    def run(x):
+        def step(cache, row):
+            t, x = row
+            cache = write(cache, t, x)
+            return cache, (cache @ x).masked_fill(torch.arange(3) > t, LOWEST).softmax(-1) @ cache
+
+        return scan(step, x.new_zeros(3, D), (torch.arange(S), x))
+
+    return trained(compile(run), rows())
+
+
+@program
 def ring_buffer(compile):
     return trained(
         compile(written(lambda cache, t, x: torch.where((torch.arange(S) == t % 3)[:, None], x, cache))), rows()

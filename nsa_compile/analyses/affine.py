@@ -538,20 +538,48 @@ def opened_sum(term: Term, factor: Factor, record: ScanRecord) -> list[Term] | N
 def without_diagonals(term: Term, record: ScanRecord) -> Term:
     """A term whose factors are no diagonal matrices, as far as they are seen to be: of such a one the two axes are one.
 
-    It is an identity matrix, `diag_embed` of a vector, or a product with an identity.
+    It is an identity matrix, `diag_embed` of a vector, or a product with an identity; or a factor is the product of
+    matrices with such a one.
     """
     for factor in term.factors:
         node: Any = factor.node
         if factor.how != "value" or len(factor.axes) < 2:
             continue
+        if (opening := _product_with_diagonal(term, factor, record)) is not None:
+            return without_diagonals(opening, record)
         if node.target in MUL and any(_is_identity(x, record) for x in node.args[:2]):
             opening = opened(term, factor, record)
             return term if opening is None else without_diagonals(opening, record)
-        embeds = node.target is aten.diag_embed.default and not node.args[1:] and not node.kwargs
-        if (embeds and factor.rounded is None) or _is_identity(node, record):
+        if factor.rounded is None and _is_diagonal(node, record):
             merged = _with_one_axis(term, factor)
             return term if merged is None else without_diagonals(merged, record)
     return term
+
+
+def _product_with_diagonal(term: Term, factor: Factor, record: ScanRecord) -> Term | None:
+    """A term with a factor that is a product of matrices, of which one is diagonal, replaced by the other one and the
+    diagonal; None where it is none."""
+    node: Any = factor.node
+    if node.target not in (aten.mm.default, aten.bmm.default) or factor.rounded is not None:
+        return None
+    if not {(node, 0), (node, 1)}.isdisjoint(record.hidden):
+        return None  # it multiplies something else than its operands
+    a, b = node.args
+    within, (*batch, rows, columns) = (Axis(example(a).shape[-1]),), factor.axes
+    parts = Factor(a, (*batch, rows, within)), Factor(b, (*batch, within, columns))
+    others = tuple(f for f in term.factors if f is not factor)
+    apart = plain(replace(term, factors=(*others, *parts)))
+    for part in apart.factors:
+        if set(within) & part.names and part.how == "value" and _is_diagonal(part.node, record):
+            return _with_one_axis(apart, part)
+    return None
+
+
+def _is_diagonal(x: Any, record: ScanRecord) -> bool:
+    if not isinstance(x, fx.Node):
+        return False
+    embeds = x.target is aten.diag_embed.default and not x.args[1:] and not x.kwargs
+    return embeds or _is_identity(x, record)
 
 
 def _is_identity(x: Any, record: ScanRecord) -> bool:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -17,11 +18,13 @@ from nsa_compile.analyses.affine import (
     Factor,
     NotAffine,
     Term,
+    opened,
     opened_sum,
     plain,
     without_diagonals,
 )
 from nsa_compile.analyses.batched_body import BatchedBody
+from nsa_compile.ir.aten import ADD, MUL, SUB
 from nsa_compile.ir.scans import ScanRecord, ScanSite, example
 
 Names = tuple[Axis, ...]
@@ -154,10 +157,25 @@ def _without_sums(term: Term, record: ScanRecord) -> list[Term]:
         return [term]
     term = without_diagonals(plain(term), record)
     for factor in term.factors:
-        parts = opened_sum(term, factor, record) if factor.names & term.summed else None
-        if parts is not None and factor.names & set(all_axes(term.out)):
+        if not factor.names & term.summed or not factor.names & set(all_axes(term.out)):
+            continue
+        parts = opened_sum(term, factor, record)
+        if parts is None and _holds_sum(factor.node) and (product := opened(term, factor, record)) is not None:
+            parts = [product]
+        if parts is not None:
             return [x for part in parts for x in _without_sums(part, record)]
     return [term]
+
+
+def _holds_sum(node: fx.Node) -> bool:
+    """Whether a matrix is a sum of matrices, times something."""
+    if node.target in ADD | SUB:
+        return all(_is_matrix(x) for x in node.args[:2])
+    return node.target in MUL and any(_is_matrix(x) and _holds_sum(x) for x in node.args[:2])
+
+
+def _is_matrix(x: object) -> TypeGuard[fx.Node]:
+    return isinstance(x, fx.Node) and example(x).dim() >= 2 and min(example(x).shape[-2:]) > 1
 
 
 def named_alike(terms: Sequence[Term], node: fx.Node) -> tuple[Axes, list[Term]]:

@@ -37,9 +37,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from nsa_compile.analyses.assembled_rows import Assembler
 from nsa_compile.analyses.masks import Unrecognised, constant
 from nsa_compile.analyses.staleness import Analysis
-from nsa_compile.analyses.writes import TABLE_LIMIT
 from nsa_compile.ir.aten import (
     COPIED,
     JUMPS,
@@ -54,7 +54,7 @@ from nsa_compile.ir.aten import (
     aten,
     operand,
 )
-from nsa_compile.ir.carries import Rows
+from nsa_compile.ir.carries import TABLE_LIMIT, Rows
 from nsa_compile.ir.rewriting import NodeBuilder, constant_node
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
 
@@ -179,12 +179,17 @@ class Unroller:
         placeholders = body.graph.find_nodes(op="placeholder")[: len(record.carries)]
         outputs: Any = body.graph.output_node().args[0]
         updates = [operand(u) if u.target is aten.clone.default else u for u in outputs[: len(record.carries)]]
-        self.buffers: dict[fx.Node, tuple[int, bool]] = {}  # a node that is a buffer: its place, whether after the step
+        # Nodes whose rows are all those of a buffer: its place, and where each row comes from, as `Rows.table` says it.
+        self.buffers: dict[fx.Node, tuple[int, np.ndarray]] = {}
         for i, kind in enumerate(record.carries):
             moves = isinstance(kind, Rows) and (not kind.write_once or i in copied)
             if moves and not (kind.slots < 0).any():
-                self.buffers[placeholders[i]] = i, False
-                self.buffers[updates[i]] = i, True
+                before = np.concatenate([-1 - np.arange(kind.size)[None], kind.table[:-1]])
+                self.buffers |= {placeholders[i]: (i, before), updates[i]: (i, kind.table)}
+                assembler = Assembler(placeholders[i], kind.dim, record)
+                for node in assembler.ends(body):
+                    if node not in self.buffers and (table := assembler.written_at(node, kind, before)) is not None:
+                        self.buffers[node] = i, table
         self.updates = updates
         self.caches: dict[tuple[int, int], Cache] = {}
         self.columns: dict[tuple[fx.Node, int], Columns] = {}  # those of a dimension with rows of a buffer, or picked
@@ -198,10 +203,9 @@ class Unroller:
     def _find(self, node: fx.Node, dim: int) -> Columns | None:
         """The columns of a dimension, given those of all nodes before."""
         if node in self.buffers:
-            i, after = self.buffers[node]
+            i, table = self.buffers[node]
             kind = self.record.carries[i]
-            table = kind.table if after else np.concatenate([-1 - np.arange(kind.size)[None], kind.table[:-1]])
-            return (Part(kind.size, kind.steps * kind.count, kind.size, table),) if kind.dim == dim else None
+            return (Part(table.shape[1], kind.steps * kind.count, kind.size, table),) if kind.dim == dim else None
         if (picked := self.picked(node, dim)) is not None:
             source, table = picked
             return (Part(table.shape[1], example(source).shape[dim], 0, table),)
@@ -212,13 +216,6 @@ class Unroller:
             widths = [example(x).shape[dim] for x in tensors]
             parts = [self.columns.get((x, dim), (Part(n, n),)) for x, n in zip(tensors, widths, strict=True)]
             return tuple(itertools.chain(*parts))
-        if _is_along(node, dim, aten.slice.Tensor):
-            cut = arguments(node)
-            of_source = self.columns.get((cut.self, dim))
-            if of_source is None or cut.self not in self.buffers:
-                return None
-            table = cast(np.ndarray, of_source[0].table)[:, cut.start : cut.end : cut.step]
-            return (replace(of_source[0], width=table.shape[1], table=table),)
         width = example(node).shape[dim]
         given = [(n, d) for n, d in sources(node, dim) or () if d >= 0 and example(n).shape[d] == width]
         found = [self.columns[key] for key in given if key in self.columns]
@@ -261,8 +258,8 @@ class Unroller:
             node, dim = todo.pop()
             if node in self.buffers or self.picked(node, dim) is not None:
                 continue
-            cut = _is_along(node, dim, aten.cat.default, aten.slice.Tensor)
-            further = [(x, dim) for x in node.all_input_nodes] if cut else sources(node, dim) or []
+            joins = _is_along(node, dim, aten.cat.default)
+            further = [(x, dim) for x in node.all_input_nodes] if joins else sources(node, dim) or []
             todo += [key for key in further if key in self.columns and key not in found]
             found.update(key for key in further if key in self.columns)
         return {node for node, _ in found}
@@ -411,9 +408,8 @@ class Writer:
             if (known := self._known(node, dim, axis)) is not None:
                 return Unrolled(known)
         elif (node, dim) in of.columns:
-            cut = operand(node) if _is_along(node, dim, aten.slice.Tensor) else node
-            if cut in of.buffers:
-                return Unrolled(self._rows(*of.buffers[cut], dim, axis))
+            if node in of.buffers:
+                return Unrolled(self._rows(*of.buffers[node], dim, axis))
             if (picked := of.picked(node, dim)) is not None:
                 return Unrolled(picked[0])
         else:
@@ -433,11 +429,12 @@ class Writer:
         index = constant_node(self.build, columns[1][0], example(node).device)
         return self.build(aten.index_select.default, node, dim, index)
 
-    def _rows(self, i: int, after: bool, dim: int, axis: Axis) -> fx.Node:
-        """All rows of a buffer."""
+    def _rows(self, i: int, table: np.ndarray, dim: int, axis: Axis) -> fx.Node:
+        """All rows of a buffer, with those that the step writes itself if the table has one."""
         if (known := self._known_rows(i, dim, axis)) is not None:
             return known
-        cache = self.of.cache(i, axis.lead[0])
+        cache, count = self.of.cache(i, axis.lead[0]), self.of.record.carries[i].count
+        after = bool((table >= np.arange(len(table))[:, None] * count).any())
         return cache.after if after else cache.before
 
     def _joined(self, node: fx.Node, dim: int, axis: Axis) -> Unrolled:

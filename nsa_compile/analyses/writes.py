@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -11,13 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from nsa_compile.analyses.assembled_rows import Assembler, Numbers, dimension
 from nsa_compile.ir.aten import PLACED, arguments, aten, operand
-from nsa_compile.ir.carries import Carry, Invariant, Known, Latest, Recurrent, Rows
+from nsa_compile.ir.carries import TABLE_LIMIT, Carry, Invariant, Known, Latest, Recurrent, Rows
 from nsa_compile.ir.scans import Declined, ScanRecord, ancestors, example
 from nsa_compile.ir.step_values import Choice, StepMask, Table, step_mask
-
-# Entries of the table "step, row -> writer" that a buffer with rewritten rows may need.
-TABLE_LIMIT = 2**26
 
 
 class IsRecurrence(Declined):
@@ -79,7 +76,7 @@ def _depends_on(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
-    """Recognise one write of rows over the old buffer, or over the old buffer shifted."""
+    """Recognise one write of rows over the old buffer, or over one that is put together from its rows."""
     shape = example(carry).shape
     if example(update).shape != shape:
         raise Declined("rows are written to a part of the carry, which is then spread over all of it", update)
@@ -91,15 +88,13 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
     if not shape:
         raise IsRecurrence("a carry without dimensions is computed from its own last value (a recurrence)", update)
 
-    if update.target is aten.cat.default:
-        return _match_shift(carry, update, record)
-
-    if update.target is aten.stack.default:
-        return _match_stack(carry, update, record)
+    is_one_write = update.target is aten.index_copy.default and write.self is carry
+    if not is_one_write and (dim := dimension(update)) is not None:
+        return _match_assembly(carry, update, dim, record)
 
     if update.target is aten.index_copy.default:
         slots = _slots(write.index, shape[write.dim], record, update)
-        return _rows(carry, write.self, write.dim, slots, (slots.shape[1],), write.source, update)
+        return _rows(carry, write.self, write.dim, slots, (slots.shape[1],), write.source, update, record)
 
     if update.target in (aten.index_put.default, aten._unsafe_index_put.default):
         if write.accumulate:
@@ -109,21 +104,13 @@ def _match_rows(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
             raise Declined("index_put writes at several index tensors, not at whole rows", update)
         ((dim, index),) = given
         slots = _slots(index, shape[dim], record, update, may_count_from_the_end=True)
-        return _rows(carry, write.self, dim, slots, tuple(example(index).shape), write.values, update)
+        return _rows(carry, write.self, dim, slots, tuple(example(index).shape), write.values, update, record)
 
     if update.target is aten.scatter.src:
         if example(write.src).shape != example(write.index).shape:
             raise Declined("scatter takes a part of its source only", update)
         slots = _scatter_slots(write.index, write.dim % len(shape), shape, record, update)
-        return _rows(carry, write.self, write.dim, slots, (slots.shape[1],), write.src, update)
-
-    if update.target is aten.slice_scatter.default:
-        rows = torch.arange(shape[write.dim])[slice(write.start, write.end, write.step)].expand(record.length, -1)
-        return _rows(carry, write.self, write.dim, rows, (rows.shape[1],), write.src, update)
-
-    if update.target is aten.select_scatter.default:
-        row = torch.full((record.length, 1), write.index % shape[write.dim])
-        return _rows(carry, write.self, write.dim, row, (), write.src, update)
+        return _rows(carry, write.self, write.dim, slots, (slots.shape[1],), write.src, update, record)
 
     raise IsRecurrence(
         "the carry is computed from its own last value (a recurrence), neither a counter nor a write of known rows",
@@ -143,12 +130,13 @@ def _match_where(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
     if mask.shape.numel() == 1 and if_false is carry and _depends_on(if_true, carry):
         # A known predicate around a write: the write happens at some steps only.
         inner = _match_rows(carry, if_true, record)
-        if inner.base is not None:
-            raise Declined("a shift that happens at some steps only", update)
-        happens = mask.table().reshape(record.length, 1)
-        return replace(inner, slots=np.where(happens.numpy(), inner.slots, -1))
+        if inner.base is None:
+            happens = mask.table().reshape(record.length, 1)
+            return replace(inner, slots=np.where(happens.numpy(), inner.slots, -1))
 
     if _depends_on(if_true, carry):
+        if mask.shape.numel() == 1 and (dim := dimension(update)) is not None:
+            return _match_assembly(carry, update, dim, record)
         raise Declined("the rows written are computed from the buffer they are written to, in the same place", update)
 
     wide = [i - len(mask.shape) for i, size in enumerate(mask.shape) if size != 1]
@@ -158,12 +146,12 @@ def _match_where(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
         # One predicate that replaces the whole buffer by a value: every row, or none.
         rows = torch.arange(shape[0] if shape else 1)
         slots = torch.where(mask.table().reshape(record.length, 1), rows, -1)
-        return _rows(carry, if_false, 0, slots, tuple(shape[:1]), if_true, update)
+        return _rows(carry, if_false, 0, slots, tuple(shape[:1]), if_true, update, record)
     if_true = _one_row(if_true, wide[0])
     source = example(if_true)
     if source.dim() >= -wide[0] and source.shape[wide[0]] != 1:
         raise Declined("where() takes each row from a different place of its source", update)
-    return _rows(carry, if_false, wide[0], _single_slots(mask, condition, record), (1,), if_true, update)
+    return _rows(carry, if_false, wide[0], _single_slots(mask, condition, record), (1,), if_true, update, record)
 
 
 def added_row(carry: fx.Node, update: fx.Node, record: ScanRecord) -> tuple[fx.Node, fx.Node] | None:
@@ -230,70 +218,35 @@ def _single_slots(mask: Table | StepMask, condition: fx.Node, record: ScanRecord
     return slots
 
 
-def _match_shift(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
-    """`cat([buffer[k:], new])` and `cat([new, buffer[:-k]])`: a window of the last rows."""
+def _match_assembly(carry: fx.Node, update: fx.Node, dim: int, record: ScanRecord) -> Rows:
+    """A buffer that is put together from rows of the old one and from new rows."""
     shape = example(carry).shape
-    joined = arguments(update)
-    dim = joined.dim % len(shape)
-    base, slots, sources = [], [], []
-    for part in joined.tensors:
-        if example(part).dim() != len(shape):  # cat() skips what is empty, `[0]`
-            continue
-        rows = example(part).shape[dim]
-        kept = _kept_rows(carry, part, dim)
-        if kept is not None:
-            base.append(kept)
-        elif _depends_on(part, carry):
-            raise Declined("cat() puts together something else than rows of the carry and new rows", update)
-        else:
-            at = sum(len(b) for b in base)
-            base.append(torch.full((rows,), -1))
-            slots.append(torch.arange(at, at + rows))
-            sources.append(part)
-    if len(sources) != 1:
-        raise Declined("cat() brings new rows from several places, or none", update)
-    written = slots[0].expand(record.length, -1)
-    return Rows(dim, shape[dim], sources[0], (written.shape[1],), written.numpy(), torch.cat(base).numpy())
+    found = Assembler(carry, dim, record).of(update)
+    if len(sources := found.sources(carry)) != 1:
+        for source in sources:
+            if source is not None and _depends_on(source, carry):
+                raise Declined("rows are written over something else than the old buffer", source)
+        raise Declined("new rows are from several places, or from none", update)
+    (source,) = sources
+    if source is None:
+        raise Declined("new rows are filled with a number", update)
+    if example(source).dtype != example(carry).dtype:
+        raise Declined("new rows are cast to another dtype", update)
+    has_rows = example(source).dim() == len(shape)
+    kept = found.rows_of(carry)
+    steps, places = (kept < 0).nonzero()
+    rows = found.row[steps, places]
+    slots = np.full((len(kept), example(source).shape[dim] if has_rows else 1), -1)
+    slots[steps, rows] = places
+    if int((slots >= 0).sum()) != len(places):
+        raise Declined("one new row is written to several places", update)
+    slots = np.broadcast_to(slots, (record.length, slots.shape[1]))
+    return Rows(dim, shape[dim], source, slots.shape[1:] if has_rows else (), slots, _moved(kept))
 
 
-def _match_stack(carry: fx.Node, update: fx.Node, record: ScanRecord) -> Rows:
-    """`stack([*buffer.unbind()[1:], new])`: a window of the last rows, taken apart and put together."""
-    shape = example(carry).shape
-    joined = arguments(update)
-    dim = joined.dim % len(shape)
-    kept = [_kept_row(carry, part, dim) for part in joined.tensors]
-    new = [i for i, row in enumerate(kept) if row is None]
-    if len(new) != 1 or _depends_on(joined.tensors[new[0]], carry):
-        raise Declined("stack() puts together something else than rows of the carry and one new row", update)
-    base = np.array([-1 if row is None else row for row in kept])
-    return Rows(dim, shape[dim], joined.tensors[new[0]], (), np.full((record.length, 1), new[0]), base)
-
-
-def _kept_row(carry: fx.Node, node: fx.Node, dim: int) -> int | None:
-    """The row of the carry along `dim` that a node is, without that dimension, or None if it is something else."""
-    size, rank = example(carry).shape[dim], example(carry).dim()
-    if node.target is operator.getitem and operand(node).target is aten.unbind.int:
-        taken, row = arguments(operand(node)), cast(int, node.args[1])
-    elif node.target is aten.select.int:
-        taken, row = arguments(node), arguments(node).index
-    else:
-        return None
-    return row % size if taken.self is carry and taken.dim % rank == dim else None
-
-
-def _kept_rows(carry: fx.Node, node: fx.Node, dim: int) -> Tensor | None:
-    """The rows of the carry along `dim` that `node` is, or None if it is something else."""
-    if node is carry:
-        return torch.arange(example(carry).shape[dim])
-    if node.target is aten.slice.Tensor:
-        inner, part = _kept_rows(carry, operand(node), dim), arguments(node)
-        if inner is not None and part.dim % example(node).dim() == dim:
-            return inner[slice(part.start, part.end, part.step)]
-    if node.target is aten.roll.default:
-        inner, rolled = _kept_rows(carry, operand(node), dim), arguments(node)
-        if inner is not None and [d % example(node).dim() for d in rolled.dims] == [dim]:
-            return inner.roll(rolled.shifts[0])
-    return None
+def _moved(kept: Numbers) -> Numbers | None:
+    """The rows of the old buffer that rows are, -1 for new ones; None where they stay in their places."""
+    return None if bool(((kept < 0) | (kept == np.arange(kept.shape[1]))).all()) else kept
 
 
 def _rows(
@@ -304,6 +257,7 @@ def _rows(
     index_shape: tuple[int, ...],
     source: fx.Node,
     update: fx.Node,
+    record: ScanRecord,
 ) -> Rows:
     """The record of one write to rows `slots` `[S, count]`, laid out as `Rows` says."""
     shape = example(carry).shape
@@ -316,11 +270,24 @@ def _rows(
         return Rows(0, 1, source, index_shape, slots.numpy(), np.arange(1))
     dim, moved = dim % len(shape), None
     if base is not carry:
-        kept = _kept_rows(carry, base, dim)
-        if kept is None or example(base).shape != shape:
+        if example(base).shape != shape:
             raise Declined("rows are written over something else than the old buffer", base)
-        moved = kept.numpy()
+        kept = Assembler(carry, dim, record).of(base).rows_of(carry)
+        if not _all_written(slots.numpy(), kept):
+            raise Declined("rows are written over something else than the old buffer", base)
+        moved = _moved(kept)
     return Rows(dim, shape[dim], source, index_shape, slots.numpy(), moved)
+
+
+def _all_written(slots: Numbers, kept: Numbers) -> bool:
+    """Whether each step writes all rows that are none of the old buffer."""
+    if not (kept < 0).any():
+        return True
+    if len(slots) * kept.shape[1] > TABLE_LIMIT:
+        return False
+    written = np.zeros((len(slots), kept.shape[1] + 1), bool)  # the last one is for slots that write nothing
+    np.put_along_axis(written, slots, True, 1)
+    return bool((written[:, :-1] | (kept >= 0)).all())
 
 
 def _slots(

@@ -11,6 +11,9 @@ from torch import Tensor, fx
 
 from nsa_compile.ir.scans import Declined
 
+# Entries of the table "step, row -> writer" that a buffer with rewritten rows may need.
+TABLE_LIMIT = 2**26
+
 
 @dataclass(frozen=True)
 class Invariant:
@@ -38,7 +41,7 @@ class Rows:
     dimension `dim`. That is `(count,)` for rows along a dimension, `()` where the row has none (`buffer[:, t] = k`),
     and several sizes where the row numbers are a tensor of that shape.
     `slots[t]` are the rows that step t writes, `-1` for none. `base[r]` is the row of the old buffer that row r keeps
-    when it is not written, for buffers that shift; None when rows stay where they are.
+    when it is not written, at each step or at all, for buffers that shift; None when rows stay where they are.
     A buffer without dimensions counts as one row of them.
 
     The tables are NumPy arrays, which no tracer sees.
@@ -49,7 +52,7 @@ class Rows:
     written: fx.Node
     index_shape: tuple[int, ...]
     slots: np.ndarray = field(repr=False)  # [S, count]
-    base: np.ndarray | None = field(repr=False, default=None)  # [size]
+    base: np.ndarray | None = field(repr=False, default=None)  # [S | 1, size]
 
     def layout(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What `written` broadcasts to in a buffer of a shape, and the same with its rows along one dimension."""
@@ -94,7 +97,8 @@ class Rows:
         rows = np.empty((self.steps, self.size), dtype=np.int64)
         for t, slots in enumerate(self.slots):
             if self.base is not None:
-                row = np.where(self.base >= 0, row[np.maximum(self.base, 0)], row)
+                base = self.base[t % len(self.base)]
+                row = np.where(base >= 0, row[np.maximum(base, 0)], row)
             else:
                 row = row.copy()
             written = slots >= 0

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import operator
 from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -256,9 +257,13 @@ def _take_apart(body: fx.GraphModule) -> None:
                 start = sum(sizes[:number])
                 piece = build(aten.slice.Tensor, split.self, split.dim, start, start + sizes[number])
             node.replace_all_uses_with(piece)
-        elif node.target is aten.baddbmm.default and example(node).dtype.is_floating_point:
-            given = arguments(node)
-            product, added = build(aten.bmm.default, given.batch1, given.batch2), given.self
+        elif node.target in (aten.baddbmm.default, aten.addr.default) and example(node).dtype.is_floating_point:
+            given, added = arguments(node), cast(Any, operand(node))
+            if node.target is aten.addr.default:
+                column = build(aten.unsqueeze.default, given.vec1, 1)
+                product = build(aten.mul.Tensor, column, build(aten.unsqueeze.default, given.vec2, 0))
+            else:
+                product = build(aten.bmm.default, given.batch1, given.batch2)
             if given.beta == 0:  # what is added is not even read
                 added = 0.0
             elif given.beta != 1:

@@ -238,6 +238,25 @@ def sinks_before_a_ring(z, q, k, v):
     return over_time(step, (buffer, buffer.clone()), q, k, v)
 
 
+@program("window_and_sinks", "StreamingLLM: a cache that is full loses the row behind its sinks")
+def sinks_in_a_cache_that_is_cut(z, q, k, v):
+    size = z.sinks + z.window
+    slots = torch.arange(size)
+
+    def step(cache, token):
+        t, q, k, v = token
+
+        def written(cache, row):
+            cut = torch.cat([cache[:, :, : z.sinks], cache[:, :, z.sinks + 1 :], cache[:, :, -1:]], 2)
+            return torch.where(t < size, cache, cut).index_copy(2, t.clamp(max=size - 1).view(1), row[:, :, None])
+
+        K, V = written(cache[0], k), written(cache[1], v)
+        return (K, V), weigh(score(q, K).masked_fill(slots > t, -torch.inf).softmax(-1), V)
+
+    buffer = q.new_zeros(z.B, z.H, size, z.D)
+    return over_time(step, (buffer, buffer.clone()), q, k, v)
+
+
 @program("window_and_sinks", "two caches, sink rows and a window of a full cache, in one softmax")
 def sinks_in_their_own_cache(z, q, k, v):
     positions, slots = torch.arange(z.S), torch.arange(z.sinks)

@@ -249,6 +249,20 @@ def gated_delta_rule(z, q, k, v, beta, decay):
     return over_time(step, _state(z, q), q, k, v, beta, decay)
 
 
+@program("gated_delta", "decay (I - beta k k^T) S + beta k v^T")
+def gated_delta_rule_by_matrix(z, q, k, v, beta, decay):
+    k = F.normalize(k, dim=-1)
+    eye = torch.eye(z.D, dtype=q.dtype)
+
+    def step(state, token):
+        _, q, k, v, beta, decay = token
+        b = beta[..., None, None]
+        state = decay[..., None, None] * (eye - b * _outer(k, k)) @ state + b * _outer(k, v)
+        return state, _read(q, state)
+
+    return over_time(step, _state(z, q), q, k, v, beta, decay)
+
+
 @program("kda", "Kimi's delta attention: a decay of each channel, then the delta rule")
 def kimi_delta_rule(z, q, k, v, beta, decays):
     k = F.normalize(k, dim=-1)
@@ -257,6 +271,20 @@ def kimi_delta_rule(z, q, k, v, beta, decays):
         _, q, k, v, beta, a = token
         state = a[..., None] * state
         state = state + _outer(k, beta[..., None] * (v - _read(k, state)))
+        return state, _read(q, state)
+
+    return over_time(step, _state(z, q), q, k, v, beta, decays)
+
+
+@program("kda", "(I - beta k k^T) diag(decay) S + beta k v^T")
+def kimi_delta_rule_by_matrix(z, q, k, v, beta, decays):
+    k = F.normalize(k, dim=-1)
+    eye = torch.eye(z.D, dtype=q.dtype)
+
+    def step(state, token):
+        _, q, k, v, beta, a = token
+        b = beta[..., None, None]
+        state = (eye - b * _outer(k, k)) @ torch.diag_embed(a) @ state + b * _outer(k, v)
         return state, _read(q, state)
 
     return over_time(step, _state(z, q), q, k, v, beta, decays)
@@ -569,6 +597,15 @@ def short_convolution_by_roll(z, x, kernel):
         return state, F.silu((state * kernel).sum(-1))
 
     return over_time(step, x.new_zeros(z.B, x.shape[2], 3), x)
+
+
+@program("convolution", "cat([the last rows, row]), of which the state keeps all but the first")
+def short_convolution_by_cat(z, x, kernel):
+    def step(state, token):
+        rows = torch.cat([state, token[1][:, :, None]], -1)
+        return rows[:, :, 1:], F.silu((rows * kernel).sum(-1))
+
+    return over_time(step, x.new_zeros(z.B, x.shape[2], 2), x)
 
 
 @program("convolution", "two rows as carries of their own")
