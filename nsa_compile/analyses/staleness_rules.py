@@ -136,6 +136,12 @@ def _add(analysis: Analysis, node: fx.Node) -> Facts:
     return replace(facts, zero=both(of_a.zero, of_b.zero)) if finite else facts
 
 
+def _sum(analysis: Analysis, node: fx.Node) -> Facts:
+    """Terms have factors that are numbers as derivatives: a gradient of zero stays zero, whatever a term is."""
+    alpha = vars(arguments(node)).get("alpha", 1)
+    return analysis.pointwise(node) if math.isfinite(alpha) else analysis.arithmetic(node)
+
+
 MAY_BE_INFINITE = "a row that is not written yet, or what it meets, may be infinite or NaN, and inf * 0 is NaN"
 
 
@@ -276,8 +282,8 @@ MOVEMENT = REARRANGED | CASTS | PICKED | JOINED | {aten.constant_pad_nd.default}
 # Pointwise operators that take finite values to finite values, in their derivatives too. Others, such as exp, may turn
 # a stale row into an infinity, which a later zero does not silence.
 MAY_OVERFLOW = "{} may overflow on a row that is not written yet, and inf * 0 is NaN"
-FINITE = SUB | XOR | COMPARISONS.keys() | {
-    aten.add.Scalar, aten.rsub.Scalar, aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.silu.default,
+FINITE = XOR | COMPARISONS.keys() | {
+    aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.silu.default,
     aten.gelu.default, aten.leaky_relu.default, aten.abs.default, aten.sin.default, aten.cos.default,
     aten.erf.default, aten.sign.default, aten.floor.default, aten.ceil.default, aten.round.default,
     aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
@@ -296,6 +302,7 @@ _BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
     _not: NOT,
     _mul: MUL,
     _add: {aten.add.Tensor},
+    _sum: SUB | {aten.add.Scalar, aten.rsub.Scalar},
     _div: {aten.div.Tensor},
     _zero_stays_zero: {
         aten.neg.default, aten.nan_to_num.default, aten.relu.default, aten.leaky_relu.default, aten.gelu.default,

@@ -27,6 +27,7 @@ from nsa_compile.loops.paths import Exploration, type_of
 from nsa_compile.loops.state import GLOBAL, Container, NotFollowed, Path, Snapshot, in_words, is_global
 from nsa_compile.loops.trace import Ref
 from nsa_compile.loops.watched import Watched
+from nsa_compile.program.constants import mark_pattern
 
 aten = torch.ops.aten
 
@@ -131,7 +132,7 @@ class _Assembly:
         if not carries:
             given = [self._emit(torch.zeros, ())]
         xs = [self._row_input(what) for _, what in body.xs] or [self._emit(torch.arange, body.length)]
-        additional = [self._input(self._outside_path(number)) for number in body.additional]
+        additional = [self._outside(number) for number in body.additional]
         attribute = self.graph.get_attr("step")
         scan = self.graph.create_node("call_function", scan_op, (attribute, given, xs, additional), name="loop")
         scan.meta[CARRY_NAMES] = [in_words(carry.path) for carry in carries]
@@ -289,6 +290,13 @@ class _Assembly:
             node.meta["example_value"] = target(*fakes[0], **fakes[1])
         return node
 
+    def _outside(self, number: int) -> fx.Node:
+        """A tensor from outside of the loop, whose numbers are known where they follow a pattern."""
+        path = self._outside_path(number)
+        node = self._input(path)
+        mark_pattern(node, in_words(path), self.exploration.first.leaves[path])
+        return node
+
     def _outside_path(self, number: int) -> Path:
         path = self.path_of.get(id(self.merged.outside[number]))
         if path is None:
@@ -316,7 +324,7 @@ class _Assembly:
         if isinstance(what, np.ndarray):
             return self._table(what)
         number, dim, table = what
-        x = self._input(self._outside_path(number))
+        x = self._outside(number)
         if dim:
             x = self._emit(torch.movedim, x, dim, 0)
         if len(table) == x.meta["example_value"].shape[0] and (table == np.arange(len(table))).all():

@@ -149,8 +149,12 @@ def trace_batched(
 
     fakes = fake_inputs([*site.init, *site.xs, *site.additional])
     with declined_if_it_fails("the step cannot be batched", site.node):
-        # vmap's own decompositions hold in-place operators (squeeze_); the graph shall hold none.
-        graph = trace_to_aten(torch.func.functionalize(batched, remove="mutations"), fakes)
+        try:
+            graph = trace_to_aten(batched, fakes)
+        except Declined:
+            raise
+        except Exception:  # vmap writes in place to what it has made, which functionalization follows at more cost
+            graph = trace_to_aten(torch.func.functionalize(batched, remove="mutations"), fakes)
         escaping = {place_of(user) for user in site.node.users if ESCAPES in user.meta}
         _keep_outputs_apart(graph, escaping)
     return graph

@@ -25,10 +25,12 @@ from nsa_compile.ir.scans import VALUE, WRITTEN, ancestors, find_scans
 
 log = logging.getLogger("nsa_compile")
 
-__all__ = ["Guarded", "mark_constants", "marked"]
+__all__ = ["Guarded", "mark_constants", "mark_pattern", "marked"]
 
 # Elements of a tensor that is taken for a constant.
 LIMIT = 2**26
+# An input's name in the program, where Dynamo knows none.
+NAME = "nsa_name"
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Held:
     place: int
     name: str
     value: Tensor
+    by_pattern: bool  # an input of a loop, taken for what the program makes itself because of its numbers
     # Tensors that were seen to have this value, and their version and memory then.
     seen: WeakIdKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
@@ -62,6 +65,24 @@ def mark_constants(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             node.meta[VALUE] = value.detach().cpu().clone()
 
 
+def mark_pattern(node: fx.Node, name: str, value: Any) -> None:
+    """Mark the value of an input that is made in one way, most likely: positions one after the other, or an identity or
+    a mask, in which an element depends on its distance from the diagonal. Other numbers may be data."""
+    if not _is_plain(value):
+        return
+    x = value.detach().cpu().squeeze()
+    is_matrix = (
+        x.dim() == 2 and min(x.shape) > 1 and torch.equal(x[1:, 1:], x[:-1, :-1]) and not bool((x == x[0, 0]).all())
+    )
+    if x.dtype.is_floating_point:
+        is_pattern = is_matrix and (_says_something(value) or torch.equal(x, torch.eye(*x.shape, dtype=x.dtype)))
+    else:
+        steps = x.diff() if x.dim() == 1 and x.dtype != torch.bool else x[:0]
+        is_pattern = is_matrix or (steps.numel() > 0 and bool((steps == steps[0]).all()) and bool(steps[0] != 0))
+    if is_pattern:
+        node.meta[VALUE], node.meta[NAME] = value.detach().cpu().clone(), name
+
+
 def marked(gm: fx.GraphModule, written: Sequence[int]) -> list[Held]:
     """The inputs that are marked, but for those that the program writes to, which are marked no longer."""
     found = []
@@ -70,8 +91,8 @@ def marked(gm: fx.GraphModule, written: Sequence[int]) -> list[Held]:
             node.meta.pop(VALUE, None)
         elif VALUE in node.meta:
             source = getattr(node, "_dynamo_source", None)
-            name = node.name if source is None else _as_written(str(source.name))
-            found.append(Held(place, name, node.meta[VALUE]))
+            name = node.meta.get(NAME, node.name) if source is None else _as_written(str(source.name))
+            found.append(Held(place, name, node.meta[VALUE], NAME in node.meta))
     return found
 
 
@@ -93,11 +114,16 @@ def _as_written(name: str) -> str:
     return re.sub(r"\._(?:buffers|parameters|modules)\['(\w+)'\]", r".\1", name)
 
 
-def _says_something(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor of numbers that may be constant."""
     plain = type(value) in (Tensor, torch.nn.Buffer) and not isinstance(value, FakeTensor)
     if not plain or value.requires_grad or value.layout != torch.strided or not 0 < value.numel() <= LIMIT:
         return False
-    if value.is_meta or value.is_quantized or value.dtype.is_complex:
+    return not (value.is_meta or value.is_quantized or value.dtype.is_complex)
+
+
+def _says_something(value: Any) -> bool:
+    if not _is_plain(value):
         return False
     if not value.dtype.is_floating_point:
         return True
@@ -129,10 +155,11 @@ class Guarded:
             return self.run(*inputs)
         if self.other is None:
             log.warning(
-                "%s changed since the function was compiled for %s, so it is compiled once more, with that as data; "
-                "give what changes to the function as an argument",
+                "%s changed since the %s was compiled for %s, so it is compiled once more, with that as data%s",
                 " and ".join(held.name for held in changed),
+                "loop" if changed[0].by_pattern else "function",
                 "its value" if len(changed) == 1 else "their values",
+                "" if changed[0].by_pattern else "; give what changes to the function as an argument",
             )
             self.other = self.compile_again({held.place for held in changed}, inputs)
         return self.other(*inputs)

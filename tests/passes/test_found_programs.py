@@ -2259,38 +2259,53 @@ WHOLE_ROWS = {
 }
 
 
-def without_keys(read, finite, added=False):
-    """Weights under a mask from outside that keeps nothing at the first steps, read in one way or another; or under a
-    bias of -inf that is added."""
+# How a step hides keys by what it is given: a mask that keeps nothing at the first steps, a bias of -inf, or logarithms
+# of zeros, or of negative numbers, which are NaN.
+HIDDEN = {
+    "mask": (lambda s, m: s.masked_fill(~m, -torch.inf), lambda kept: kept),
+    "bias": (lambda s, m: s + m, lambda kept: torch.where(kept, 0.0, -torch.inf).double()),
+    "logarithm": (lambda s, m: s + m.log(), lambda kept: kept.double()),
+    "logarithm less another": (lambda s, m: s - (1 - m).log().neg() - m.sum().log(), lambda kept: 1 - kept.double()),
+    "NaN": (
+        lambda s, m: s + m.log(),
+        lambda kept: torch.where(kept.any(1, keepdim=True), 1.0, -1.0).expand(8, 8).double(),
+    ),
+}
 
-    def run(q, k, mask):
+
+def without_keys(read, finite, how):
+    """Weights of which none is kept at the first steps, read in one way or another."""
+    hide, _ = HIDDEN[how]
+
+    def run(q, k, mask, kept):
         positions = torch.arange(len(q))
 
         def step(cache, row):
-            t, q, k, m = row
+            t, q, k, m, kept = row
             cache = torch.where((positions == t)[:, None], k, cache)
-            s = cache @ q + m if added else (cache @ q).masked_fill(~m, -torch.inf)
-            w = s.masked_fill(positions > t, -torch.inf).softmax(-1)
-            return cache, read(w, cache, q, m == 0 if added else m, positions <= t)
+            w = hide(cache @ q, m).masked_fill(positions > t, -torch.inf).softmax(-1)
+            return cache, read(w, cache, q, kept, positions <= t)
 
-        y = scan(step, torch.zeros_like(k), (positions, q, k, mask))[1]
+        y = scan(step, torch.zeros_like(k), (positions, q, k, mask, kept))[1]
         return (y,) if not finite else (y, y.nan_to_num(0.5))
 
     return run
 
 
-@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("how", HIDDEN)
 @pytest.mark.parametrize("name", [*READERS, *WHOLE_ROWS])
-def test_readers_of_weights_where_no_key_is_kept(name, added):
+def test_readers_of_weights_where_no_key_is_kept(name, how):
     """Weights of rows that are not written yet came out as 0, and NaN got lost in whatever looked at them alone."""
     whole = WHOLE_ROWS.get(name)
-    run = without_keys(whole or READERS[name], whole is None, added)
+    run = without_keys(whole or READERS[name], whole is None, how)
     q, k = rows(2, 8, D)
     positions = torch.arange(8)
-    mask = (positions <= positions[:, None]) & (positions >= 3)
-    mask = torch.where(mask, 0.0, -torch.inf).double() if added else mask
-    torch.testing.assert_close(compiled(run, fullgraph=True)(q, k, mask), run(q, k, mask), equal_nan=True)
-    if whole is not None:  # and they are no copies of the cache
+    kept = (positions <= positions[:, None]) & (positions >= 3)
+    given = q, k, HIDDEN[how][1](kept), kept
+    expected = run(*given)
+    assert expected[0].isnan().any() or whole is None or "zeros" in name
+    torch.testing.assert_close(compiled(run, fullgraph=True)(*given), expected, equal_nan=True)
+    if whole is not None and how in ("mask", "bias"):  # and they are no copies of the cache
         assert nsa_compile.last_report().scans[0].batched
         assert not nsa_compile.last_report().scans[0].guards_kept
 
