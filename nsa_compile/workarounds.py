@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import TorchFunctionMode
 
@@ -52,6 +53,18 @@ class HonestBatchNorm(TorchFunctionMode):
 
 # `x.data` in a captured graph. Traced as it is, it leaves no node behind, and gradients flow through (torch 2.13).
 DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
+
+def blank(like: Tensor, shape: Sequence[int] | None = None, **kind: Any) -> Tensor:
+    """A tensor that holds no numbers, as another one of a shape; a stand-in for another stand-in, mostly.
+
+    A stand-in of a few numbers that are known has a `constant`, and `new_empty` and `empty_like` make another constant
+    of it, with whatever lies in memory (torch 2.13).
+    """
+    made = torch.empty_like(like, **kind) if shape is None else like.new_empty(shape, **kind)
+    if isinstance(made, FakeTensor):
+        made.constant = None
+    return made
 
 
 @contextlib.contextmanager

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._higher_order_ops.partitioner import HopGraphMinCutPartitioner
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa_compile
 from nsa_compile.capture.refusals import ScanNotCompiled
+from nsa_compile.workarounds import blank
 
 
 def recurrent(x, w):
@@ -175,3 +177,30 @@ def test_a_negated_view_that_is_returned_is_refused():
     with pytest.raises(ScanNotCompiled, match="returns an input that is a negated view"):
         nsa_compile.compile(lambda x: x[:1])(view)
     torch.testing.assert_close(nsa_compile.compile(lambda x: x * 2)(view), view * 2)
+
+
+def test_a_blank_stand_in_remembers_no_numbers():
+    with FakeTensorMode():
+        known = torch.tensor(True)
+        assert known.new_empty((1,)).constant is not None  # or `blank` is needed no longer
+        assert blank(known, (1,)).constant is None
+        assert blank(known, dtype=torch.int64).constant is None
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_check_of_a_constant_in_a_step_reads_no_garbage(length):
+    """It held of one step, or not, by what lay in memory."""
+
+    def run(x):
+        def step(c, row):
+            last = torch.nn.functional.one_hot(torch.tensor(1), 2)
+            return c * 0.5 + row, (c * last).sum()
+
+        return nsa_compile.scan(step, x.new_zeros(2), x)[1]
+
+    for _ in range(4):
+        torch._dynamo.reset()
+        zeros = [torch.zeros(1, dtype=torch.bool) for _ in range(1000)]
+        del zeros
+        x = torch.randn(length, 2)
+        torch.testing.assert_close(nsa_compile.compile(run, nested="eager", cache=False)(x), run(x))

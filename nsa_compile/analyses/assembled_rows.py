@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.carries import TABLE_LIMIT, Rows
@@ -79,8 +79,11 @@ class Assembler:
         """The rows of a node; those of itself, where no rule says what else they are."""
         if node not in self._found:
             found = None
-            if node is not self.carry and self._puts_together(node) and self.carry in ancestors([node]):
-                found = _RULES[node.target](self, node)
+            if node is not self.carry and self._puts_together(node):
+                if self.carry in ancestors([node]):
+                    found = _RULES[node.target](self, node)
+                elif node.target is aten.unsqueeze.default:  # one new row has two names
+                    found = _rows_of(operand(node), 1)
             self._found[node] = found or _rows_of(node, example(node).shape[self.dim])
         return self._found[node]
 
@@ -90,7 +93,11 @@ class Assembler:
         return [node for node in found if any(not self._puts_together(user) for user in node.users)]
 
     def _puts_together(self, node: fx.Node) -> bool:
-        return dimension(node) == self.dim and example(node).dim() == example(self.carry).dim()
+        x, carry = node.meta.get("val"), example(self.carry)
+        if not isinstance(x, Tensor) or x.dim() != carry.dim() or x.dtype != carry.dtype:
+            return False
+        same = all(a == b for d, (a, b) in enumerate(zip(x.shape, carry.shape, strict=True)) if d != self.dim)
+        return same and dimension(node) == self.dim
 
     def row(self, node: fx.Node) -> Assembly:
         """The one row that a value without the dimension is."""
@@ -111,14 +118,27 @@ class Assembler:
         return known.table().numpy()
 
     def flags(self, condition: fx.Node, size: int) -> Numbers | None:
-        """One truth for each step, if they are known: `[S | 1, 1]`."""
-        if example(condition).numel() != 1:
+        """A truth for each step and row, or for all rows, if they are known: `[S | 1, rows | 1]`."""
+        shape = example(condition).shape
+        from_the_end = example(self.carry).dim() - self.dim
+        if shape.numel() not in (1, shape[-from_the_end] if len(shape) >= from_the_end else 1):
             return None
         if (constant := self.record.constant.get(condition)) is not None:
-            return constant.numpy().reshape(1, 1)
+            return constant.numpy().reshape(1, shape.numel())
         if (known := self.record.known.get(condition)) is None or self.record.length * size > TABLE_LIMIT:
             return None
-        return known.table().numpy().reshape(-1, 1)
+        return known.table().numpy().reshape(-1, shape.numel())
+
+    def side(self, node: Any, size: int) -> Assembly | None:
+        """The rows of one side of a choice, which may be one row for all of them."""
+        if not isinstance(node, fx.Node):
+            return None
+        shape, rank = example(node).shape, example(self.carry).dim()
+        if len(shape) == rank:
+            rows = self.of(node)
+            return rows if shape[self.dim] == size else rows.taken(np.zeros((1, size), np.int64))
+        lacks_rows = len(shape) < rank - self.dim
+        return _rows_of(node, 1).taken(np.zeros((1, size), np.int64)) if lacks_rows else None
 
 
 def _at(x: Numbers, rows: Numbers) -> Numbers:
@@ -209,6 +229,12 @@ def _index_select(to: Assembler, node: fx.Node) -> Assembly | None:
     return None if rows is None else to.of(picked.self).taken(rows)
 
 
+def _index(to: Assembler, node: fx.Node) -> Assembly | None:
+    (index,) = (x for x in arguments(node).indices if x is not None)
+    rows = to.numbers(index, example(node).shape[to.dim])
+    return None if rows is None else to.of(operand(node)).taken(rows)
+
+
 def _index_copy(to: Assembler, node: fx.Node) -> Assembly | None:
     write, size = arguments(node), example(node).shape[to.dim]
     rows = to.numbers(write.index, size)
@@ -218,11 +244,10 @@ def _index_copy(to: Assembler, node: fx.Node) -> Assembly | None:
 
 
 def _where(to: Assembler, node: fx.Node) -> Assembly | None:
-    condition, *sides = cast("tuple[fx.Node, ...]", node.args[:3])
-    if any(not isinstance(side, fx.Node) or example(side).shape != example(node).shape for side in sides):
-        return None
-    flags = to.flags(condition, example(node).shape[to.dim])
-    return None if flags is None else to.of(sides[0]).where(flags, to.of(sides[1]))
+    size = example(node).shape[to.dim]
+    flags = to.flags(operand(node), size)
+    if_true, if_false = (to.side(side, size) for side in node.args[1:3])
+    return None if flags is None or if_true is None or if_false is None else if_true.where(flags, if_false)
 
 
 def _same(to: Assembler, node: fx.Node) -> Assembly:
@@ -239,8 +264,15 @@ def dimension(node: fx.Node) -> int | None:
     """The dimension along which a node puts rows together, if it does."""
     if node.target in (aten.clone.default, aten.where.self):
         of = [x for x in node.args if isinstance(x, fx.Node) and example(x).shape == example(node).shape]
-        return next((dim for x in of if (dim := dimension(x)) is not None), None)
-    if node.target is aten.constant_pad_nd.default:
+        if (dim := next((dim for x in of if (dim := dimension(x)) is not None), None)) is not None:
+            return dim
+        shape = example(operand(node)).shape  # of a condition, which may say which rows are written
+        dims = [d - len(shape) for d, size in enumerate(shape) if size != 1 and node.target is aten.where.self]
+    elif node.target is aten.index.Tensor:
+        given = arguments(node).indices
+        dims = [d for d, index in enumerate(given) if index is not None and example(index).dim() == 1]
+        dims = dims if len(dims) == sum(index is not None for index in given) else []
+    elif node.target is aten.constant_pad_nd.default:
         dims = [dim for dim, sizes in enumerate(_padding(node)) if any(sizes)]
     elif node.target is aten.roll.default:
         dims = arguments(node).dims
@@ -261,6 +293,7 @@ _RULES: dict[Any, Callable[[Assembler, fx.Node], Assembly | None]] = {
     aten.select_scatter.default: _select_scatter,
     aten.constant_pad_nd.default: _pad,
     aten.index_select.default: _index_select,
+    aten.index.Tensor: _index,
     aten.index_copy.default: _index_copy,
     aten.where.self: _where,
     aten.clone.default: _same,

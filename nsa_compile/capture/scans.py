@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from nsa_compile.capture.refusals import NOT_OURS, ScanNotCompiled, captured_at
-from nsa_compile.workarounds import DATA
+from nsa_compile.workarounds import DATA, blank
 
 
 def capture_scans_by_shape() -> None:
@@ -81,8 +81,8 @@ def _results_of_scan(
     with _forgetting_symbols(xs[0]):
         ever, with_gradient = propagate_gradients(results_of, len(init), length, wanted)
         results = [x for x, _ in results_of(tuple(ever))]
-    rows = [x.new_empty((xs[0].shape[0], *x.shape)) for x in results[len(init) :]]
-    return [*(x.new_empty(x.shape) for x in init), *rows], with_gradient
+    rows = [blank(x, (xs[0].shape[0], *x.shape)) for x in results[len(init) :]]
+    return [*(blank(x, x.shape) for x in init), *rows], with_gradient
 
 
 def _forgetting_symbols(x: Tensor) -> contextlib.AbstractContextManager[None]:

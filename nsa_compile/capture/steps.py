@@ -55,7 +55,7 @@ from nsa_compile.capture.refusals import (
 from nsa_compile.capture.scans import turns_gradients_on, without_copy
 from nsa_compile.capture.views import why_copies_are_no_views
 from nsa_compile.trees import put_together, taken_apart
-from nsa_compile.workarounds import without_logged_errors
+from nsa_compile.workarounds import blank, without_logged_errors
 
 
 def mend_steps() -> None:
@@ -117,7 +117,7 @@ def explain_uncaptured_steps() -> None:
             body.meta[PLACE] = place
             # The function may write to a result, which gives Dynamo's stand-in for it the gradient of what was written.
             scan.meta["example_value"] = tuple(
-                torch.empty_like(x, requires_grad=x.requires_grad) for x in scan.meta["example_value"]
+                blank(x, requires_grad=x.requires_grad) for x in scan.meta["example_value"]
             )
         return result
 

@@ -11,6 +11,7 @@ from torch._higher_order_ops.scan import scan_op
 
 from nsa_compile import modes
 from nsa_compile.ir.scans import example, results
+from nsa_compile.workarounds import blank
 
 __all__ = ["INNER_LOOP", "RECOMPUTED", "body_of_inner_loop", "place_inner_loops", "run_inner_loop"]
 
@@ -47,8 +48,8 @@ def _stand_in(init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence
 @_stand_in.register_fake
 def _(init: Sequence[Tensor], xs: Sequence[Tensor], additional: Sequence[Tensor], key: str) -> list[Tensor]:
     yields = [example(node) for node in results(_bodies[key][0])[len(init) :]]
-    rows = [xs[0].new_empty((xs[0].shape[0], *x.shape), dtype=x.dtype) for x in yields]
-    return [*(x.new_empty(x.shape) for x in init), *rows]
+    rows = [blank(xs[0], (xs[0].shape[0], *x.shape), dtype=x.dtype) for x in yields]
+    return [*(blank(x, x.shape) for x in init), *rows]
 
 
 INNER_LOOP = torch.ops.nsa_compile.inner_loop.default

@@ -21,6 +21,7 @@ from nsa_compile.ir.aten import aten, is_inexact, operand
 from nsa_compile.ir.inner_loops import INNER_LOOP, body_of_inner_loop
 from nsa_compile.ir.rewriting import NodeBuilder
 from nsa_compile.ir.scans import ScanSite, example, place_of, results, scan_results
+from nsa_compile.workarounds import blank
 
 __all__ = ["asked_for_gradients", "has_gradient", "mark_results", "match_outputs", "match_results"]
 
@@ -47,7 +48,7 @@ def mark_results(site: ScanSite) -> None:
     known: dict[fx.Node, bool] = {}
     flags = [_has_gradient(n, known) for n in (*site.init, *site.xs, *site.additional)]
     site.node.meta["example_value"] = tuple(
-        torch.empty_like(x, requires_grad=is_inexact(x.dtype) and any(flags[j] for j in heard))
+        blank(x, requires_grad=is_inexact(x.dtype) and any(flags[j] for j in heard))
         for x, heard in zip(scan_results(site.node), _inputs_that_hear_of(site), strict=True)
     )
 

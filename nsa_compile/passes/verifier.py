@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from nsa_compile import modes
 from nsa_compile.capture.scans import StepRun
 from nsa_compile.ir.scans import RECORD, ScanSite, example, find_scans, on_fake_inputs, subgraphs
+from nsa_compile.workarounds import blank
 
 
 class VerificationError(RuntimeError):
@@ -193,7 +194,7 @@ class _Propagation(_Run):
             raise ValueError(f"its step makes {list(map(_describe, after))} of {list(map(_describe, init))}")
 
         def results() -> list[Tensor]:
-            return [*(x.new_empty(x.shape) for x in init), *(y.new_empty((site.length, *y.shape)) for y in ys)]
+            return [*(blank(x, x.shape) for x in init), *(blank(y, (site.length, *y.shape)) for y in ys)]
 
         return cast("list[Tensor]", self.outcomes.of(site.node, [*init, *ys], results, "results"))
 

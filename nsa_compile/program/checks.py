@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from nsa_compile.ir.scans import ScanSite, example, find_scans, place_of, results, scan_results
+from nsa_compile.workarounds import blank
 
 __all__ = ["check_after_loops"]
 
@@ -61,7 +62,7 @@ def _check_code(site: ScanSite, node: fx.Node) -> None:
     rest: dict[str, Any] = dict(node.kwargs)
     args: Any = node.args or (rest.pop("A", None) or rest.pop("input"),)
     matrix = args[0]
-    code = values[0].new_empty(example(matrix).shape[:-2], dtype=torch.int32)
+    code = blank(values[0], example(matrix).shape[:-2], dtype=torch.int32)
     with graph.inserting_before(node):
         computed = graph.call_function(variant, args, rest)
         computed.meta = {**node.meta, "example_value": (*values, code)}
@@ -92,7 +93,7 @@ def _check_classes(site: ScanSite, node: fx.Node) -> None:
     with graph.inserting_before(node):
         inside = graph.call_function(torch.clamp, (classes, 0, last))
         condition = graph.call_function(torch.eq, (inside, classes))
-    for made, value in ((inside, example(classes)), (condition, torch.empty_like(example(classes), dtype=torch.bool))):
+    for made, value in ((inside, example(classes)), (condition, blank(example(classes), dtype=torch.bool))):
         made.meta = {**node.meta, "example_value": value}
     said = f"one_hot: class values must be at least 0 and at most {last}"
     _after(site, condition, partial(_assert, site.owner, [said]))
@@ -112,7 +113,7 @@ def _after(site: ScanSite, value: fx.Node, check: Callable[[fx.Node], fx.Node]) 
     own.meta = dict(value.meta)
     output.args = ([*results(site.body), own],)
     yielded = scan_results(site.node)
-    stacked = example(value).new_empty((site.length, *example(value).shape))
+    stacked = blank(example(value), (site.length, *example(value).shape))
     site.node.meta["example_value"] = (*yielded, stacked)
     with site.owner.graph.inserting_after(site.node):
         values = site.owner.graph.call_function(operator.getitem, (site.node, len(yielded)))

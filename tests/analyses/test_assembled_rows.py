@@ -41,6 +41,10 @@ def one_placed(x, at, row):
     return x
 
 
+def here(x, t):
+    return (torch.arange(x.shape[0]) == t % x.shape[0])[:, None]
+
+
 # Each makes rows of rows; `new [1, D]` is the new row, `t` the step, `n` a number that is drawn.
 MOVES: dict[str, Callable[[Any, Any, Any, int], Any]] = {
     "slice": lambda x, new, t, n: x[n % x.shape[0] :],
@@ -60,6 +64,12 @@ MOVES: dict[str, Callable[[Any, Any, Any, int], Any]] = {
     "copied rows": lambda x, new, t, n: x.index_copy(0, ((t + n) % x.shape[0])[None], x[:1]),
     "where": lambda x, new, t, n: torch.where(t % 3 == n % 3, x, x.roll(1, 0)),
     "where new": lambda x, new, t, n: torch.where(t < n, placed(x, 0, new), x),
+    "listed": lambda x, new, t, n: x[[(i * n + 1) % x.shape[0] for i in range(x.shape[0])]],
+    "listed from the end": lambda x, new, t, n: x[[-1 - i for i in range(x.shape[0])]],
+    "new row by a mask": lambda x, new, t, n: torch.where(here(x, t + n), new[0], x),
+    "new written or moved": lambda x, new, t, n: torch.where(
+        t < n, torch.where(here(x, t), new, x), torch.cat([x[:-1].roll(1, 0), new])
+    ),
 }  # fmt: skip
 
 moves = st.lists(st.tuples(st.sampled_from([*MOVES]), st.integers(0, 5)), min_size=1, max_size=4)
