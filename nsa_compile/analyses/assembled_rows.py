@@ -79,13 +79,18 @@ class Assembler:
         """The rows of a node; those of itself, where no rule says what else they are."""
         if node not in self._found:
             found = None
-            if node is not self.carry and self._puts_together(node):
-                if self.carry in ancestors([node]):
-                    found = _RULES[node.target](self, node)
-                elif node.target is aten.unsqueeze.default:  # one new row has two names
-                    found = _rows_of(operand(node), 1)
+            if self.carry not in ancestors([node]):
+                found = self._new(node)
+            elif node is not self.carry and self._puts_together(node):
+                found = _RULES[node.target](self, node)
             self._found[node] = found or _rows_of(node, example(node).shape[self.dim])
         return self._found[node]
+
+    def _new(self, node: fx.Node) -> Assembly:
+        """Rows that are none of the carry's, under the first of their names."""
+        node = _first_name(node)
+        is_one_row = node.target is aten.unsqueeze.default and self._puts_together(node)
+        return self.row(operand(node)) if is_one_row else _rows_of(node, example(node).shape[self.dim])
 
     def ends(self, body: fx.GraphModule) -> list[fx.Node]:
         """Nodes put together of rows that a step reads otherwise than to put together more."""
@@ -105,7 +110,7 @@ class Assembler:
             taken = arguments(node)
             if taken.dim % example(taken.self).dim() == self.dim:
                 return self.of(taken.self).taken(np.array([[taken.index]]))
-        return _rows_of(node, 1)
+        return _rows_of(_first_name(node), 1)
 
     def numbers(self, index: fx.Node, size: int) -> Numbers | None:
         """Row numbers at each step, if they are known."""
@@ -139,6 +144,19 @@ class Assembler:
             return rows if shape[self.dim] == size else rows.taken(np.zeros((1, size), np.int64))
         lacks_rows = len(shape) < rank - self.dim
         return _rows_of(node, 1).taken(np.zeros((1, size), np.int64)) if lacks_rows else None
+
+
+def _first_name(node: fx.Node) -> fx.Node:
+    """What a node is but another name of."""
+    while True:
+        joined = arguments(node).tensors if node.target is aten.cat.default else []
+        same_shape = node.target in (aten.expand.default, aten.reshape.default, aten.view.default, aten.clone.default)
+        if len(joined) == 1:
+            (node,) = joined
+        elif same_shape and example(operand(node)).shape == example(node).shape:
+            node = operand(node)
+        else:
+            return node
 
 
 def _at(x: Numbers, rows: Numbers) -> Numbers:
