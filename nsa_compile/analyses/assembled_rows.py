@@ -21,6 +21,8 @@ from nsa_compile.ir.carries import TABLE_LIMIT, Rows
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
 
 Numbers = np.ndarray  # [S | 1, rows]
+# In the place of where a row comes from: it is filled with a number.
+NOWHERE = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Assembly:
         (part, part_of_other), parts = _aligned([self, other])
         return Assembly(parts, np.where(flags, part, part_of_other), np.where(flags, self.row, other.row))
 
-    def rows_of(self, part: fx.Node) -> Numbers:
+    def rows_of(self, part: fx.Node | None) -> Numbers:
         """The row of a part that each row is, -1 for those of others."""
         place = self.parts.index(part) if part in self.parts else -1
         return np.where(self.part == place, self.row, -1)
@@ -66,14 +68,15 @@ class Assembler:
         self._found: dict[fx.Node, Assembly] = {}
 
     def written_at(self, node: fx.Node, buffer: Rows, before: Numbers) -> Numbers | None:
-        """Where the rows of a node come from, as `Rows.table` says it; None where not all are rows of the carry, which
-        is `buffer`, or of those a step writes. `before` says it of the carry as each step finds it."""
+        """Where the rows of a node come from, as `Rows.table` says it, `NOWHERE` for rows of a number; None where not
+        all are rows of the carry, which is `buffer`, or of those a step writes, or of a number. `before` says it of the
+        carry as each step finds it."""
         found = self.of(node)
-        kept, new = found.rows_of(self.carry), found.rows_of(buffer.written)
-        if not (kept >= 0).any() or ((kept < 0) & (new < 0)).any():
+        kept, new, number = (found.rows_of(part) for part in (self.carry, buffer.written, None))
+        if not (kept >= 0).any() or ((kept < 0) & (new < 0) & (number < 0)).any():
             return None
-        steps = np.arange(len(before))[:, None]
-        return np.where(kept >= 0, _at(before, np.maximum(kept, 0)), steps * buffer.count + new)
+        written = np.where(new >= 0, np.arange(len(before))[:, None] * buffer.count + new, NOWHERE)
+        return np.where(kept >= 0, _at(before, np.maximum(kept, 0)), written)
 
     def of(self, node: fx.Node) -> Assembly:
         """The rows of a node; those of itself, where no rule says what else they are."""

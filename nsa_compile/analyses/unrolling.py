@@ -37,7 +37,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_compile.analyses.assembled_rows import Assembler
+from nsa_compile.analyses.assembled_rows import NOWHERE, Assembler
 from nsa_compile.analyses.masks import Unrecognised, constant
 from nsa_compile.analyses.staleness import Analysis
 from nsa_compile.ir.aten import (
@@ -71,7 +71,7 @@ class Part:
     """Columns of a dimension side by side: rows of a buffer, rows picked from a tensor, or what has always been there.
 
     `table[t, c]` is the place of column c at step t: of a buffer the row it came in as, `-1 - r` for its first row r;
-    of a tensor the row that is picked. None where each column is its own place.
+    of a tensor the row that is picked; `NOWHERE` for none. None where each column is its own place.
     """
 
     width: int
@@ -121,7 +121,10 @@ class Axis:
                 alive, codes, first = torch.ones_like(alive), torch.arange(part.width).expand(steps, -1), 0
             else:
                 codes = torch.from_numpy(part.table)
-                alive = alive | (codes >= 0) if part.initial else alive  # a row of a buffer is there once at a step
+                if bool((alive & (codes == NOWHERE)).any()):
+                    raise Unrecognised("rows that are filled with a number have weights", node)
+                written = alive | (codes >= 0)
+                alive = written if part.initial and _are_once(codes, written) else alive
                 first = part.initial if bool((alive & (codes < 0)).any()) else 0
                 codes = torch.where(codes < 0, -1 - codes, codes + first)
             place[:, here] = torch.where(alive, codes + total, -1)
@@ -333,7 +336,9 @@ class Unroller:
         fake = example(update)
         with fake.fake_mode:  # type: ignore[attr-defined]
             before.meta["val"] = torch.empty(shape, dtype=fake.dtype, device=fake.device)
-        build = NodeBuilder(self.body, update)
+        inputs = [n for n in self.body.graph.nodes if n.op == "placeholder"]
+        needed = {kind.written, self.step, inputs[-1]}
+        build = NodeBuilder(self.body, [n for n in self.body.graph.nodes if n in needed][-1].next)
         written, in_rows = kind.layout(example(update).shape)
         rows = build(aten.expand.default, kind.written, list(written))
         rows = build(aten.reshape.default, rows, list(in_rows))
@@ -474,6 +479,8 @@ class Writer:
             if dims.setdefault(source, source_dim) != source_dim:
                 raise Unrecognised(f"{node.target} reads rows along two dimensions", node)
             new[source] = self.write(source, source_dim, axis)
+        if node.target in MASKED_FILL and self._is_never(operand(node, 1), dims.get(operand(node, 1), -1), axis):
+            return new[operand(node)]  # what it hides is in no place
         self._check_rounding(node, {n for n, value in new.items() if value.node is not n})
         if node.target is operator.getitem:
             (whole,) = new.values()
@@ -520,18 +527,27 @@ class Writer:
             return first
         return first and len(node.all_input_nodes) == 1 and node.target in _MOVED
 
-    def _known(self, node: fx.Node, dim: int, axis: Axis) -> fx.Node | None:
-        """A value known at every step, as a value of each place: one number, a truth for a time, or t and a number."""
-        record = self.of.record
-        shape = example(node).shape
-        if shape.numel() * record.length > TABLE_LIMIT:
+    def _is_never(self, mask: fx.Node, dim: int, axis: Axis) -> bool:
+        """Whether a mask is false in all places; of columns that are picked by data, nothing is known."""
+        if not isinstance(axis, Axis) or dim < 0 or example(mask).shape[dim] != axis.width:
+            return False
+        found = self._of_places(mask, dim, axis)
+        return found is not None and found[0] == "same" and not bool(found[1][0].any())
+
+    def _of_places(self, node: fx.Node, dim: int, axis: Axis) -> tuple[str, list[Tensor]] | None:
+        """A value known at every step, as `_of_places` of its numbers says it."""
+        record, shape = self.of.record, example(node).shape
+        known = node in record.constant or node in record.known
+        if not known or shape.numel() * record.length > TABLE_LIMIT:
             return None
         with unset_fake_temporarily(), torch.no_grad():
             value = record.constant.get(node)
             values = value.expand(record.length, *shape) if value is not None else record.known[node].table()
-            values = values.expand(record.length, *shape).movedim(dim + 1, -1)  # [S, ..., w]
-            found = _of_places(values, axis)
-        if found is None:
+            return _of_places(values.expand(record.length, *shape).movedim(dim + 1, -1), axis)  # [S, ..., w]
+
+    def _known(self, node: fx.Node, dim: int, axis: Axis) -> fx.Node | None:
+        """A value known at every step, as a value of each place: one number, a truth for a time, or t and a number."""
+        if (found := self._of_places(node, dim, axis)) is None:
             return None
         kind, numbers = found
         device = example(node).device
@@ -580,6 +596,13 @@ def is_rounded(node: fx.Node) -> bool:
     target: Any = node.target
     moves = node.target in REARRANGED or node.target in COPIED or node.target in VIEWS
     return isinstance(target, OpOverload) and not moves and torch.Tag.pointwise not in target.tags
+
+
+def _are_once(codes: Tensor, there: Tensor) -> bool:
+    """Whether no place is taken twice at a step, as rows are that move and stay behind them, too."""
+    apart = torch.where(there, codes, -(2**32) - torch.arange(codes.shape[1]))
+    in_order = apart.sort(1).values
+    return not bool((in_order[:, 1:] == in_order[:, :-1]).any())
 
 
 def _side_by_side(parts: Sequence[Axis]) -> Axis:
