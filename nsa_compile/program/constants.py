@@ -65,22 +65,26 @@ def mark_constants(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             node.meta[VALUE] = value.detach().cpu().clone()
 
 
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
 def mark_pattern(node: fx.Node, name: str, value: Any) -> None:
     """Mark the value of an input that is made in one way, most likely: positions one after the other, or an identity or
     a mask, in which an element depends on its distance from the diagonal. Other numbers may be data."""
-    if not _is_plain(value):
-        return
-    x = value.detach().cpu().squeeze()
-    is_matrix = (
-        x.dim() == 2 and min(x.shape) > 1 and torch.equal(x[1:, 1:], x[:-1, :-1]) and not bool((x == x[0, 0]).all())
-    )
-    if x.dtype.is_floating_point:
-        is_pattern = is_matrix and (_says_something(value) or torch.equal(x, torch.eye(*x.shape, dtype=x.dtype)))
-    else:
-        steps = x.diff() if x.dim() == 1 and x.dtype != torch.bool else x[:0]
-        is_pattern = is_matrix or (steps.numel() > 0 and bool((steps == steps[0]).all()) and bool(steps[0] != 0))
-    if is_pattern:
-        node.meta[VALUE], node.meta[NAME] = value.detach().cpu().clone(), name
+    if _is_plain(value) and value.dtype in {torch.bool, *_INTEGERS, *_FLOATS}:
+        x = value.detach().cpu()
+        if _is_pattern(x.squeeze()):
+            node.meta[VALUE], node.meta[NAME] = x.clone(), name
+
+
+def _is_pattern(x: Tensor) -> bool:
+    if x.dim() == 1 and len(x) > 1 and x.dtype in _INTEGERS:
+        steps = x.long().diff()
+        return bool((steps == steps[0]).all()) and bool(steps[0] != 0)
+    if x.dim() != 2 or min(x.shape) < 2 or not torch.equal(x[1:, 1:], x[:-1, :-1]) or bool((x == x[0, 0]).all()):
+        return False
+    return x.dtype not in _FLOATS or _says_something(x) or torch.equal(x, torch.eye(*x.shape, dtype=x.dtype))
 
 
 def marked(gm: fx.GraphModule, written: Sequence[int]) -> list[Held]:

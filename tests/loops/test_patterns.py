@@ -171,3 +171,33 @@ def test_a_value_that_is_not_compared_is_seen(monkeypatch):
     compared(looped, by_positions, rows(), torch.arange(S))
     with pytest.raises(AssertionError):
         compared(looped, by_positions, rows(), torch.arange(S) - 2)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.complex64,
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (0,), (4, 4), (1, 1, 3, 3), (2, 2, 2)])
+def test_tensors_of_any_kind_may_be_made_before_a_loop(dtype, shape):
+    def run(x, made):
+        out = []
+        for t in range(x.shape[0]):
+            out.append(x[t] * made.to(x.dtype).sum())
+        return torch.stack(out)
+
+    made = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    x = rows(0, 3)
+    torch.testing.assert_close(nsa_compile.loop(run, nested="eager", cache=False)(x, made), run(x, made))
