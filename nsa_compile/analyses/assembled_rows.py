@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class Assembly:
         return Assembly(parts, _put(part, rows, other), _put(self.row, rows, by.row))
 
     def where(self, flags: Numbers, other: Assembly) -> Assembly:
-        """The same where the flag of a step is true, `[S | 1, 1]`, and another where it is false."""
+        """The same where a flag is true, `[S | 1, rows | 1]`, and another where it is false."""
         (part, part_of_other), parts = _aligned([self, other])
         return Assembly(parts, np.where(flags, part, part_of_other), np.where(flags, self.row, other.row))
 
@@ -71,12 +71,14 @@ class Assembler:
         """Where the rows of a node come from, as `Rows.table` says it, `NOWHERE` for rows of a number; None where not
         all are rows of the carry, which is `buffer`, or of those a step writes, or of a number. `before` says it of the
         carry as each step finds it."""
-        found = self.of(node)
-        kept, new, number = (found.rows_of(part) for part in (self.carry, buffer.written, None))
+        found, written = self.of(node), _first_name(buffer.written)
+        if example(written).dim() == example(self.carry).dim():
+            (written,) = cast("tuple[fx.Node]", self._new(written).parts)
+        kept, new, number = (found.rows_of(part) for part in (self.carry, written, None))
         if not (kept >= 0).any() or ((kept < 0) & (new < 0) & (number < 0)).any():
             return None
-        written = np.where(new >= 0, np.arange(len(before))[:, None] * buffer.count + new, NOWHERE)
-        return np.where(kept >= 0, _at(before, np.maximum(kept, 0)), written)
+        of_steps = np.where(new >= 0, np.arange(len(before))[:, None] * buffer.count + new, NOWHERE)
+        return np.where(kept >= 0, _at(before, np.maximum(kept, 0)), of_steps)
 
     def of(self, node: fx.Node) -> Assembly:
         """The rows of a node; those of itself, where no rule says what else they are."""
@@ -93,7 +95,7 @@ class Assembler:
         """Rows that are none of the carry's, under the first of their names."""
         node = _first_name(node)
         is_one_row = node.target is aten.unsqueeze.default and self._puts_together(node)
-        return self.row(operand(node)) if is_one_row else _rows_of(node, example(node).shape[self.dim])
+        return _rows_of(_first_name(operand(node)), 1) if is_one_row else _rows_of(node, example(node).shape[self.dim])
 
     def ends(self, body: fx.GraphModule) -> list[fx.Node]:
         """Nodes put together of rows that a step reads otherwise than to put together more."""
@@ -146,7 +148,7 @@ class Assembler:
             rows = self.of(node)
             return rows if shape[self.dim] == size else rows.taken(np.zeros((1, size), np.int64))
         lacks_rows = len(shape) < rank - self.dim
-        return _rows_of(node, 1).taken(np.zeros((1, size), np.int64)) if lacks_rows else None
+        return _rows_of(_first_name(node), 1).taken(np.zeros((1, size), np.int64)) if lacks_rows else None
 
 
 def _first_name(node: fx.Node) -> fx.Node:
