@@ -309,6 +309,8 @@ class _Assembly:
     def _input(self, path: Path) -> fx.Node:
         if path not in self.nodes:
             x = self.exploration.first.leaves[path]
+            if x.is_inference():  # no pass may ask for a gradient of such a one
+                x = x.clone()
             at = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
             before = self.graph.inserting_before(at) if at is not None else self.graph.inserting_before()
             with before:

@@ -1,6 +1,7 @@
 """What a loop shares with the program around it: memory, caches of functions, threads, names."""
 
 import collections
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -1021,3 +1022,27 @@ def test_a_write_by_a_mask_with_gradients_runs_as_written(clones, caplog):
     assert torch.equal(ours, run(x))
     assert torch.equal(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (ours, run(x))))
     assert "runs as it is written: it selects elements by their values" in caplog.text
+
+
+class AttentionOverProjections(torch.nn.Module):
+    """Reads what it has made before its loop, beside parameters that ask for gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.key, self.query = (torch.nn.Linear(4, 4).double() for _ in range(2))
+
+    def forward(self, x):
+        k, out = self.key(x), []
+        for t in range(x.shape[0]):
+            out.append((k[: t + 1] @ self.query(x[t])).softmax(-1) @ k[: t + 1])
+        return torch.stack(out)
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, contextlib.nullcontext])
+def test_a_tensor_of_inference_mode_beside_parameters(first):
+    torch.manual_seed(0)
+    model, x = AttentionOverProjections(), torch.randn(7, 4, dtype=torch.float64)
+    looped = loop(model.forward, nested="eager", cache=False)
+    for mode in (first, torch.inference_mode, contextlib.nullcontext):
+        with mode():
+            torch.testing.assert_close(looped(x), model(x))
