@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -53,6 +54,11 @@ class HonestBatchNorm(TorchFunctionMode):
 
 # `x.data` in a captured graph. Traced as it is, it leaves no node behind, and gradients flow through (torch 2.13).
 DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
+
+# Held by whoever traces: torch's tracers patch the whole process, and two threads would take back the patches of one
+# another (torch 2.13).
+TRACING = threading.RLock()
 
 
 def blank(like: Tensor, shape: Sequence[int] | None = None, **kind: Any) -> Tensor:

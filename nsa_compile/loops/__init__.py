@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from nsa_compile.loops.state import (
 from nsa_compile.memory import memories
 from nsa_compile.modes import unobserved, users_mode
 from nsa_compile.ops.loop import LoopNotTraced
+from nsa_compile.workarounds import TRACING
 
 __all__ = ["LoopDeclined", "loop"]
 
@@ -100,8 +100,6 @@ def _under_dynamo_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # A loop that reads what changes at every call would be compiled at every call.
 MOST_RENEWED = 8
-# One trace at a time: it lends stand-ins to the functions and classes that all threads call.
-_tracing = threading.RLock()
 
 
 class _Runner(Unseen):
@@ -139,7 +137,7 @@ class _Runner(Unseen):
             return
         program = self._known(key)
         if program is None:
-            with _tracing:
+            with TRACING:  # a trace lends stand-ins to the functions and classes that all threads call
                 program = self._known(key)  # another thread may have compiled it meanwhile
                 if program is None:
                     program = self.programs[key] = self._compiled(key, items, now, step, variables)

@@ -17,6 +17,8 @@ import torch
 
 from nsa_compile import loop
 from nsa_compile.loops import LoopDeclined
+from nsa_compile.ops.loop import step
+from nsa_compile.workarounds import TRACING
 
 S, D = 6, 4
 
@@ -1046,3 +1048,26 @@ def test_a_tensor_of_inference_mode_beside_parameters(first):
     for mode in (first, torch.inference_mode, contextlib.nullcontext):
         with mode():
             torch.testing.assert_close(looped(x), model(x))
+
+
+def test_one_thread_traces_at_a_time(monkeypatch):
+    """One traced the step of a recurrence while it ran, another the whole loop, and each took back the patches of the
+    other."""
+    alone = []
+    trace = step._trace_joint
+    monkeypatch.setattr(step, "_trace_joint", lambda *given: alone.append(TRACING._is_owned()) or trace(*given))
+
+    def recurrent(x, w):
+        h, out = x[0] * 0, []
+        for t in range(x.shape[0]):
+            h = torch.tanh(h @ w + x[t])
+            out.append(h * x[t])
+        return torch.stack(out)
+
+    x, w = (torch.randn(n, 3, requires_grad=True) for n in (5, 3))
+    looped = loop(recurrent, nested="eager", cache=False)
+    looped(x, w).sum().backward()
+    with torch.no_grad():  # other gradients than were captured: its step is traced while it runs
+        looped(x.detach(), w)
+    assert alone
+    assert all(alone)

@@ -30,6 +30,7 @@ from torch.fx.traceback import preserve_node_meta
 from nsa_compile import modes
 from nsa_compile.capture.refusals import line_in_step, why_not_traced
 from nsa_compile.capture.scans import ResultsOf, propagate_gradients, run_body
+from nsa_compile.workarounds import TRACING
 
 __all__ = ["Layout", "LoopNotTraced", "Scattered", "StepGraphs", "trace_step"]
 
@@ -171,6 +172,7 @@ def trace_step(
     # Torch's own modes may be under way: the operator that asks is itself traced. What a step draws from no tensor is
     # drawn in earnest, and a call that brings other gradients than were captured has the step traced while it runs.
     with (
+        TRACING,
         preserve_rng_state(),
         modes.unobserved(),
         tracing(None),

@@ -27,6 +27,8 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from nsa_compile.workarounds import TRACING
+
 __all__ = ["OPERATORS", "SPELLED", "Instruction", "Program", "derivative", "parse", "spelled_out"]
 
 aten = torch.ops.aten
@@ -218,7 +220,7 @@ def derivative(text: str, wanted: tuple[str, ...], integers: tuple[str, ...], bo
         grads = torch.autograd.grad(score, leaves, tensors[-1], allow_unused=True)
         return [torch.zeros_like(x) if d is None else d for x, d in zip(leaves, grads, strict=True)]
 
-    with _disable_current_modes(), torch.enable_grad():  # whoever traces what calls this is not to see it
+    with TRACING, _disable_current_modes(), torch.enable_grad():  # whoever traces what calls this is not to see it
         # Only the operators are recorded.
         examples = [torch.ones(2, dtype=torch.float64).to(kinds.get(name, torch.float64)) for name in (*names, "g")]
         written = make_fx(differentiate, _DECOMPOSED)(*examples)  # some derivatives write in place
@@ -229,7 +231,7 @@ def derivative(text: str, wanted: tuple[str, ...], integers: tuple[str, ...], bo
 def spelled_out(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Program:
     """The program of one of `SPELLED` with its further arguments; of the number `x`."""
     decompositions: Any = get_decompositions(SPELLED)
-    with _disable_current_modes():
+    with TRACING, _disable_current_modes():
         traced = make_fx(lambda x: [function(x, *arguments, **named)], decompositions)
         return from_graph(traced(torch.ones(2, dtype=torch.float64)).graph, ["x"])
 
