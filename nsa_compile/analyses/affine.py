@@ -550,7 +550,7 @@ def without_diagonals(term: Term, record: ScanRecord) -> Term:
         if node.target in MUL and any(_is_identity(x, record) for x in node.args[:2]):
             opening = opened(term, factor, record)
             return term if opening is None else without_diagonals(opening, record)
-        if factor.rounded is None and _is_diagonal(node, record):
+        if _is_identity(node, record) or (factor.rounded is None and _is_diagonal(node, record)):
             merged = _with_one_axis(term, factor)
             return term if merged is None else without_diagonals(merged, record)
     return term

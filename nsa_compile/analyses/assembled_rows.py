@@ -121,11 +121,7 @@ class Assembler:
         """Row numbers at each step, if they are known."""
         if example(index).dim() != 1 or example(index).dtype not in (torch.int32, torch.int64):
             return None
-        if (constant := self.record.constant.get(index)) is not None:
-            return constant.numpy()[None]
-        if (known := self.record.known.get(index)) is None or self.record.length * size > TABLE_LIMIT:
-            return None
-        return known.table().numpy()
+        return self._known(index, size)
 
     def flags(self, condition: fx.Node, size: int) -> Numbers | None:
         """A truth for each step and row, or for all rows, if they are known: `[S | 1, rows | 1]`."""
@@ -133,11 +129,16 @@ class Assembler:
         from_the_end = example(self.carry).dim() - self.dim
         if shape.numel() not in (1, shape[-from_the_end] if len(shape) >= from_the_end else 1):
             return None
-        if (constant := self.record.constant.get(condition)) is not None:
-            return constant.numpy().reshape(1, shape.numel())
-        if (known := self.record.known.get(condition)) is None or self.record.length * size > TABLE_LIMIT:
+        return self._known(condition, size)
+
+    def _known(self, node: fx.Node, size: int) -> Numbers | None:
+        """What a node holds at each step, for a table of `size` rows: `[S | 1, elements]`."""
+        elements = example(node).numel()
+        if (constant := self.record.constant.get(node)) is not None:
+            return constant.numpy().reshape(1, elements)
+        if (known := self.record.known.get(node)) is None or self.record.length * size > TABLE_LIMIT:
             return None
-        return known.table().numpy().reshape(-1, shape.numel())
+        return known.table().numpy().reshape(self.record.length, elements)
 
     def side(self, node: Any, size: int) -> Assembly | None:
         """The rows of one side of a choice, which may be one row for all of them."""
