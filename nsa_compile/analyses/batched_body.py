@@ -19,6 +19,7 @@ from nsa_compile.analyses.running_sums import RunningRows
 from nsa_compile.analyses.scores import MASK, used_tiles
 from nsa_compile.ir.aten import SHAPED, aten, operand
 from nsa_compile.ir.attention import (
+    ALWAYS_THERE,
     ATTENTION,
     NAN_ROWS,
     PLACES,
@@ -28,6 +29,7 @@ from nsa_compile.ir.attention import (
     AttentionCall,
     Opaque,
     SelectCall,
+    positions_of_keys,
 )
 from nsa_compile.ir.carries import Invariant, Known, Latest, Recurrent, Rows
 from nsa_compile.ir.inner_loops import run_inner_loop
@@ -267,6 +269,9 @@ class BatchedBody:
         """
         run: Any = node.target
         call: Any = SelectCall.of(node) if node.target is SELECT else AttentionCall.of(node)
+        nan_from = getattr(call, "nan_from", ())
+        if nan_from and (found := self._at_some_steps(node, times)) is not None:
+            return found
         caches = {name: self.value(getattr(call, name), times) for name in ("k", "v") if hasattr(call, name)}
         narrowing = {name: x for name in call.TENSORS[1 + len(caches) :] if (x := getattr(call, name)) is not None}
         together = not any(has_steps for _, has_steps in caches.values())
@@ -274,7 +279,7 @@ class BatchedBody:
             narrowing = {name: x for name, x in narrowing.items() if name == "indices"}
         queries = spread(self.value(call.q, times), len(times))
         narrow = {name: spread(self.value(x, times), len(times)) for name, x in narrowing.items()}
-        batched = replace(call, **dict.fromkeys(call.TENSORS[1 + len(caches) :]))
+        none = dict.fromkeys(call.TENSORS[1 + len(caches) :])
         if together:
             # [S, N, 1, ...] -> [N, S, ...]; one tensor for all who read it, so that they are seen to belong together
             key = (call.q, times)
@@ -282,13 +287,16 @@ class BatchedBody:
                 self.queries[key] = queries.squeeze(2).transpose(0, 1)
             caches = {name: x for name, (x, _) in caches.items()}
             narrow = {name: x.squeeze(2).transpose(0, 1) for name, x in narrow.items()}
-            batched = replace(batched, q=self.queries[key], **caches, **narrow)
+            batched = replace(call, **{**none, "q": self.queries[key], **caches, **narrow})
             return run(*batched.args).transpose(0, 1).unsqueeze(2)
         # Each step sees caches of its own.
         sequences = queries.shape[1]
         spread_caches = {name: spread(x, len(times)) for name, x in caches.items()}
+        if nan_from:
+            spread_caches["v"] = self._with_rows_there(spread_caches["v"], nan_from, times)
+            call = replace(call, nan_from=ALWAYS_THERE)
         folded = {name: _fold(x, sequences) for name, x in {"q": queries, **spread_caches, **narrow}.items()}
-        return run(*replace(batched, **folded).args).unflatten(0, (len(times), sequences))
+        return run(*replace(call, **{**none, **folded}).args).unflatten(0, (len(times), sequences))
 
     def _by_program(self, node: fx.Node, times: Times) -> Any:
         """Attention by scores of a program, a sum by weights of one, or a ranking: the steps become its queries."""
@@ -330,14 +338,30 @@ class BatchedBody:
 
     def _nan_rows(self, node: fx.Node, times: Times) -> Tensor:
         """What `nan_rows` does, with the steps as its queries."""
+        if (found := self._at_some_steps(node, times)) is not None:
+            return found
         given: Any = node.args
         out, none = (spread(self.value(x, times), len(times)) for x in given[:2])
         v, has_steps = self.value(given[2], times)
         if not has_steps:
             return _apart(NAN_ROWS(_together(out), _together(none), v, given[3]))
         sequences = out.shape[1]
-        found = NAN_ROWS(*(_fold(x, sequences) for x in (out, none, v)), [0, 0])  # all that a step finds is there
+        v = self._with_rows_there(v, given[3], times)
+        found = NAN_ROWS(*(_fold(x, sequences) for x in (out, none, v)), ALWAYS_THERE)
         return found.unflatten(0, (len(times), sequences))
+
+    def _at_some_steps(self, node: fx.Node, times: Times) -> Tensor | None:
+        """Of a node that counts its positions from the first step: some of those of all steps. None of the first."""
+        if times == self.all_times[: len(times)]:
+            return None
+        return self.value(node, self.all_times)[0].index_select(0, self._constant(np.array(times)))
+
+    def _with_rows_there(self, v: Tensor, nan_from: Sequence[int], times: Times) -> Tensor:
+        """Values of each step `[·, N, T, Dv]` that pass no gradient on where a row is not among those of the step."""
+        steps = np.array(times)[:, None]
+        start, stop = positions_of_keys(nan_from, v.shape[2], len(self.all_times))
+        there = (start <= steps) & (steps < stop)
+        return v if there.all() else torch.where(self._constant(there)[:, None, :, None], v, v.detach())
 
     # -- carries
 

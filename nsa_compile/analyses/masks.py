@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_compile.ir.aten import AND, MASKED_FILL, NOT, OR, REARRANGED, WHERE, arguments, aten, operand
 from nsa_compile.ir.attention import All, Blocks, MaskKind, Opaque, Window
-from nsa_compile.ir.rewriting import NodeBuilder
+from nsa_compile.ir.rewriting import NodeBuilder, is_absent
 from nsa_compile.ir.scans import ScanRecord, example
 from nsa_compile.ir.step_values import StepMask, step_mask
 
@@ -45,6 +45,7 @@ class Condition:
     additive: bool = False  # a number: 0 keeps, -inf removes
     # What happens to the node on its way: broadcast to a shape, then moved, if there is an operator that moves it.
     moves: tuple[tuple[torch.Size, fx.Node | None], ...] = ()
+    absent: bool = False  # what it removes is not there, rather than hidden
 
     def spread(self, x: Tensor, record: ScanRecord) -> Tensor:
         """Elements of the node, as `[N * m * T]` in the order of the product."""
@@ -125,22 +126,26 @@ def conjunction(conditions: list[Condition], record: ScanRecord) -> Mask:
     known: StepMask | None = None
     known_conditions: list[Condition] = []
     data: list[Condition] = []
-    todo = list(conditions)
+    todo = [replace(condition, absent=is_absent(condition.node)) for condition in conditions]
     while todo:
         condition = todo.pop()
-        value = _known_condition(condition, record)
+        value = known_condition(condition, record)
         joined = value if value is None or known is None else known & value
         if joined is not None:
             known = joined
             known_conditions.append(condition)
         elif inner := parts(condition, record):
             todo += inner
-        elif not any(same_condition(condition, other, record) for other in data):  # a condition may be written twice
-            data.append(condition)
+        else:
+            same = next((i for i, other in enumerate(data) if same_condition(condition, other, record)), None)
+            if same is None:
+                data.append(condition)
+            elif condition.absent:  # a condition may be written twice
+                data[same] = condition
     return Mask(known, tuple(known_conditions), tuple(data), classify(known, record.length))
 
 
-def _known_condition(condition: Condition, record: ScanRecord) -> StepMask | None:
+def known_condition(condition: Condition, record: ScanRecord) -> StepMask | None:
     """A condition that is known at every step, by key: `[1, T]`, or `[N * m, T]` where heads differ."""
     value: Any = record.known.get(condition.node, record.constant.get(condition.node))
     if condition.additive and value is not None:
@@ -186,17 +191,6 @@ def parts(condition: Condition, record: ScanRecord) -> list[Condition]:
             replace(condition, node=n, moves=(here, *condition.moves)) for n in node.args[:2] if isinstance(n, fx.Node)
         ]
     return []
-
-
-def first_steps(known: StepMask | None) -> tuple[int, int] | None:
-    """(a, b) where a mask first keeps key p at step a · p + b; None if it is not so."""
-    if known is None:
-        return 0, 0
-    start = known.start.reshape(-1, known.shape[-1])
-    offset = int(start[0, 0])
-    stride = int(start[0, 1]) - offset if start.shape[1] > 1 else 0
-    linear = offset + stride * torch.arange(start.shape[1])
-    return (stride, offset) if torch.equal(start, linear.expand_as(start)) and not bool(known.outside.any()) else None
 
 
 def classify(known: StepMask | None, length: int) -> MaskKind:

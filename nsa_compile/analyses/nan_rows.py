@@ -7,6 +7,7 @@ the row finds NaN either way, and whoever looks at single weights does not. So e
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile.analyses.facts import Facts, Steps
-from nsa_compile.analyses.masks import side_of_where
+from nsa_compile.analyses.masks import Mask, Unrecognised, known_condition, side_of_where
 from nsa_compile.ir.aten import ADD, COPIED, DIV, MATMUL, MUL, REARRANGED, SUB, arguments, aten, operand
+from nsa_compile.ir.rewriting import zeroes_absent
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
 
 
@@ -76,7 +78,8 @@ def sums_over_rows(
                 after = x.reduced(dims, keepdim=getattr(how, "keepdim", False))
             elif user.target in _MOVES and example(user).dtype.is_floating_point:
                 after = _Elements(*(move(user, node, numbers) for numbers in (x.row, x.is_open, x.until)))
-            elif user.target in _KEEPS_NAN or (user.target in DIV and user.args[1] is not node):
+            elif user.target in _KEEPS_NAN or (user.target in DIV and user.args[1] is not node) or zeroes_absent(user):
+                # Each step has a row, and it is written.
                 after = x.expanded(user)
             else:
                 kept = _kept_by_choice(user, node, softmax, facts, record)
@@ -151,3 +154,69 @@ def _kept_by_choice(
     always = mask.surely_false if side.constant_if_true else mask.surely_true
     taken = torch.tensor(False) if always is None else (always[0] <= 0) & (always[1] >= record.length - 1)
     return torch.tensor(0) if never_taken is None else never_taken, taken
+
+
+# -- which values a row that is NaN gives a gradient of NaN
+
+# Runs of keys that are told apart.
+RUNS_LIMIT = 64
+
+
+def keys_there(values: tuple[fx.Node, int], mask: Mask, record: ScanRecord) -> tuple[int, ...]:
+    """At which steps each row of values is among those that a step attends to, as `nan_rows` takes it.
+
+    A row is there once it is written, whether a mask hides it or not: a row of the softmax that is NaN is NaN for it,
+    too.
+
+    Args:
+        values: the values that weights meet, and the dimension of their rows.
+        mask: of the scores.
+
+    Raises:
+        Unrecognised: this is not known, differs between sequences, or changes too often.
+    """
+    node, dim = values
+    shape = example(node).shape
+    ready = _written_from(node, record)
+    start = ready.expand(shape).movedim(dim, -1).reshape(-1, shape[dim])
+    stop = torch.full((1, shape[dim]), record.length)
+    if any(condition.absent for condition in mask.data):
+        raise Unrecognised("at some step no key may be left, and which rows are picked depends on data", node)
+    for condition in mask.known_conditions:
+        if condition.absent:
+            there = known_condition(condition, record)
+            if there is None or bool(there.outside.any()):
+                raise Unrecognised("at some step no key may be left, and its keys leave and come back", node)
+            start, stop = torch.maximum(start, there.start), torch.minimum(stop, there.stop)
+    if not all(torch.equal(x, x[:1].expand_as(x)) for x in (start, stop)):
+        raise Unrecognised("at some step no key may be left, and its keys differ between sequences", node)
+    runs = _runs(start[0].tolist(), stop[0].tolist(), record.length)
+    if len(runs) > RUNS_LIMIT:
+        raise Unrecognised("at some step no key may be left, and its keys do not come one after the other", node)
+    return tuple(itertools.chain(*runs))
+
+
+def _written_from(node: fx.Node, record: ScanRecord) -> Steps:
+    """From which step on each element of a value is made of rows that are written."""
+    if record.length == 1 or record.proof is None:
+        return torch.tensor(0)
+    analysis = record.proof[2]
+    if node not in analysis.facts:
+        raise Unrecognised("at some step no key may be left, and since when its values are there is not known", node)
+    ready = analysis.of(node).ready
+    return torch.tensor(0) if ready is None else ready
+
+
+def _runs(start: list[int], stop: list[int], steps: int) -> list[tuple[int, int, int, int]]:
+    """Numbers of rows, from which step on and for how long each is there, as runs `(p, a, b, n)`."""
+    found: list[tuple[int, int, int, int]] = []
+    for row, (first, last) in enumerate(zip(start, stop, strict=True)):
+        if found:
+            begin, offset, stride, count = found[-1]
+            stride = first - offset if row == begin + 1 else stride
+            at = offset + stride * (row - begin)
+            if at == first and last == (steps if count < 0 else min(at + count, steps)):
+                found[-1] = begin, offset, stride, count
+                continue
+        found.append((row, first, 0, -1 if last >= steps else max(0, last - first)))
+    return found

@@ -585,6 +585,7 @@ class Read:
     product: Product
     without_nan: bool
     masked: bool  # whether weights are zero where scores are set to -inf or the lowest number
+    nan_from: tuple[int, ...] = ()  # what a query gets that keeps no key, see `AttentionCall`
 
 
 def weighted_values(
@@ -681,7 +682,7 @@ class Mass:
 
 
 def build_shares(masses: list[Mass], build: NodeBuilder) -> fx.Node:
-    """The part of the weights that each of several sets gets, `[sets, R]`; NaN where all scores are -inf."""
+    """The part of the weights that each of several sets gets, `[sets, R]`; zeros where all scores are -inf."""
     largest = build(aten.stack.default, [mass.largest for mass in masses])
     most = build(aten.amax.default, largest, [0])
     logits = []
@@ -691,7 +692,7 @@ def build_shares(masses: list[Mass], build: NodeBuilder) -> fx.Node:
         # Zero, with the gradient of the log-sum-exp.
         zero = build(aten.sub.Tensor, mass.lse, build(aten.detach.default, mass.lse))
         logits.append(build(aten.where.ScalarSelf, none, -math.inf, build(aten.add.Tensor, value, zero)))
-    return build(aten._softmax.default, build(aten.stack.default, logits), 0, False)
+    return build(aten._safe_softmax.default, build(aten.stack.default, logits), 0)
 
 
 def build_operands(

@@ -20,14 +20,14 @@ from nsa_compile.analyses.masks import (
     Unrecognised,
     conjunction,
     constant,
-    first_steps,
     is_float_cast,
     moved,
     same_mask,
     side_of_where,
 )
+from nsa_compile.analyses.nan_rows import keys_there
 from nsa_compile.ir.aten import FILLED, MASKED_FILL, MATMUL, SORTED, WHERE, arguments, aten, operand
-from nsa_compile.ir.rewriting import NodeBuilder
+from nsa_compile.ir.rewriting import NodeBuilder, zeroes_absent
 from nsa_compile.ir.scans import ScanRecord, example
 from nsa_compile.ir.step_values import StepMask
 
@@ -58,6 +58,12 @@ class Product:
         """For each element of the node, its number in `[N, m, T]`."""
         numbers = torch.arange(example(self.node).numel()).reshape(self.shape)
         return (numbers.transpose(1, 2) if self.flipped else numbers).reshape(example(self.node).shape)
+
+    @property
+    def values(self) -> tuple[fx.Node, int]:
+        """The operand that holds the columns, and its dimension of `T`; of weights and values, these values' rows."""
+        value = operand(self.node, 0 if self.flipped else 1)
+        return value, example(value).dim() - (1 if self.flipped else 2)
 
     def operands(self, build: NodeBuilder) -> tuple[fx.Node, fx.Node]:
         """`[N, m, ·]` and `[N, ·, T]`."""
@@ -261,7 +267,7 @@ def check_plain(product: fx.Node, record: ScanRecord) -> None:
         raise Unrecognised("its scores are products with rows that are not written yet", product)
 
 
-def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Output]:
+def walk_down(softmax: fx.Node, scores: Scores, mask: Mask, record: ScanRecord) -> list[Output]:
     """The products of the weights of a softmax with values.
 
     Raises:
@@ -279,7 +285,8 @@ def walk_down(softmax: fx.Node, scores: Scores, record: ScanRecord) -> list[Outp
             product = Product(user, flipped=user.args[1] is weights.node)
             try:
                 _check_order(product, weights, scores)
-                nan_from = _first_keys(softmax, scores, record) if _may_be_nan(softmax, scores, weights, record) else ()
+                may_be_nan = _may_be_nan(softmax, scores, weights, record)
+                nan_from = _keys_there(product, scores, mask, record) if may_be_nan else ()
                 found.append(Output(product, nan_from))
             except Unrecognised as why:
                 problem = why
@@ -333,6 +340,8 @@ def weights_below(softmax: fx.Node, record: ScanRecord) -> list[Weights]:
                 found.append(replace(weights, node=user))
             elif user.target is aten.nan_to_num.default and arguments(user).nan in (None, 0.0):
                 found.append(replace(weights, node=user, without_nan=True))
+            elif zeroes_absent(user) and user.args[0] is weights.node:
+                found.append(replace(weights, node=user))
             elif user.target in MOVES and user.args[0] is weights.node and len(user.all_input_nodes) == 1:
                 found.append(replace(weights, node=user, numbers=moved(user, weights.numbers, record)))
             elif (masked := _masked(user, weights, shape[dim], record)) is not None:
@@ -417,19 +426,15 @@ def _may_be_nan(softmax: fx.Node, scores: Scores, weights: Weights, record: Scan
     return not weights.without_nan and softmax.target is not aten._safe_softmax.default
 
 
-def _first_keys(softmax: fx.Node, scores: Scores, record: ScanRecord) -> tuple[int, int]:
-    """(a, b), where key p is there from step a · p + b on.
+def _keys_there(output: Product, scores: Scores, mask: Mask, record: ScanRecord) -> tuple[int, ...]:
+    """When each key is there, where a query may keep none.
 
     Raises:
         Unrecognised: this is not known, or the gradient of a row that is NaN goes on to queries and keys.
     """
     if any(condition.additive for condition in scores.conditions):
-        raise Unrecognised("at some step no key may be left, and its mask is added to its scores", softmax)
-    known = conjunction(scores.conditions, record).known
-    found = (0, 0) if record.length == 1 else first_steps(known)
-    if found is None:
-        raise Unrecognised("at some step no key may be left, and its keys do not come one after the other", softmax)
-    return found
+        raise Unrecognised("at some step no key may be left, and its mask is added to its scores", output.node)
+    return keys_there(output.values, mask, record)
 
 
 def keeps_one(known: StepMask | None, record: ScanRecord) -> bool:

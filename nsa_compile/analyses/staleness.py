@@ -495,7 +495,7 @@ class Analysis:
         """Which elements of an operand surely are NaN where a softmax that it is computed from has a row of NaN; None
         where none has."""
         behind = ancestors([operand(node, place)])
-        softmaxes = [n for n in behind if n.target in SOFTMAX and self._may_be_nan(n)]
+        softmaxes = [n for n in behind if n.target in SOFTMAX and self.may_be_nan(n)]
         shape = example(operand(node, place)).shape
         stays = torch.ones(shape, dtype=torch.bool)
         for softmax in softmaxes:
@@ -569,7 +569,7 @@ class Analysis:
             self._readers[softmax] = sums_over_rows(softmax, until, self._ahead, self._moved, self.record)
         return self._readers[softmax]
 
-    def _may_be_nan(self, softmax: fx.Node) -> bool:
+    def may_be_nan(self, softmax: fx.Node) -> bool:
         """Whether all scores of a row may be -inf, given ones that are added included."""
         scores = self.magnitudes.of(operand(softmax))
         if softmax.target is aten._safe_softmax.default or self._has_given_score(softmax):

@@ -35,7 +35,7 @@ from nsa_compile.analyses.masks import Unrecognised, side_of_where
 from nsa_compile.analyses.staleness import Analysis
 from nsa_compile.analyses.unrolling import REDUCED, VIEWS, Unrolled, Writer, sources, summed
 from nsa_compile.ir.aten import ADD, COPIED, MATMUL, MUL, REARRANGED, SOFTMAX, SORTED, arguments, aten, operand
-from nsa_compile.ir.rewriting import NodeBuilder, constant_node
+from nsa_compile.ir.rewriting import NodeBuilder, constant_node, mark_absent
 from nsa_compile.ir.scans import ScanRecord, ancestors, example, place_of
 
 __all__ = ["PickUnroller"]
@@ -400,6 +400,7 @@ class _PickWriter(Writer):
         if node.target in SOFTMAX and arguments(node).dim % len(shape) == dim:
             scores = self.write(operand(node), dim, axis).node
             others = self.build(aten.bitwise_not.default, self._chosen(of.columns[node, dim], len(shape), dim))
+            mark_absent(others)
             scores = self.build(aten.masked_fill.Scalar, scores, others, -math.inf)
             return Unrolled(self.build(node.target, scores, dim, *node.args[2:]), is_zero_elsewhere=True)
         if (node, dim) in of.merged:

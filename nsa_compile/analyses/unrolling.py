@@ -55,7 +55,7 @@ from nsa_compile.ir.aten import (
     operand,
 )
 from nsa_compile.ir.carries import TABLE_LIMIT, Rows
-from nsa_compile.ir.rewriting import NodeBuilder, constant_node
+from nsa_compile.ir.rewriting import NodeBuilder, constant_node, mark_absent
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
 
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
@@ -454,7 +454,7 @@ class Writer:
 
     def _softmax(self, node: fx.Node, dim: int, axis: Axis) -> Unrolled:
         scores = self.write(operand(node), dim, axis).node
-        steps = self.of.record.length
+        steps, missing = self.of.record.length, None
         if not (bool((axis.start == 0).all()) and bool((axis.stop == steps).all())):
             device, shape = example(node).device, [1] * example(node).dim()
             shape[dim] = axis.places
@@ -464,8 +464,11 @@ class Writer:
                 self.build(aten.gt.Tensor, first, self.of.step),
                 self.build(aten.lt.Tensor, last, self.of.step),
             )
+            mark_absent(missing)
             scores = self.build(aten.masked_fill.Scalar, scores, missing, -math.inf)
         weights = self.build(node.target, scores, dim, *node.args[2:])
+        if missing is not None and self.of.analysis.may_be_nan(node):
+            weights = self.build(aten.masked_fill.Scalar, weights, missing, 0)
         return Unrolled(weights, is_zero_elsewhere=True)
 
     def _row_by_row(self, node: fx.Node, dim: int, axis: Axis) -> Unrolled:

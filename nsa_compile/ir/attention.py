@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
@@ -84,6 +86,9 @@ _KINDS: dict[str, type[MaskKind]] = {kind.name: kind for kind in (Window, Blocks
 
 T = TypeVar("T", fx.Node, Tensor)
 
+# Each key is there at all positions: see `nan_rows`.
+ALWAYS_THERE = (0, 0, 0, -1)
+
 
 @dataclass(frozen=True)
 class AttentionCall(Generic[T]):
@@ -97,7 +102,7 @@ class AttentionCall(Generic[T]):
     scale: float
     kind: MaskKind
     select_block: int = 0
-    # (a, b): a query that sees nothing gets NaN, and key p is there from position a · p + b on. (): it gets zeros.
+    # Whether a query that sees nothing gets NaN, and when each key is there, see `nan_rows`. (): it gets zeros.
     nan_from: tuple[int, ...] = ()
 
     TENSORS: ClassVar = ("q", "k", "v", "mask", "indices")
@@ -234,7 +239,11 @@ def dense(call: AttentionCall[Tensor]) -> Tensor:
 @torch.library.custom_op("nsa_compile::nan_rows", mutates_args=())
 def nan_rows(out: Tensor, none: Tensor, v: Tensor, nan_from: Sequence[int]) -> Tensor:
     """The output `[N, S, m, Dv]` of attention to values `[N, T, Dv]`, with NaN for the queries `none [N|1, S|1, m|1]`
-    that see nothing, and in the gradients of the values that are there by then: those from a · p + b on."""
+    that see nothing, and in the gradients of the values that are there at their positions.
+
+    `nan_from` is `(p, a, b, n)` for each run of keys, the first of which is p: key p + i is there from position
+    a + b · i on, for n positions, or for all that follow if n < 0.
+    """
     return out + torch.where(none, torch.nan, 0.0).to(out.dtype).unsqueeze(-1)
 
 
@@ -246,11 +255,22 @@ def _(out, none, v, nan_from):
 @torch.library.custom_op("nsa_compile::nan_rows_backward", mutates_args=())
 def nan_rows_backward(none: Tensor, v: Tensor, queries: int, nan_from: Sequence[int]) -> Tensor:
     """What `nan_rows` adds to the gradient of the values."""
-    stride, offset = nan_from
-    positions = torch.arange(queries, device=v.device)[:, None]
-    last = torch.where(none, positions, -1).expand(-1, queries, -1).amax((1, 2))  # [N|1]
-    there = torch.arange(v.shape[1], device=v.device) * stride + offset <= last[:, None]
+    undefined = none.any(-1).expand(-1, queries).cumsum(-1)  # [N|1, S], those up to a position
+    before = F.pad(undefined, (1, 0))
+    start, stop = (torch.from_numpy(x).to(v.device) for x in positions_of_keys(nan_from, v.shape[1], queries))
+    there = before[:, stop] > before[:, start]
     return torch.where(there, torch.nan, 0.0).to(v.dtype)[:, :, None].expand(v.shape).contiguous()
+
+
+def positions_of_keys(nan_from: Sequence[int], keys: int, queries: int) -> tuple[np.ndarray, np.ndarray]:
+    """The positions, from the first to before the last, at which each key is there: see `nan_rows`."""
+    runs = [nan_from[i : i + 4] for i in range(0, len(nan_from), 4)]
+    start, stop = (np.empty(keys, dtype=np.int64) for _ in range(2))
+    for (first, offset, stride, positions), (end, *_) in zip(runs, [*runs[1:], [keys]], strict=True):
+        start[first:end] = offset + stride * np.arange(max(0, end - first))
+        stop[first:end] = start[first:end] + positions if positions >= 0 else queries
+    start = start.clip(0, queries)
+    return start, np.maximum(start, stop.clip(0, queries))
 
 
 @nan_rows_backward.register_fake
@@ -291,7 +311,7 @@ def gathered(call: AttentionCall[Tensor]) -> Tensor:
         there = there & keep.gather(-1, rows[:, :, None].expand(-1, -1, keep.shape[2], -1))
     k, v = (x.gather(1, rows[:, 0, :, None].expand(-1, -1, x.shape[-1])) for x in (k, v))
     out = dense(AttentionCall(q, k, v, there, None, call.scale, Opaque()))
-    return nan_rows(out, ~there.any(-1), call.v, (0, 0)) if call.nan_from else out
+    return nan_rows(out, ~there.any(-1), call.v, ALWAYS_THERE) if call.nan_from else out
 
 
 @torch.library.custom_op("nsa_compile::attention", mutates_args=())

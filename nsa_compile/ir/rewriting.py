@@ -12,11 +12,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from nsa_compile.ir.aten import MASKED_FILL
 from nsa_compile.ir.scans import example, place_of, results
 
 LIFT = torch.ops.aten.lift_fresh_copy.default
 # In the meta of a node that stays even if nobody reads it: it draws random numbers, say.
 KEPT = "nsa_kept"
+# In `meta["custom"]`, which tracing keeps, of a mask of the rows that a step does not have, rather than hides.
+_ABSENT = "nsa_absent"
 
 # What a node inherits from the node it replaces, where it brings none of its own.
 INHERITED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "custom")
@@ -49,6 +52,21 @@ def inherit_meta(new: fx.Node, old: fx.Node) -> None:
     for key in INHERITED:
         if key in old.meta and not new.meta.get(key):
             new.meta[key] = old.meta[key]
+
+
+def mark_absent(mask: fx.Node) -> None:
+    """Say of a mask that it is true for rows which are not among those that a step reads."""
+    mask.meta["custom"] = {**(mask.meta.get("custom") or {}), _ABSENT: True}
+
+
+def is_absent(mask: Any) -> bool:
+    """Whether `mark_absent` has been told of a mask."""
+    return isinstance(mask, fx.Node) and _ABSENT in (mask.meta.get("custom") or {})
+
+
+def zeroes_absent(node: fx.Node) -> bool:
+    """Whether a node makes zeros of what is computed for rows that a step does not have."""
+    return node.target in MASKED_FILL and is_absent(node.args[1]) and bool(node.args[2] == 0)
 
 
 def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:

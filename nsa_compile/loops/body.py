@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nsa_compile.ir.rewriting import mark_absent
 from nsa_compile.loops.merged import Merged, Node, Source, leaf_results
 from nsa_compile.loops.numbers import Number, at_all_steps
 from nsa_compile.loops.paths import Symbol
@@ -183,14 +184,16 @@ class Body:
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """One more operator; equal ones are one."""
         key: Any = (target, _frozen(args), _frozen(kwargs))
-        if key in self.memo:
-            return self.memo[key]
+        if key not in self.memo:
+            self.memo[key] = self._emit_anew(target, *args, **kwargs)
+        return self.memo[key]
+
+    def _emit_anew(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         fakes = fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
         with self.mode:
             node.meta["example_value"] = target(*fakes[0], **fakes[1])
         node.meta["stack_trace"] = self.stack
-        self.memo[key] = node
         return node
 
     def item(self, node: fx.Node, place: int) -> fx.Node:
@@ -261,9 +264,17 @@ class Body:
         mask = self.mask(value, dim)
         if mask is None:
             return value
-        absent = self.emit(aten.bitwise_not.default, mask)
+        absent = self._absent(mask)
         node = self.emit(aten.masked_fill.Scalar, value.node, absent, number)
         return Val(node, value.dims, value.zero | {dim} if number == 0 else frozenset())
+
+    def _absent(self, mask: fx.Node) -> fx.Node:
+        """The opposite of a mask, marked: never the one that the step itself makes."""
+        key = "absent", mask
+        if key not in self.memo:
+            self.memo[key] = self._emit_anew(aten.bitwise_not.default, mask)
+            mark_absent(self.memo[key])
+        return self.memo[key]
 
     # -- layout
 

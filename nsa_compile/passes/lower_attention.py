@@ -348,7 +348,7 @@ def _one_query(call: Call) -> Callable[..., list[Tensor]]:
     if isinstance(call, SelectCall):
         return lambda *tensors: [eager.rank_blocks(_refill(call, tensors))]
     step = eager.dense if call.indices is None else eager.gathered
-    here = replace(call, nan_from=(0, 0) if call.nan_from else ())  # all keys that the step finds are there
+    here = replace(call, nan_from=eager.ALWAYS_THERE if call.nan_from else ())  # all keys that the step finds are there
     return lambda *tensors: [step(_refill(here, tensors))]
 
 

@@ -19,7 +19,9 @@ written. What is not attention in all this stays as it is, and is reported.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -32,9 +34,9 @@ from nsa_compile.analyses.masks import (
     Mask,
     Unrecognised,
     conjunction,
-    first_steps,
     mask_tensor,
 )
+from nsa_compile.analyses.nan_rows import keys_there
 from nsa_compile.analyses.outside import given_from_outside
 from nsa_compile.analyses.scores import (
     KeySet,
@@ -156,7 +158,7 @@ def _attention(
     _check_scores(softmax, scores, analysis)
     mask = conjunction(scores.conditions, record)
     scores.keeps_one = keeps_best(mask, scores.product.shape, record, analysis.magnitudes)
-    outputs = walk_down(softmax, scores, record)
+    outputs = walk_down(softmax, scores, mask, record)
     if by_itself:  # no batching will bring its scores and their ranking together
         check_read_by(outputs, softmax, record, may_rank=in_place)
     if isinstance(mask.kind, Opaque) and not mask.data and not by_itself:
@@ -218,9 +220,23 @@ def _by_scores(
     products = [read.product for read in reads] + [side.product for keys in sets for side in keys.products]
     if not all(analysis.is_finite(x) for product in products for x in product.node.args):
         raise Unrecognised("what it multiplies may hold infinities or NaN", softmax)
+    if analysis.may_be_nan(softmax) and not _keeps_best(sets, analysis, step.record):
+        reads = [
+            read
+            if read.masked or read.without_nan
+            else replace(read, nan_from=keys_there(read.product.values, sets[read.keys].mask, step.record))
+            for read in reads
+        ]
     n = max(read.product.shape[0] for read in reads)
     n = max(n, *(keys.shape[0] for keys in sets if keys.products))
     return [regrouped(keys, n).by_distance(step.record) if keys.products else keys for keys in sets], reads, n
+
+
+def _keeps_best(sets: list[KeySet], analysis: Analysis, record: ScanRecord) -> bool:
+    """Whether a ranking makes sure that a key of the only set is kept."""
+    if len(sets) > 1 or not sets[0].products:
+        return False
+    return keeps_best(sets[0].mask, sets[0].products[0].product.shape, record, analysis.magnitudes)
 
 
 def is_attention(step: Step, site: ScanSite, softmax: fx.Node) -> bool:
@@ -254,29 +270,34 @@ def replace_by_scores(step: Step, softmax: fx.Node, sets: list[KeySet], reads: l
         shares = build_shares(masses, build)
     else:
         _replace_log_sums(softmax, outputs[0][1].lse, build)
+        masses = [outputs[0][1]]
+    removed = [build(aten.eq.Scalar, mass.lse, -math.inf) for mass in masses if any(read.nan_from for read in reads)]
+    none = functools.reduce(lambda a, b: build(aten.bitwise_and.Tensor, a, b), removed) if removed else None
     for read, (out, mass) in zip(reads, outputs, strict=True):
-        lse = mass.lse
         if len(sets) > 1:
             share = build(aten.select.int, shares, 0, read.keys)
             share = build(aten.reshape.default, share, [n, 1, rows // n, 1])
             share = build(aten._to_copy.default, share, dtype=example(out).dtype)
             out = build(aten.mul.Tensor, out, share)
         elif read.masked:
-            kept = build(aten.gt.Scalar, lse, floor_level(example(lse).dtype) / 2)
+            kept = build(aten.gt.Scalar, mass.lse, floor_level(example(mass.lse).dtype) / 2)
             kept = build(aten.reshape.default, kept, [n, 1, rows // n, 1])
             out = build(aten.where.ScalarOther, kept, out, 0.0)
-        elif not read.without_nan and softmax.target is not aten._safe_softmax.default:
-            none, lse = (
-                build(aten.reshape.default, x, [n, 1, rows // n]) for x in (build(aten.eq.Scalar, lse, -math.inf), lse)
-            )
-            # NaN of -inf: what comes back to the scores is NaN, too.
-            nan = build(aten.where.Scalar, none, math.nan, 0.0)
-            nan = build(aten.mul.Tensor, build(aten.where.ScalarOther, none, lse, 0.0), nan)
-            nan = build(aten._to_copy.default, build(aten.unsqueeze.default, nan, 3), dtype=example(out).dtype)
-            out = build(aten.add.Tensor, out, nan)
-            there = first_steps(sets[read.keys].mask.known) or (0, 0)
-            out = build(NAN_ROWS, out, none, values_of(read, n, build), list(there))
+        if none is not None and read.nan_from:
+            out = _with_nan(out, none, mass.lse, read, build)
         _replace_product(read.product, out, build)
+
+
+def _with_nan(out: fx.Node, none: fx.Node, lse: fx.Node, read: Read, build: NodeBuilder) -> fx.Node:
+    """An output `[N, 1, m, Dv]` with NaN for the queries `none [R]` that keep no key."""
+    n, _, m, _ = example(out).shape
+    none, lse = (build(aten.reshape.default, x, [n, 1, m]) for x in (none, lse))
+    # NaN of -inf: what comes back to the scores is NaN, too.
+    nan = build(aten.where.Scalar, none, math.nan, 0.0)
+    nan = build(aten.mul.Tensor, build(aten.where.ScalarOther, none, lse, 0.0), nan)
+    nan = build(aten._to_copy.default, build(aten.unsqueeze.default, nan, 3), dtype=example(out).dtype)
+    out = build(aten.add.Tensor, out, nan)
+    return build(NAN_ROWS, out, none, values_of(read, n, build), list(read.nan_from))
 
 
 def _replace_product(product: Product, out: fx.Node, build: NodeBuilder) -> None:

@@ -254,6 +254,16 @@ def test_a_step_of_a_loop_reads_the_selected_rows_alone():
 # ---------------------------------------------------------------------------------------------------------- the nodes
 
 
+# From which position on each key is there, and for how long: (first key, position, positions per key, how many).
+RUNS = [0, 0, 1, -1], [0, 1, 2, -1], [0, 0, 1, 2], [0, 0, 0, -1, 1, 0, 1, 3, 4, 9, 0, 1]
+
+
+def is_there(key: int, position: int, runs: list[int]) -> bool:
+    first, start, stride, count = next(runs[i : i + 4] for i in range(len(runs) - 4, -1, -4) if runs[i] <= key)
+    start += stride * (key - first)
+    return position >= start and (count < 0 or position < start + count)
+
+
 @st.composite
 def node_arguments(draw, kinds=("window", "blocks", "all", "opaque")) -> tuple:
     """Arguments of `nodes.attention`, float64 leaves."""
@@ -276,7 +286,7 @@ def node_arguments(draw, kinds=("window", "blocks", "all", "opaque")) -> tuple:
     indices = torch.where(torch.rand(indices.shape, generator=rng) < 0.3, -1, indices)
     mask = mask if kind == "opaque" else None
     tensors = leaf(N, S, m, D), leaf(N, T, D), leaf(N, T, Dv), mask, pick(None, indices)
-    return *tensors, 0.7, kind, params, block, pick([], [], [1, 0], [2, 1])
+    return *tensors, 0.7, kind, params, block, pick([], [], *RUNS)
 
 
 call = nodes.AttentionCall.from_args
@@ -300,7 +310,7 @@ def one_by_one(q, k, v, mask, indices, scale, kind, params, block, nan_from) -> 
         if seen or not nan_from:
             out.append(weights @ v[n, seen] if seen else torch.zeros_like(v[n, 0]))
         else:
-            there = [p for p in range(k.shape[1]) if p * nan_from[0] + nan_from[1] <= s]
+            there = [p for p in range(k.shape[1]) if is_there(p, s, nan_from)]
             out.append(torch.full_like(v[n, 0], torch.nan) + (v[n, there] * torch.nan).sum(0))
     return torch.stack(out).reshape(*q.shape[:3], v.shape[-1])
 
@@ -326,7 +336,7 @@ def test_gathered_rows_are_enough(arguments):
     q, indices = q[:, :1], indices[:, :1]
     mask = None if mask is None else mask[:, :1]
     *rest, nan_from = rest
-    given = call(q, k, v, mask, indices, *rest, [0, 0] if nan_from else [])
+    given = call(q, k, v, mask, indices, *rest, [0, 0, 0, -1] if nan_from else [])
     actual, expected = nodes.gathered(given), nodes.dense(given)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
     grads = [torch.autograd.grad(out.square().sum(), (k, v)) for out in (actual, expected)]
@@ -355,7 +365,7 @@ def example_arguments(
         example_arguments("blocks", [2, 2]),
         example_arguments("opaque", [], mask=True),
         example_arguments("window", [5], indices=True),
-        example_arguments("window", [5], mask=True, nan_from=[1, 0]),
+        example_arguments("window", [5], mask=True, nan_from=RUNS[2]),
     ],
     ids=["window", "blocks", "opaque", "indices", "nan"],
 )
@@ -366,7 +376,7 @@ def test_registration_of_attention(arguments):
 def test_registration_of_nan_rows():
     out, v = torch.randn(2, 5, 2, 3, requires_grad=True), torch.randn(2, 6, 3, requires_grad=True)
     none = torch.zeros(2, 5, 1, dtype=torch.bool)
-    torch.library.opcheck(nodes.nan_rows._opoverload, (out, none, v, [1, 0]))
+    torch.library.opcheck(nodes.nan_rows._opoverload, (out, none, v, [0, 0, 1, -1]))
 
 
 RANKING = (0.5, [4, 2], 4, 3, [-1, 0, 1], [1, 2, 1], 2, 1, 1)

@@ -77,8 +77,8 @@ def _softmax(body: Body, a: Any) -> Val:
     scores = body.filled(value, dim, lowest)
     node = body.emit(a.func, scores.node, dim, *extra)
     weights = Val(node, value.dims)
-    if is_log or is_empty or a.func is aten._safe_softmax.default:
-        return body.filled(weights, dim, 0)
+    if is_log or is_empty or a.func is aten._safe_softmax.default or not value.is_score:
+        return body.filled(weights, dim, 0)  # they may be no zeros, such as NaN where a mask keeps none
     return Val(node, value.dims, frozenset({dim}))
 
 
