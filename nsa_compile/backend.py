@@ -58,8 +58,17 @@ _explained: list[Report] | None = None
 
 
 def last_report() -> Report | None:
-    """What the passes did in the latest compilation of this process, or None before the first."""
+    """What the passes did in the latest compilation of this process, or why the latest loop runs as it is written; None
+    before the first."""
     return _last_report
+
+
+def keep_report(report: Report) -> None:
+    """Make a report the last one, and one of those that `explained` yields."""
+    global _last_report
+    _last_report = report
+    if _explained is not None:
+        _explained.append(report)
 
 
 @contextmanager

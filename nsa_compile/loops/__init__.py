@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as modules
 
-from nsa_compile.backend import IS_LOOPED, parse_options
+from nsa_compile.backend import IS_LOOPED, keep_report, parse_options
 from nsa_compile.capture.refusals import ScanNotCompiled
 from nsa_compile.loops.aliases import share
 from nsa_compile.loops.items import Anything, Items
@@ -38,6 +38,7 @@ from nsa_compile.loops.state import (
 from nsa_compile.memory import memories
 from nsa_compile.modes import unobserved, users_mode
 from nsa_compile.ops.loop import LoopNotTraced
+from nsa_compile.passes.report import Report
 from nsa_compile.workarounds import TRACING
 
 __all__ = ["LoopDeclined", "loop"]
@@ -203,6 +204,7 @@ class _Runner(Unseen):
         if self.options.get("on_decline") == "error":
             raise LoopDeclined(line.replace("runs as it is written", "cannot be compiled")) from why
         log.warning(line)
+        keep_report(Report.of_a_loop_as_written(self.place, why.reason, why.place or self.place))
         return why
 
 

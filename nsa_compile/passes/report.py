@@ -90,7 +90,7 @@ class Report:
     nested: str
     passes: list[PassReport] = field(default_factory=list)
     scans: list[ScanReport] = field(default_factory=list)
-    left_alone: Decline | None = None  # why no pass looked at the graph, if so
+    left_alone: Decline | None = None  # why no pass looked at the graph, or at a loop that runs as it is written
     cache_hit: bool = False
     cache_key: str = ""
     notes: list[str] = field(default_factory=list)
@@ -103,6 +103,11 @@ class Report:
     @property
     def declines(self) -> list[Decline]:
         return [decline for p in self.passes for decline in p.declines]
+
+    @classmethod
+    def of_a_loop_as_written(cls, loop: str, reason: str, place: str) -> Report:
+        """A loop that is not compiled: where it is, why, and which of its lines is the cause."""
+        return cls("none", left_alone=Decline("nsa_compile.loop", f"the loop at {loop}", place, reason))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, with a schema number."""

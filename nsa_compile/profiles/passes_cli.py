@@ -131,14 +131,14 @@ def _explain_script(script: str, as_json: bool) -> None:
                 raise UserError(f"'{script}' left with {left.code!r}; python {script} shows why") from None
     if not reports:
         raise UserError(
-            f"'{script}' compiled nothing; call a function made by nsa_compile.compile or "
+            f"'{script}' compiled nothing; call a function made by nsa_compile.compile, nsa_compile.loop or "
             'torch.compile(..., backend="nsa_compile") in it'
         )
     if as_json:
         click.echo(json.dumps({"script": script, "reports": [report.to_dict() for report in reports]}, indent=2))
         return
     for number, report in enumerate(reports, start=1):
-        click.echo(f"Graph {number} of {len(reports)} that {script} compiled.\n\n{render_report(report)}\n")
+        click.echo(f"Report {number} of {len(reports)} on {script}.\n\n{render_report(report)}\n")
 
 
 def explain_model(config: RunConfig, **options: Any) -> tuple[Report, list[str]]:

@@ -28,6 +28,9 @@ def render_report(report: Report, carry_names: Sequence[str] = ()) -> str:
 
     `carry_names` are the user's names of a scan's carries, for scans that have as many.
     """
+    if report.left_alone is not None and not report.passes:
+        left = report.left_alone
+        return f"{left.op} RUNS AS IT IS WRITTEN: correct, and slow. Why:\n  {left.location}: {left.reason}"
     parts = [_pass_table(report), *_cost_table(report)]
     parts += [text for p in report.passes if (text := _findings(p))]
     skipped = [f"{p.name} was skipped: {p.skipped}" for p in report.passes if p.skipped]

@@ -176,7 +176,7 @@ def test_explain_tells_of_every_graph_that_a_script_compiles(tmp_path):
     for _ in range(2):  # the second time nothing is taken from the cache either
         torch._dynamo.reset()
         output = explain_script(tmp_path, RECURRENCES).stdout
-        assert output.startswith("done\nGraph 1 of 2 that ")
+        assert output.startswith("done\nReport 1 of 2 on ")
         assert "STAYED A LOOP of 3 steps" in output
         assert "STAYED A LOOP of 4 steps" in output
         assert "program.py:4" in output
@@ -188,6 +188,24 @@ def test_explain_of_a_script_as_json_leaves_stdout_to_the_reports(tmp_path):
     explained = json.loads(explain_script(tmp_path, RECURRENCES, "--json").stdout)
     reports = [Report.from_dict(report) for report in explained["reports"]]
     assert [report.scans[0].length for report in reports] == [3, 4]
+
+
+def test_explain_tells_why_a_loop_runs_as_it_is_written(tmp_path):
+    source = """
+@nsa_compile.loop
+def f(x):
+    out = []
+    for t in range(len(x)):
+        out.append(x[t] if x[t] > 0 else -x[t])
+    return torch.stack(out)
+
+f(torch.ones(3))
+"""
+    text = explain_script(tmp_path, source).stdout
+    assert "RUNS AS IT IS WRITTEN: correct, and slow. Why:" in text
+    assert ":7: it reads a number out of a tensor" in text
+    (report,) = json.loads(explain_script(tmp_path, source, "--json").stdout)["reports"]
+    assert Report.from_dict(report).left_alone.reason.startswith("it reads a number out of a tensor")
 
 
 @pytest.mark.parametrize(
