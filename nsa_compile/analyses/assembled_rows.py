@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from nsa_compile.analyses.masks import constant
 from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.carries import TABLE_LIMIT, Rows
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
@@ -74,8 +75,9 @@ class Assembler:
         found, written = self.of(node), _first_name(buffer.written)
         if example(written).dim() == example(self.carry).dim():
             (written,) = cast("tuple[fx.Node]", self._new(written).parts)
-        kept, new, number = (found.rows_of(part) for part in (self.carry, written, None))
-        if not (kept >= 0).any() or ((kept < 0) & (new < 0) & (number < 0)).any():
+        kept, new = (found.rows_of(part) for part in (self.carry, written))
+        numbers = [i for i, part in enumerate(found.parts) if part is None or constant(part, self.record) is not None]
+        if not (kept >= 0).any() or ((kept < 0) & (new < 0) & ~np.isin(found.part, numbers)).any():
             return None
         of_steps = np.where(new >= 0, np.arange(len(before))[:, None] * buffer.count + new, NOWHERE)
         return np.where(kept >= 0, _at(before, np.maximum(kept, 0)), of_steps)

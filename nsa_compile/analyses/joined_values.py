@@ -80,7 +80,7 @@ def _has_several_sets(node: fx.Node, dim: int) -> bool:
         if node.target is aten.cat.default and arguments(node).dim % example(node).dim() == dim:
             return True
         further = [] if node.target in MATMUL or dim < 0 else sources(node, dim) or []
-        todo += [x for x in further if x not in seen]
+        todo += [x for x in further if x not in seen and example(x[0]).dtype.is_floating_point]  # masks are no scores
         seen.update(further)
     return False
 

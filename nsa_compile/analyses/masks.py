@@ -193,6 +193,19 @@ def parts(condition: Condition, record: ScanRecord) -> list[Condition]:
     return []
 
 
+def keeps_one(known: StepMask | None, record: ScanRecord) -> bool:
+    """Whether some key is kept at every step, for every query."""
+    if known is None:
+        return True
+    if bool(known.outside.any()):
+        return False
+    rows = known.start.reshape(-1, known.shape[-1]), known.stop.reshape(-1, known.shape[-1])
+    change = torch.zeros(rows[0].shape[0], record.length + 1, dtype=torch.int64)
+    one = torch.ones_like(rows[0])
+    change = change.scatter_add(1, rows[0], one).scatter_add(1, rows[1], -one)
+    return bool((change.cumsum(1)[:, : record.length] > 0).all())
+
+
 def classify(known: StepMask | None, length: int) -> MaskKind:
     """The kind of a mask that is known at every step, by its values."""
     if known is None:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, fx
 
 from nsa_compile.analyses.facts import Facts, Steps
-from nsa_compile.analyses.masks import Mask, Unrecognised, known_condition, side_of_where
+from nsa_compile.analyses.masks import Mask, Unrecognised, keeps_one, known_condition, side_of_where
 from nsa_compile.ir.aten import ADD, COPIED, DIV, MATMUL, MUL, REARRANGED, SUB, arguments, aten, operand
 from nsa_compile.ir.rewriting import zeroes_absent
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
+from nsa_compile.ir.step_values import step_mask
 
 
 @dataclass
@@ -78,9 +79,10 @@ def sums_over_rows(
                 after = x.reduced(dims, keepdim=getattr(how, "keepdim", False))
             elif user.target in _MOVES and example(user).dtype.is_floating_point:
                 after = _Elements(*(move(user, node, numbers) for numbers in (x.row, x.is_open, x.until)))
-            elif user.target in _KEEPS_NAN or (user.target in DIV and user.args[1] is not node) or zeroes_absent(user):
-                # Each step has a row, and it is written.
+            elif user.target in _KEEPS_NAN or (user.target in DIV and user.args[1] is not node):
                 after = x.expanded(user)
+            elif keeps_what_is_there(user, record):
+                after = x.expanded(user)  # each step has a row, and it is written
             else:
                 kept = _kept_by_choice(user, node, softmax, facts, record)
                 if kept is None and x.is_taken:
@@ -160,6 +162,16 @@ def _kept_by_choice(
 
 # Runs of keys that are told apart.
 RUNS_LIMIT = 64
+
+
+def keeps_what_is_there(node: fx.Node, record: ScanRecord) -> bool:
+    """Whether a node makes zeros of what is computed for rows that a step does not have, and each step has one."""
+    if not zeroes_absent(node):
+        return False
+    hidden = operand(node, 1)
+    absent: Any = record.known.get(hidden, record.constant.get(hidden))
+    mask = None if absent is None else step_mask(absent, record.length)
+    return mask is not None and keeps_one((~mask).map(lambda x: x.reshape(1, -1)), record)
 
 
 def keys_there(values: tuple[fx.Node, int], mask: Mask, record: ScanRecord) -> tuple[int, ...]:

@@ -27,11 +27,12 @@ from nsa_compile.analyses.masks import (
     conjunction,
     constant,
     is_float_cast,
+    keeps_one,
     moved,
     same_mask,
     side_of_where,
 )
-from nsa_compile.analyses.softmax import NONE_KEPT, TRACE_LIMIT, Product, check_plain, keeps_one, weights_below
+from nsa_compile.analyses.softmax import NONE_KEPT, TRACE_LIMIT, Product, check_plain, weights_below
 from nsa_compile.ir.aten import COPIED, DIV, FILLED, JUMPS, MATMUL, MUL, arguments, aten, operand
 from nsa_compile.ir.attention import SCORED
 from nsa_compile.ir.carries import Invariant, Rows

@@ -23,11 +23,11 @@ from nsa_compile.analyses.masks import (
     Unrecognised,
     conjunction,
     constant,
+    keeps_one,
     moved,
     parts,
     side_of_where,
 )
-from nsa_compile.analyses.softmax import keeps_one
 from nsa_compile.ir.aten import ADD, AND, COMPARISONS, NOT, OR, SORTED, arguments, aten, operand
 from nsa_compile.ir.scans import ScanRecord, Step, example
 from nsa_compile.ir.step_values import StepMask, Table, step_mask

@@ -21,15 +21,15 @@ from nsa_compile.analyses.masks import (
     conjunction,
     constant,
     is_float_cast,
+    keeps_one,
     moved,
     same_mask,
     side_of_where,
 )
-from nsa_compile.analyses.nan_rows import keys_there
+from nsa_compile.analyses.nan_rows import keeps_what_is_there, keys_there
 from nsa_compile.ir.aten import FILLED, MASKED_FILL, MATMUL, SORTED, WHERE, arguments, aten, operand
-from nsa_compile.ir.rewriting import NodeBuilder, zeroes_absent
+from nsa_compile.ir.rewriting import NodeBuilder
 from nsa_compile.ir.scans import ScanRecord, example
-from nsa_compile.ir.step_values import StepMask
 
 # Elements of a tensor of element numbers.
 TRACE_LIMIT = 2**25
@@ -340,7 +340,7 @@ def weights_below(softmax: fx.Node, record: ScanRecord) -> list[Weights]:
                 found.append(replace(weights, node=user))
             elif user.target is aten.nan_to_num.default and arguments(user).nan in (None, 0.0):
                 found.append(replace(weights, node=user, without_nan=True))
-            elif zeroes_absent(user) and user.args[0] is weights.node:
+            elif keeps_what_is_there(user, record) and user.args[0] is weights.node:
                 found.append(replace(weights, node=user))
             elif user.target in MOVES and user.args[0] is weights.node and len(user.all_input_nodes) == 1:
                 found.append(replace(weights, node=user, numbers=moved(user, weights.numbers, record)))
@@ -435,16 +435,3 @@ def _keys_there(output: Product, scores: Scores, mask: Mask, record: ScanRecord)
     if any(condition.additive for condition in scores.conditions):
         raise Unrecognised("at some step no key may be left, and its mask is added to its scores", output.node)
     return keys_there(output.values, mask, record)
-
-
-def keeps_one(known: StepMask | None, record: ScanRecord) -> bool:
-    """Whether some key is kept at every step, for every query."""
-    if known is None:
-        return True
-    if bool(known.outside.any()):
-        return False
-    rows = known.start.reshape(-1, known.shape[-1]), known.stop.reshape(-1, known.shape[-1])
-    change = torch.zeros(rows[0].shape[0], record.length + 1, dtype=torch.int64)
-    one = torch.ones_like(rows[0])
-    change = change.scatter_add(1, rows[0], one).scatter_add(1, rows[1], -one)
-    return bool((change.cumsum(1)[:, : record.length] > 0).all())

@@ -55,7 +55,7 @@ from nsa_compile.ir.aten import (
     operand,
 )
 from nsa_compile.ir.carries import TABLE_LIMIT, Rows
-from nsa_compile.ir.rewriting import NodeBuilder, constant_node, mark_absent
+from nsa_compile.ir.rewriting import NodeBuilder, constant_node, is_absent, mark_absent
 from nsa_compile.ir.scans import ScanRecord, ancestors, example
 
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
@@ -314,8 +314,22 @@ class Unroller:
             zero = self.analysis.of(softmax).zero
             until = torch.tensor(0) if zero is None else zero
             until = until.expand(shape).movedim(dim, -1).reshape(-1, shape[dim]).amin(0)
-            live = live | (torch.arange(self.record.length)[:, None] >= until)
+            live = live | ((torch.arange(self.record.length)[:, None] >= until) & ~self._absent(softmax))
         return live
+
+    def _absent(self, softmax: fx.Node) -> Tensor:
+        """At which steps a mask says that columns of a softmax are not there, `[S, w]`."""
+        shape, dim = example(softmax).shape, arguments(softmax).dim
+        absent, scores = torch.tensor(False), operand(softmax)
+        while scores.target in MASKED_FILL and constant(scores.args[2], self.record) == -math.inf:
+            scores, mask = operand(scores), operand(scores, 1)
+            known = self.record.known.get(mask)
+            if is_absent(mask) and known is not None and shape.numel() * self.record.length <= TABLE_LIMIT:
+                table = known.table()
+                table = table.reshape(len(table), *[1] * (len(shape) - table.dim() + 1), *table.shape[1:])
+                removed = table.expand(-1, *shape).movedim(dim % len(shape) + 1, -1)
+                absent = absent | removed.reshape(len(removed), -1, shape[dim]).all(1)
+        return absent
 
     # -- rows of all steps
 

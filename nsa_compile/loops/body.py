@@ -347,7 +347,10 @@ class Body:
         return Val(node, (*value.dims[:dim], like, *value.dims[dim + 1 :]))
 
     def _rows_of(self, axis: Axis, like: Axis, device: torch.device) -> fx.Node:
-        """For each row of one buffer, the row of another one that stands at the same place among those that exist."""
+        """For each row of one buffer, the row of another one that stands at the same place among those that exist.
+
+        Where none does it is the one before the last segment, which is no new row: those come last.
+        """
         parts, before = [], np.zeros(self.length, np.int64)
         for s in like.segments:
             place = self.emit(aten.add.Tensor, self.positions(s.size, device), self.known(before - s.start))
@@ -355,14 +358,15 @@ class Body:
             before = before + s.stop - s.start
         places = self.emit(aten.cat.default, parts) if len(parts) > 1 else parts[0]
         places = self.emit(aten.clamp.default, places, 0)
-        places = self.emit(aten.minimum.default, places, self._tensor(np.maximum(axis.count - 1, 0)))
         rows, first, behind = places, np.zeros(self.length, np.int64), 0
         for i, s in enumerate(axis.segments):
             own = self.emit(aten.add.Tensor, places, self.known(behind + s.start - first))
             is_here = self.emit(aten.ge.Tensor, places, self._tensor(first))
             rows = self.emit(aten.where.self, is_here, own, rows) if i else own
             first, behind = first + s.stop - s.start, behind + s.size
-        return rows
+        exists = self.emit(aten.lt.Tensor, places, self._tensor(axis.count))
+        old = self.emit(torch.full, (), max(0, behind - axis.segments[-1].size - 1), dtype=torch.int64, device=device)
+        return self.emit(aten.where.self, exists, rows, old)
 
     def padded(self, value: Val, dim: int, like: Axis) -> Val:
         """A longer buffer, with zeros behind."""

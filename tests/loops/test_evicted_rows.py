@@ -36,6 +36,17 @@ def cut_before_the_write(q, k, v):
     return torch.stack(out)
 
 
+def cut_to_one_sink_before_the_write(q, k, v):
+    """The rows in between are those of two segments and a new row, as they are read."""
+    out, K, V = [], k.new_zeros(0, D), v.new_zeros(0, D)
+    for t in range(S):
+        if len(K) >= WINDOW + 1:
+            K, V = torch.cat([K[:1], K[1 - WINDOW :]]), torch.cat([V[:1], V[1 - WINDOW :]])
+        K, V = torch.cat([K, k[t : t + 1]]), torch.cat([V, v[t : t + 1]])
+        out.append(attend(q[t], K, V))
+    return torch.stack(out)
+
+
 def past_key_values(q, k, v):
     """A pair that begins as None, `[1, 1, T, D]`, cut by its length."""
     out, past = [], None
@@ -110,6 +121,7 @@ def scaled_when_cut(q, k, v):
 ROWS_MOVE = [
     cut_after_the_write,
     cut_before_the_write,
+    cut_to_one_sink_before_the_write,
     past_key_values,
     by_a_list_of_rows,
     the_oldest_goes,
