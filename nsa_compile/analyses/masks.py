@@ -40,7 +40,7 @@ class Condition:
 
     node: fx.Node
     negated: bool
-    numbers: Tensor  # for each of these scores, its number in the product of queries and keys
+    numbers: Tensor  # for each of these scores, its number in the product of queries and keys; -1: of another product
     keys: int  # T
     additive: bool = False  # a number: 0 keeps, -inf removes
     # What happens to the node on its way: broadcast to a shape, then moved, if there is an operator that moves it.
@@ -51,8 +51,9 @@ class Condition:
         """Elements of the node, as `[N * m * T]` in the order of the product."""
         for shape, move in self.moves:
             x = x.expand(shape) if move is None else moved(move, x.expand(shape), record)
-        spread = torch.empty(self.numbers.numel(), dtype=x.dtype)
-        spread[self.numbers.flatten()] = x.expand(self.numbers.shape).flatten()
+        own = self.numbers >= 0
+        spread = torch.empty(int(own.sum()), dtype=x.dtype)
+        spread[self.numbers[own]] = x.expand(self.numbers.shape)[own]
         return spread
 
 

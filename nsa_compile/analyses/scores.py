@@ -516,10 +516,8 @@ def known_mask(value: fx.Node, elements: Tensor, record: ScanRecord, floor: floa
             numbers[elements.flatten()] = torch.arange(elements.numel())
             if int((numbers >= 0).sum()) != elements.numel():
                 break  # scores are repeated
-            if bool((numbers >= 0).all()):
-                conditions.append(
-                    Condition(side.condition, side.constant_if_true, numbers.reshape(example(node).shape), keys)
-                )
+            numbers = numbers.reshape(example(node).shape)
+            conditions.append(Condition(side.condition, side.constant_if_true, numbers, keys))
             elements, node = elements_read(side.value, node, elements), side.value
         elif (added := _added_mask(node, record, floor)) is not None:
             mask, scores = added

@@ -128,6 +128,7 @@ def _attention(
     if attn_mask is not None:
         is_mask = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if is_mask else scores + attn_mask
+        return torch.ops.aten._safe_softmax(scores, -1) @ value  # zeros for a query that keeps no key
     return scores.softmax(-1) @ value
 
 

@@ -262,7 +262,8 @@ def replace_by_scores(step: Step, softmax: fx.Node, sets: list[KeySet], reads: l
     Several sets of keys share one softmax: each gets the part of the weights that its log-sum-exp has.
     """
     rows = example(softmax).numel() // sum(len(keys.columns) for keys in sets)
-    build = NodeBuilder(step.body, reads[-1].product.node)
+    products = {read.product.node for read in reads}
+    build = NodeBuilder(step.body, [node for node in step.body.graph.nodes if node in products][-1])
     outputs = [_build_output(sets[read.keys], values_of(read, n, build), rows, step.record, build) for read in reads]
     of_sets = {read.keys: mass for read, (_, mass) in zip(reads, outputs, strict=True)}
     if len(sets) > 1:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nsa_compile.ir.aten import REARRANGED
 from nsa_compile.loops.body import Axis, Body, Dim, Val
 from nsa_compile.loops.rules import aten, place_of, rule, with_dim
 from nsa_compile.loops.rules.elementwise import number_of, pointwise
@@ -82,6 +83,10 @@ def _softmax(body: Body, a: Any) -> Val:
     return Val(node, value.dims, frozenset({dim}))
 
 
+_MOVED = REARRANGED | {
+    aten.slice.Tensor, aten.select.int, aten.index_select.default, aten.cat.default, aten.constant_pad_nd.default,
+    aten.index_copy.default,
+}  # fmt: skip
 _NEUTRAL = {
     aten.sum: 0.0,
     aten.mean: 0.0,
@@ -124,6 +129,8 @@ def _reduction(body: Body, a: Any) -> Val:
     if packet in _EXTREMES or (packet is aten.linalg_vector_norm and a.ord == math.inf):
         _refuse_none(body, value, growing)
     for d in growing:
+        if packet in (aten.sum, aten.mean) and value.example.dtype.is_floating_point:
+            value = _with_factors_filled(body, value, d)
         value = body.filled(value, d, _in_dtype(_NEUTRAL[packet], value.example.dtype))
     kept: list[Dim] = [1 if d in dims else x for d, x in enumerate(value.dims) if keepdim or d not in dims]
     zero = frozenset(i for i, d in enumerate(d for d in range(rank) if keepdim or d not in dims) if d in value.zero)
@@ -154,6 +161,35 @@ def _reduction(body: Body, a: Any) -> Val:
     if packet in (*_EXTREMES, aten.logsumexp):
         node = _finite_elsewhere(body, node, [own for d in growing if isinstance(own := value.dims[d], Axis)])
     return Val(node, tuple(kept), zero)
+
+
+def _with_factors_filled(body: Body, value: Val, dim: int) -> Val:
+    """A product, or a quotient, with zeros in the rows of its factors that do not exist.
+
+    These may be NaN, such as weights after a softmax that is written out and keeps no key. In the sum they are hidden;
+    its gradient, a zero for each, would still be multiplied with them.
+    """
+    node: Any = value.node
+    if dim in value.zero or node.target not in (aten.mul.Tensor, aten.div.Tensor):
+        return value
+    rank, factors, zero = len(value.dims), [], value.zero
+    for factor in node.args:
+        shape = factor.meta["example_value"].shape if isinstance(factor, torch.fx.Node) else ()
+        at = dim - (rank - len(shape))
+        if at >= 0 and shape[at] == value.example.shape[dim] and not _is_read(factor):
+            inner = _with_factors_filled(body, Val(factor, value.dims[rank - len(shape) :]), at)
+            factor = body.filled(inner, at, 0).node
+            zero = zero | {dim} if node.target is aten.mul.Tensor else zero
+        factors.append(factor)
+    return Val(body.emit(node.target, *factors, **node.kwargs), value.dims, zero)
+
+
+def _is_read(node: torch.fx.Node) -> bool:
+    """Whether a value is made of rows that the step is given or writes, moved at most: these are finite."""
+    while node.op == "call_function" and node.target in _MOVED:
+        first: Any = node.args[0]
+        node = first[0] if isinstance(first, list | tuple) else first
+    return node.op != "call_function"
 
 
 def _finite_elsewhere(body: Body, node: torch.fx.Node, axes: Sequence[Axis]) -> torch.fx.Node:
