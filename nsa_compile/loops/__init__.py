@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from nsa_compile.loops.state import (
     distinct,
     drop,
     in_words,
+    is_global,
     look,
 )
 from nsa_compile.memory import memories
@@ -130,10 +132,10 @@ class _Runner(Unseen):
             by_position = items.stacked()
             cells_of(step)[ITEMS].cell_contents = by_position
             now = look(step)
+            elsewhere = {path for path in now.containers if _is_held_elsewhere(now, path)}
             key = _key(now, len(items)), *(mode.device for mode in on)
         except NotFollowed as why:
-            if why.reason not in self.programs:
-                self.programs[why.reason] = self._declined(NotFollowed(why.reason, why.place))
+            self._left_as_written(why)
             _as_written(items, step)
             return
         program = self._known(key)
@@ -142,6 +144,9 @@ class _Runner(Unseen):
                 program = self._known(key)  # another thread may have compiled it meanwhile
                 if program is None:
                     program = self.programs[key] = self._compiled(key, items, now, step, variables)
+        if not isinstance(program, NotFollowed) and (lost := program.lost & elsewhere):
+            what = f"another object takes the place of {in_words(min(lost, key=str))}, which something else holds, too"
+            program = self._left_as_written(NotFollowed(what))
         if isinstance(program, NotFollowed):
             _as_written(items, step)
             return
@@ -150,6 +155,12 @@ class _Runner(Unseen):
         if rows := {path: now.containers[path].value for path in self.rows[key]}:
             late = {place: what for place, what in program.shared.items() if place.path in rows}
             share(late, given, finals, {**lists, **rows})
+
+    def _left_as_written(self, why: NotFollowed) -> NotFollowed:
+        """What is said once of calls that are not compiled, though others may be."""
+        if why.reason not in self.programs:
+            self.programs[why.reason] = self._declined(NotFollowed(why.reason, why.place))
+        return why
 
     def _known(self, key: Any) -> Program | NotFollowed | None:
         program = self.programs.get(key)
@@ -237,6 +248,26 @@ def _as_rows(now: Snapshot, paths: set[Path], step: types.FunctionType) -> Itera
                 lists[path] = of.get(id(value), [])
                 lists[path][:] = elements_of(value, lists[path])
         after.install(lists)
+
+
+def _is_held_elsewhere(now: Snapshot, path: Path) -> bool:
+    """Whether something else than the variables of the step may look at a container later: what the loop does to it
+    until another takes its place is not done by the program."""
+    return is_global(path) or _references(now, path) > _own_references()
+
+
+def _references(now: Snapshot, path: Path) -> int:
+    return sys.getrefcount(now.containers[path].value)
+
+
+@functools.cache
+def _own_references() -> int:
+    """References to a list that one variable of a step holds, and a snapshot of it."""
+    own: list[Any] = []
+
+    step: Any = lambda: own  # noqa: E731
+    now = look(step)
+    return _references(now, next(path for path, x in now.containers.items() if x.value is own))
 
 
 def _as_written(items: Items, step: types.FunctionType) -> None:

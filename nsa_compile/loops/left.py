@@ -14,7 +14,7 @@ from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import Number, as_number
 from nsa_compile.loops.python_numbers import is_symbolic
 from nsa_compile.loops.recording import Outside, Recorder
-from nsa_compile.loops.state import NotFollowed, Path, Snapshot, in_words, look
+from nsa_compile.loops.state import NotFollowed, Path, Snapshot, in_words, look, parts_of
 from nsa_compile.loops.trace import Held, Trace
 
 
@@ -118,10 +118,34 @@ def _note_lists_that_are_read(trace: Trace, recorder: Recorder, outside: Outside
             trace.moved.add(path)
 
 
+def held_by_containers(before: Snapshot) -> dict[Path, Any]:
+    """What the containers that may change hold now: their keys, and which objects."""
+    kinds = ("list", "dict", "set", "object")
+    return {path: _holds(x.value, before) for path, x in before.containers.items() if x.kind in kinds}
+
+
+def _holds(container: Any, before: Snapshot) -> Any:
+    parts = parts_of(container, before.module)
+    return parts and (parts[1], [id(x) for x in parts[2]])
+
+
+def note_containers(trace: Trace, before: Snapshot, held: dict[Path, Any]) -> None:
+    """Note which containers the step has changed, and which it has put others in the place of."""
+    assert trace.after is not None
+    for path, what in held.items():
+        was, now = before.containers[path].value, trace.after.containers.get(trace.after.same.get(path, path))
+        if now is None or now.value is not was:
+            trace.replaced.add(path)
+        if isinstance(was, GrowingList) or _holds(was, before) != what:
+            trace.changed.add(path)
+
+
 def _note_lists_that_grow(trace: Trace, recorder: Recorder, grown: dict[Path, Appended]) -> None:
     assert trace.after is not None
     for path, list_ in grown.items():
         if trace.after.leaves.get(path) is not list_:
+            if path in trace.after.containers and type(trace.after.containers[path].value) is list:
+                raise IsRead(path)  # as rows it may be another list at each step
             raise NotFollowed(f"another list takes the place of {in_words(path)}, or it gets another name")
     for path, list_ in grown.items():
         for x in list_.items:
@@ -155,6 +179,18 @@ def begin_lists(before: Snapshot) -> list[Any]:
         if isinstance(container.value, GrowingList):
             container.value.begin()
     return handed
+
+
+def adopt_lists(step: types.FunctionType, before: Snapshot, temporary: frozenset[str]) -> None:
+    """Take a list that a step puts in the place of one that it reads, as by `K = []`, for one that it reads."""
+    after = look(step, temporary)
+    new = {}
+    for path, container in before.containers.items():
+        now = after.containers.get(path)
+        if isinstance(container.value, GrowingList) and now is not None and type(now.value) is list:
+            new[path] = container.value.instead(now.value)
+    if new:
+        after.install(new)
 
 
 def settle_lists(step: types.FunctionType, handed: list[Any], trace: Trace) -> None:

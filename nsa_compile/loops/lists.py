@@ -174,6 +174,12 @@ class GrowingList(list):
         found.rows = rows
         return found
 
+    def instead(self, values: list[Any]) -> GrowingList:
+        """A list of other elements, which takes the place of this one."""
+        found = self._with(None if self.rows is None else self._between(self.rows, 0, 0))
+        found.extend(values)
+        return found
+
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._sliced(index)

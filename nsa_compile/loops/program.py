@@ -60,6 +60,7 @@ class Program:
     plan: dict[Path, Any]  # what the variables hold afterwards
     shared: dict[Place, Any]  # results that are tensors which were there before, or others, or views of these
     watched: Watched
+    lost: set[Path]  # containers that a step changes, and in whose place one puts another
 
 
 def compile_loop(exploration: Exploration, watched: Watched, options: dict[str, Any], *, copied: bool) -> Program:
@@ -158,7 +159,9 @@ class _Assembly:
             for path, columns in lists.items()
         }
         plan = plan_after(self.exploration)
-        return Program(run, self.inputs, finals, shifted, mutated, plan, shared, watched)
+        traces = [way.trace for way in self.exploration.ways]
+        lost = {p for x in traces for p in x.replaced} & {p for x in traces for p in x.changed}
+        return Program(run, self.inputs, finals, shifted, mutated, plan, shared, watched, lost)
 
     # -- what the step yields
 

@@ -193,7 +193,7 @@ def _survey(
         if known is not None:
             snapshot.same[path] = known
             continue
-        parts = _parts(value, module)
+        parts = parts_of(value, module)
         if parts is None:
             if not of_library:
                 _refuse_hidden_state(value, path)
@@ -325,7 +325,7 @@ _OPAQUE = (
 )  # fmt: skip
 
 
-def _parts(value: Any, module: dict[str, Any]) -> tuple[str, tuple[Any, ...], tuple[Any, ...]] | None:
+def parts_of(value: Any, module: dict[str, Any]) -> tuple[str, tuple[Any, ...], tuple[Any, ...]] | None:
     """Kind, keys and children of a container; None for a leaf."""
     if isinstance(value, types.CellType):
         try:
@@ -378,7 +378,7 @@ def _held_by(value: Any) -> list[Any]:
     kind = type(value)
     if type(own) is dict and own and _holds_attributes_alone(kind):
         return [*own, *own.values()]
-    _, _, children = _parts(value, {}) or (None, (), ())
+    _, _, children = parts_of(value, {}) or (None, (), ())
     return [*children, *own]
 
 

@@ -78,6 +78,8 @@ class Trace:
     held_in_lists: dict[Path, list[Held]] = field(default_factory=dict)  # those appended, also to lists that are read
     rows: set[Path] = field(default_factory=set)  # of lists that are read
     moved: set[Path] = field(default_factory=set)  # lists that are read, if elements were taken or it is another now
+    changed: set[Path] = field(default_factory=set)  # containers that hold something else now
+    replaced: set[Path] = field(default_factory=set)  # containers in whose place is another now
     outside_objects: dict[int, Tensor] = field(default_factory=dict)  # what a tensor from outside is in the trace
 
     def describe(self) -> Any:

@@ -25,7 +25,15 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from nsa_compile.ir.dtypes import why_refused
 from nsa_compile.loops import intercepted
 from nsa_compile.loops.effects import refused_effects
-from nsa_compile.loops.left import begin_lists, memory_of, note_what_is_left, settle_lists
+from nsa_compile.loops.left import (
+    adopt_lists,
+    begin_lists,
+    held_by_containers,
+    memory_of,
+    note_containers,
+    note_what_is_left,
+    settle_lists,
+)
 from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import as_number
 from nsa_compile.loops.picked import PickedRows
@@ -150,14 +158,17 @@ def trace_step(
             trace.came = {memory_of(x): path for path, x in wrapped.items() if isinstance(x, FunctionalTensor)}
             before.install({**wrapped, **grown})
             drop(cells, temporary)
+            held = held_by_containers(before)
             rewritten = _Rewritten(outside)
             with outside, rewritten, refused_effects(), stand_ins_unseen():
                 handed = begin_lists(before)
                 with noted():
                     step(position)
                     drop(cells, temporary - read_after)
+                adopt_lists(step, before, temporary)
                 settle_lists(step, handed, trace)
             trace.after = look(step, temporary)
+            note_containers(trace, before, held)
             for path, content in before.contents.items():
                 leaf = before.leaves[path]
                 if path not in given and trace.after.contents.get(path) != content:

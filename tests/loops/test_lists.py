@@ -97,6 +97,18 @@ def replaced(x):
     return torch.stack(out), waiting
 
 
+def restarted(x):
+    """Attention in chunks: the first statement of some steps makes both lists anew."""
+    keys, values, out = [], [], []
+    for t in range(x.shape[0]):
+        if t % 4 == 0:
+            keys, values = [], []
+        keys.append(x[t])
+        values.append(x[t] * 2)
+        out.append((torch.stack(keys) @ x[t]).softmax(0) @ torch.stack(values))
+    return torch.stack(out), keys
+
+
 def joined_by_plus(x):
     seen, out = [x[0]], []
     for row in x:
@@ -126,6 +138,7 @@ def both_ends(x):
 
 PROGRAMS = [
     *(stacked, joined, compressed, shifted, sliced, looked_back, by_place, emptied, replaced, joined_by_plus),
+    restarted,
     *(by_two_names, both_ends),
 ]
 
@@ -157,6 +170,47 @@ def test_the_lists_are_those_that_were_given():
         torch.testing.assert_close(compiled(x, mine), kept(x, yours))
     assert all(a is b for a, b in zip(mine[:2], before, strict=True))
     torch.testing.assert_close(torch.stack(mine), torch.stack(yours))
+
+
+def cut_by_a_slice(row, seen):
+    return seen[-2:] if len(seen) > 3 else seen
+
+
+def begun_anew(row, seen):
+    return [row] if len(seen) > 3 else seen
+
+
+@pytest.mark.parametrize("after", [cut_by_a_slice, begun_anew])
+def test_what_a_list_that_is_given_gets_until_another_takes_its_place(after, caplog):
+    def kept(x, seen):
+        for row in x:
+            seen.append(row)
+            y = torch.stack(seen).sum(0)
+            seen = after(row, seen)
+        return y, seen
+
+    (x,) = rows(9)
+    compiled = nsa_compile.loop(kept, nested="eager")
+    for _ in range(2):
+        mine, yours = [x[0]], [x[0]]
+        torch.testing.assert_close(compiled(x, mine), kept(x, yours))
+        torch.testing.assert_close(mine, yours)
+    assert caplog.text.count("another object takes the place of seen, which something else holds, too") == 1
+
+
+def test_what_a_dict_that_is_given_gets_until_another_takes_its_place():
+    def kept(x, state):
+        for t in range(x.shape[0]):
+            if t == 3:
+                state = {"sum": state["sum"] * 0.5}
+            state["sum"] = state["sum"] + x[t]
+        return state["sum"]
+
+    (x,) = rows(9)
+    compiled = nsa_compile.loop(kept, nested="eager")
+    mine, yours = {"sum": x[0]}, {"sum": x[0]}
+    torch.testing.assert_close(compiled(x, mine), kept(x, yours))
+    torch.testing.assert_close(mine, yours)
 
 
 def an_element_is_written(x):
