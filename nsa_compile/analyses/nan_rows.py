@@ -44,7 +44,6 @@ def sums_over_rows(
     softmax: fx.Node,
     until: Steps,
     facts: Callable[[fx.Node], Facts],
-    ready: Callable[[fx.Node], Steps] | None,
     move: Callable[[fx.Node, fx.Node, Tensor], Tensor],
     record: ScanRecord,
 ) -> Readers | None:
@@ -53,7 +52,6 @@ def sums_over_rows(
     Args:
         until: the step up to which each weight is taken for zero.
         facts: what is known of another node, which is not computed from the softmax.
-        ready: from which step on each element of such a node is there; None if that does not matter.
         move: `move(node, x, numbers)` gives what an operator that moves the elements of x makes of numbers.
     """
     shape, dim = example(softmax).shape, arguments(softmax).dim % example(softmax).dim()
@@ -69,8 +67,7 @@ def sums_over_rows(
                 continue
             if user.target in MATMUL:
                 for place in (i for i, operand in enumerate(user.args[:2]) if operand is node):
-                    dim = -1 if place == 0 or x.row.dim() == 1 else -2
-                    if x.is_taken and (not x.sums_all([dim]) or _is_met_early(user, place, x.until, dim, ready)):
+                    if x.is_taken and not x.sums_all([-1 if place == 0 or x.row.dim() == 1 else -2]):
                         return None
                     found.open[user, place] = x.is_open
                 continue
@@ -84,9 +81,6 @@ def sums_over_rows(
                 after = _Elements(*(move(user, node, numbers) for numbers in (x.row, x.is_open, x.until)))
             elif user.target in _KEEPS_NAN or (user.target in DIV and user.args[1] is not node):
                 after = x.expanded(user)
-                others = [n for n in user.all_input_nodes if n is not node and _passes_gradients(n)]
-                if user.target in MUL and ready and any(bool((ready(n) < after.until).any()) for n in others):
-                    return None
             elif keeps_what_is_there(user, record):
                 after = x.expanded(user)  # each step has a row, and it is written
             else:
@@ -134,35 +128,6 @@ class _Elements:
 
     def expanded(self, node: fx.Node) -> _Elements:
         return _Elements(*(x.expand(example(node).shape) for x in (self.row, self.is_open, self.until)))
-
-
-def _is_met_early(
-    product: fx.Node, place: int, until: Steps, dim: int, ready: Callable[[fx.Node], Steps] | None
-) -> bool:
-    """Whether weights that are taken for zero until a step meet rows that are there before: the gradients of these are
-    NaN in the loop."""
-    rows = operand(product, 1 - place)
-    if ready is None or not _passes_gradients(rows):
-        return False
-    there = ready(rows)
-    there = there.movedim(-1 if place == 1 or there.dim() == 1 else -2, -1)
-    there, until = (x.reshape(-1, x.shape[-1]) for x in (there, until.movedim(dim, -1)))
-    return bool((there.amin(0) < until.amax(0)).any())
-
-
-def _passes_gradients(node: fx.Node) -> bool:
-    """Whether a value is computed from inputs of the step by real numbers all the way."""
-    found, todo = set[fx.Node](), [node]
-    while todo:
-        last = todo.pop()
-        value = last.meta.get("val")
-        if last in found or (isinstance(value, Tensor) and not value.dtype.is_floating_point):
-            continue
-        if last.op != "call_function":
-            return True
-        found.add(last)
-        todo += last.all_input_nodes
-    return False
 
 
 def _takes_nan_for_zero(user: fx.Node, node: fx.Node, record: ScanRecord) -> bool:

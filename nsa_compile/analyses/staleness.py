@@ -92,9 +92,8 @@ from nsa_compile.ir.step_values import Separable, StepMask, StepValue, Table
 class Analysis:
     """One pass over a lowered body, given what its inputs are like, and whose operands gradients may reach."""
 
-    def __init__(self, record: ScanRecord, with_gradients: Collection[fx.Node], *, is_proof: bool = False) -> None:
+    def __init__(self, record: ScanRecord, with_gradients: Collection[fx.Node]) -> None:
         self.record, self.with_gradients = record, with_gradients
-        self.is_proof = is_proof  # whether what is not written yet is stale
         self.never = record.length
         self.lost_for_good = record.length + 1  # after any step from which on a mask may let an element through
         self.facts: dict[fx.Node, Facts] = {}
@@ -567,14 +566,8 @@ class Analysis:
     def _readers_of(self, softmax: fx.Node, until: Steps) -> Readers | None:
         """Those of a softmax of which each weight may be taken for zero until some step."""
         if softmax not in self._readers:
-            ready = self._ready if self.is_proof else None
-            self._readers[softmax] = sums_over_rows(softmax, until, self._ahead, ready, self._moved, self.record)
+            self._readers[softmax] = sums_over_rows(softmax, until, self._ahead, self._moved, self.record)
         return self._readers[softmax]
-
-    def _ready(self, node: fx.Node) -> Steps:
-        """From which step on each element of a value is there."""
-        ready = self._ahead(node).ready
-        return (torch.tensor(0) if ready is None else ready).expand(example(node).shape)
 
     def may_be_nan(self, softmax: fx.Node) -> bool:
         """Whether all scores of a row may be -inf, given ones that are added included."""
@@ -748,7 +741,7 @@ def analyse(
     hollow = dict.fromkeys(carries, frozenset[str]())
     reached = with_gradients(body.graph)
     while True:
-        analysis = Analysis(record, reached, is_proof=bool(stale))
+        analysis = Analysis(record, reached)
         held: dict[fx.Node, fx.Node] = {}  # the nodes that are a carry before or after the step
         for carry, update, kind in zip(carries, updates, record.carries, strict=True):
             if isinstance(kind, Latest | Recurrent | Rows):

@@ -148,28 +148,6 @@ def two_products(q, k, v, seen, bias):
     return torch.stack(out)
 
 
-def memory_and_cache(q, k, v, seen, bias):
-    """Rows that are there from the start, though a mask hides later ones, beside a cache."""
-    K, V, out = k[:0], v[:0], []
-    for t in range(S):
-        K, V = torch.cat([K, k[t : t + 1]]), torch.cat([V, v[t : t + 1]])
-        memory = (v @ q[t]).masked_fill((torch.arange(S) > t) | ~seen, -math.inf)
-        scores = torch.cat([memory, (K @ q[t]).masked_fill(~seen[: t + 1], -math.inf)])
-        out.append(scores.softmax(-1) @ torch.cat([k, V]))
-    return torch.stack(out)
-
-
-def keys_alone_in_a_cache(q, k, v, seen, bias):
-    """All values are there at the first step."""
-    K, out = torch.zeros(S, D), []
-    for t in range(S):
-        K = written(K, t, k)
-        keep = (torch.arange(S) <= t) & seen
-        weights = (K @ q[t]).masked_fill(~keep, -math.inf).softmax(-1)
-        out.append((weights * keep if bias else weights) @ v)
-    return torch.stack(out)
-
-
 def sums_of_products(q, k, v, seen, bias):
     """A softmax that is written out, whose NaN are taken out of the weights or not."""
     out = []
@@ -197,7 +175,7 @@ def torchs_attention(q, k, v, seen, bias):
 PROGRAMS = [
     all_rows, window_by_mask, values_given_as_a_whole, last_rows_of_a_list, slices_of_what_is_given, ring,
     first_and_last_rows, cut_in_two_ways, rows_at_some_steps, two_sets, two_products,
-    memory_and_cache, keys_alone_in_a_cache, sums_of_products, torchs_attention, best_rows,
+    sums_of_products, torchs_attention, best_rows,
 ]  # fmt: skip
 MASKS = torch.ones(S) > 0, torch.arange(S) < 3, torch.arange(S) > 8, torch.arange(S) % 6 == 0, torch.zeros(S) > 0
 
