@@ -192,8 +192,6 @@ def keys_there(values: tuple[fx.Node, int], mask: Mask, record: ScanRecord) -> t
     ready = _written_from(node, record)
     start = ready.expand(shape).movedim(dim, -1).reshape(-1, shape[dim])
     stop = torch.full((1, shape[dim]), record.length)
-    if any(condition.absent for condition in mask.data):
-        raise Unrecognised("at some step no key may be left, and which rows are picked depends on data", node)
     for condition in mask.known_conditions:
         if condition.absent:
             there = known_condition(condition, record)
