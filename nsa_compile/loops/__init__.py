@@ -145,7 +145,9 @@ class _Runner(Unseen):
                 if program is None:
                     program = self.programs[key] = self._compiled(key, items, now, step, variables)
         if not isinstance(program, NotFollowed) and (lost := program.lost & elsewhere):
-            what = f"another object takes the place of {in_words(min(lost, key=str))}, which something else holds, too"
+            path = min(lost, key=str)
+            kind = type(now.containers[path].value).__name__
+            what = f"another {kind} takes the place of {in_words(path)}, which something else holds, too"
             program = self._left_as_written(NotFollowed(what))
         if isinstance(program, NotFollowed):
             _as_written(items, step)

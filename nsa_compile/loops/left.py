@@ -183,12 +183,12 @@ def begin_lists(before: Snapshot) -> list[Any]:
 
 def adopt_lists(step: types.FunctionType, before: Snapshot, temporary: frozenset[str]) -> None:
     """Take a list that a step puts in the place of one that it reads, as by `K = []`, for one that it reads."""
+    read = {path: x.value for path, x in before.containers.items() if isinstance(x.value, GrowingList)}
+    if not read:
+        return
     after = look(step, temporary)
-    new = {}
-    for path, container in before.containers.items():
-        now = after.containers.get(path)
-        if isinstance(container.value, GrowingList) and now is not None and type(now.value) is list:
-            new[path] = container.value.instead(now.value)
+    now = {path: after.containers[path].value for path in read if path in after.containers}
+    new = {path: read[path].instead(value) for path, value in now.items() if type(value) is list}
     if new:
         after.install(new)
 

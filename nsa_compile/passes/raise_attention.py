@@ -272,8 +272,7 @@ def replace_by_scores(step: Step, softmax: fx.Node, sets: list[KeySet], reads: l
     else:
         _replace_log_sums(softmax, outputs[0][1].lse, build)
         masses = [outputs[0][1]]
-    removed = [build(aten.eq.Scalar, mass.lse, -math.inf) for mass in masses if any(read.nan_from for read in reads)]
-    none = functools.reduce(lambda a, b: build(aten.bitwise_and.Tensor, a, b), removed) if removed else None
+    none = _without_keys(masses, build) if any(read.nan_from for read in reads) else None
     for read, (out, mass) in zip(reads, outputs, strict=True):
         if len(sets) > 1:
             share = build(aten.select.int, shares, 0, read.keys)
@@ -287,6 +286,12 @@ def replace_by_scores(step: Step, softmax: fx.Node, sets: list[KeySet], reads: l
         if none is not None and read.nan_from:
             out = _with_nan(out, none, mass.lse, read, build)
         _replace_product(read.product, out, build)
+
+
+def _without_keys(masses: list[Mass], build: NodeBuilder) -> fx.Node:
+    """Which queries keep no key of any set, `[R]`."""
+    removed = [build(aten.eq.Scalar, mass.lse, -math.inf) for mass in masses]
+    return functools.reduce(lambda a, b: build(aten.bitwise_and.Tensor, a, b), removed)
 
 
 def _with_nan(out: fx.Node, none: fx.Node, lse: fx.Node, read: Read, build: NodeBuilder) -> fx.Node:

@@ -195,7 +195,7 @@ def test_what_a_list_that_is_given_gets_until_another_takes_its_place(after, cap
         mine, yours = [x[0]], [x[0]]
         torch.testing.assert_close(compiled(x, mine), kept(x, yours))
         torch.testing.assert_close(mine, yours)
-    assert caplog.text.count("another object takes the place of seen, which something else holds, too") == 1
+    assert caplog.text.count("another list takes the place of seen, which something else holds, too") == 1
 
 
 def test_what_a_dict_that_is_given_gets_until_another_takes_its_place():
