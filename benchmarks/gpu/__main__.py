@@ -155,6 +155,7 @@ def cells(run: Run, smoke: bool) -> Iterator[Cell]:
         measure = partial(run.attention_cell, name, problem, seconds)
         if problem.pattern == base.pattern:
             turn = {16: 0, 4: 2}.get(problem.heads // problem.groups, 3)
+            turn = max(turn, 0 if problem.seq_len in lengths[:3] else 2)
         else:  # for a package that knows no other
             turn = 2 if find_spec("fla") else 3
         yield Cell("attention", name, measure, turn)
@@ -174,7 +175,8 @@ def cells(run: Run, smoke: bool) -> Iterator[Cell]:
 
 
 @click.command()
-@click.option("--attention", "attention_part", is_flag=True, help="Only these parts: one layer of attention, …")
+@click.option("--orders", "orders_part", is_flag=True, help="Only these parts: loop orders of selected attention, …")
+@click.option("--attention", "attention_part", is_flag=True, help="… one layer of attention, …")
 @click.option("--training", "training_part", is_flag=True, help="… training steps of the presets, …")
 @click.option("--profile", "step_part", is_flag=True, help="… syncs, graph breaks and CUDA graphs of the step.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -182,19 +184,26 @@ def cells(run: Run, smoke: bool) -> Iterator[Cell]:
 @click.option("--minutes", default=25.0, show_default=True, type=click.FloatRange(min=0))
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("gpu_results"), show_default=True)
 def main(
-    attention_part: bool, training_part: bool, step_part: bool, device: str, smoke: bool, minutes: float, out: Path
+    orders_part: bool,
+    attention_part: bool,
+    training_part: bool,
+    step_part: bool,
+    device: str,
+    smoke: bool,
+    minutes: float,
+    out: Path,
 ) -> None:
     """Measure NSA against dense attention and public NSA kernels; write OUT/gpu.json and OUT/gpu.md."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if device == "cpu" and not smoke:
         raise click.UsageError("--device cpu is for a dry run: add --smoke")
-    chosen = {"attention": attention_part, "training": training_part, "step": step_part}
+    chosen = {"orders": orders_part, "attention": attention_part, "training": training_part, "step": step_part}
     if not any(chosen.values()):
         chosen = dict.fromkeys(chosen, True)
     end = time.monotonic() + 60 * minutes
     run = Run(out, choose_device(device), minutes, {"smoke": smoke})
     try:
-        for name, shape in shapes(smoke):
+        for name, shape in shapes(smoke) if chosen["orders"] else ():
             run.cell("orders", name, partial(measure_order, shape, run.device))
         if not smoke:
             keep_orders(run.record["orders"], run.device)  # also what an earlier call measured, in another checkout
@@ -204,8 +213,8 @@ def main(
     except attention.DeviceBroken as error:
         # Nothing runs on the device any more in this process. Another one goes on, without the culprit.
         log.warning("the device is lost (%s); going on in a new process", error)
-        words = [w for flag, on in (("--attention", attention_part), ("--training", training_part),
-                                    ("--profile", step_part), ("--smoke", smoke)) if on for w in [flag]]  # fmt: skip
+        flags = {"--orders": orders_part, "--attention": attention_part, "--training": training_part}
+        words = [flag for flag, on in (flags | {"--profile": step_part, "--smoke": smoke}).items() if on]
         left = max(0.0, (end - time.monotonic()) / 60)
         words += ["--device", device, "--minutes", str(left), "--out", str(out)]
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *words])

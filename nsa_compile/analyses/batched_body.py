@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -456,6 +457,8 @@ class BatchedBody:
             if self.init[i].dim() and index.shape[1] <= _SLICED and all(map(_evenly_spaced, index.T)):
                 columns = [_take(self.stacks[i], column.tolist(), self._constant) for column in index.T]
                 return torch.stack(columns).movedim(0, kind.dim + 1)
+            if self.init[i].dim() and (windows := _windows(self.stacks[i], index)) is not None:
+                return windows.movedim(1, kind.dim + 1)
             rows = self.stacks[i].index_select(0, self._constant(index).flatten())
             if not self.init[i].dim():
                 return rows
@@ -553,6 +556,25 @@ def _slopes(value: np.ndarray) -> list[int] | None:
         for axis, (size, slope) in enumerate(zip(value.shape, slopes, strict=True))
     )
     return slopes if np.array_equal(value, grid + first) else None
+
+
+def _windows(rows: Tensor, index: np.ndarray) -> Tensor | None:
+    """Rows `[count, width, ...]` by an index `[count, width]` of windows that move on by as many rows at each step.
+
+    They are joined from pieces that each lie in the rows at even distances: the gradient of a row is then the sum of a
+    few tensors, where that of picked rows is gathered by additions in whatever order a GPU makes them.
+    """
+    slopes = _slopes(index)
+    if slopes is None or slopes[0] <= 0 or slopes[1] != 1:
+        return None
+    (count, width), stride = index.shape, slopes[0]
+    size = math.gcd(width, stride)
+    if width // size > _SLICED:
+        return None
+    first = int(index[0, 0])
+    pieces = rows[first : first + (count - 1) * stride + width].unflatten(0, (-1, size))
+    step, last = stride // size, (count - 1) * (stride // size)
+    return torch.cat([pieces[i : i + last + 1 : step] for i in range(width // size)], dim=1)
 
 
 def _evenly_spaced(rows: np.ndarray) -> bool:

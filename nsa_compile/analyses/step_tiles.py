@@ -12,6 +12,7 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -101,14 +102,34 @@ class _Plan:
             if node not in self.elsewhere and not state.isdisjoint(node.all_input_nodes):
                 state.add(node)
         self.elsewhere |= state
-        self.elsewhere |= {u for u, kind in zip(updates, record.carries, strict=True) if isinstance(kind, Rows)}
+        self.updates = {u for u, kind in zip(updates, record.carries, strict=True) if isinstance(kind, Rows)}
+        self.elsewhere |= self.updates
         self.computed = {n for n in self.order if self._is_computed(n)}
-        self.large = {n for n in self.computed if _elements(n) * 4 * record.length >= most_bytes}
+        often = self._needed_often(record)
+        self.large = {n for n in self.computed & often if _elements(n) * 4 * record.length >= most_bytes}
         # What is needed as a whole is there anyway.
         self.whole = {n for n in self.large if n in self.ys or any(self._takes_whole(u) for u in n.users)}
         self.large -= self.whole
         self.level, self.after = self._levels()
         self.before = self._before()
+
+    def _needed_often(self, record: ScanRecord) -> set[fx.Node]:
+        """Nodes that are needed at more than half of the steps: tiles compute what they hold at all of them.
+
+        What goes into rows alone that few steps write, such as the mean of a block, is needed at those.
+        """
+        every, never = np.ones(record.length, bool), np.zeros(record.length, bool)
+        writes = {k.written: (k.slots >= 0).any(1) for k in record.carries if isinstance(k, Rows) and k.write_once}
+        needed = dict.fromkeys(self.order, never)
+        for node in reversed(self.order):
+            found: np.ndarray = writes.get(node, never)
+            for user in node.users:
+                if user in self.computed:
+                    found = found | needed[user]
+                elif not (node in writes and user in self.updates):
+                    found = every
+            needed[node] = found
+        return {node for node, found in needed.items() if 2 * found.sum() > record.length}
 
     def parts(self) -> list[tuple[set[fx.Node], list[fx.Node]]]:
         """What is computed together, and what of it others read; earlier parts first."""

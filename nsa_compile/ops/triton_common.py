@@ -43,6 +43,9 @@ LN2 = tl.constexpr(math.log(2))
 DOT_IN_FLOAT32 = tl.constexpr(triton.knobs.runtime.interpret)
 
 MAX_WIDTH = 256
+PROGRAMS = 4096  # of dk and dv, at least, where a part has more than MIN_ROWS; the partial sums take 64 KiB D each
+MIN_ROWS = 4096
+ADDED = 16  # keys a program that adds partial sums
 
 
 class Tiles(NamedTuple):
@@ -90,10 +93,7 @@ def tile_sizes(q: Tensor, v: Tensor, kernel: Literal["forward", "dq", "dkdv"]) -
         return Tiles(32, 32, 8, 1) if width <= 64 else Tiles(16, 16, 4 if width <= 128 else 8, 1)
     if width > 128:
         return Tiles(64, 32, 8, 2) if kernel == "forward" else Tiles(32, 32, 8, 1)
-    if kernel == "dkdv":
-        return Tiles(64, 64, 4 if width <= 64 else 8, 2)
-    # By 128 rows keys are read half as often as by 64, and each warp group of Hopper has 64 rows to itself.
-    return Tiles(128, 32 if kernel == "dq" and width > 64 else 64, 8, 2)
+    return Tiles(32, 64, 4, 3) if kernel == "dkdv" else Tiles(64, 32, 4, 3)
 
 
 def tile_constants(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[str, int]:
@@ -308,19 +308,38 @@ def _dq_kernel(
 
 
 @triton.jit
+def _queries_that_see(start, S, window, block_size, stride, BLOCK_N: tl.constexpr):
+    """The queries, first to last, that see any of the keys of a tile."""
+    first = tl.minimum(start.to(tl.int64) * stride + block_size - 1, S).to(tl.int32)
+    last = tl.minimum(start.to(tl.int64) + BLOCK_N - 1 + window, S).to(tl.int32)
+    return first, tl.maximum(first, last)
+
+
+@triton.jit
 def _dkdv_kernel(
-    GRAD, Q, K, V, LSE, DELTA, DK, DV_OUT,
+    GRAD, Q, K, V, LSE, DELTA, DK, DV_OUT, PART_DK, PART_DV,
     g_b, g_s, g_h, g_d, q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
     x_b, x_s, x_h, x_d, y_b, y_s, y_h, y_d,
-    S, T, G, scale, grad_scale, window, block_size, stride,
+    S, T, G, scale, grad_scale, window, block_size, stride, longest,
+    SPLIT: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys, from the queries that see any of them."""
+    """dk and dv of a tile of keys, from up to `longest` rows of the queries that see any of them, the last ones first.
+
+    Programs that run at the same time read the same queries, whatever their keys are.
+    """
     tiles = tl.cdiv(T, BLOCK_N)
     start = tl.program_id(0) % tiles * BLOCK_N
     group = (tl.program_id(0) // tiles) % G
-    batch = (tl.program_id(0) // tiles // G).to(tl.int64)
+    batch = tl.program_id(0).to(tl.int64) // tiles // G
+    part = tl.program_id(1)
+    first, last = _queries_that_see(start, S, window, block_size, stride, BLOCK_N)
+    last_row = last * HEADS - part * longest
+    first_row = tl.maximum(first * HEADS, last_row - longest)
+    if SPLIT:  # noqa: SIM102  # a constant, not a number of the kernel
+        if last_row <= first_row:
+            return
 
     keys = start + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
@@ -337,12 +356,10 @@ def _dkdv_kernel(
 
     sum_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     sum_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    # Queries first to last see some of the keys, and those from `lo` to `hi` all of them.
-    first = tl.minimum(start.to(tl.int64) * stride + block_size - 1, S).to(tl.int32)
-    last = tl.minimum(start.to(tl.int64) + BLOCK_N - 1 + window, S).to(tl.int32)
+    # Queries from `lo` to `hi` see all of the keys.
     lo = tl.minimum((start + BLOCK_N - 1).to(tl.int64) * stride + block_size - 1, S).to(tl.int32)
     hi = tl.where(start + BLOCK_N <= T, tl.minimum(start.to(tl.int64) + window, S), 0).to(tl.int32)
-    begin, end = _unmasked(first * HEADS, lo * HEADS, hi * HEADS, BLOCK_M)
+    begin, end = _unmasked(first_row, lo * HEADS, tl.minimum(hi * HEADS, last_row), BLOCK_M)
     for row in range(begin, end, BLOCK_M):
         rows = row + m
         s = rows // HEADS
@@ -358,9 +375,9 @@ def _dkdv_kernel(
         sum_dv = dot(weights, grad, sum_dv)
         dweights = dot(v, tl.trans(grad), None)
         sum_dk = dot(weights * (dweights - delta[None, :]), q, sum_dk)
-    for i in range(tl.cdiv((last - first) * HEADS - (end - begin), BLOCK_M)):
-        rows = _masked_tile(i, first * HEADS, begin, end, BLOCK_M) + m
-        live = rows < last * HEADS
+    for i in range(tl.cdiv(last_row - first_row - (end - begin), BLOCK_M)):
+        rows = _masked_tile(i, first_row, begin, end, BLOCK_M) + m
+        live = rows < last_row
         s = rows // HEADS
         head = group * HEADS + rows % HEADS
         q_at = row_offsets(s, head, q_s, q_h)[:, None] + d[None, :] * q_d
@@ -380,11 +397,47 @@ def _dkdv_kernel(
         dweights = dot(v, tl.trans(grad), None)
         sum_dk = dot(weights * (dweights - delta[None, :]), q, sum_dk)
 
-    x_at = keys.to(tl.int64)[:, None] * x_s + d[None, :] * x_d
-    DK += batch * x_b + group.to(tl.int64) * x_h
+    if SPLIT:
+        at = ((part.to(tl.int64) * (tl.num_programs(0) // tiles) + batch * G + group) * T + keys)[:, None]
+        tl.store(PART_DK + at * D + d[None, :], sum_dk, mask=live_d)
+        tl.store(PART_DV + at * DV + dv[None, :], sum_dv, mask=live_dv)
+    else:
+        x_at = keys.to(tl.int64)[:, None] * x_s + d[None, :] * x_d
+        DK += batch * x_b + group.to(tl.int64) * x_h
+        tl.store(DK + x_at, (sum_dk * grad_scale).to(DK.dtype.element_ty), mask=live_d)
+        y_at = keys.to(tl.int64)[:, None] * y_s + dv[None, :] * y_d
+        DV_OUT += batch * y_b + group.to(tl.int64) * y_h
+        tl.store(DV_OUT + y_at, sum_dv.to(DV_OUT.dtype.element_ty), mask=live_dv)
+
+
+@triton.jit
+def _add_dkdv_kernel(
+    DK, DV_OUT, PART_DK, PART_DV, x_b, x_s, x_h, x_d, y_b, y_s, y_h, y_d,
+    S, T, B, G, grad_scale, window, block_size, stride, longest,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, ADDED: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of `ADDED` keys of a tile, its partial sums added in their order."""
+    tiles = tl.cdiv(T, ADDED)
+    start = tl.program_id(0) % tiles * ADDED
+    group = tl.program_id(0).to(tl.int64) // tiles % G
+    batch = tl.program_id(0).to(tl.int64) // tiles // G
+    first, last = _queries_that_see(start // BLOCK_N * BLOCK_N, S, window, block_size, stride, BLOCK_N)
+
+    keys = (start + tl.arange(0, ADDED)).to(tl.int64)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
+    live_d = (keys < T)[:, None] & (d < D)[None, :]
+    live_dv = (keys < T)[:, None] & (dv < DV)[None, :]
+    sum_dk = tl.zeros([ADDED, BLOCK_D], tl.float32)
+    sum_dv = tl.zeros([ADDED, BLOCK_DV], tl.float32)
+    for part in range(tl.cdiv((last - first) * HEADS, longest)):
+        at = (((tl.cast(part, tl.int64) * B + batch) * G + group) * T + keys)[:, None]
+        sum_dk += tl.load(PART_DK + at * D + d[None, :], mask=live_d, other=0.0)
+        sum_dv += tl.load(PART_DV + at * DV + dv[None, :], mask=live_dv, other=0.0)
+    x_at = batch * x_b + group * x_h + keys[:, None] * x_s + d[None, :] * x_d
     tl.store(DK + x_at, (sum_dk * grad_scale).to(DK.dtype.element_ty), mask=live_d)
-    y_at = keys.to(tl.int64)[:, None] * y_s + dv[None, :] * y_d
-    DV_OUT += batch * y_b + group.to(tl.int64) * y_h
+    y_at = batch * y_b + group * y_h + keys[:, None] * y_s + dv[None, :] * y_d
     tl.store(DV_OUT + y_at, sum_dv.to(DV_OUT.dtype.element_ty), mask=live_dv)
 
 
@@ -435,8 +488,32 @@ def band_backward(
             length, num_keys, groups, scale * LOG2E, scale, *band, **tile_constants(q, k, v, tiles),
         )  # fmt: skip
         tiles = tile_sizes(q, v, "dkdv")
-        _dkdv_kernel[(triton.cdiv(num_keys, tiles.keys) * batch * groups,)](
-            grad_out, q, k, v, lse, delta, dk, dv, *sum(strides, ()), *dk.stride(), *dv.stride(),
-            length, num_keys, groups, scale * LOG2E, scale, *band, **tile_constants(q, k, v, tiles),
+        programs = triton.cdiv(num_keys, tiles.keys) * batch * groups
+        parts, longest = _parts(programs, min(length, tiles.keys + window - 1) * (heads // groups))
+        part_dk, part_dv = (
+            x.new_empty((parts, batch, groups, num_keys, x.shape[3]) if parts > 1 else 0, dtype=torch.float32)
+            for x in (dk, dv)
+        )
+        constants = tile_constants(q, k, v, tiles)
+        _dkdv_kernel[(programs, parts)](
+            grad_out, q, k, v, lse, delta, dk, dv, part_dk, part_dv, *sum(strides, ()), *dk.stride(), *dv.stride(),
+            length, num_keys, groups, scale * LOG2E, scale, *band, longest, SPLIT=parts > 1, **constants,
         )  # fmt: skip
+        if parts > 1:
+            del constants["BLOCK_M"]
+            _add_dkdv_kernel[(triton.cdiv(num_keys, ADDED) * batch * groups,)](
+                dk, dv, part_dk, part_dv, *dk.stride(), *dv.stride(),
+                length, num_keys, batch, groups, scale, *band, longest, ADDED=ADDED, **constants,
+            )  # fmt: skip
     return dq, dk, dv
+
+
+def _parts(programs: int, rows: int) -> tuple[int, int]:
+    """Into how many parts the rows that a tile of keys is seen by are split at most, and how many rows a part has.
+
+    A late tile of keys is seen by few queries, and a short sequence has few tiles: parts share the work among all
+    multiprocessors. Their number does not depend on the GPU, so that sums are the same on every one.
+    """
+    parts = min(triton.cdiv(PROGRAMS, programs), triton.cdiv(rows, MIN_ROWS))
+    longest = triton.cdiv(rows, parts)
+    return triton.cdiv(rows, longest), longest

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa_compile.errors import UserError
-from nsa_compile.ops.selected.block_lists import blocks_of_tiles, distinct_blocks, selecting_queries
+from nsa_compile.ops.selected.block_lists import distinct_blocks, selecting_queries
 from tests.ops.triton_cases import needs_triton
 
 BATCH, LENGTH, GROUPS, PLACES, BLOCK = 2, 13, 2, 3, 4
@@ -39,24 +39,6 @@ def test_distinct_blocks_are_the_visible_ones(indices):
 def test_indices_beyond_32_bits_stand_for_nothing():
     indices = torch.tensor([1, 2**40 + 1, -(2**40) + 2, 0]).expand(1, 9, 1, 4)
     assert distinct_blocks(indices, 12, BLOCK)[0, -1, 0].tolist() == [-1, -1, 0, 1]
-
-
-@pytest.mark.parametrize("places", [1, PLACES])
-@pytest.mark.parametrize("queries", [1, 2, 4, 8])
-def test_a_tile_has_each_block_of_its_queries_once_with_all_that_selected_it(indices, queries, places):
-    indices = indices[..., :places]
-    entries, used = blocks_of_tiles(distinct_blocks(indices, LENGTH, BLOCK), queries)
-    assert entries.is_contiguous()  # the kernels count places
-    assert used.is_contiguous()
-    tiles = -(-LENGTH // queries)
-    assert entries.shape == (BATCH, tiles, GROUPS, queries * places)
-    for b, tile, g in torch.cartesian_prod(*map(torch.arange, (BATCH, tiles, GROUPS))).tolist():
-        members: dict[int, int] = {}
-        for i in range(queries):
-            for block in chosen(indices, b, tile * queries + i, g) if tile * queries + i < LENGTH else ():
-                members[block] = members.get(block, 0) | 1 << i
-        expected = [block << queries | bits for block, bits in sorted(members.items())]
-        assert entries[b, tile, g, : used[b, tile, g]].tolist() == expected
 
 
 @pytest.mark.parametrize("longest", [1, 4, 100])

@@ -84,6 +84,7 @@ class Case:
     index_dtype: torch.dtype = torch.int32
     order: tuple[str, int] | None = None  # of the loops of selected attention, and queries a tile; else the default
     part_bytes: int = 2**29  # of the partial results of block-major, a chunk of queries
+    min_rows: int = 1024  # of a part of the queries that see a tile of keys
     through_lse: bool = True  # the log-sum-exp has a gradient, too
     seed: int = 0
 
@@ -179,6 +180,8 @@ WINDOW = [
     Case(S=70, T=70, h=2, D=32, Dv=32, window=33, contents="large", strided=True),
     Case(S=150, T=150, h=2, D=80, Dv=128, window=90, dtype=BF16),  # the wider tiles of dq
     Case(S=101, T=90, h=4, window=70),  # tiles whose keys every row sees, and keys that all of a tile's rows see
+    Case(S=101, T=90, h=4, window=70, min_rows=100),  # parts that are not whole tiles of rows, late keys with fewer
+    Case(B=2, S=40, T=37, G=2, h=3, D=80, Dv=24, window=25, dtype=BF16, min_rows=30),
     Case(S=1, T=1, h=1, window=1),
     Case(B=0),
     Case(S=0),
@@ -196,6 +199,7 @@ COMPRESSED = [
     Case(S=40, T=20, h=2, n=15, num_initial=0, num_local=0, offsets=(-1, 2), weights=(3, -1)),  # more than blocks
     Case(S=140, T=69, h=2, D=128, Dv=72, n=2, dtype=FP16),  # the wider tiles of dq
     Case(S=120, T=59, h=4, n=2),  # tiles whose keys every row sees, and keys that all of a tile's rows see
+    Case(B=2, S=60, T=29, G=2, h=3, n=1, strided=True, min_rows=50),  # the queries of a tile of keys in parts
     Case(S=9, T=3, h=2, n=0),
     Case(S=9, T=0, h=2, n=2),
     Case(S=1, T=1, h=1, n=1, block_size=3),  # nothing to see, one block to select
@@ -252,7 +256,7 @@ def deep_cases(count: int = 40) -> Iterator[Case]:
             index_dtype=rng.choice([torch.int32, torch.int64]),
             contents_of_indices=rng.choice(["any", "distinct"]), seed=seed,
             order=rng.choice([None, BLOCK_MAJOR, QUERY_MAJOR, ("query", 2), ("query", 4)]),
-            through_lse=rng.random() < 0.7,
+            through_lse=rng.random() < 0.7, min_rows=rng.choice([1, 64, 1024]),
         )  # fmt: skip
         yield case
 
@@ -326,7 +330,10 @@ def check(case: Case, kernel: Kernel, device: str, twice: bool) -> None:
         out, lse, *chosen = kernel.forward(q, k, v, *parameters)
         return [out, *kernel.backward(grad, grad_lse, q, k, v, out, lse, *parameters), lse, *chosen]
 
-    with mock.patch("nsa_compile.ops.selected.triton_block_major.MAX_PART_BYTES", case.part_bytes):
+    with (
+        mock.patch("nsa_compile.ops.selected.triton_block_major.MAX_PART_BYTES", case.part_bytes),
+        mock.patch("nsa_compile.ops.triton_common.MIN_ROWS", case.min_rows),
+    ):
         results = compute()
         if twice:
             for first, second in zip(results, compute(), strict=True):
@@ -377,6 +384,26 @@ def check_all(kernel: Kernel, device: str, deep: bool) -> int:
             print(f"{kernel.operator} of {kernel.name}, {case}\n    {type(error).__name__}: {error}")
     if device == "cpu" and ours:
         check_refusals(kernel)
+    return failed
+
+
+def check_tiles(device: str) -> int:
+    """Each block of a tile's queries stands there once, with all of them that selected it; how many tiles do not."""
+    from nsa_compile.ops.selected.triton_query_major import blocks_of_tiles
+
+    failed = 0
+    for case, queries in itertools.product((Case(B=2, S=13, G=2), Case(S=9, n=1), Case(S=9, n=70)), (1, 2, 4, 8)):
+        indices = replace(case, index_dtype=torch.int64).indices("cpu")
+        entries, used = blocks_of_tiles(indices.to(device), case.T, case.block_size, queries)
+        for b, tile, g in itertools.product(range(case.B), range(-(-case.S // queries)), range(case.G)):
+            members: dict[int, int] = {}
+            for i, s in enumerate(range(tile * queries, min(case.S, (tile + 1) * queries))):
+                for block in {x for x in indices[b, s, g].tolist() if 0 <= x * case.block_size <= min(s, case.T - 1)}:
+                    members[block] = members.get(block, 0) | 1 << i
+            expected = sorted(block << queries | bits for block, bits in members.items())
+            if sorted(entries[b, tile, g, : used[b, tile, g]].tolist()) != expected:
+                failed += 1
+                print(f"blocks of tile {tile} of {queries} queries, {case}")
     return failed
 
 
@@ -482,7 +509,10 @@ def main(mode: str, deep: bool) -> int:
     if reason := skipped(mode):
         print(reason)
         return SKIPPED
-    failed = [compile_all(k, deep) if mode == "compile" else check_all(k, mode, deep) for k in ON_CUDA]
+    if mode == "compile":
+        failed = [compile_all(kernel, deep) for kernel in ON_CUDA]
+    else:
+        failed = [check_tiles(mode), *(check_all(kernel, mode, deep) for kernel in ON_CUDA)]
     return min(1, sum(failed))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from nsa_compile.ops.triton_common import (
     LN2,
     LOG2E,
+    Tiles,
     band_backward,
     band_forward,
     check_supported,
@@ -74,7 +75,7 @@ def _select(
         )
     best = max(2, triton.next_power_of_2(kept))
     row_heads = triton.next_power_of_2(group_heads)
-    rows, block_n, num_warps = _select_tiles(q, best)
+    rows, block_n, num_warps, num_stages = _select_tiles(q, best, triton.cdiv(length, select_block))
     rows = max(rows, row_heads)
     queries = rows // row_heads
     grid = (triton.cdiv(length, queries) * batch * groups,)
@@ -86,16 +87,16 @@ def _select(
             min(num_initial, length), min(num_local, length),
             OFFSETS=tuple(offsets), WEIGHTS=tuple(weights), TERMS=len(offsets),
             HEADS=group_heads, ROW_HEADS=row_heads, D=width, BLOCK_D=padded(width), QUERIES=queries,
-            BLOCK_N=block_n, BEST=best, num_warps=num_warps, num_stages=2,
+            BLOCK_N=block_n, BEST=best, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return indices
 
 
-def _select_tiles(q: Tensor, best: int) -> tuple[int, int, int]:
-    """Rows, selection blocks and warps of a tile: the keys of one tile and the n best must be sorted in registers."""
+def _select_tiles(q: Tensor, best: int, blocks: int) -> Tiles:
+    """Tiles of rows and selection blocks: the keys of one tile and the n best must be sorted in registers."""
     if q.dtype == torch.float32 or best > 64:
-        return 16, 32 if q.shape[3] <= 128 else 16, 4
-    return 64, 64 if q.shape[3] <= 128 else 32, 4
+        return Tiles(16, 32 if q.shape[3] <= 128 else 16, 4, 2)
+    return Tiles(128, 64, 8, 3) if blocks > 256 and q.shape[3] <= 128 else Tiles(64, 32, 4, 3)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Which blocks a tile of queries reads, and which queries read a block: what the two loop orders on the GPU walk along.
+"""Which queries read a block: what programs on the GPU that take block after block walk along.
 
 Plain torch without a size that depends on the data, so nothing is read back from the device.
 """
@@ -8,12 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Lists", "blocks_of_tiles", "distinct_blocks", "selecting_queries"]
-
-NONE = torch.iinfo(torch.int32).max
+__all__ = ["Lists", "distinct_blocks", "selecting_queries"]
 
 
 def distinct_blocks(indices: Tensor, num_keys: int, block_size: int) -> Tensor:
@@ -23,32 +20,6 @@ def distinct_blocks(indices: Tensor, num_keys: int, block_size: int) -> Tensor:
     blocks = indices.masked_fill(indices > last, -1).clamp_min_(-1).int().sort(-1).values.contiguous()
     blocks[..., 1:].masked_fill_(blocks[..., 1:] == blocks[..., :-1], -1)
     return blocks
-
-
-def blocks_of_tiles(blocks: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-    """The blocks that any query of a tile selected, for tiles of so many neighbouring queries.
-
-    From `distinct_blocks` `[B, S, G, n]`: int32 `[B, tiles, G, queries * n]`, ascending, each entry
-    `block << queries | members` with bit i of `members` for query i of the tile; and how many entries there are, int32
-    `[B, tiles, G]`.
-    """
-    batch, length, groups, n = blocks.shape
-    tiles = -(-length // queries)
-    missing = tiles * queries - length
-    tiled = F.pad(blocks, (0, 0, 0, 0, 0, missing), value=-1) if missing else blocks
-    tiled = tiled.view(batch, tiles, queries, groups, n).transpose(2, 3)
-    query = torch.arange(queries, dtype=torch.int32, device=blocks.device)[:, None]
-    pairs = torch.where(tiled < 0, NONE, tiled * queries + query).flatten(3).sort(-1).values
-    block, bit = pairs // queries, torch.bitwise_left_shift(1, pairs % queries)
-    # The entries of a block stand together, at most one for each query; the first of them takes the bits of the others,
-    # twice as many at each step.
-    for i in (1, 2, 4):
-        if i < min(queries, pairs.shape[3]):
-            bit[..., :-i].bitwise_or_(bit[..., i:].masked_fill(block[..., i:] != block[..., :-i], 0))
-    entries = (block << queries | bit).masked_fill_(pairs == NONE, NONE)
-    entries[..., 1:].masked_fill_(block[..., 1:] == block[..., :-1], NONE)
-    entries = entries.sort(-1).values.contiguous()
-    return entries, (entries != NONE).sum(-1, dtype=torch.int32)
 
 
 class Lists(NamedTuple):

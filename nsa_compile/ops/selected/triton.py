@@ -116,12 +116,12 @@ def forward(
         return out.zero_(), lse.fill_(-torch.inf)
     order = _order(q, k, v, block_size, indices.shape[3], order)
     block_size = min(block_size, num_keys)
-    blocks = distinct_blocks(indices, num_keys, block_size)
     with torch.cuda.device_of(q):
         if order.major == "block":
+            blocks = distinct_blocks(indices, num_keys, block_size)
             triton_block_major.forward(q, k, v, blocks, block_size, scale, out, lse)
         else:
-            triton_query_major.forward(q, k, v, blocks, block_size, scale, order.queries, out, lse)
+            triton_query_major.forward(q, k, v, indices, block_size, scale, order.queries, out, lse)
     return out, lse
 
 
@@ -147,7 +147,7 @@ def backward(
         if order.major == "block":
             triton_block_major.dq(grad_out, q, k, v, lse, delta, blocks, block_size, scale, dq)
         else:
-            triton_query_major.dq(grad_out, q, k, v, lse, delta, blocks, block_size, scale, order.queries, dq)
+            triton_query_major.dq(grad_out, q, k, v, lse, delta, indices, block_size, scale, order.queries, dq)
         triton_block_major.dkdv(grad_out, q, k, v, lse, delta, blocks, block_size, scale, dk, dv)
     return dq, dk, dv
 

@@ -45,13 +45,14 @@ def _tiles(q: Tensor, v: Tensor, block_size: int) -> Tiles:
     if q.dtype == torch.float32:
         return Tiles(16, 16, 4 if width <= 128 else 8, 1)
     most = 64 if width <= 128 else 32
-    return Tiles(most, min(padded(block_size), most), 4 if width <= 64 else 8, 2 if width <= 128 else 1)
+    return Tiles(most, min(padded(block_size), most), 4 if width <= 128 else 8, 2 if width <= 128 else 1)
 
 
-def _dq_tiles(q: Tensor, v: Tensor, block_size: int) -> Tiles:
-    """As `_tiles`; with D = 128 half as many rows, so that several programs share a multiprocessor where one would."""
+def _backward_tiles(q: Tensor, v: Tensor, block_size: int) -> Tiles:
+    """As `_tiles`; with D = 128 half as many rows, so that sums of gradients stay in registers."""
     tiles = _tiles(q, v, block_size)
-    return tiles._replace(rows=32, num_warps=4, num_stages=3) if tiles.rows == 64 and tiles.num_warps == 8 else tiles
+    wide = max(padded(q.shape[3]), padded(v.shape[3])) > 64
+    return tiles._replace(rows=32, num_stages=3) if tiles.rows == 64 and wide else tiles
 
 
 def _chunks(blocks: Tensor, num_blocks: int, heads: int, parts: int, width: int) -> Iterator[tuple[int, int, Lists]]:
@@ -94,7 +95,7 @@ def dq(
     """Write dq `[B, S, Hq, D]`."""
     (batch, length, heads, width), (num_keys, groups), n = q.shape, k.shape[1:3], blocks.shape[3]
     heads //= groups
-    tiles = _dq_tiles(q, v, block_size)
+    tiles = _backward_tiles(q, v, block_size)
     parts = triton.cdiv(block_size, tiles.keys)
     for start, stop, lists in _chunks(blocks, triton.cdiv(num_keys, block_size), heads, parts, width):
         rows = batch * (stop - start) * groups
@@ -117,11 +118,11 @@ def dkdv(
 ) -> None:  # fmt: skip
     """Write dk `[B, T, G, D]` and dv `[B, T, G, Dv]`."""
     length, (num_keys, groups), n = q.shape[1], k.shape[1:3], blocks.shape[3]
-    # Twice the mean length of a list, were all places used: the partial sums are then at most as many as the blocks.
-    lists = selecting_queries(blocks, triton.cdiv(num_keys, block_size), max(2 * n * block_size, 64))
+    # The mean length of a list, were all places used: the partial sums are then at most twice as many as the blocks.
+    lists = selecting_queries(blocks, triton.cdiv(num_keys, block_size), max(n * block_size, 64))
     part_dk = q.new_empty(lists.max_parts, block_size, q.shape[3], dtype=torch.float32)
     part_dv = q.new_empty(lists.max_parts, block_size, v.shape[3], dtype=torch.float32)
-    tiles = _tiles(q, v, block_size)
+    tiles = _backward_tiles(q, v, block_size)
     per_block = triton.cdiv(block_size, tiles.keys)
     _dkdv_kernel[(lists.max_programs * per_block,)](
         grad_out, q, k, v, lse, delta, dk, dv, part_dk, part_dv,

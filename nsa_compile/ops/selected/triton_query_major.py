@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_compile.ops.selected.block_lists import blocks_of_tiles
 from nsa_compile.ops.triton_common import (
     LN2,
     LOG2E,
@@ -24,7 +23,10 @@ from nsa_compile.ops.triton_common import (
     tile_constants,
 )
 
-__all__ = ["dq", "forward"]
+__all__ = ["blocks_of_tiles", "dq", "forward"]
+
+ROOMY = 160 * 1024  # bytes of shared memory a program may have
+CHUNK = 64  # places that a program compares with as many at once
 
 
 def _tiles(q: Tensor, v: Tensor, block_size: int, rows: int) -> Tiles:
@@ -33,7 +35,17 @@ def _tiles(q: Tensor, v: Tensor, block_size: int, rows: int) -> Tiles:
     if q.dtype == torch.float32:
         return Tiles(16, 16, 4 if width <= 128 else 8, 1)
     most = 64 if width <= 128 else 32
-    return Tiles(min(padded(rows), most), min(padded(block_size), most), 4, 2)
+    rows = min(padded(rows), most)
+    return Tiles(rows, min(padded(block_size), most), 2 if rows <= 32 and width <= 128 else 4, 2)
+
+
+def _forward_tiles(q: Tensor, v: Tensor, block_size: int, rows: int) -> Tiles:
+    """As `_tiles`; one block more is loaded ahead where the GPU has the room: A100 and H100 have, others do not."""
+    tiles = _tiles(q, v, block_size, rows)
+    if tiles.rows < 64 or not q.is_cuda:
+        return tiles
+    room = triton.runtime.driver.active.utils.get_device_properties(q.device.index)["max_shared_mem"]
+    return tiles._replace(num_stages=3) if room >= ROOMY else tiles
 
 
 def _grid(q: Tensor, groups: int, queries: int, tiles: Tiles) -> tuple[int]:
@@ -41,14 +53,32 @@ def _grid(q: Tensor, groups: int, queries: int, tiles: Tiles) -> tuple[int]:
     return (q.shape[0] * triton.cdiv(q.shape[1], queries) * groups * triton.cdiv(rows, tiles.rows),)
 
 
+def blocks_of_tiles(indices: Tensor, num_keys: int, block_size: int, queries: int) -> tuple[Tensor, Tensor]:
+    """The visible blocks that any query of a tile selected, for tiles of so many neighbouring queries.
+
+    From indices `[B, S, G, n]`: int32 `[B, tiles, G, queries * n]`, each block once, where it is found first, as
+    `block << queries | members` with bit i of `members` for query i of the tile; and how many there are, int32
+    `[B, tiles, G]`. What comes behind them is not written.
+    """
+    batch, length, groups, n = indices.shape
+    tiles = triton.cdiv(length, queries)
+    entries = indices.new_empty(batch, tiles, groups, queries * n, dtype=torch.int32)
+    used = indices.new_empty(batch, tiles, groups, dtype=torch.int32)
+    _entries_kernel[(used.numel(),)](
+        indices.contiguous(), entries, used, length, groups, n, block_size, triton.cdiv(num_keys, block_size),
+        QUERIES=queries, CHUNK=min(padded(queries * n), CHUNK), PLACES=min(padded(n), CHUNK), num_warps=1,
+    )  # fmt: skip
+    return entries, used
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, block_size: int, scale: float, queries: int,
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, scale: float, queries: int,
     out: Tensor, lse: Tensor,
 ) -> None:  # fmt: skip
-    """Write out `[B, S, Hq, Dv]` and lse `[B, S, Hq]`; blocks `[B, S, G, n]` as `distinct_blocks` makes them."""
+    """Write out `[B, S, Hq, Dv]` and lse `[B, S, Hq]`; indices `[B, S, G, n]`."""
     groups = k.shape[2]
-    entries, used = blocks_of_tiles(blocks, queries)
-    tiles = _tiles(q, v, block_size, q.shape[2] // groups * queries)
+    entries, used = blocks_of_tiles(indices, k.shape[1], block_size, queries)
+    tiles = _forward_tiles(q, v, block_size, q.shape[2] // groups * queries)
     _forward_kernel[_grid(q, groups, queries, tiles)](
         q, k, v, out, lse, entries, used, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
         q.shape[1], k.shape[1], groups, entries.shape[3], scale * LOG2E,
@@ -57,12 +87,12 @@ def forward(
 
 
 def dq(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, blocks: Tensor, block_size: int,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, indices: Tensor, block_size: int,
     scale: float, queries: int, dq: Tensor,
 ) -> None:  # fmt: skip
     """Write dq `[B, S, Hq, D]`."""
     groups = k.shape[2]
-    entries, used = blocks_of_tiles(blocks, queries)
+    entries, used = blocks_of_tiles(indices, k.shape[1], block_size, queries)
     tiles = _tiles(q, v, block_size, q.shape[2] // groups * queries)
     _dq_kernel[_grid(q, groups, queries, tiles)](
         grad_out, q, k, v, lse, delta, dq, entries, used,
@@ -70,6 +100,48 @@ def dq(
         q.shape[1], k.shape[1], groups, entries.shape[3], scale * LOG2E, scale,
         BLOCK_SIZE=block_size, QUERIES=queries, **tile_constants(q, k, v, tiles),
     )  # fmt: skip
+
+
+@triton.jit
+def _selected_blocks(INDICES, query, place, first, S, G, places, block_size, num_blocks, QUERIES: tl.constexpr):
+    """What stands at places of the queries of a tile: a block, or -1 where the query sees none."""
+    live = (query < QUERIES) & (first + query < S) & (place < places)
+    block = tl.load(INDICES + query.to(tl.int64) * G * places + place, mask=live, other=-1)
+    visible = (block >= 0) & (block <= tl.minimum((first + query) // block_size, num_blocks - 1))
+    return tl.where(visible, block, -1).to(tl.int32)
+
+
+@triton.jit
+def _entries_kernel(
+    INDICES, ENTRIES, USED, S, G, places, block_size, num_blocks,
+    QUERIES: tl.constexpr, CHUNK: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(S, QUERIES)
+    group, first, batch = tile % G, (tile // G % tiles).to(tl.int32) * QUERIES, tile // G // tiles
+    INDICES += ((batch * S + first) * G + group) * places
+    used = 0
+    for start in range(0, QUERIES * places, CHUNK):
+        here = start + tl.arange(0, CHUNK)
+        block = _selected_blocks(
+            INDICES, here // places, here % places, first, S, G, places, block_size, num_blocks, QUERIES
+        )
+        members = tl.zeros([CHUNK], tl.int32)
+        earlier = tl.zeros([CHUNK], tl.int32)
+        for query in range(QUERIES):
+            for begin in range(0, places, PLACES):
+                place = begin + tl.arange(0, PLACES)
+                theirs = _selected_blocks(
+                    INDICES, query + tl.zeros_like(place), place, first, S, G, places, block_size, num_blocks, QUERIES
+                )
+                same = block[:, None] == theirs[None, :]
+                members |= tl.max(same.to(tl.int32), 1) << query
+                earlier |= tl.max((same & ((query * places + place)[None, :] < here[:, None])).to(tl.int32), 1)
+        found = ((block >= 0) & (earlier == 0)).to(tl.int32)
+        rank = used + tl.cumsum(found, 0) - 1
+        tl.store(ENTRIES + tile * QUERIES * places + rank, block << QUERIES | members, mask=found != 0)
+        used += tl.sum(found, 0)
+    tl.store(USED + tile, used)
 
 
 @triton.jit
