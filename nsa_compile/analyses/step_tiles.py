@@ -122,13 +122,13 @@ class _Plan:
         writes = {k.written: (k.slots >= 0).any(1) for k in record.carries if isinstance(k, Rows) and k.write_once}
         needed = dict.fromkeys(self.order, never)
         for node in reversed(self.order):
-            found: np.ndarray = writes.get(node, never)
+            found = [writes.get(node, never)]
             for user in node.users:
                 if user in self.computed:
-                    found = found | needed[user]
+                    found.append(needed[user])
                 elif not (node in writes and user in self.updates):
-                    found = every
-            needed[node] = found
+                    found.append(every)
+            needed[node] = np.logical_or.reduce(found)
         return {node for node, found in needed.items() if 2 * found.sum() > record.length}
 
     def parts(self) -> list[tuple[set[fx.Node], list[fx.Node]]]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import nsa_compile
 from nsa_compile import scan
 from nsa_compile.analyses import step_tiles
+from nsa_compile.models import SparsePattern, nsa_attention
 from tests.analyses.test_staleness_programs import PROGRAMS as STALENESS
 from tests.analyses.test_staleness_programs import check
 from tests.depth import some
@@ -181,3 +182,20 @@ def test_small_programs_have_no_tiles():
     inputs = inputs_of("purity")
     nsa_compile.compile(lambda *xs: over_tokens(purity, *xs), nested="eager", cache=False)(*inputs)
     assert not any("in tiles of" in str(m) for p in nsa_compile.last_report().passes for m in p.matches)
+
+
+def test_what_few_steps_write_is_computed_at_these_and_not_in_tiles():
+    pattern = SparsePattern(compress_block=8, compress_stride=4, select_block=8, num_selected=3, window=8)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, gate = (torch.randn(1, 32, n, 4, generator=generator, dtype=torch.float64) for n in (2, 1, 1, 2))
+    inputs = [x.requires_grad_() for x in (q, k, v, gate[..., :3])]
+
+    def program(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        return nsa_attention(q, k, v, k, v, None, None, gate.sigmoid(), pattern=pattern)
+
+    blocks = 32 * 8 * 4 * 4  # bytes of the rows of a block, were they held at each step
+    compiled = nsa_compile.compile(program, nested="eager", cache=False, attention="sparse", tile_bytes=blocks)
+    found = with_gradients(compiled, inputs)
+    assert not any("in tiles of" in str(m) for p in nsa_compile.last_report().passes for m in p.matches)
+    for a, b in zip(found, with_gradients(program, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
