@@ -43,8 +43,8 @@ LN2 = tl.constexpr(math.log(2))
 DOT_IN_FLOAT32 = tl.constexpr(triton.knobs.runtime.interpret)
 
 MAX_WIDTH = 256
-PROGRAMS = 4096  # of dk and dv, at least, where a part has more than MIN_ROWS; the partial sums take 64 KiB D each
-MIN_ROWS = 4096
+PROGRAMS = 4096  # of dk and dv, at most, where tiles of keys are split; each writes 256 (D + Dv) bytes of partial sums
+MIN_ROWS = 4096  # of a part
 ADDED = 16  # keys a program that adds partial sums
 
 
@@ -514,6 +514,6 @@ def _parts(programs: int, rows: int) -> tuple[int, int]:
     A late tile of keys is seen by few queries, and a short sequence has few tiles: parts share the work among all
     multiprocessors. Their number does not depend on the GPU, so that sums are the same on every one.
     """
-    parts = min(triton.cdiv(PROGRAMS, programs), triton.cdiv(rows, MIN_ROWS))
+    parts = min(max(1, PROGRAMS // programs), triton.cdiv(rows, MIN_ROWS))
     longest = triton.cdiv(rows, parts)
     return triton.cdiv(rows, longest), longest

@@ -84,7 +84,7 @@ class Case:
     index_dtype: torch.dtype = torch.int32
     order: tuple[str, int] | None = None  # of the loops of selected attention, and queries a tile; else the default
     part_bytes: int = 2**29  # of the partial results of block-major, a chunk of queries
-    min_rows: int = 1024  # of a part of the queries that see a tile of keys
+    min_rows: int = 4096  # of a part of the queries that see a tile of keys
     through_lse: bool = True  # the log-sum-exp has a gradient, too
     seed: int = 0
 
@@ -256,7 +256,7 @@ def deep_cases(count: int = 40) -> Iterator[Case]:
             index_dtype=rng.choice([torch.int32, torch.int64]),
             contents_of_indices=rng.choice(["any", "distinct"]), seed=seed,
             order=rng.choice([None, BLOCK_MAJOR, QUERY_MAJOR, ("query", 2), ("query", 4)]),
-            through_lse=rng.random() < 0.7, min_rows=rng.choice([1, 64, 1024]),
+            through_lse=rng.random() < 0.7, min_rows=rng.choice([1, 64, 4096]),
         )  # fmt: skip
         yield case
 
