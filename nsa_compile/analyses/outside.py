@@ -84,7 +84,7 @@ def _followed(source: fx.Node, *, with_facts: bool) -> _Outside:
             return nothing
     graph.output(copies[source])
     try:
-        lowered = make_fx(fx.GraphModule({}, graph), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        lowered = make_fx(fx.GraphModule({}, graph), {}, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except Exception:  # whatever torch cannot trace is not known
         return nothing
     placeholders = lowered.graph.find_nodes(op="placeholder")

@@ -19,7 +19,7 @@ SOFTMAX, MATRICES, CHOICE = aten._softmax.default, aten.bmm.default, aten.where.
 
 def check(function: Callable[..., Tensor], inputs: list[Tensor], target: object, *, found: bool = True) -> None:
     """Whether a function is spelled otherwise, with values and gradients as before."""
-    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    gm = make_fx(function, {}, tracing_mode="fake")(*inputs)
     normalize_spellings(gm)
     gm.recompile()
     targets = [node.target for node in gm.graph.nodes]
@@ -293,7 +293,7 @@ def test_each_softmax_of_a_sum_meets_the_values(name):
     torch.manual_seed(0)
     given = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 3, 3), (2, 3, 3), (2, 3, 4), ())]
     check(function, given, MATRICES)
-    gm = make_fx(function, tracing_mode="fake")(*given)
+    gm = make_fx(function, {}, tracing_mode="fake")(*given)
     normalize_spellings(gm)
     assert len(gm.graph.find_nodes(op="call_function", target=MATRICES)) == products
 
@@ -329,7 +329,7 @@ def test_a_write_to_a_transposed_tensor_is_one_to_the_tensor(name):
     def function(*x):
         return written(*x).contiguous()  # random cotangents follow strides
 
-    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    gm = make_fx(function, {}, tracing_mode="fake")(*inputs)
     normalize_spellings(gm)
     (write,) = (n for n in gm.graph.nodes if n.target in (aten.index_put.default, aten.index_copy.default))
     moves = (aten.permute.default, aten.transpose.int)

@@ -239,7 +239,7 @@ def _trace_joint(
         return [*(x.detach() for x in outputs), *gradients]
 
     functional = dispatch_functionalize(joint, FunctionalTensorMode())
-    traced = make_fx(functional, tracing_mode="real", _allow_non_fake_inputs=True)(*_fakes([*inputs, *results]))
+    traced = make_fx(functional, {}, tracing_mode="real", _allow_non_fake_inputs=True)(*_fakes([*inputs, *results]))
     for node in traced.graph.nodes:
         assert not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable, node.format_node()
         if node.target in (aten.view.default, aten._unsafe_view.default):
