@@ -154,8 +154,8 @@ def cells(run: Run, smoke: bool) -> Iterator[Cell]:
         name = f"S={problem.seq_len} tiny" if smoke else attention.key(problem)
         measure = partial(run.attention_cell, name, problem, seconds)
         if problem.pattern == base.pattern:
-            turn = {16: 0, 4: 2}.get(problem.heads // problem.groups, 3)
-            turn = max(turn, 0 if problem.seq_len in lengths[:3] else 2)
+            least = 0 if problem.seq_len in lengths[:3] else 2
+            turn = max(least, {16: 0, 4: 2}.get(problem.heads // problem.groups, 3))
         else:  # for a package that knows no other
             turn = 2 if find_spec("fla") else 3
         yield Cell("attention", name, measure, turn)

@@ -23,10 +23,10 @@ def fill_in() -> None:
         (torch.fx.experimental.symbolic_shapes, "optimization_hint", _optimization_hint),
         (torch._inductor.custom_graph_pass, "CustomSchedulerPass", object),
         (torch._dynamo.variables.dicts, "SideEffectsProxyDict", type("SideEffectsProxyDict", (), {})),
-        (torch, "compile", _without_limit(torch.compile)),
     ):
-        if not hasattr(module, name) or name == "compile":
+        if not hasattr(module, name):
             setattr(module, name, value)
+    torch.compile = _without_limit(torch.compile)
 
     from nsa_compile.capture import steps
 
@@ -34,7 +34,7 @@ def fill_in() -> None:
     steps._in_steps = lambda kind, name, look: look_at(kind, name, look) if hasattr(kind, name) else None
 
 
-def _optimization_hint(size: Any, fallback: int | None = None) -> Any:
+def _optimization_hint(size: Any) -> Any:
     return size if isinstance(size, int) else size.node.hint
 
 
