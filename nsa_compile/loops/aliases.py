@@ -262,11 +262,7 @@ class _Finder:
 
     def _is_gone(self, path: Path) -> bool:
         """Whether a path is a variable that nobody reads after the loop."""
-        after = self.trace(self.exploration.length - 1).after
-        assert after is not None
-        path = path[:-1] if path in self.rows else path
-        of_variable = path[1:] in ((), ("",)) and path[0] in self.exploration.unread
-        return of_variable and path not in after.same.values()
+        return self.exploration.is_gone(path[:-1] if path in self.rows else path)
 
     def _appended(self) -> Any:
         """Those that may share memory with others; those of lists that are read come last."""

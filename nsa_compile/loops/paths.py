@@ -99,6 +99,12 @@ class Exploration:
             self.values[way, number] = dict(zip(steps.tolist(), found.tolist(), strict=True))
         return self.values[way, number][step]
 
+    def is_gone(self, path: Path) -> bool:
+        """Whether a path is a variable that nobody reads after the loop."""
+        after = self.ways[int(self.way_of[-1])].trace.after
+        assert after is not None
+        return path[1:] in ((), ("",)) and path[0] in self.unread and path not in after.same.values()
+
     def mutated(self) -> set[Path]:
         """The tensors of the state that steps write to in place.
 

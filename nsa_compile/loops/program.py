@@ -24,6 +24,7 @@ from nsa_compile.loops.merged import Merged, Source, leaf_results, merge
 from nsa_compile.loops.numbers import Number
 from nsa_compile.loops.operators import convert
 from nsa_compile.loops.paths import Exploration, type_of
+from nsa_compile.loops.reached import reached
 from nsa_compile.loops.state import GLOBAL, Container, NotFollowed, Path, Snapshot, in_words, is_global
 from nsa_compile.loops.trace import Ref
 from nsa_compile.loops.watched import Watched
@@ -54,6 +55,7 @@ class Program:
 
     run: Callable[..., Any]
     inputs: list[Path]  # of tensors, as they lie before the loop
+    reached: set[Path]  # the inputs that its results depend on
     finals: dict[Path, Part]
     lists: dict[Path, Rows]
     mutated: set[Path]  # tensors written in place, which others may hold, too
@@ -120,6 +122,8 @@ class _Assembly:
         self.examples: list[Tensor] = []
         self.nodes: dict[Path, fx.Node] = {}
         self.path_of = {id(x): path for path, x in self.exploration.first.leaves.items() if isinstance(x, Tensor)}
+        state, outside = reached(self.exploration)
+        self.reached = state | {path for number, path in self.path_of.items() if number in outside}
 
     def program(
         self, mutated: set[Path], shared: dict[Place, Any], watched: Watched, options: dict[str, Any]
@@ -161,7 +165,7 @@ class _Assembly:
         plan = plan_after(self.exploration)
         traces = [way.trace for way in self.exploration.ways]
         lost = {p for x in traces for p in x.replaced} & {p for x in traces for p in x.changed}
-        return Program(run, self.inputs, finals, shifted, mutated, plan, shared, watched, lost)
+        return Program(run, self.inputs, self.reached, finals, shifted, mutated, plan, shared, watched, lost)
 
     # -- what the step yields
 
@@ -314,6 +318,8 @@ class _Assembly:
             x = self.exploration.first.leaves[path]
             if x.is_inference():  # no pass may ask for a gradient of such a one
                 x = x.clone()
+            if path not in self.reached:
+                x = x.detach()
             at = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
             before = self.graph.inserting_before(at) if at is not None else self.graph.inserting_before()
             with before:
@@ -387,7 +393,8 @@ def run_program(program: Program, now: Snapshot, length: int) -> tuple[dict[Path
     """Run a compiled loop, and let its variables hold what they do after it. Returns the tensors among these, and those
     that it has appended to lists."""
     with without_autocast():
-        inputs = {path: now.leaves[path] for path in program.inputs}
+        leaves = {path: now.leaves[path] for path in program.inputs}
+        inputs = {path: x if path in program.reached else x.detach() for path, x in leaves.items()}
         results = program.run(*(x.clone() if path in program.mutated else x for path, x in inputs.items()))
     finals: dict[Path, Tensor] = {}
     for path, part in program.finals.items():

@@ -212,8 +212,15 @@ def _variables(
     # What some steps leave as it was counts if somebody reads it after the loop.
     read |= (loaded - always) | {name for f in functions for name in _loaded(f)}
     temporary = frozenset(names) - read - shared
-    after = frozenset(names) & (loaded | shared)
+    after = frozenset(names) & (_read_somewhere(definition, others) | shared)
     return (names, sorted(assigned & declared)), Variables(temporary, after, frozenset(names) - after)
+
+
+def _read_somewhere(definition: ast.FunctionDef, where: set[int]) -> set[str]:
+    """The variables that nodes with these addresses read: `n += 1` does, `n = 1` does not."""
+    nodes = [n for n in ast.walk(definition) if id(n) in where]
+    names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load | ast.Del)}
+    return names | {n.target.id for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
 
 
 def _loaded(node: ast.AST | None) -> set[str]:

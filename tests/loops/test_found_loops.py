@@ -1211,3 +1211,88 @@ def test_a_list_that_is_read_without_gradients_at_some_steps():
         looped = loop(read, nested="eager", cache=False)
         ours, theirs = (torch.autograd.grad(f(x, how).sum(), x)[0] for f in (looped, read))
         torch.testing.assert_close(ours, theirs)
+
+
+def a_first_value_that_is_replaced(x, m):
+    last, ys = m[0], []
+    for t in range(len(x)):
+        if t % 2 == 0:
+            last = x[t]
+        ys.append(last * 2)
+    return torch.stack(ys)
+
+
+def a_first_value_that_is_read(x, m):
+    last, ys = m[0], []
+    for t in range(len(x)):
+        if t % 2 == 1:
+            last = x[t]
+        ys.append(last * 2)
+    return torch.stack(ys)
+
+
+def a_first_cache_that_is_replaced(x, m):
+    rows, ys = m, []
+    for t in range(len(x)):
+        if t % 3 == 0:
+            rows = x[:0]
+        rows = torch.cat([rows, x[t][None]])
+        ys.append(rows.sum(0))
+    return torch.stack(ys)
+
+
+def a_first_list_that_is_replaced(x, m):
+    rows, ys = [m[0]], []
+    for t in range(len(x)):
+        if t % 3 == 0:
+            rows = []
+        rows.append(x[t])
+        ys.append(torch.stack(rows).sum(0))
+    return torch.stack(ys)
+
+
+def a_last_value_that_is_lost(x, m):
+    last, ys = x[0], []
+    for t in range(len(x)):
+        ys.append(last * 2)
+        last = x[t] * m[0] if t == len(x) - 1 else x[t]
+    return torch.stack(ys)
+
+
+def a_last_value_that_is_returned(x, m):
+    last, ys = x[0], []
+    for t in range(len(x)):
+        ys.append(last * 2)
+        last = x[t] * m[0] if t == len(x) - 1 else x[t]
+    return torch.stack(ys), last
+
+
+def a_value_that_moves_on_before_it_is_read(x, m):
+    a, b, ys = m[0], x[0], []
+    for t in range(len(x)):
+        if t > 3:
+            ys.append(a + b)
+        a, b = b, x[t]
+    return torch.stack(ys)
+
+
+@pytest.mark.parametrize("nested", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "run",
+    [a_first_value_that_is_replaced, a_first_value_that_is_read, a_first_cache_that_is_replaced,
+     a_first_list_that_is_replaced, a_last_value_that_is_lost, a_last_value_that_is_returned,
+     a_value_that_moves_on_before_it_is_read],
+    ids=lambda run: run.__name__,
+)  # fmt: skip
+def test_no_gradient_where_the_loop_as_written_has_none(run, nested):
+    """An optimizer leaves what has none alone, and lets what has zeros decay."""
+    x, m = (torch.randn(S, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    looped = loop(run, nested=nested, cache=False, on_decline="error")
+    for _ in range(2):
+        ours, theirs = (
+            torch.autograd.grad(sum(y.square().sum() for y in torch.utils._pytree.tree_leaves(f(x, m))), (x, m),
+                                allow_unused=True)
+            for f in (looped, run)
+        )  # fmt: skip
+        assert [g is None for g in ours] == [g is None for g in theirs]
+        torch.testing.assert_close([g for g in ours if g is not None], [g for g in theirs if g is not None])

@@ -1,0 +1,42 @@
+"""Which tensors of before a loop its results depend on: the others get no gradient, as in the loop as it is written.
+
+A carry's first value may be replaced before anybody reads it, and what the last step makes may be lost. In the scan all
+steps are one program, whose gradients of such a tensor would be zeros, where the loop's are None.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa_compile.loops.merged import refs_of
+from nsa_compile.loops.paths import Exploration
+from nsa_compile.loops.state import Path
+from nsa_compile.loops.trace import Ref, Trace
+
+_Reached = tuple[frozenset[Path], frozenset[Ref]]  # tensors of the state before a step, and tensors from outside
+
+
+def reached(exploration: Exploration) -> tuple[set[Path], set[int]]:
+    """What the results of a loop depend on: tensors of the state before the first step, and, by `id`, from outside."""
+    last = exploration.ways[int(exploration.way_of[-1])].trace
+    state = frozenset(p for p, x in last.results.items() if isinstance(x, Ref) and not exploration.is_gone(p))
+    outside: set[int] = set()
+    known: dict[tuple[int, frozenset[Path]], _Reached] = {}
+    for way in map(int, exploration.way_of[::-1]):
+        trace = exploration.ways[way].trace
+        if (way, state) not in known:
+            known[way, state] = found = _before(trace, state)
+            outside |= {id(trace.outside[ref]) for ref in found[1]}
+        state = known[way, state][0]
+    return set(state), outside
+
+
+def _before(trace: Trace, after: frozenset[Path]) -> _Reached:
+    """What a step needs for some of the tensors that it leaves, and for what it appends."""
+    needed = {ref for path in after if isinstance(ref := trace.results.get(path), Ref)}
+    needed |= {ref for items in trace.appended.values() for ref in items}
+    for op in reversed(trace.ops):
+        if needed & set(op.outs):
+            needed |= set(refs_of([op.args, op.kwargs]))
+    state = frozenset(path for path, ref in trace.state.items() if ref in needed)
+    return state, frozenset(ref for ref, x in trace.outside.items() if ref in needed and isinstance(x, Tensor))
