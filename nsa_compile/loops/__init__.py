@@ -197,6 +197,8 @@ class _Runner(Unseen):
             except NotRows as error:
                 rows.discard(error.path)
                 never.add(error.path)
+                if error.reason:
+                    first = first or NotFollowed(error.reason)
             except IsRead as error:
                 rows.add(error.path)
             except ScanNotCompiled as why:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from nsa_compile.loops.lists import NotRows
 from nsa_compile.loops.paths import Exploration
 from nsa_compile.loops.state import ITEMS, NotFollowed, Path, Snapshot, in_words
 from nsa_compile.loops.trace import Held, Op, Ref, Trace
@@ -84,6 +85,7 @@ def find_shared(exploration: Exploration, *, copied: bool) -> dict[Place, Any]:
 
     Raises:
         NotFollowed: two results share memory, and neither is a view of the other.
+        NotRows: the rows of a list share memory, and it is another list after the loop.
     """
     finder = _Finder(exploration)
     found = finder.found()
@@ -246,7 +248,8 @@ class _Finder:
             of = what.of if isinstance(what, View) else what
             for one in (place, of):
                 if isinstance(one, Place) and one.index is not None and one.path in moved:
-                    raise NotFollowed(f"{one} shares its memory, and the loop takes elements from the list; {_COPY}")
+                    reason = f"{one} shares its memory, and the loop takes elements from the list; {_COPY}"
+                    raise NotRows(one.path, reason)
             if self._is_read(of) and not self._is_read(place):
                 raise NotFollowed(f"{place} shares its memory with {of}, which the loop reads; {_COPY}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,11 @@ class IsRead(BaseException):
 
 
 class NotRows(IsRead):
-    """A step does with a list what cannot be done with the rows of a tensor."""
+    """A step does with a list what cannot be done with the rows of a tensor; `reason` tells what, where it is known."""
+
+    def __init__(self, path: Path, reason: str | None = None) -> None:
+        super().__init__(path)
+        self.reason = reason
 
 
 class _Unread:
@@ -52,6 +56,10 @@ class Appended(list):
         super().__init__([_Unread(IsRead(path))])
 
     @property
+    def _why(self) -> IsRead:
+        return list.__getitem__(self, 0).why
+
+    @property
     def items(self) -> list[Any]:
         return list.__getitem__(self, slice(1, None))
 
@@ -76,8 +84,10 @@ class GrowingList(list):
         rows: `[n, …]`, or None as long as there was no element.
         appended: the tensors appended in this step.
         cut: whether elements have been taken away.
+        few: whether it is the end of another list, of a fixed length at most.
     """
 
+    few: bool = False
     handed: ClassVar[
         list[Any]
     ] = []  # tensors that are elements, or have views that are; a write to one is not followed
@@ -145,8 +155,10 @@ class GrowingList(list):
         return start + self.read_rows().sum(0) if self.length() > 0 else start
 
     def append(self, value: Any) -> None:
-        known = self.waiting[0] if self.waiting else None if self.rows is None else self.rows[0]
-        if not isinstance(value, Tensor) or (known is not None and not _are_alike(value, known)):
+        first = self.waiting[0] if self.waiting else None
+        if not isinstance(value, Tensor) or not (first is None or _are_alike(value, first)):
+            raise self._why
+        if first is None and self.rows is not None and not _are_alike(value, self.rows, self.rows.shape[1:]):
             raise self._why
         self.handed.append(value)
         list.append(self, value)
@@ -162,12 +174,31 @@ class GrowingList(list):
         return self
 
     def __add__(self, values: Any) -> Any:
+        if isinstance(values, GrowingList):
+            return self._with(self._joined_with(self.all_rows(), values.all_rows()))
         if type(values) is not list:
-            raise self._why
+            raise values._why if isinstance(values, Appended) else self._why
         found = self._with(self.rows)
         for value in (*self.waiting, *values):
             found.append(value)
         return found
+
+    def __radd__(self, values: Any) -> Any:
+        if type(values) is not list:
+            raise self._why
+        first = self._with(None)
+        first.extend(values)
+        return first + self
+
+    def _joined_with(self, first: Any, second: Any) -> Any:
+        if first is None or second is None:
+            return second if first is None else first
+        if not _are_alike(first, second, (first.shape[0], *second.shape[1:])):
+            raise self._why
+        with torch.set_grad_enabled(self.with_gradients):
+            rows = torch.cat([first, second])
+        self.handed.append(rows)
+        return rows
 
     def _with(self, rows: Any) -> GrowingList:
         found = GrowingList(self._why.path)
@@ -204,8 +235,22 @@ class GrowingList(list):
         stop = length if index.stop is None else index.stop
         start, stop = (max(x + length, 0) if x < 0 else min(x, length) for x in (start, stop))
         if rows is None or start >= stop:
-            return self._with(None if rows is None else self._between(rows, 0, 0))
-        return self._with(self._between(rows, start, stop))
+            found = self._with(None if rows is None else self._between(rows, 0, 0))
+        else:
+            found = self._with(self._between(rows, start, stop))
+        found.few = type(index.start) is int and index.start < 0
+        return found
+
+    def __len__(self) -> int:
+        if not self.few:
+            raise self._why
+        length = 0
+        while length < self.length():  # a condition of the step's for each
+            length += 1
+        return length
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
 
     def _between(self, rows: Any, start: Any, stop: Any) -> Any:
         with torch.set_grad_enabled(self.with_gradients):
@@ -233,10 +278,14 @@ class GrowingList(list):
         self.cut = True
 
 
-def _are_alike(value: Tensor, known: Tensor) -> bool:
-    """Whether two tensors may be rows of one."""
-    alike = value.dtype == known.dtype and value.device == known.device and value.dim() == known.dim()
-    return alike and all(a is b or a == b for a, b in zip(value.shape, known.shape, strict=True))
+BETWEEN = GrowingList._between.__name__  # where in the program the rows of a slice, or of an empty list, are made
+
+
+def _are_alike(value: Tensor, known: Tensor, shape: Sequence[Any] | None = None) -> bool:
+    """Whether two tensors may be rows of one; of the shape of the known one, unless another is given."""
+    shape = known.shape if shape is None else shape
+    alike = value.dtype == known.dtype and value.device == known.device and value.dim() == len(shape)
+    return alike and all(a is b or a == b for a, b in zip(value.shape, shape, strict=True))
 
 
 def may_be_rows(value: Any) -> bool:
@@ -277,7 +326,8 @@ def _raise(read: Any, *_: Any, **__: Any) -> Any:
     raise next(list.__iter__(read)).why
 
 
-_OTHERS = "getitem setitem delitem len iter reversed contains add mul eq ne lt gt le ge"
+# Those of `list` itself would read the elements past the methods above.
+_OTHERS = "getitem setitem delitem len iter reversed contains add radd mul rmul imul eq ne lt gt le ge repr"
 _METHODS = [f"__{name}__" for name in _OTHERS.split()]
 _METHODS += "index count insert pop remove reverse sort copy clear".split()  # noqa: SIM905
 for _kind in (Appended, GrowingList):

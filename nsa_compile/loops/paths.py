@@ -390,7 +390,16 @@ class Explorer:
         container = first.containers.get(path)
         return path not in self.never_rows and container is not None and may_be_rows(container.value)
 
-    _too_many = "its steps take too many different ways, one for each value of a number or length of a list"
+    @property
+    def _too_many(self) -> str:
+        ways = "its steps take too many different ways, one for each value of a number or length of a list"
+        if not self.never_rows:
+            return ways
+        name = in_words(min(self.never_rows, key=str))
+        return (
+            f"{ways}; {name} is read element by element, or its elements differ in shape: torch.stack({name}), "
+            f"{name}[-n:], {name} + others and del {name}[0] keep it one tensor"
+        )
 
     def _compare(self, t: int, skeleton: Skeleton, trace: Trace) -> None:
         """Find what changes from step to step; where a trace took it for the same, there is another try."""

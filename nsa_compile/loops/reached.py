@@ -6,12 +6,14 @@ steps are one program, whose gradients of such a tensor would be zeros, where th
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from nsa_compile.loops.lists import BETWEEN
 from nsa_compile.loops.merged import refs_of
 from nsa_compile.loops.paths import Exploration
 from nsa_compile.loops.state import Path
-from nsa_compile.loops.trace import Ref, Trace
+from nsa_compile.loops.trace import Op, Ref, Trace
 
 _Reached = tuple[frozenset[Path], frozenset[Ref]]  # tensors of the state before a step, and tensors from outside
 
@@ -36,7 +38,13 @@ def _before(trace: Trace, after: frozenset[Path]) -> _Reached:
     needed = {ref for path in after if isinstance(ref := trace.results.get(path), Ref)}
     needed |= {ref for items in trace.appended.values() for ref in items}
     for op in reversed(trace.ops):
-        if needed & set(op.outs):
+        if needed & set(op.outs) and not _is_an_empty_list(op):
             needed |= set(refs_of([op.args, op.kwargs]))
     state = frozenset(path for path, ref in trace.state.items() if ref in needed)
     return state, frozenset(ref for ref, x in trace.outside.items() if ref in needed and isinstance(x, Tensor))
+
+
+def _is_an_empty_list(op: Op) -> bool:
+    """Whether it makes rows of no elements, which take the place of a list's: no rows of that list, as `x[:0]` would
+    be of a tensor."""
+    return op.func is torch.ops.aten.slice.Tensor and op.key[1][:1] == (BETWEEN,) and list(op.args[2:4]) == [0, 0]

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from nsa_compile.loops import lists
 from nsa_compile.loops.numbers import as_number
 from nsa_compile.loops.state import NotFollowed
 from nsa_compile.loops.trace import Op, Ref, TensorType, Trace
@@ -76,13 +77,15 @@ def place(code: types.CodeType) -> tuple[Any, str]:
         if not is_ours(frame.f_code.co_filename):
             key.append((id(frame.f_code), frame.f_lasti))
             lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n')
+        elif not key and frame.f_code.co_filename == LISTS:  # what stacks a list is not what joins two
+            key.append(frame.f_code.co_name)
         if frame.f_code is code:
             break
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(key), "".join(reversed(lines))
 
 
-_TORCH = torch.__path__[0]
+_TORCH, LISTS = torch.__path__[0], lists.__file__
 
 
 def is_ours(file: str) -> bool:

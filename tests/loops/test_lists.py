@@ -117,6 +117,38 @@ def joined_by_plus(x):
     return torch.stack(out), seen
 
 
+def joined_behind(x):
+    seen, out = [], []
+    for t in range(x.shape[0]):
+        if t % 3 == 1:
+            seen.append(x[t] * 2)
+        out.append(attend(x[t], torch.stack([x[t]] + seen)) * len([x[0]] + seen))  # noqa: RUF005
+    return torch.stack(out), seen
+
+
+def joined_with_each_other(x):
+    near, far, out = [], [], []
+    for t in range(x.shape[0]):
+        near.append(x[t])
+        near = near[-3:]
+        if t % 3 == 2:
+            far.append(torch.stack(near).amax(0))
+        all_rows = torch.stack(near + far)
+        out.append(attend(x[t], all_rows) + attend(x[t], torch.stack(far + near + [x[t]])))
+    return torch.stack(out), near + far
+
+
+def last_ones_one_by_one(x):
+    seen, out = [], []
+    for t in range(x.shape[0]):
+        seen.append(x[t] * 2)
+        y = torch.stack([x[t], *seen[-3:]]).amax(0)
+        for row in seen[-2:]:
+            y = y * 0.5 + row * len(seen[-4:])
+        out.append(y)
+    return torch.stack(out), seen
+
+
 def by_two_names(x):
     seen, out = [], []
     same = seen
@@ -138,7 +170,7 @@ def both_ends(x):
 
 PROGRAMS = [
     *(stacked, joined, compressed, shifted, sliced, looked_back, by_place, emptied, replaced, joined_by_plus),
-    restarted,
+    *(restarted, joined_behind, joined_with_each_other, last_ones_one_by_one),
     *(by_two_names, both_ends),
 ]
 
@@ -270,6 +302,32 @@ def test_a_list_whose_elements_are_written(written, reason):
     with pytest.raises(LoopDeclined, match=reason):
         nsa_compile.loop(written, nested="eager", on_decline="error")(x)
     assert torch.equal(nsa_compile.loop(written, nested="eager")(x), written(x))
+
+
+def test_the_length_of_lists_that_are_put_together():
+    """`[x] + seen` and `2 * seen` of a list that only got appended to counted one step's elements."""
+
+    def run(x):
+        seen, out = [], []
+        for t in range(x.shape[0]):
+            seen.append(x[t])
+            out.append(len([x] + seen) + len(seen * 2) + len(2 * seen) + x[t])  # noqa: RUF005
+        return torch.stack(out)
+
+    for length in (4, 45):
+        compare(run, *rows(length), on_decline="warn", batched=False)
+
+
+def test_what_keeps_a_list_from_being_one_tensor_is_told():
+    def run(x):
+        seen, out = [], []
+        for t in range(x.shape[0]):
+            seen.append(x[t] * 2)
+            out.append(torch.stack([*seen, x[t]]).amax(0))
+        return torch.stack(out)
+
+    with pytest.raises(LoopDeclined, match=r"too many different ways.*; seen is read element by element, or its"):
+        nsa_compile.loop(run, nested="eager", on_decline="error")(*rows(90))
 
 
 def test_a_list_of_few_elements_of_other_shapes():
