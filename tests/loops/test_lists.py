@@ -304,16 +304,25 @@ def test_a_list_whose_elements_are_written(written, reason):
     assert torch.equal(nsa_compile.loop(written, nested="eager")(x), written(x))
 
 
-def test_the_length_of_lists_that_are_put_together():
-    """`[x] + seen` and `2 * seen` of a list that only got appended to counted one step's elements."""
+def behind_another(x):
+    seen, out = [], []
+    for t in range(x.shape[0]):
+        seen.append(x[t])
+        out.append(len([x] + seen) + x[t])  # noqa: RUF005
+    return torch.stack(out)
 
-    def run(x):
-        seen, out = [], []
-        for t in range(x.shape[0]):
-            seen.append(x[t])
-            out.append(len([x] + seen) + len(seen * 2) + len(2 * seen) + x[t])  # noqa: RUF005
-        return torch.stack(out)
 
+def repeated(x):
+    seen, out = [], []
+    for t in range(x.shape[0]):
+        seen.append(x[t])
+        out.append(len(2 * seen) + x[t])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("run", [behind_another, repeated], ids=lambda f: f.__name__)
+def test_the_length_of_lists_that_are_put_together(run):
+    """That of a list that is only appended to was the number of one step's elements."""
     for length in (4, 45):
         compare(run, *rows(length), on_decline="warn", batched=False)
 
