@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -54,10 +54,6 @@ class Appended(list):
 
     def __init__(self, path: Path) -> None:
         super().__init__([_Unread(IsRead(path))])
-
-    @property
-    def _why(self) -> IsRead:
-        return list.__getitem__(self, 0).why
 
     @property
     def items(self) -> list[Any]:
@@ -155,10 +151,8 @@ class GrowingList(list):
         return start + self.read_rows().sum(0) if self.length() > 0 else start
 
     def append(self, value: Any) -> None:
-        first = self.waiting[0] if self.waiting else None
-        if not isinstance(value, Tensor) or not (first is None or _are_alike(value, first)):
-            raise self._why
-        if first is None and self.rows is not None and not _are_alike(value, self.rows, self.rows.shape[1:]):
+        known = _form(self.waiting[0]) if self.waiting else None if self.rows is None else _form_of_rows(self.rows)
+        if not isinstance(value, Tensor) or (known is not None and _form(value) != known):
             raise self._why
         self.handed.append(value)
         list.append(self, value)
@@ -177,7 +171,7 @@ class GrowingList(list):
         if isinstance(values, GrowingList):
             return self._with(self._joined_with(self.all_rows(), values.all_rows()))
         if type(values) is not list:
-            raise values._why if isinstance(values, Appended) else self._why
+            _raise(values if isinstance(values, Appended) else self)
         found = self._with(self.rows)
         for value in (*self.waiting, *values):
             found.append(value)
@@ -193,7 +187,7 @@ class GrowingList(list):
     def _joined_with(self, first: Any, second: Any) -> Any:
         if first is None or second is None:
             return second if first is None else first
-        if not _are_alike(first, second, (first.shape[0], *second.shape[1:])):
+        if _form_of_rows(first) != _form_of_rows(second):
             raise self._why
         with torch.set_grad_enabled(self.with_gradients):
             rows = torch.cat([first, second])
@@ -234,10 +228,9 @@ class GrowingList(list):
         start = 0 if index.start is None else index.start
         stop = length if index.stop is None else index.stop
         start, stop = (max(x + length, 0) if x < 0 else min(x, length) for x in (start, stop))
-        if rows is None or start >= stop:
-            found = self._with(None if rows is None else self._between(rows, 0, 0))
-        else:
-            found = self._with(self._between(rows, start, stop))
+        if rows is not None:
+            rows = self._between(rows, *((0, 0) if start >= stop else (start, stop)))
+        found = self._with(rows)
         found.few = type(index.start) is int and index.start < 0
         return found
 
@@ -281,18 +274,21 @@ class GrowingList(list):
 BETWEEN = GrowingList._between.__name__  # where in the program the rows of a slice, or of an empty list, are made
 
 
-def _are_alike(value: Tensor, known: Tensor, shape: Sequence[Any] | None = None) -> bool:
-    """Whether two tensors may be rows of one; of the shape of the known one, unless another is given."""
-    shape = known.shape if shape is None else shape
-    alike = value.dtype == known.dtype and value.device == known.device and value.dim() == len(shape)
-    return alike and all(a is b or a == b for a, b in zip(value.shape, shape, strict=True))
+def _form(value: Tensor) -> tuple[Any, ...]:
+    """What the rows of one tensor have in common."""
+    return value.dtype, value.device, value.dim(), *value.shape
+
+
+def _form_of_rows(rows: Tensor) -> tuple[Any, ...]:
+    """That of each row, where there may be none."""
+    return rows.dtype, rows.device, rows.dim() - 1, *rows.shape[1:]
 
 
 def may_be_rows(value: Any) -> bool:
     """Whether a list holds tensors of one shape alone, or nothing."""
     if type(value) is not list:
         return False
-    return all(type(x) is Tensor and x.layout == torch.strided and _are_alike(x, value[0]) for x in value)
+    return all(type(x) is Tensor and x.layout == torch.strided and _form(x) == _form(value[0]) for x in value)
 
 
 def elements_of(found: GrowingList, before: list[Any]) -> list[Any]:

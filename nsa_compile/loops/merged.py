@@ -6,7 +6,7 @@ its operands may come from different nodes, and its integers are other expressio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +75,7 @@ def merge(exploration: Exploration) -> Merged:
                 outside.append(x)
             found[ref] = Source(("outside", number_of[id(x)]))
         sources.append(found)
-        ops = _alive(trace)
+        ops, _ = needed_for(trace, trace.results, begins=lambda _: False)
         nodes = _laid_beside(nodes, number, [op for op in ops if not _is_copy(op)], trace, exploration)
         for node in nodes:
             if number in node.ops:
@@ -98,16 +98,17 @@ def refs_of(value: Any) -> Iterator[Ref]:
             yield from refs_of(x)
 
 
-def _alive(trace: Trace) -> list[Op]:
-    """The operators that a result of the step needs."""
-    needed = {r for r in trace.results.values() if isinstance(r, Ref)}
+def needed_for(trace: Trace, paths: Iterable[Path], begins: Callable[[Op], bool]) -> tuple[list[Op], set[Ref]]:
+    """What the results of a step at some paths need, and what it appends: operators, and tensors, back to operators
+    that begin a tensor anew."""
+    needed = {ref for path in paths if isinstance(ref := trace.results.get(path), Ref)}
     needed |= {ref for items in trace.appended.values() for ref in items}
     ops = []
     for op in reversed(trace.ops):
         if needed & set(op.outs):
             ops.append(op)
-            needed |= set(refs_of([op.args, op.kwargs]))
-    return ops[::-1]
+            needed |= set() if begins(op) else set(refs_of([op.args, op.kwargs]))
+    return ops[::-1], needed
 
 
 def _is_copy(op: Op) -> bool:

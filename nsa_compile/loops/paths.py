@@ -395,7 +395,8 @@ class Explorer:
         ways = "its steps take too many different ways, one for each value of a number or length of a list"
         if not self.never_rows:
             return ways
-        name = in_words(min(self.never_rows, key=str))
+        held = self.skeletons[-1].leaves
+        name = in_words(max(sorted(self.never_rows, key=str), key=lambda p: sum(path[: len(p)] == p for path in held)))
         return (
             f"{ways}; {name} is read element by element, or its elements differ in shape: torch.stack({name}), "
             f"{name}[-n:], {name} + others and del {name}[0] keep it one tensor"

@@ -7,10 +7,9 @@ steps are one program, whose gradients of such a tensor would be zeros, where th
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from nsa_compile.loops.lists import BETWEEN
-from nsa_compile.loops.merged import refs_of
+from nsa_compile.loops.merged import needed_for
 from nsa_compile.loops.paths import Exploration
 from nsa_compile.loops.state import Path
 from nsa_compile.loops.trace import Op, Ref, Trace
@@ -35,16 +34,11 @@ def reached(exploration: Exploration) -> tuple[set[Path], set[int]]:
 
 def _before(trace: Trace, after: frozenset[Path]) -> _Reached:
     """What a step needs for some of the tensors that it leaves, and for what it appends."""
-    needed = {ref for path in after if isinstance(ref := trace.results.get(path), Ref)}
-    needed |= {ref for items in trace.appended.values() for ref in items}
-    for op in reversed(trace.ops):
-        if needed & set(op.outs) and not _is_an_empty_list(op):
-            needed |= set(refs_of([op.args, op.kwargs]))
+    _, needed = needed_for(trace, after, begins=_is_an_empty_list)
     state = frozenset(path for path, ref in trace.state.items() if ref in needed)
-    return state, frozenset(ref for ref, x in trace.outside.items() if ref in needed and isinstance(x, Tensor))
+    return state, frozenset(trace.outside.keys() & needed)
 
 
 def _is_an_empty_list(op: Op) -> bool:
-    """Whether it makes rows of no elements, which take the place of a list's: no rows of that list, as `x[:0]` would
-    be of a tensor."""
+    """Whether it makes the rows of an empty list, cut out of another's: no part of these, as `x[:0]` is one of `x`."""
     return op.func is torch.ops.aten.slice.Tensor and op.key[1][:1] == (BETWEEN,) and list(op.args[2:4]) == [0, 0]

@@ -207,25 +207,22 @@ def _variables(
     end = _follow(loop.body, _stored([loop.target]), read, exits)
     always = set[str].intersection(*exits, *([] if end is None else [end])) if exits or end is not None else set()
     others = outside - _of_comprehensions(definition)
-    loaded = {n.id for n in ast.walk(definition) if id(n) in others and isinstance(n, ast.Name)}
+    around = [n for n in ast.walk(definition) if id(n) in others]
+    loaded = _read(around) | _stored([n.target for n in around if isinstance(n, ast.AugAssign)])
     functions = [n for n in ast.walk(definition) if id(n) in outside and isinstance(n, _SCOPES) and n is not definition]
     # What some steps leave as it was counts if somebody reads it after the loop.
     read |= (loaded - always) | {name for f in functions for name in _loaded(f)}
     temporary = frozenset(names) - read - shared
-    after = frozenset(names) & (_read_somewhere(definition, others) | shared)
+    after = frozenset(names) & (loaded | shared)
     return (names, sorted(assigned & declared)), Variables(temporary, after, frozenset(names) - after)
-
-
-def _read_somewhere(definition: ast.FunctionDef, where: set[int]) -> set[str]:
-    """The variables that nodes with these addresses read: `n += 1` does, `n = 1` does not."""
-    nodes = [n for n in ast.walk(definition) if id(n) in where]
-    names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load | ast.Del)}
-    return names | {n.target.id for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
 
 
 def _loaded(node: ast.AST | None) -> set[str]:
     """The variables that an expression may read, those of functions in it included."""
-    nodes = ast.walk(node) if node is not None else ()
+    return _read(ast.walk(node)) if node is not None else set()
+
+
+def _read(nodes: Iterable[ast.AST]) -> set[str]:
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load | ast.Del)}
 
 
