@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -243,7 +243,15 @@ class GrowingList(list):
         return length
 
     def __iter__(self) -> Any:
-        return (self[i] for i in range(len(self)))
+        if not self.few:
+            raise self._why
+        return self._one_by_one()
+
+    def _one_by_one(self) -> Iterator[Any]:
+        at = 0
+        while at < self.length():  # it may get more meanwhile
+            yield self[at]
+            at += 1
 
     def _between(self, rows: Any, start: Any, stop: Any) -> Any:
         with torch.set_grad_enabled(self.with_gradients):

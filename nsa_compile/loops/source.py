@@ -152,27 +152,30 @@ def _of_this_loop(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 def _stored(nodes: Iterable[ast.AST]) -> set[str]:
     """The variables that statements assign in the function they stand in."""
+    return set[str]().union(*map(_stored_by, nodes))
+
+
+def _stored_by(statement: ast.AST) -> set[str]:
     found: set[str] = set()
-    for statement in nodes:
-        for node in _here(statement):
-            if isinstance(node, _COMPREHENSIONS):
-                continue  # its variables are its own; a walrus in it is found below
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-                found.add(node.id)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(node.name)
-            elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
-                found |= {node.name} if node.name else set()
-            elif isinstance(node, ast.MatchMapping) and node.rest:
-                found.add(node.rest)
-            elif isinstance(node, ast.alias):
-                found.add((node.asname or node.name).split(".")[0])
-        for node in _here(statement):
-            if isinstance(node, _COMPREHENSIONS):
-                own = {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)}
-                walrus = {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
-                found -= own - _stored_outside(statement, node)
-                found |= walrus
+    for node in _here(statement):
+        if isinstance(node, _COMPREHENSIONS):
+            continue  # its variables are its own; a walrus in it is found below
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
+            found.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            found |= {node.name} if node.name else set()
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            found.add(node.rest)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).split(".")[0])
+    for node in _here(statement):
+        if isinstance(node, _COMPREHENSIONS):
+            own = {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)}
+            walrus = {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
+            found -= own - _stored_outside(statement, node)
+            found |= walrus
     return found
 
 

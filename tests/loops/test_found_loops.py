@@ -1213,6 +1213,19 @@ def test_a_list_that_is_read_without_gradients_at_some_steps():
         torch.testing.assert_close(ours, theirs)
 
 
+def test_a_comprehension_of_a_variable_with_the_name_of_the_position():
+    """The position was lost to what comes after the loop."""
+
+    def run(x):
+        rows, ys = [x[0]], []
+        for t in range(len(x)):
+            rows.append(x[t])
+            ys.append(sum([t * 2 for t in rows[-2:]]))
+        return torch.stack(ys) * t
+
+    compare(run, loop(run, nested="eager", cache=False))
+
+
 def a_first_value_that_is_replaced(x, m):
     last, ys = m[0], []
     for t in range(len(x)):

@@ -149,6 +149,19 @@ def last_ones_one_by_one(x):
     return torch.stack(out), seen
 
 
+def grown_while_one_goes_over_it(x):
+    seen, out = [], []
+    for t in range(x.shape[0]):
+        seen.append(x[t])
+        last = seen[-2:]
+        for row in last:
+            if len(last) < 5:
+                last.append(row * 2)
+        more = [last.append(row) for row in last if len(last) < 7]
+        out.append(sum(last) * len(more) + len(last))
+    return torch.stack(out)
+
+
 def by_two_names(x):
     seen, out = [], []
     same = seen
@@ -170,7 +183,7 @@ def both_ends(x):
 
 PROGRAMS = [
     *(stacked, joined, compressed, shifted, sliced, looked_back, by_place, emptied, replaced, joined_by_plus),
-    *(restarted, joined_behind, joined_with_each_other, last_ones_one_by_one),
+    *(restarted, joined_behind, joined_with_each_other, last_ones_one_by_one, grown_while_one_goes_over_it),
     *(by_two_names, both_ends),
 ]
 
