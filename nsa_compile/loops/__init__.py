@@ -247,10 +247,11 @@ def _as_rows(now: Snapshot, paths: set[Path], step: types.FunctionType) -> Itera
         after = look(step)
         lists: dict[Path, list[Any]] = {}
         of = {id(x): before[path] for path, x in given.items()}
+        were = {x.of: list(before[path]) for path, x in given.items()}
         for path, container in after.containers.items():
             if isinstance(value := container.value, GrowingList):
                 lists[path] = of.get(id(value), [])
-                lists[path][:] = elements_of(value, lists[path])
+                lists[path][:] = elements_of(value, were[value.of])
         after.install(lists)
 
 

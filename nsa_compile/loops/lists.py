@@ -78,12 +78,13 @@ class GrowingList(list):
 
     Attributes:
         rows: `[n, …]`, or None as long as there was no element.
+        of: which of the loop's lists its first elements are of, those that were there before the loop.
+        first, kept: which of that list's elements these are, and how many.
         appended: the tensors appended in this step.
-        cut: whether elements have been taken away.
+        cut: whether elements have been taken away in this step.
         few: whether it is the end of another list, of a fixed length at most.
     """
 
-    few: bool = False
     handed: ClassVar[
         list[Any]
     ] = []  # tensors that are elements, or have views that are; a write to one is not followed
@@ -93,10 +94,24 @@ class GrowingList(list):
     def __init__(self, path: Path, elements: Iterable[Tensor] = ()) -> None:
         super().__init__([_Unread(NotRows(path))])
         elements = list(elements)
-        self.rows: Any = torch.stack(elements) if elements else None
-        self.cut = False
+        self.hold(torch.stack(elements) if elements else None, str(path), 0, len(elements))
+
+    def hold(self, rows: Any, of: str, first: Any, kept: Any) -> None:
+        """Be what a step begins with."""
+        self.rows, self.of, self.first, self.kept = rows, of, first, kept
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what a step has done."""
         self.appended: list[Tensor] = []
+        self.cut = self.few = False
         self._joined: Any = None
+        self._part: Any = None  # of a slice: which elements of its list it has
+        self._is_mixed = False  # whether it may have some of before behind others
+
+    def parts(self) -> dict[str, Any]:
+        """What `hold` takes."""
+        return {".rows": self.rows, ".of": self.of, ".first": self.first, ".kept": self.kept}
 
     @property
     def _why(self) -> IsRead:
@@ -110,7 +125,7 @@ class GrowingList(list):
     def begin(self) -> None:
         """Forget what was appended before, by a step that was given up as well."""
         list.__delitem__(self, slice(1, None))
-        self.appended, self._joined = [], None
+        self._forget()
         if self.rows is not None:
             self.handed.append(self.rows)
 
@@ -134,7 +149,14 @@ class GrowingList(list):
         return rows.clone() if self.with_gradients and not torch.is_grad_enabled() else rows
 
     def settle(self) -> None:
-        """Take what waits into the rows."""
+        """Take what waits into the rows.
+
+        Raises:
+            NotRows: it has elements from before the loop, and not in front.
+        """
+        if self._is_mixed:
+            raise self._why
+        self._take_part()
         self.rows = self.all_rows()
         self.appended += self.waiting
         list.__delitem__(self, slice(1, None))
@@ -169,10 +191,12 @@ class GrowingList(list):
 
     def __add__(self, values: Any) -> Any:
         if isinstance(values, GrowingList):
-            return self._with(self._joined_with(self.all_rows(), values.all_rows()))
+            found = self._with(self._joined_with(self.all_rows(), values.all_rows()), self)
+            found._is_mixed |= values._may_hold_some_of_before
+            return found
         if type(values) is not list:
             _raise(values if isinstance(values, Appended) else self)
-        found = self._with(self.rows)
+        found = self._with(self.rows, self)
         for value in (*self.waiting, *values):
             found.append(value)
         return found
@@ -182,7 +206,7 @@ class GrowingList(list):
             raise self._why
         first = self._with(None)
         first.extend(values)
-        return first + self
+        return first + self if values else self._with(self.all_rows(), self)
 
     def _joined_with(self, first: Any, second: Any) -> Any:
         if first is None or second is None:
@@ -194,10 +218,25 @@ class GrowingList(list):
         self.handed.append(rows)
         return rows
 
-    def _with(self, rows: Any) -> GrowingList:
+    def _with(self, rows: Any, begins_as: GrowingList | None = None) -> GrowingList:
+        """A list of other rows, of which the first may be those of another list."""
         found = GrowingList(self._why.path)
         found.rows = rows
+        if begins_as is not None:
+            found.of, found.first, found.kept = begins_as.of, begins_as.first, begins_as.kept
+            found._part, found._is_mixed = begins_as._part, begins_as._is_mixed
         return found
+
+    @property
+    def _may_hold_some_of_before(self) -> bool:
+        return type(self.kept) is not int or self.kept > 0
+
+    def _take_part(self) -> None:
+        """Find out which elements of before a slice has: a question for a slice that stays, or loses some."""
+        if self._part is not None and self._may_hold_some_of_before:
+            start, stop = (min(bound, self.kept) for bound in self._part)
+            self.first, self.kept = self.first + start, stop - start
+        self._part = None
 
     def instead(self, values: list[Any]) -> GrowingList:
         """A list of other elements, which takes the place of this one."""
@@ -228,9 +267,12 @@ class GrowingList(list):
         start = 0 if index.start is None else index.start
         stop = length if index.stop is None else index.stop
         start, stop = (max(x + length, 0) if x < 0 else min(x, length) for x in (start, stop))
+        start, stop = (0, 0) if start >= stop else (start, stop)
         if rows is not None:
-            rows = self._between(rows, *((0, 0) if start >= stop else (start, stop)))
-        found = self._with(rows)
+            rows = self._between(rows, start, stop)
+        self._take_part()
+        found = self._with(rows, self)
+        found._part = start, stop
         found.few = type(index.start) is int and index.start < 0
         return found
 
@@ -265,6 +307,11 @@ class GrowingList(list):
         self.settle()
         self.rows = self._between(self.rows, *((1, None) if index == 0 else (None, length - 1)))
         self.cut = True
+        if self._may_hold_some_of_before:
+            if index == 0 and self.kept > 0:
+                self.first, self.kept = self.first + 1, self.kept - 1
+            elif index == -1 and self.kept == length:
+                self.kept = self.kept - 1
         return value
 
     def __delitem__(self, index: Any) -> None:
@@ -276,7 +323,7 @@ class GrowingList(list):
         self.settle()
         if self.rows is not None:
             self.rows = self._between(self.rows, 0, 0)
-        self.cut = True
+        self.cut, self.kept = True, 0
 
 
 BETWEEN = GrowingList._between.__name__  # where in the program the rows of a slice, or of an empty list, are made
@@ -300,9 +347,9 @@ def may_be_rows(value: Any) -> bool:
 
 
 def elements_of(found: GrowingList, before: list[Any]) -> list[Any]:
-    """The tensors of the list, given those that it began with."""
+    """The tensors of the list, given those of the list of before that it may begin with."""
     rows = [] if found.rows is None else separate(found.rows)
-    return rows if found.cut else [*before, *rows[len(before) :]]
+    return [*before[found.first : found.first + found.kept], *rows[found.kept :]]
 
 
 class _Separate(torch.autograd.Function):

@@ -561,6 +561,8 @@ def _carry_out(
 def _new(what: Made) -> Any:
     if what.template is not None:
         return copy.copy(what.template)
+    if what.kind == "rows":
+        return what.type(())
     if what.kind == "object":
         return list.__new__(what.type) if issubclass(what.type, list) else object.__new__(what.type)
     return what.type()

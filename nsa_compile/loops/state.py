@@ -335,7 +335,7 @@ def parts_of(value: Any, module: dict[str, Any]) -> tuple[str, tuple[Any, ...], 
     if isinstance(value, (Tensor, Appended, *_OPAQUE)):
         return None
     if isinstance(value, GrowingList):
-        return "object", (".rows", ".cut"), (value.rows, value.cut)
+        return "rows", tuple(value.parts()), tuple(value.parts().values())
     if isinstance(value, tuple):
         return "tuple", tuple(range(len(value))), value
     if isinstance(value, list | collections.deque):
@@ -490,6 +490,9 @@ def _fill(value: Any, kind: str, keys: tuple[Any, ...], children: tuple[Any, ...
             value.update(children)
     elif kind == "object":
         _fill_attributes(value, dict(zip(keys, children, strict=True)))
+    elif kind == "rows":
+        if any(a is not b for a, b in zip(value.parts().values(), children, strict=True)):
+            value.hold(*children)
     elif kind == "function":
         _fill_function(value, dict(zip(keys, children, strict=True)))
     elif kind == "partial":

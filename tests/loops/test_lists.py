@@ -411,3 +411,86 @@ def test_a_tensor_that_a_cache_of_a_function_keeps(is_filled, caplog):
     found, _ = nsa_compile.loop(run, nested="eager", cache=False)(torch.ones(4, 3))
     assert all(x is table(3) for x in found)
     assert "(.clone())" in caplog.text
+
+
+def taken_behind(M, row):
+    M.append(row)
+    M.pop()
+    M.append(M[-1] * row)
+    return M
+
+
+def taken_behind_and_in_front(M, row):
+    M += [row, M[-1] * row]
+    M.pop(0)
+    del M[-1]
+    return M
+
+
+def more_come_than_are_taken(M, row):
+    M += [row, row.sin()]
+    M.pop(0)
+    return M
+
+
+def all_of_them_taken(M, row):
+    M.append(row)
+    while len(M) > 1:
+        M.pop()
+    M.append(M[-1] * row)
+    return M
+
+
+def begun_again(M, row):
+    M.clear()
+    M.append(row)
+    return M
+
+
+def the_last_five(M, row):
+    M.append(row)
+    return M[-5:]
+
+
+def a_slice_of_a_slice(M, row):
+    M.append(row)
+    return M[1:][:4]
+
+
+def another_list_each_time(M, row):
+    return [*M[1:], row]
+
+
+def others_behind(M, row):
+    return M + [row * 2]  # noqa: RUF005
+
+
+def others_behind_a_part(M, row):
+    return M[1:] + [row * 2, row]  # noqa: RUF005
+
+
+def others_in_front(M, row):
+    return [row * 2] + M  # noqa: RUF005
+
+
+KEPT = [
+    taken_behind, taken_behind_and_in_front, more_come_than_are_taken, all_of_them_taken, begun_again, the_last_five,
+    a_slice_of_a_slice, another_list_each_time, others_behind, others_behind_a_part, others_in_front,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+@pytest.mark.parametrize("step", KEPT, ids=lambda f: f.__name__)
+def test_what_a_list_held_before_stays_what_it_was(step, steps, caplog):
+    def run(x):
+        before = [x[0] * 1, x[1] * 2, x[2] * 3, x[3] * 4]
+        M, out = list(before), []
+        for t in range(steps):
+            M = step(M, x[t] * 3)
+            out.append(M[-1] + torch.stack(M).sum(0))
+        which = [[i for i, other in enumerate(before) if m is other] for m in M]
+        return torch.stack(out), M, before, which
+
+    (x,) = rows(8)
+    compare(run, x, batched=False, on_decline="warn")
+    assert "runs as it is written" not in caplog.text
