@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -232,6 +233,12 @@ def _reduction(analysis: Analysis, node: fx.Node) -> Facts:
     return analysis.reduce(node, reduced.get("dim"), reduced.get("keepdim", False))
 
 
+def _item(analysis: Analysis, node: fx.Node) -> Facts:
+    """One of several results, which are ready together."""
+    facts = analysis.of(node.args[0])
+    return Facts(ready=facts.ready, sources=facts.sources, trail=facts.trail)
+
+
 def _matmul(analysis: Analysis, node: fx.Node) -> Facts:
     return analysis.contraction(node, node.args[0], node.args[1])
 
@@ -318,7 +325,9 @@ _BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
     _reduction: {
         aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.sum.default, aten.mean.default,
         aten.max.default, aten.min.default, aten.linalg_vector_norm.default, aten.var.correction,
+        aten.max.dim, aten.min.dim,
     },
+    _item: {operator.getitem},
     _matmul: MATMUL | {aten.dot.default},
     _addmm: MATMUL_ADD,
     _softmax: SOFTMAX,

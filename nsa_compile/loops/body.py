@@ -21,6 +21,7 @@ from nsa_compile.ir.rewriting import mark_absent
 from nsa_compile.loops.merged import Merged, Node, Source, leaf_results
 from nsa_compile.loops.numbers import Number, at_all_steps
 from nsa_compile.loops.paths import Symbol
+from nsa_compile.loops.recording import place_of
 from nsa_compile.loops.state import NotFollowed, Path, in_words
 from nsa_compile.loops.trace import Ref, TensorType
 
@@ -346,6 +347,13 @@ class Body:
         node = self.emit(aten.index_select.default, value.node, dim, rows)
         return Val(node, (*value.dims[:dim], like, *value.dims[dim + 1 :]))
 
+    def from_the_first(self, value: Val, dim: int) -> Val:
+        """The rows of a dimension in one buffer, from its first row on."""
+        axis = value.dims[dim]
+        if isinstance(axis, int) or (len(axis.segments) == 1 and not axis.only.start[self.at].any()):
+            return value
+        return self.moved(value, dim, Axis.of(int(axis.count.max()), 0, axis.count))
+
     def _rows_of(self, axis: Axis, like: Axis, device: torch.device) -> fx.Node:
         """For each row of one buffer, the row of another one that stands at the same place among those that exist.
 
@@ -394,7 +402,8 @@ class Body:
     def value_of(self, source: Source) -> Val:
         if isinstance(source.of, Node):
             found = self.values[source.of][source.place]
-            assert found is not None
+            if found is None:
+                raise NotFollowed(f"reads a result of {source.of.func} that has no rule")
             return found
         kind, *rest = source.of
         if kind == "outside":
@@ -582,7 +591,7 @@ class Body:
             except (NotFollowed, RuntimeError, TypeError) as error:
                 why = error if isinstance(error, NotFollowed) else NotFollowed(f"has no form for such sizes: {error}")
                 name = str(node.func).removesuffix(".default")
-                raise NotFollowed(f"{name}: {why.reason.splitlines()[0]}", why.place or _place(op.stack)) from error
+                raise NotFollowed(f"{name}: {why.reason.splitlines()[0]}", why.place or place_of(op.stack)) from error
             if op.no_grad:
                 values = [v and Val(self.emit(aten.detach.default, v.node), v.dims, v.zero) for v in values]
             self.values[node] = values
@@ -650,14 +659,6 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((k, _frozen(x)) for k, x in value.items())
     return (type(value), str(value)) if isinstance(value, float | bool) else value
-
-
-def _place(stack: str) -> str | None:
-    lines = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
-    if not lines:
-        return None
-    file, line, *_ = lines[-1].removeprefix("File ").split(", ")
-    return f"{file.strip(chr(34))}:{line.removeprefix('line ')}"
 
 
 __all__ = ["Axis", "Body", "Carry", "Dim", "Number", "Segment", "Table", "Val", "in_words"]

@@ -187,6 +187,15 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
     return apart.squeeze(dim + 1).contiguous() if apart.shape[dim + 1] == 1 else apart.flatten(dim, dim + 1)
 
 
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
+    """A length counts as `eps` at least, which its gradient does not know: torch writes it where autograd is off."""
+    directions = []
+    for x in (x1, x2):
+        length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+        directions.append(x / (length + (eps - length.detach()).clamp_min(0)))
+    return (directions[0] * directions[1]).sum(dim)
+
+
 REPLACED: dict[Any, Any] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
@@ -198,6 +207,7 @@ REPLACED: dict[Any, Any] = {
     F.scaled_dot_product_attention: _attention,
     F.pad: _pad,
     torch.einsum: einsum,
+    torch.cosine_similarity: _cosine_similarity,
     torch.stack: _stack,
     torch.cat: _cat,
     torch.concat: _cat,

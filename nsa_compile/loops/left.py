@@ -13,7 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import Number, as_number
 from nsa_compile.loops.python_numbers import is_symbolic
-from nsa_compile.loops.recording import Outside, Recorder
+from nsa_compile.loops.recording import Outside, Recorder, memory_of, value_of
 from nsa_compile.loops.state import NotFollowed, Path, Snapshot, in_words, look, parts_of
 from nsa_compile.loops.trace import Held, Trace
 
@@ -207,18 +207,6 @@ def settle_lists(step: types.FunctionType, handed: list[Any], trace: Trace) -> N
             raise NotFollowed("it writes in place to an element of a list that it reads")
         if isinstance(x, FunctionalTensor):
             trace.memory.setdefault("a list that is read", []).append(memory_of(x))
-
-
-def value_of(x: Any) -> Any:
-    """The fake tensor that a tensor of a trace is now: another one, where it was written to."""
-    if not isinstance(x, FunctionalTensor):
-        return x
-    torch._sync(x)
-    return torch._from_functional_tensor(x.elem)
-
-
-def memory_of(x: FunctionalTensor) -> int:
-    return x.elem.untyped_storage()._cdata
 
 
 def _held(x: FunctionalTensor, recorder: Recorder) -> Held:

@@ -16,6 +16,7 @@ from nsa_compile.loops.rules import (
     RULES,
     along,
     aten,
+    blocks,
     dim_of,
     elementwise,
     joining,
@@ -24,12 +25,13 @@ from nsa_compile.loops.rules import (
     nodes_of,
     picks,
     sizes_of,
+    spread,
 )
 from nsa_compile.loops.rules.elementwise import harmless, is_finite, pointwise
 from nsa_compile.loops.state import NotFollowed
 from nsa_compile.loops.trace import Ref
 
-REGISTERED = (movement, joining, elementwise, along, made, picks)  # by being imported
+REGISTERED = (movement, joining, elementwise, along, made, picks, blocks, spread)  # by being imported
 
 
 def convert(body: Body, node: Node) -> list[Val | None]:

@@ -27,6 +27,7 @@ from nsa_compile.loops.paths import Exploration, type_of
 from nsa_compile.loops.reached import reached
 from nsa_compile.loops.state import GLOBAL, Container, NotFollowed, Path, Snapshot, in_words, is_global
 from nsa_compile.loops.trace import Ref
+from nsa_compile.loops.unseen_writes import refuse_unseen_writes
 from nsa_compile.loops.watched import Watched
 from nsa_compile.program.constants import mark_pattern
 
@@ -71,6 +72,7 @@ def compile_loop(exploration: Exploration, watched: Watched, options: dict[str, 
     Raises:
         NotFollowed: an operator has no form in which sizes may change.
     """
+    refuse_unseen_writes(exploration)
     mutated, shared = exploration.mutated(), find_shared(exploration, copied=copied)
     merged = merge(exploration)
     starts: dict[Any, Table] = {}

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nsa_compile.loops import lists
 from nsa_compile.loops.numbers import as_number
 from nsa_compile.loops.state import NotFollowed
 from nsa_compile.loops.trace import Op, Ref, TensorType, Trace
+from nsa_compile.memory import written_by
 
 
 class Recorder(TorchDispatchMode):
@@ -67,6 +70,10 @@ class Recorder(TorchDispatchMode):
     def _place(self) -> tuple[Any, str]:
         return place(self.code)
 
+    def stack(self) -> str:
+        """The frames from the step inwards."""
+        return self._place()[1]
+
 
 def place(code: types.CodeType) -> tuple[Any, str]:
     """Where in the program a step is now: a key, and the frames from the step inwards, as tracebacks tell them."""
@@ -83,6 +90,27 @@ def place(code: types.CodeType) -> tuple[Any, str]:
             break
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(key), "".join(reversed(lines))
+
+
+def place_of(stack: str) -> str | None:
+    """`file:line` of the innermost of such frames."""
+    lines = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return None
+    file, line, *_ = lines[-1].removeprefix("File ").split(", ")
+    return f"{file.strip(chr(34))}:{line.removeprefix('line ')}"
+
+
+def value_of(x: Any) -> Any:
+    """The fake tensor that a tensor of a trace is now: another one, where it was written to."""
+    if not isinstance(x, FunctionalTensor):
+        return x
+    torch._sync(x)
+    return torch._from_functional_tensor(x.elem)
+
+
+def memory_of(x: FunctionalTensor) -> int:
+    return x.elem.untyped_storage()._cdata
 
 
 _TORCH, LISTS = torch.__path__[0], lists.__file__
@@ -131,6 +159,58 @@ class Outside(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default:
             self.literals.add(id(args[0]))
         return func(*self.lifted(args), **self.lifted(kwargs or {}))
+
+
+WITHOUT_GRADIENT = torch.ops.aten.detach.default
+
+
+class Functional(FunctionalTensorMode):
+    """Makes writes in place functional, and notes those that autograd does not see."""
+
+    def __init__(self, recorder: Recorder, outside: Outside) -> None:
+        super().__init__()
+        self.recorder, self.outside = recorder, outside
+        self.given: list[FunctionalTensor] = []  # the state
+        self.made: dict[int, list[weakref.ref[FunctionalTensor]]] = {}  # by memory
+        self.blind: Any = WeakIdKeyDictionary()  # tensors without the gradient that their memory has
+
+    def _sync_view_replay_annotations(self, args: Any, kwargs: Any) -> None:
+        """It asks for torch's own tracer, which is not here."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, FunctionalTensor)]
+        is_off = self.recorder.trace_no_grad and not torch.is_grad_enabled()
+        if is_off:
+            with torch.enable_grad():  # what was written before, was so with gradients
+                for y in given:
+                    torch._sync(y)
+        if self.recorder.trace_no_grad and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            for x in written_by(func, args, kwargs):
+                if isinstance(x, FunctionalTensor) and (is_off or x in self.blind):
+                    self._note_write(x)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, FunctionalTensor):
+                self._note_made(func, x, given, is_off)
+        return out
+
+    def _note_made(self, func: Any, x: FunctionalTensor, given: list[FunctionalTensor], is_off: bool) -> None:
+        memory = memory_of(x)
+        of = [y for y in given if y is not x and memory_of(y) == memory]
+        if of and (is_off or func is WITHOUT_GRADIENT or any(y in self.blind for y in of)):
+            self.blind[x] = True
+        self.made.setdefault(memory, []).append(weakref.ref(x))
+
+    def _note_write(self, x: FunctionalTensor) -> None:
+        """Note the tensors that keep a gradient which the write does not change."""
+        memory = memory_of(x)
+        found = [y for made in self.made.get(memory, []) if (y := made()) is not None and memory_of(y) == memory]
+        held = [*self.given, *(functional for _, _, functional in self.outside.known.values())]
+        found += [y for y in held if memory_of(y) == memory]
+        refs = {self.recorder.ref(value_of(y)) for y in (x, *found) if y not in self.blind}
+        if refs:
+            self.recorder.trace.unseen.append((frozenset(refs), self.recorder.stack()))
 
 
 # What holds no tensors; most arguments are such.

@@ -76,6 +76,7 @@ class Trace:
     given: dict[int, Path] = field(default_factory=dict)  # the objects of the state
     held: dict[Path, Held] = field(default_factory=dict)  # the tensors among the results
     held_in_lists: dict[Path, list[Held]] = field(default_factory=dict)  # those appended, also to lists that are read
+    unseen: list[tuple[frozenset[Ref], str]] = field(default_factory=list)  # written where autograd does not see it
     rows: set[Path] = field(default_factory=set)  # of lists that are read
     moved: set[Path] = field(default_factory=set)  # lists that are read, if elements were taken or it is another now
     changed: set[Path] = field(default_factory=set)  # containers that hold something else now

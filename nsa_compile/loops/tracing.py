@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -29,7 +29,6 @@ from nsa_compile.loops.left import (
     adopt_lists,
     begin_lists,
     held_by_containers,
-    memory_of,
     note_containers,
     note_what_is_left,
     settle_lists,
@@ -44,7 +43,7 @@ from nsa_compile.loops.python_numbers import (
     stand_ins_unseen,
     unnoted,
 )
-from nsa_compile.loops.recording import Outside, Recorder, is_ours
+from nsa_compile.loops.recording import Functional, Outside, Recorder, is_ours, memory_of
 from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
 from nsa_compile.loops.trace import Given, Trace
 from nsa_compile.loops.watched import is_of_library
@@ -73,11 +72,6 @@ class _Sizes(ShapeEnv):
         if isinstance(expr, sympy.Eq) and found:
             self.asserted.add(expr)
         return found
-
-
-class _Functional(FunctionalTensorMode):
-    def _sync_view_replay_annotations(self, args: Any, kwargs: Any) -> None:
-        """It asks for torch's own tracer, which is not here."""
 
 
 class _Rewritten(TorchFunctionMode):
@@ -152,8 +146,10 @@ def trace_step(
     cells = cells_of(step)
     try:
         # What torch's own functions call, such as that of nn.MultiheadAttention, is attention in plain operators, too.
-        with fake, recorder, _Functional(), _no_custom_gradients(), sdpa_kernel(SDPBackend.MATH):
+        functional = Functional(recorder, outside)
+        with fake, recorder, functional, _no_custom_gradients(), sdpa_kernel(SDPBackend.MATH):
             wrapped = {p: FunctionalTensor.to_functional(x) if isinstance(x, Tensor) else x for p, x in leaves.items()}
+            functional.given += [x for x in wrapped.values() if isinstance(x, FunctionalTensor)]
             grown = {path: Appended(path) for path in lists}
             trace.came = {memory_of(x): path for path, x in wrapped.items() if isinstance(x, FunctionalTensor)}
             before.install({**wrapped, **grown})

@@ -47,12 +47,16 @@ ROWS = [
     "x[: t + 1]", "keys", "other", "x[max(0, t - 2) : t + 1]", "keys[-3:]", "other[:2]", "x[1 : t + 1]", "x[:t]",
     "x[t:]", "keys[1:]", "torch.cat([other[:1], keys])", "torch.cat([keys[:1], keys[-2:]])", "x[: t + 2]",
     "z[: t // 2]", "torch.stack(seen)", "torch.stack(seen[-2:])", "torch.stack([*seen, q])", "torch.stack(seen + [q])",
-    "x[: (t + 1) // 2 * 2].view(-1, 2, 3).mean(1)",
+    "x[: (t + 1) // 2 * 2].view(-1, 2, 3).mean(1)", "x[: t + 1 : 2]", "keys[1::2]", "x[t % 2 : t + 1 : 2]",
+    "F.avg_pool1d(torch.cat([z[:2], keys]).T[None], 2, 1)[0].T",
+    "F.max_pool1d(torch.cat([z[:3], x[:t]]).T[None], 3)[0].T",
 ]  # fmt: skip
 READS = [
     "attend(q, {})", "{}.sum(0)", "({} * q).sum(0)", "{}.mean(0)", "({} @ q).sigmoid() @ {}", "{}[-1]", "{}[0]",
     "{}.amax(0)", "torch.logsumexp({}, 0)", "{}.cumsum(0).sum(0)", "({} @ q).topk(1).values * q",
     "q / (1 + {}.square().sum(0))", "{}.norm(dim=0)", "({} @ q).exp() @ {}", "q * {}.shape[0]", "({} - q).abs().sum(0)",
+    "{}.std(0, correction=0)", "{}.var(0)", "{}.cumprod(0).sum(0)", "sum(torch.aminmax({}, dim=0))",
+    "F.cosine_similarity({}, q, dim=-1) @ {}",
 ]  # fmt: skip
 STATEMENTS = [
     "keys = torch.cat([keys, q[None]])", "other = torch.cat([other, (q * 2)[None]])", "keys = keys[-3:]",
@@ -86,7 +90,7 @@ def loops(draw):
 def made(source):
     name = f"<drawn {next(NUMBERS)}>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
-    scope = {"torch": torch}
+    scope = {"torch": torch, "F": torch.nn.functional}
     exec(compile(source, name, "exec"), scope)
     return scope["drawn"]
 

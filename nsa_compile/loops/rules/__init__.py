@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ def rule(*funcs: Any) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def call(func: Any, **arguments: Any) -> Any:
+    """An operator with its arguments, as a rule takes them."""
+    return SimpleNamespace(func=func, shapes=[], **arguments)
 
 
 def place_of(dim: int, rank: int) -> int:

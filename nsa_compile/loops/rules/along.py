@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from nsa_compile.ir.aten import REARRANGED
 from nsa_compile.loops.body import Axis, Body, Dim, Val
-from nsa_compile.loops.rules import aten, place_of, rule, with_dim
+from nsa_compile.loops.rules import aten, call, place_of, rule, with_dim
 from nsa_compile.loops.rules.elementwise import number_of, pointwise
 from nsa_compile.loops.rules.joining import aligned
 from nsa_compile.loops.rules.movement import is_constant
@@ -55,14 +54,10 @@ def _matmul(body: Body, a: Any) -> Val:
 def _matmul_add(body: Body, a: Any) -> Val:
     first, second = (a.mat1, a.mat2) if a.func is aten.addmm.default else (a.batch1, a.batch2)
     func = aten.mm.default if a.func is aten.addmm.default else aten.bmm.default
-    product = _matmul(body, _call(func, self=first, mat2=second))
+    product = _matmul(body, call(func, self=first, mat2=second))
     if a.alpha != 1 or a.beta != 1:
         raise NotFollowed("weighs a product and a sum")
-    return pointwise(body, _call(aten.add.Tensor, self=product, other=a.self, alpha=1))
-
-
-def _call(func: Any, **arguments: Any) -> Any:
-    return SimpleNamespace(func=func, shapes=[], **arguments)
+    return pointwise(body, call(aten.add.Tensor, self=product, other=a.self, alpha=1))
 
 
 @rule(aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default)
@@ -110,7 +105,7 @@ _EXTREMES = {aten.amax, aten.amin, aten.max, aten.min, aten.argmax, aten.argmin}
     aten.logsumexp.default, aten.linalg_vector_norm.default, aten.prod.default, aten.prod.dim_int,
     aten.max.default, aten.min.default,
 )  # fmt: skip
-def _reduction(body: Body, a: Any) -> Val:
+def reduction(body: Body, a: Any) -> Val:
     value: Val = getattr(a, "self", None) or a.input
     packet, rank = a.func.overloadpacket, len(value.dims)
     asked = getattr(a, "dim", None)
@@ -255,10 +250,7 @@ def _sorted(body: Body, a: Any) -> list[Val]:
         node = body.emit(aten.topk.default if is_topk else aten.sort.default, value.node, *arguments)
         width = node.meta["example_value"][0].shape[dim]
         return [Val(body.item(node, i), with_dim(value.dims, dim, width)) for i in (0, 1)]
-    if axis.only.start[body.at].any():
-        value = body.moved(value, dim, Axis.of(int(axis.count.max()), 0, axis.count))
-        axis = value.dims[dim]
-        assert isinstance(axis, Axis)
+    value = body.from_the_first(value, dim)
     filled = body.filled(value, dim, _in_dtype(-math.inf if largest else math.inf, value.example.dtype))
     # Stable, so that of equal numbers those that exist come first.
     node = body.emit(aten.sort.stable, filled.node, stable=True, dim=dim, descending=largest)
@@ -269,7 +261,7 @@ def _sorted(body: Body, a: Any) -> list[Val]:
     results = []
     for i in (0, 1):
         part = body.item(node, i)
-        if width < axis.size:
+        if width < value.example.shape[dim]:
             part = body.emit(aten.slice.Tensor, part, dim, 0, width)
         # What is left of the filling would be infinite.
         there = Val(part, with_dim(value.dims, dim, Axis.of(width, 0, np.minimum(k, count))))
@@ -277,13 +269,21 @@ def _sorted(body: Body, a: Any) -> list[Val]:
     return results
 
 
-@rule(aten.cumsum.default)
-def _cumsum(body: Body, a: Any) -> Val:
+@rule(aten.aminmax.default)
+def _least_and_greatest(body: Body, a: Any) -> list[Val]:
+    dims = list(range(len(a.self.dims))) if a.dim is None else [a.dim]
+    return [
+        reduction(body, call(func, self=a.self, dim=dims, keepdim=a.keepdim))
+        for func in (aten.amin.default, aten.amax.default)
+    ]
+
+
+@rule(aten.cumsum.default, aten.cumprod.default)
+def _cumulated(body: Body, a: Any) -> Val:
     value, dim = a.self, place_of(a.dim, len(a.self.dims))
     axis = value.dims[dim]
-    if isinstance(axis, Axis):
-        axis.only  # noqa: B018
-        if axis.only.start.any():
-            value = body.filled(value, dim, 0)
+    is_product = a.func is aten.cumprod.default
+    if isinstance(axis, Axis) and (axis.only.start.any() or is_product):
+        value = body.filled(value, dim, int(is_product))
     extra = {"dtype": a.dtype} if a.dtype is not None else {}
-    return Val(body.emit(aten.cumsum.default, value.node, dim, **extra), value.dims)
+    return Val(body.emit(a.func, value.node, dim, **extra), value.dims)

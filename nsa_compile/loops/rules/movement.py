@@ -250,7 +250,7 @@ def slice_rows(body: Body, a: Any) -> Val:
             bounds = int(start[body.at][0]), int(stop[body.at][0])
             size = len(range(*bounds, a.step))
             return Val(body.emit(aten.slice.Tensor, value.node, dim, *bounds, a.step), with_dim(value.dims, dim, size))
-        raise NotFollowed("steps over rows of a dimension that grows")
+        return _every_nth(body, value, dim, start, stop, a.step)
     if isinstance(own, int):
         if is_constant(body, start) and is_constant(body, stop):
             first, last = int(start[body.at][0]), int(stop[body.at][0])
@@ -269,6 +269,25 @@ def slice_rows(body: Body, a: Any) -> Val:
     axis = Axis.of(segment.size, segment.start + start, segment.start + stop, own.root)
     sliced = Val(value.node, with_dim(value.dims, dim, axis))
     return body.fixed(sliced, dim) if body.constant_count(axis) == 1 else sliced
+
+
+def _every_nth(body: Body, value: Val, dim: int, start: Table, stop: Table, step: int) -> Val:
+    """The rows from `start` on that are `step` apart: those of a buffer of every such row."""
+    own = value.dims[dim]
+    if isinstance(own, Axis) and len(own.segments) > 1:
+        value = body.from_the_first(value, dim)
+        own = value.dims[dim]
+    before = own.only.start if isinstance(own, Axis) else 0
+    first, last, at = before + start, before + stop, body.at & (stop > start)
+    phase = int(first[at][0]) % step if at.any() else 0
+    if (first[at] % step != phase).any():
+        raise NotFollowed("steps over rows, from one on that changes from step to step")
+    size = value.example.shape[dim]
+    node = body.emit(aten.slice.Tensor, value.node, dim, phase, size, step)
+    begin = (first - phase) // step
+    end = np.where(stop > start, -((phase - last) // step), begin)
+    axis = Axis.of(node.meta["example_value"].shape[dim], begin, end)
+    return Val(node, with_dim(value.dims, dim, axis), value.zero)
 
 
 def _slice_of_several(body: Body, value: Val, dim: int, axis: Axis, start: Table, stop: Table) -> Val:

@@ -199,21 +199,3 @@ def _layer_norm(body: Body, a: Any) -> list[Val]:
     node = body.emit(a.func, value.node, a.normalized_shape, nodes_of(a.weight), nodes_of(a.bias), a.eps)
     statistics = (*value.dims[:kept], *[1] * len(a.normalized_shape))
     return [Val(body.item(node, i), value.dims if i == 0 else statistics) for i in range(3)]
-
-
-@rule(aten.unfold.default)
-def _unfold(body: Body, a: Any) -> Val:
-    dim = place_of(a.dimension, len(a.self.dims))
-    axis = a.self.dims[dim]
-    if isinstance(axis, int):
-        raise NotFollowed("takes blocks of a size that changes from step to step")
-    value = a.self
-    if axis.only.start[body.at].any():
-        value = body.moved(value, dim, Axis.of(int(axis.count.max()), 0, axis.count))
-    count = np.maximum((axis.count - a.size) // a.step + 1, 0)
-    size = value.example.shape[dim]
-    if size < a.size:
-        raise NotFollowed("takes blocks that are longer than the loop")
-    node = body.emit(aten.unfold.default, value.node, dim, a.size, a.step)
-    new = Axis.of(node.meta["example_value"].shape[dim], 0, count)
-    return Val(node, (*with_dim(value.dims, dim, new), a.size))

@@ -1,0 +1,142 @@
+"""Writes that autograd does not see: what they change keeps its gradient, or the loop is declined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import nsa_compile
+from nsa_compile.loops import LoopDeclined
+from tests.loops.test_loops import D, compare
+
+S = 6
+
+
+def inputs():
+    torch.manual_seed(0)
+    return [torch.randn(n, D, dtype=torch.float64, requires_grad=True) for n in (S, 3)]
+
+
+def clamped(x, w, t, state):
+    y = w * x[t]
+    with torch.no_grad():
+        y.clamp_min_(0.1)
+    return y * x[t]
+
+
+def a_row_of_it(x, w, t, state):
+    y = w * x[t]
+    with torch.no_grad():
+        y[0] = 1
+    return y.sum(0) * x[t]
+
+
+def through_what_is_detached(x, w, t, state):
+    y = w * x[t]
+    y.detach()[1:].mul_(2)
+    return y.sum(0) * x[t]
+
+
+def through_its_data(x, w, t, state):
+    y = w * x[t]
+    y.data.clamp_min_(0.1)
+    return y.sum(0) * x[t]
+
+
+def seen_by_a_view(x, w, t, state):
+    y = w * x[t]
+    first = y[0]
+    with torch.no_grad():
+        y.mul_(3)
+    return first * x[t]
+
+
+def a_state_that_gets_its_gradient_later(x, w, t, state):
+    if t == 3:
+        with torch.no_grad():
+            state["s"].mul_(0.5)
+    state["s"] = state["s"] + x[t]
+    return state["s"] * 2
+
+
+def an_input(x, w, t, state):
+    with torch.no_grad():
+        state["w"].mul_(0.5)
+    return state["w"].sum(0) + x[t]
+
+
+UNSEEN = [
+    clamped, a_row_of_it, through_what_is_detached, through_its_data, seen_by_a_view,
+    a_state_that_gets_its_gradient_later, an_input,
+]  # fmt: skip
+
+
+def running_mean(x, w, t, state):
+    """A write to what has no gradient is none to what has one."""
+    with torch.no_grad():
+        state["mean"].mul_(0.9).add_(x[t] * 0.1)
+    return (x[t] - state["mean"]) * w[0]
+
+
+def of_a_copy(x, w, t, state):
+    y = (w * x[t]).detach()
+    y.clamp_min_(0.1)
+    y[0].mul_(2)
+    return y * x[t]
+
+
+def of_a_copy_without_gradients(x, w, t, state):
+    with torch.no_grad():
+        y = w * x[t]
+        y.clamp_min_(0.1)
+        y[0] = x[t]
+    return y * x[t]
+
+
+def before_they_are_off(x, w, t, state):
+    """What was written with gradients keeps them, though it is read first where they are off."""
+    y, first = torch.zeros(3, D, dtype=x.dtype), None
+    first = y[1]
+    y[1] = x[t] * w[0]
+    with torch.no_grad():
+        n = first.sum()
+    return y.sum(0) * x[t] + first * n
+
+
+def similar(x, w, t, state):
+    """Torch clamps the lengths where autograd is off."""
+    return F.cosine_similarity(w, x[t] * 1e-9 * t, dim=-1) @ w + F.cosine_similarity(w, x[t], dim=-1) @ w
+
+
+SEEN = [running_mean, of_a_copy, of_a_copy_without_gradients, before_they_are_off, similar]
+
+
+def as_a_loop(step):
+    def run(x, w):
+        state = {"mean": torch.zeros(D, dtype=x.dtype), "s": torch.ones(D, dtype=x.dtype), "w": w * 1}
+        out = []
+        for t in range(S):
+            out.append(step(x, w, t, state))
+        return torch.stack(out)
+
+    return run
+
+
+@pytest.mark.parametrize("step", UNSEEN, ids=lambda f: f.__name__)
+def test_what_autograd_does_not_see_is_declined(step):
+    with pytest.raises(LoopDeclined, match="where autograd does not see it") as declined:
+        nsa_compile.loop(as_a_loop(step), nested="eager", cache=False, on_decline="error")(*inputs())
+    assert "test_unseen_writes.py:" in str(declined.value).rsplit("(", 1)[1]
+
+
+@pytest.mark.parametrize("step", UNSEEN, ids=lambda f: f.__name__)
+def test_without_gradients_there_is_nothing_to_see(step):
+    with torch.no_grad():
+        compare(as_a_loop(step), *inputs(), batched=False, on_decline="warn")
+
+
+@pytest.mark.parametrize("step", SEEN, ids=lambda f: f.__name__)
+def test_other_writes_are_as_they_are_written(step, caplog):
+    compare(as_a_loop(step), *inputs(), batched=False, on_decline="warn")
+    assert "runs as it is written" not in caplog.text
