@@ -6,13 +6,16 @@ BIN := .venv/bin
 TRAINER := .venv/installed-for-train
 TESTS := .venv/installed-for-test
 
-.PHONY: train test test-deep lint docs clean
+.PHONY: train test test-all test-deep lint docs clean
 
 train: $(TRAINER)
 	$(BIN)/nsa-compile train
 
 test: lint
 	$(BIN)/python -m pytest -q -n logical --dist worksteal
+
+test-all: lint
+	$(BIN)/python -m pytest -q -n logical --dist worksteal --every-case
 
 test-deep: lint
 	$(BIN)/python -m pytest -q -n logical --dist worksteal --hypothesis-profile=deep

@@ -30,7 +30,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.children import sitecustomize  # noqa: F401  # here, too, what it changes
-from tests.depth import is_deep
+from tests.depth import take_every_case, takes_every_case
 from tests.room import with_room
 
 _COMMON: dict[str, Any] = {
@@ -74,10 +74,18 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="also what is marked deep, which a usual run leaves out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    take_every_case(config)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is for a deep search is left out of another. What compiles most comes first: were it left to the end, one
+    """What is marked deep is left out of a usual run. What compiles most comes first: were it left to the end, one
     process would work and the other wait. Tests and their fixtures have room for their frames."""
-    if not is_deep():
+    if not takes_every_case():
         left_out = [item for item in items if item.get_closest_marker("deep")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("deep")]

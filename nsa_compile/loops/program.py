@@ -19,6 +19,7 @@ from nsa_compile.backend import nsa_compile_backend
 from nsa_compile.ir.scans import CARRY_NAMES
 from nsa_compile.loops.aliases import Place, find_shared, share
 from nsa_compile.loops.body import Axis, Body, Carry, Table, Val
+from nsa_compile.loops.gradients import refuse_unseen_writes, without_gradient
 from nsa_compile.loops.lists import separate
 from nsa_compile.loops.merged import Merged, Source, leaf_results, merge
 from nsa_compile.loops.numbers import Number
@@ -27,7 +28,6 @@ from nsa_compile.loops.paths import Exploration, type_of
 from nsa_compile.loops.reached import reached
 from nsa_compile.loops.state import GLOBAL, Container, NotFollowed, Path, Snapshot, in_words, is_global
 from nsa_compile.loops.trace import Ref
-from nsa_compile.loops.unseen_writes import refuse_unseen_writes
 from nsa_compile.loops.watched import Watched
 from nsa_compile.program.constants import mark_pattern
 
@@ -64,6 +64,7 @@ class Program:
     shared: dict[Place, Any]  # results that are tensors which were there before, or others, or views of these
     watched: Watched
     lost: set[Path]  # containers that a step changes, and in whose place one puts another
+    without_gradient: tuple[set[Path], dict[Path, list[bool]]]  # finals, and of each list which tensors
 
 
 def compile_loop(exploration: Exploration, watched: Watched, options: dict[str, Any], *, copied: bool) -> Program:
@@ -167,7 +168,10 @@ class _Assembly:
         plan = plan_after(self.exploration)
         traces = [way.trace for way in self.exploration.ways]
         lost = {p for x in traces for p in x.replaced} & {p for x in traces for p in x.changed}
-        return Program(run, self.inputs, self.reached, finals, shifted, mutated, plan, shared, watched, lost)
+        no_gradient = without_gradient(self.exploration)
+        return Program(
+            run, self.inputs, self.reached, finals, shifted, mutated, plan, shared, watched, lost, no_gradient
+        )
 
     # -- what the step yields
 
@@ -403,9 +407,14 @@ def run_program(program: Program, now: Snapshot, length: int) -> tuple[dict[Path
         x = results[part.place]
         for d, first, count in part.rows:
             x = x.narrow(d, first, count)
+        if path in program.without_gradient[0]:
+            x = x.detach()
         before = now.leaves.get(path)
         finals[path] = before.copy_(x) if path in program.mutated and isinstance(before, Tensor) else x
     lists = {path: _appended(rows, results, length) for path, rows in program.lists.items()}
+    for path, tensors in lists.items():
+        has_none = program.without_gradient[1][path]
+        tensors[:] = [x.detach() if off else x for x, off in zip(tensors, has_none, strict=True)]
     share(program.shared, now, finals, lists)
     _carry_out(program.plan, now, finals, lists)
     return finals, lists

@@ -692,3 +692,17 @@ def test_reports_name_the_loop_and_its_variables(caplog):
     (report,) = nsa_compile.last_report().scans
     assert report.name == "loop"
     assert "dropped the guards of keys" in str(nsa_compile.last_report().passes)
+
+
+def test_masks_meet_truths_of_the_position():
+    def blocks(x):
+        M, out = torch.zeros(4, D, dtype=x.dtype), []
+        for t in range(x.shape[0]):
+            is_full = (torch.arange(4) == t // 3) & ((t + 1) % 3 == 0)
+            M = torch.where(is_full[:, None], x[t], M)
+            shown = ((x[t] > 0) | (t > 2)) ^ (t % 2 == 0)
+            out.append(M.sum(0) * shown + (x[t] > 0) * t * (t > 1))
+        return torch.stack(out)
+
+    (x,) = rows(9)
+    compare(blocks, x, raised=False)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nsa_compile import ops
 from nsa_compile.ops.scored import scored_places
-from tests.depth import is_deep
+from tests.depth import takes_every_case
 from tests.ops.problems import kernels
 from tests.strategies import few
 
@@ -96,8 +96,8 @@ class Problem:
         return padded.unflatten(1, (-1, 64)).unflatten(0, (-1, 64)).any(3).any(1).to(torch.uint8)
 
 
-# A kernel is compiled for each: five in which every form, mask and dtype is, or, in a deep search, all.
-PROGRAMS = list(itertools.product(FORMS, MASKS, (torch.float32, torch.float64)))[:: 1 if is_deep() else 5]
+# A kernel is compiled for each: five in which every form, mask and dtype is, or all.
+PROGRAMS = list(itertools.product(FORMS, MASKS, (torch.float32, torch.float64)))[:: 1 if takes_every_case() else 5]
 
 
 @st.composite

@@ -111,6 +111,9 @@ def harmless(body: Body, value: Any) -> Any:
 HARMLESS = 0.5
 
 
+_KINDS = {"b": torch.bool, "i": torch.int64, "f": torch.float32}
+
+
 def pointwise(body: Body, a: Any) -> Val:
     names = [x.name for x in a.func._schema.arguments]
     values = _operands(body, a, names)
@@ -128,7 +131,7 @@ def pointwise(body: Body, a: Any) -> Val:
         if isinstance(values[n], np.ndarray):
             others = [values[m].example.dtype for m in tensors]
             floating = [t for t in others if t.is_floating_point]
-            dtype = floating[0] if floating else torch.int64 if values[n].dtype.kind != "f" else torch.float32
+            dtype = floating[0] if floating else _KINDS[values[n].dtype.kind]
             values[n] = number_of(body, values[n], dtype, example.device)
             func = _for_tensors(func)
     if func is aten.clamp.Tensor:

@@ -20,7 +20,7 @@ from nsa_compile.models.variant import REGISTERED, find
 from nsa_compile.models.zoo.recurrent_variants import Recurrent
 from nsa_compile.train.loop import run
 from nsa_compile.train.records.run_directory import create_run_directory
-from tests.depth import is_deep
+from tests.depth import takes_every_case
 from tests.models.zoo import judge
 
 # Sizes at which a sequence of 19 tokens has something to choose from.
@@ -211,7 +211,7 @@ def test_its_matrices_are_counted(config):
 
 
 # A window, blocks that are ranked, an indexer of tokens, compressed rows, and states of both kinds.
-COMPILED = ZOO if is_deep() else ["streaming", "moba", "dsa", "csa", "mamba2", "gated_delta_net"]
+COMPILED = ZOO if takes_every_case() else ["streaming", "moba", "dsa", "csa", "mamba2", "gated_delta_net"]
 
 
 def test_it_trains_and_writes_text(config, tiny_overrides, tmp_path):

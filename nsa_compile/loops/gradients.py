@@ -1,8 +1,12 @@
-"""Writes that autograd does not see: in place where gradients are off, or through a tensor without the gradient of its
-memory. What is written there keeps the gradient that it had; in a trace, the new value would take its place.
+"""Which tensors of a loop have a gradient, as far as its operators show: what may have one and what surely has none.
+
+A write in place where gradients are off, or through a tensor without the gradient of its memory, is one that autograd
+does not see. What is written there keeps the gradient that it had; in a trace, the new value would take its place.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -26,8 +30,7 @@ def refuse_unseen_writes(exploration: Exploration) -> None:
     """
     if not any(way.trace.unseen for way in exploration.ways):
         return
-    first = exploration.first.leaves
-    state = {path for path, x in first.items() if isinstance(x, Tensor) and x.requires_grad}
+    state = set(_at_first(exploration))
     known = -1
     while known != len(state):
         known = len(state)
@@ -41,7 +44,31 @@ def refuse_unseen_writes(exploration: Exploration) -> None:
                 raise NotFollowed(REASON, place_of(stack))
 
 
-def _with_gradient(trace: Trace, state: set[Path]) -> set[Ref]:
+def without_gradient(exploration: Exploration) -> tuple[set[Path], dict[Path, list[bool]]]:
+    """What surely has no gradient after a loop, though other steps may make it with one: tensors of the state, and of
+    each list that steps append to, which of the tensors appended."""
+    state = _at_first(exploration)
+    appended: dict[Path, list[bool]] = {path: [] for path in exploration.lists}
+    known: dict[tuple[int, frozenset[Path]], tuple[frozenset[Path], dict[Path, list[bool]]]] = {}
+    for way in map(int, exploration.way_of):
+        if (way, state) not in known:
+            trace = exploration.ways[way].trace
+            found = _with_gradient(trace, state)
+            after = frozenset(p for p, ref in trace.results.items() if isinstance(ref, Ref) and ref in found)
+            known[way, state] = after, {p: [ref not in found for ref in refs] for p, refs in trace.appended.items()}
+        state, here = known[way, state]
+        for path, has_none in here.items():
+            appended[path] += has_none
+    results = exploration.ways[int(exploration.way_of[-1])].trace.results
+    return {p for p, x in results.items() if isinstance(x, Ref) and p not in state}, appended
+
+
+def _at_first(exploration: Exploration) -> frozenset[Path]:
+    first = exploration.first.leaves
+    return frozenset(path for path, x in first.items() if isinstance(x, Tensor) and x.requires_grad)
+
+
+def _with_gradient(trace: Trace, state: Collection[Path]) -> set[Ref]:
     """The tensors of a step that have a gradient, given those of the state that have one."""
     found = {ref for path, ref in trace.state.items() if path in state}
     found |= {ref for ref, x in trace.outside.items() if x.requires_grad}

@@ -1,4 +1,4 @@
-"""Writes that autograd does not see: what they change keeps its gradient, or the loop is declined."""
+"""Which tensors have a gradient. A write that autograd does not see leaves it to what it changes, or is declined."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def as_a_loop(step):
 def test_what_autograd_does_not_see_is_declined(step):
     with pytest.raises(LoopDeclined, match="where autograd does not see it") as declined:
         nsa_compile.loop(as_a_loop(step), nested="eager", cache=False, on_decline="error")(*inputs())
-    assert "test_unseen_writes.py:" in str(declined.value).rsplit("(", 1)[1]
+    assert "test_gradients.py:" in str(declined.value).rsplit("(", 1)[1]
 
 
 @pytest.mark.parametrize("step", UNSEEN, ids=lambda f: f.__name__)
@@ -140,3 +140,27 @@ def test_without_gradients_there_is_nothing_to_see(step):
 def test_other_writes_are_as_they_are_written(step, caplog):
     compare(as_a_loop(step), *inputs(), batched=False, on_decline="warn")
     assert "runs as it is written" not in caplog.text
+
+
+def last_without(x, w, t, state):
+    with torch.set_grad_enabled(t != S - 1):
+        state["s"] = state["s"] * x[t]
+    return state["s"] + x[t]
+
+
+def every_other_without(x, w, t, state):
+    state["mean"] = state["mean"].detach() + x[t] if t % 2 else state["mean"] * 2
+    with torch.set_grad_enabled(t % 2 == 0):
+        return x[t] * w[0]
+
+
+@pytest.mark.parametrize("step", [last_without, every_other_without], ids=lambda f: f.__name__)
+def test_what_is_made_without_gradients_has_none(step):
+    def run(x, w):
+        state = {"mean": torch.zeros(D, dtype=x.dtype), "s": torch.ones(D, dtype=x.dtype)}
+        out = []
+        for t in range(S):
+            out.append(step(x, w, t, state))
+        return out, state
+
+    compare(run, *inputs(), batched=False, on_decline="warn")
