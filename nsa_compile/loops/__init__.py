@@ -195,8 +195,9 @@ class _Runner(Unseen):
                 self.rows[key] = rows
                 return program
             except NotRows as error:
-                rows.discard(error.path)
-                never.add(error.path)
+                declined = rows & {error.path} or set(rows)  # it may be a list that is made of one of them
+                rows -= declined
+                never |= declined | {error.path}
                 if error.reason:
                     first = first or NotFollowed(error.reason)
             except IsRead as error:

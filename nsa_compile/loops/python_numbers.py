@@ -58,7 +58,15 @@ class unnoted:  # used like a function
         sys.setprofile(None)
 
     def __exit__(self, *_: object) -> None:
-        sys.setprofile(self.noting)
+        note_again(self.noting)
+
+
+def note_again(noting: Any) -> None:
+    """Let what `sys.getprofile` gave note calls again."""
+    if noting is None or callable(noting):
+        sys.setprofile(noting)
+    else:
+        noting.enable()  # cProfile, which `sys.setprofile` does not take
 
 
 class _KindOfKinds(type):

@@ -18,7 +18,13 @@ from typing import Any
 from torch._dynamo import eval_frame
 
 from nsa_compile.loops.effects import BY_CALLER, effect_of
-from nsa_compile.loops.python_numbers import PythonType, frame_of_loop, holds_symbols, may_ask_what_it_is
+from nsa_compile.loops.python_numbers import (
+    PythonType,
+    frame_of_loop,
+    holds_symbols,
+    may_ask_what_it_is,
+    note_again,
+)
 from nsa_compile.loops.state import GLOBAL, PLAIN, NotFollowed, Snapshot, distinct, in_words, survey
 
 __all__ = ["Changed", "Watched", "is_of_library"]
@@ -328,10 +334,7 @@ class _Notes:
         try:
             yield
         finally:
-            if before is None or callable(before):
-                sys.setprofile(before)
-            else:
-                before.enable()  # cProfile: `sys.setprofile` does not take what `sys.getprofile` gives
+            note_again(before)
             for variables in self.lent:
                 variables.pop("type", None)
             self.lent.clear()

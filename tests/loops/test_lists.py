@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import functools
 
 import pytest
@@ -494,3 +495,30 @@ def test_what_a_list_held_before_stays_what_it_was(step, steps, caplog):
     (x,) = rows(8)
     compare(run, x, batched=False, on_decline="warn")
     assert "runs as it is written" not in caplog.text
+
+
+def test_a_slice_that_a_step_adds_to_and_leaves():
+    """What is taken from a list shares the memory of its rows; once that is found out, there is an end to it."""
+
+    def run(x):
+        seen, out = [x[0] * 1], []
+        for t in range(x.shape[0]):
+            last = seen[-3:]
+            while len(last) < 4:
+                last.append(last[-1] * 0.5)
+            seen.append(last[0] + x[t])
+            out.append(last[3])
+        return out, last
+
+    (x,) = rows(5)
+    compare(run, x, batched=False, on_decline="warn")
+
+
+def test_a_first_call_may_be_profiled():
+    (x,) = rows(7)
+    profile = cProfile.Profile()
+    compiled = nsa_compile.loop(last_ones_one_by_one, nested="eager", cache=False, on_decline="error")
+    with profile:
+        ours = compiled(x)
+    torch.testing.assert_close(ours, last_ones_one_by_one(x))
+    assert "explore" in {entry.code.co_name for entry in profile.getstats() if hasattr(entry.code, "co_name")}
