@@ -95,7 +95,7 @@ def refused_effects() -> Iterator[None]:
         return own_compile(*given, **named)
 
     own, own_len, own_sum = builtins.print, builtins.len, builtins.sum
-    own_seed, own_compile = torch.manual_seed, torch.compile
+    own_seed, own_compile, own_switch = torch.manual_seed, torch.compile, torch.set_grad_enabled.__init__
     of_numpy: Any = numpy.random.get_state.__self__  # type: ignore[attr-defined]
     drawn, drawn_by_numpy, switches = random.getstate(), content_of(of_numpy), _switches()
 
@@ -110,7 +110,13 @@ def refused_effects() -> Iterator[None]:
             raise NotFollowed("it calls torch.manual_seed")
         return own_seed(*numbers)
 
+    def switch(context: Any, mode: Any) -> None:
+        own_switch(
+            context, bool(mode) if isinstance(mode, torch.SymBool) else mode
+        )  # a truth that changes from step to step is a condition
+
     builtins.print, builtins.len, builtins.sum = refuse, length, added
+    torch.set_grad_enabled.__init__ = switch  # type: ignore[method-assign,assignment]
     torch.manual_seed = torch.random.manual_seed = seed  # type: ignore[assignment]
     torch.compile = compiled
     try:
@@ -120,6 +126,7 @@ def refused_effects() -> Iterator[None]:
         builtins.print, builtins.len, builtins.sum = own, own_len, own_sum
         torch.manual_seed = torch.random.manual_seed = own_seed
         torch.compile = own_compile
+        torch.set_grad_enabled.__init__ = own_switch  # type: ignore[method-assign]
         by_numpy = content_of(of_numpy) != drawn_by_numpy
         changed, switched = random.getstate() != drawn or by_numpy, _switches() != switches
         if changed:

@@ -154,7 +154,14 @@ def every_other_without(x, w, t, state):
         return x[t] * w[0]
 
 
-@pytest.mark.parametrize("step", [last_without, every_other_without], ids=lambda f: f.__name__)
+def truncated(x, w, t, state):
+    """Backpropagation through the last steps alone."""
+    with torch.set_grad_enabled(t > 2):
+        state["s"] = state["s"] * 0.5 + x[t] * w[1]
+    return state["s"] * w[0]
+
+
+@pytest.mark.parametrize("step", [last_without, every_other_without, truncated], ids=lambda f: f.__name__)
 def test_what_is_made_without_gradients_has_none(step):
     def run(x, w):
         state = {"mean": torch.zeros(D, dtype=x.dtype), "s": torch.ones(D, dtype=x.dtype)}
