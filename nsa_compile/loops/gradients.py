@@ -15,7 +15,7 @@ from nsa_compile.loops.merged import refs_of
 from nsa_compile.loops.paths import Exploration
 from nsa_compile.loops.recording import WITHOUT_GRADIENT, place_of
 from nsa_compile.loops.state import NotFollowed, Path
-from nsa_compile.loops.trace import Ref, Trace
+from nsa_compile.loops.trace import Op, Ref, Trace
 
 REASON = (
     "it writes to a tensor that may have a gradient where autograd does not see it, under no_grad or by .detach() or "
@@ -73,9 +73,14 @@ def _with_gradient(trace: Trace, state: Collection[Path]) -> set[Ref]:
     found = {ref for path, ref in trace.state.items() if path in state}
     found |= {ref for ref, x in trace.outside.items() if x.requires_grad}
     for op in trace.ops:
-        if not op.no_grad and op.func is not WITHOUT_GRADIENT and not found.isdisjoint(refs_of([op.args, op.kwargs])):
+        if passes_gradients(op) and not found.isdisjoint(refs_of([op.args, op.kwargs])):
             found.update(ref for ref in op.outs if _may_have_one(trace.types[ref].dtype))
     return found
+
+
+def passes_gradients(op: Op) -> bool:
+    """Whether what an operator makes has the gradients of what it reads."""
+    return not op.no_grad and op.func is not WITHOUT_GRADIENT
 
 
 def _may_have_one(dtype: torch.dtype) -> bool:

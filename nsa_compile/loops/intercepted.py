@@ -228,6 +228,8 @@ REFUSED: dict[Any, str] = {
     _GRAD.__set__: "it sets .grad",
     _REQUIRES_GRAD.__set__: "it sets .requires_grad",
     Tensor.requires_grad_: "it calls requires_grad_()",
+    Tensor.detach_: "it calls detach_(); write x = x.detach()",
+    torch.detach_: "it calls detach_(); write x = x.detach()",
     _VERSION.__get__: "it reads ._version",
     Tensor.set_: "it sets the memory of a tensor",
     Tensor.backward: "it calls backward()",

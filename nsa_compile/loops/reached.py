@@ -1,13 +1,14 @@
 """Which tensors of before a loop its results depend on: the others get no gradient, as in the loop as it is written.
 
-A carry's first value may be replaced before anybody reads it, and what the last step makes may be lost. In the scan all
-steps are one program, whose gradients of such a tensor would be zeros, where the loop's are None.
+A carry's first value may be replaced before anybody reads it, or detached, and what the last step makes may be lost. In
+the scan all steps are one program, whose gradients of such a tensor would be zeros, where the loop's are None.
 """
 
 from __future__ import annotations
 
 import torch
 
+from nsa_compile.loops.gradients import passes_gradients
 from nsa_compile.loops.lists import BETWEEN
 from nsa_compile.loops.merged import needed_for
 from nsa_compile.loops.paths import Exploration
@@ -34,7 +35,7 @@ def reached(exploration: Exploration) -> tuple[set[Path], set[int]]:
 
 def _before(trace: Trace, after: frozenset[Path]) -> _Reached:
     """What a step needs for some of the tensors that it leaves, and for what it appends."""
-    _, needed = needed_for(trace, after, begins=_is_an_empty_list)
+    _, needed = needed_for(trace, after, begins=lambda op: _is_an_empty_list(op) or not passes_gradients(op))
     state = frozenset(path for path, ref in trace.state.items() if ref in needed)
     return state, frozenset(trace.outside.keys() & needed)
 

@@ -192,6 +192,10 @@ def from_another_one_each_time(k):
     return k[(len(k) - 1) % 2 :: 2].sum(0)
 
 
+def of_one_row_too_few(k):
+    return k.var(0, correction=2)
+
+
 @pytest.mark.parametrize(
     ("read", "reason"),
     [
@@ -199,6 +203,7 @@ def from_another_one_each_time(k):
         (with_half_a_block, "aten.avg_pool2d: pools blocks that reach beyond the rows"),
         (with_the_places, "reads a result of aten.max_pool2d_with_indices.default that has no rule"),
         (in_groups, "aten.convolution: is a convolution with padding, of several dimensions, or of groups of channels"),
+        (of_one_row_too_few, "aten.var.correction: has fewer elements than its correction at some steps"),
         (from_another_one_each_time, "aten.slice.Tensor: steps over rows, from one on that changes from step to step"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

@@ -154,6 +154,13 @@ def every_other_without(x, w, t, state):
         return x[t] * w[0]
 
 
+def begun_without(x, w, t, state):
+    """What was there before is read, and gets no gradient."""
+    h = state["s"].detach() if t % 2 == 0 else state["s"]
+    state["s"] = torch.tanh(h + x[t])
+    return state["s"]
+
+
 def truncated(x, w, t, state):
     """Backpropagation through the last steps alone."""
     with torch.set_grad_enabled(t > 2):
@@ -161,10 +168,12 @@ def truncated(x, w, t, state):
     return state["s"] * w[0]
 
 
-@pytest.mark.parametrize("step", [last_without, every_other_without, truncated], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "step", [last_without, every_other_without, begun_without, truncated], ids=lambda f: f.__name__
+)
 def test_what_is_made_without_gradients_has_none(step):
     def run(x, w):
-        state = {"mean": torch.zeros(D, dtype=x.dtype), "s": torch.ones(D, dtype=x.dtype)}
+        state = {"mean": torch.zeros(D, dtype=x.dtype), "s": w[0] * 1}
         out = []
         for t in range(S):
             out.append(step(x, w, t, state))

@@ -11,6 +11,7 @@ from nsa_compile.loops.body import Axis, Body, Val
 from nsa_compile.loops.rules import aten, call, rule
 from nsa_compile.loops.rules.along import reduction
 from nsa_compile.loops.rules.elementwise import number_of, pointwise
+from nsa_compile.loops.state import NotFollowed
 
 
 @rule(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
@@ -25,6 +26,8 @@ def _spread(body: Body, a: Any) -> Val | list[Val]:
     total = reduction(body, call(aten.sum.dim_IntList, self=squares, dim=dims, keepdim=a.keepdim, dtype=None))
     count = np.prod([body.count_of(value.dims[d]) for d in dims], axis=0)
     freedom = np.maximum(count - (1 if a.correction is None else a.correction), 0)
+    if ((freedom == 0) & (count > 1))[body.at].any():
+        raise NotFollowed("has fewer elements than its correction at some steps")  # its derivatives are infinite
     freedom = np.where(body.at, freedom, np.maximum(freedom, 1))
     number = number_of(body, freedom, total.example.dtype, value.example.device)
     result = Val(body.emit(aten.div.Tensor, total.node, number), total.dims)
