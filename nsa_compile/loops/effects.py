@@ -12,11 +12,12 @@ import io
 import random
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
 from nsa_compile.loops.lists import GrowingList
@@ -79,54 +80,20 @@ def effect_of(function: Any, caller: str) -> str | None:
 
 @contextlib.contextmanager
 def refused_effects() -> Iterator[None]:
-    """Inside this context a step may not print, draw random numbers, compile, or leave a switch of torch's as it did
-    not find it. `len` and `sum` of a list that grows are its own."""
-
-    tracing = threading.get_ident()
-
-    def refuse(*values: Any, file: Any = None, **how: Any) -> None:
-        if file is None and threading.get_ident() == tracing:
-            raise NotFollowed("it prints, which a program of all steps would not do")
-        own(*values, file=file, **how)
-
-    def compiled(*given: Any, **named: Any) -> Any:
-        if threading.get_ident() == tracing:  # what Dynamo finds out in a trace, it would go by afterwards
-            raise NotFollowed("it calls torch.compile, or a function of torch that does so, such as torch.cond")
-        return own_compile(*given, **named)
-
-    own, own_len, own_sum = builtins.print, builtins.len, builtins.sum
-    own_seed, own_compile, own_switch = torch.manual_seed, torch.compile, torch.set_grad_enabled.__init__
+    """Inside this context a step may not print, draw random numbers, compile, compute gradients, or leave a switch of
+    torch's as it did not find it. `len` and `sum` of a list that grows are its own."""
     of_numpy: Any = numpy.random.get_state.__self__  # type: ignore[attr-defined]
     drawn, drawn_by_numpy, switches = random.getstate(), content_of(of_numpy), _switches()
-
-    def length(x: Any, /) -> Any:
-        return x.length() if isinstance(x, GrowingList) else own_len(x)
-
-    def added(x: Any, /, start: Any = 0) -> Any:
-        return x.added(start) if isinstance(x, GrowingList) else own_sum(x, start)
-
-    def seed(*numbers: Any) -> Any:
-        if threading.get_ident() == tracing:
-            raise NotFollowed("it calls torch.manual_seed")
-        return own_seed(*numbers)
-
-    def switch(context: Any, mode: Any) -> None:
-        own_switch(
-            context, bool(mode) if isinstance(mode, torch.SymBool) else mode
-        )  # a truth that changes from step to step is a condition
-
-    builtins.print, builtins.len, builtins.sum = refuse, length, added
-    torch.set_grad_enabled.__init__ = switch  # type: ignore[method-assign,assignment]
-    torch.manual_seed = torch.random.manual_seed = seed  # type: ignore[assignment]
-    torch.compile = compiled
+    others = _replacements()
+    replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in others]
+    for owner, name, other in others:
+        setattr(owner, name, other)
     try:
         with without_logged_errors(), _own_parametrizations():  # the loop as written raises them again
             yield
     finally:
-        builtins.print, builtins.len, builtins.sum = own, own_len, own_sum
-        torch.manual_seed = torch.random.manual_seed = own_seed
-        torch.compile = own_compile
-        torch.set_grad_enabled.__init__ = own_switch  # type: ignore[method-assign]
+        for owner, name, own in replaced:
+            setattr(owner, name, own)
         by_numpy = content_of(of_numpy) != drawn_by_numpy
         changed, switched = random.getstate() != drawn or by_numpy, _switches() != switches
         if changed:
@@ -139,6 +106,55 @@ def refused_effects() -> Iterator[None]:
         raise NotFollowed("it draws random numbers, once for all steps that share a trace; draw them before the loop")
     if switched:
         raise NotFollowed("it leaves gradients, or the default dtype, switched to something else")
+
+
+def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Functions that are others while this thread follows a step: owner, name and the other one."""
+    tracing = threading.get_ident()
+
+    def refused(own: Any, why: str, when: Callable[..., bool] = lambda *_, **__: True) -> Any:
+        def other(*given: Any, **named: Any) -> Any:
+            if threading.get_ident() == tracing and when(*given, **named):
+                raise NotFollowed(why)
+            return own(*given, **named)
+
+        return other
+
+    own_len, own_sum, own_switch = builtins.len, builtins.sum, torch.set_grad_enabled.__init__
+
+    def length(x: Any, /) -> Any:
+        return x.length() if isinstance(x, GrowingList) else own_len(x)
+
+    def added(x: Any, /, start: Any = 0) -> Any:
+        return x.added(start) if isinstance(x, GrowingList) else own_sum(x, start)
+
+    def switch(context: Any, mode: Any) -> None:
+        # A truth that changes from step to step is a condition.
+        own_switch(context, bool(mode) if isinstance(mode, torch.SymBool) else mode)
+
+    prints = "it prints, which a program of all steps would not do"
+    # What Dynamo finds out in a trace, it would go by afterwards.
+    compiles = "it calls torch.compile, or a function of torch that does so, such as torch.cond"
+    computes = "it computes gradients; compute them after the loop"
+    hooks = "it hooks what autograd saves, which a program of all steps saves once"
+    seed = refused(torch.manual_seed, "it calls torch.manual_seed")
+    run_backward = torch.autograd._engine_run_backward
+    return [
+        (builtins, "print", refused(builtins.print, prints, lambda *_, file=None, **__: file is None)),
+        (builtins, "len", length),
+        (builtins, "sum", added),
+        (torch, "manual_seed", seed),
+        (torch.random, "manual_seed", seed),
+        (torch, "compile", refused(torch.compile, compiles)),
+        (torch.autograd, "_engine_run_backward", refused(run_backward, computes)),
+        (torch.set_grad_enabled, "__init__", switch),
+        (saved_tensors_hooks, "__enter__", refused(saved_tensors_hooks.__enter__, hooks, _are_of_others)),
+    ]
+
+
+def _are_of_others(context: saved_tensors_hooks) -> bool:
+    """Whether hooks are none of torch's own, which save what they are given."""
+    return not all(str(x.__module__).startswith("torch.") for x in (context.pack_hook, context.unpack_hook))
 
 
 @contextlib.contextmanager

@@ -272,7 +272,9 @@ def content_of(value: Any) -> Any:
         return pickle.dumps(_bits_of(value).state)
     if isinstance(value, ARRAYS) and not (isinstance(value, numpy.ndarray) and value.dtype.hasobject):
         return bytes(value.tobytes() if hasattr(value, "tobytes") else value)  # those of ctypes lie in memory, too
-    if isinstance(value, types.FunctionType) or (type(value) in (Tensor, torch.nn.Parameter) and vars(value)):
+    if isinstance(value, types.FunctionType):
+        return tuple((name, Same(x)) for name, x in _attributes_of_function(value).items())
+    if type(value) in (Tensor, torch.nn.Parameter) and vars(value):
         return tuple((name, Same(x)) for name, x in vars(value).items())
     return None
 
@@ -437,9 +439,15 @@ def _parts_of_function(value: types.FunctionType, module: dict[str, Any]) -> Any
     for number, default in enumerate(value.__defaults__ or ()):
         keys.append(f"default {number}")
         children.append(default)
-    keys += [f".{name}" for name in vars(value)]
-    children += vars(value).values()
+    attributes = _attributes_of_function(value)
+    keys += [f".{name}" for name in attributes]
+    children += attributes.values()
     return ("function", tuple(keys), tuple(children)) if keys else None
+
+
+def _attributes_of_function(value: types.FunctionType) -> dict[str, Any]:
+    """Those that torch's compiler has not put there, when the function was called first."""
+    return {name: x for name, x in vars(value).items() if not name.startswith("__dynamo_")}
 
 
 def cells_of(step: types.FunctionType) -> dict[str, types.CellType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import nsa_compile
 from nsa_compile.loops import LoopDeclined
@@ -180,3 +181,40 @@ def test_what_is_made_without_gradients_has_none(step):
         return out, state
 
     compare(run, *inputs(), batched=False, on_decline="warn")
+
+
+def detached_in_place(x, w, t, state):
+    y = w[0] * x[t]
+    return y.detach_() + x[t]
+
+
+def computed(x, w, t, state):
+    y = w[0] * x[t]
+    torch.autograd.backward(y.sum(), inputs=[w], retain_graph=True)
+    return y
+
+
+def hooked(x, w, t, state):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 2, lambda saved: saved):
+        return w[0] * x[t]
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (detached_in_place, "detach_"),
+        (computed, "it computes gradients; compute them after the loop"),
+        (hooked, "it hooks what autograd saves"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_a_trace_below_autograd_does_not_see(step, reason):
+    with pytest.raises(LoopDeclined, match=reason):
+        nsa_compile.loop(as_a_loop(step), nested="eager", cache=False, on_decline="error")(*inputs())
+
+
+def test_recomputed_steps_are_followed():
+    def recomputed(x, w, t, state):
+        return checkpoint(lambda row: torch.tanh(row * w[0]), x[t], use_reentrant=False)
+
+    compare(as_a_loop(recomputed), *inputs(), batched=False)
