@@ -23,10 +23,16 @@ REASON = (
 )
 
 
+UNCOUNTED = (
+    "it writes by .data to a tensor that autograd may have saved, so that the loop's gradients are those of what is "
+    "written; write to it under no_grad, where torch takes care"
+)
+
+
 def refuse_unseen_writes(exploration: Exploration) -> None:
     """
     Raises:
-        NotFollowed: autograd does not see a write to a tensor that has a gradient at some step.
+        NotFollowed: autograd does not see a write to a tensor that has a gradient at some step, or that it has saved.
     """
     if not any(way.trace.unseen for way in exploration.ways):
         return
@@ -37,11 +43,35 @@ def refuse_unseen_writes(exploration: Exploration) -> None:
         for way in exploration.ways:
             found = _with_gradient(way.trace, state)
             state |= {path for path, ref in way.trace.results.items() if isinstance(ref, Ref) and ref in found}
-    for way in exploration.ways:
-        found = _with_gradient(way.trace, state)
-        for refs, stack in way.trace.unseen:
-            if refs & found:
-                raise NotFollowed(REASON, place_of(stack))
+    gradients = [_with_gradient(way.trace, state) for way in exploration.ways]
+    for way, found in zip(exploration.ways, gradients, strict=True):
+        for write in way.trace.unseen:
+            if write.refs & found:
+                raise NotFollowed(REASON, place_of(write.stack))
+            if not write.is_counted and _may_be_saved(exploration, way.trace, write.refs, gradients):
+                raise NotFollowed(UNCOUNTED, place_of(write.stack))
+
+
+def _may_be_saved(exploration: Exploration, trace: Trace, refs: frozenset[Ref], gradients: list[set[Ref]]) -> bool:
+    """Whether autograd may hold a tensor of some step, for an operator, that a step writes to."""
+    paths = {path for path, ref in trace.state.items() if ref in refs}
+    outside = {id(x) for ref, x in trace.outside.items() if ref in refs}
+    for way, found in zip(exploration.ways, gradients, strict=True):
+        held = set(refs) if way.trace is trace else set()
+        held |= {ref for path, ref in way.trace.state.items() if path in paths}
+        held |= {x for path, x in way.trace.results.items() if path in paths and isinstance(x, Ref)}
+        held |= {ref for ref, x in way.trace.outside.items() if id(x) in outside}
+        for op in way.trace.ops:
+            if held.isdisjoint(refs_of([op.args, op.kwargs])):
+                continue
+            if any(returned.alias_info is not None for returned in op.func._schema.returns):
+                held.update(op.outs)
+            elif passes_gradients(op) and op.func not in _SAVE_NOTHING and not found.isdisjoint(op.outs):
+                return True
+    return False
+
+
+_SAVE_NOTHING = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor})
 
 
 def without_gradient(exploration: Exploration) -> tuple[set[Path], dict[Path, list[bool]]]:

@@ -222,14 +222,15 @@ _IS_LEAF: Any = Tensor.is_leaf
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _VERSION: Any = Tensor._version
 
+DATA = _DATA.__get__
+DETACH_IN_PLACE = {Tensor.detach_, torch.detach_}
+
 REFUSED: dict[Any, str] = {
     _DATA.__set__: "it sets .data of a tensor",
     _GRAD.__get__: "it reads .grad",
     _GRAD.__set__: "it sets .grad",
     _REQUIRES_GRAD.__set__: "it sets .requires_grad",
     Tensor.requires_grad_: "it calls requires_grad_()",
-    Tensor.detach_: "it calls detach_(); write x = x.detach()",
-    torch.detach_: "it calls detach_(); write x = x.detach()",
     _VERSION.__get__: "it reads ._version",
     Tensor.set_: "it sets the memory of a tensor",
     Tensor.backward: "it calls backward()",

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nsa_compile.loops import lists
 from nsa_compile.loops.numbers import as_number
 from nsa_compile.loops.state import NotFollowed
-from nsa_compile.loops.trace import Op, Ref, TensorType, Trace
+from nsa_compile.loops.trace import Op, Ref, TensorType, Trace, Unseen
 from nsa_compile.memory import written_by
 
 
@@ -172,7 +172,8 @@ class Functional(FunctionalTensorMode):
         self.recorder, self.outside = recorder, outside
         self.given: list[FunctionalTensor] = []  # the state
         self.made: dict[int, list[weakref.ref[FunctionalTensor]]] = {}  # by memory
-        self.blind: Any = WeakIdKeyDictionary()  # tensors without the gradient that their memory has
+        # Tensors without the gradient that their memory has, and whether it counts what is written to them.
+        self.blind: Any = WeakIdKeyDictionary()
 
     def _sync_view_replay_annotations(self, args: Any, kwargs: Any) -> None:
         """It asks for torch's own tracer, which is not here."""
@@ -188,7 +189,7 @@ class Functional(FunctionalTensorMode):
         if self.recorder.trace_no_grad and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             for x in written_by(func, args, kwargs):
                 if isinstance(x, FunctionalTensor) and (is_off or x in self.blind):
-                    self._note_write(x)
+                    self._note_write(x, self.blind.get(x, True))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for x in pytree.tree_leaves(out):
             if isinstance(x, FunctionalTensor):
@@ -199,18 +200,32 @@ class Functional(FunctionalTensorMode):
         memory = memory_of(x)
         of = [y for y in given if y is not x and memory_of(y) == memory]
         if of and (is_off or func is WITHOUT_GRADIENT or any(y in self.blind for y in of)):
-            self.blind[x] = True
+            self.blind[x] = all(self.blind.get(y, True) for y in of)
         self.made.setdefault(memory, []).append(weakref.ref(x))
 
-    def _note_write(self, x: FunctionalTensor) -> None:
-        """Note the tensors that keep a gradient which the write does not change."""
+    def _note_write(self, x: FunctionalTensor, is_counted: bool) -> None:
+        """Note the tensors that keep a gradient which the write does not change, and what it changes uncounted."""
         memory = memory_of(x)
-        found = [y for made in self.made.get(memory, []) if (y := made()) is not None and memory_of(y) == memory]
-        held = [*self.given, *(functional for _, _, functional in self.outside.known.values())]
-        found += [y for y in held if memory_of(y) == memory]
-        refs = {self.recorder.ref(value_of(y)) for y in (x, *found) if y not in self.blind}
-        if refs:
-            self.recorder.trace.unseen.append((frozenset(refs), self.recorder.stack()))
+        found = [x, *self._made_in(memory), *(y for y in self._from_before() if memory_of(y) == memory)]
+        refs = frozenset(self.recorder.ref(value_of(y)) for y in found if y not in self.blind)
+        self.recorder.trace.unseen.append(Unseen(refs, is_counted, self.recorder.stack()))
+
+    def _made_in(self, memory: int) -> list[FunctionalTensor]:
+        alive = (made() for made in self.made.get(memory, []))
+        return [y for y in alive if y is not None and memory_of(y) == memory]
+
+    def _from_before(self) -> list[Any]:
+        return [*self.given, *(functional for _, _, functional in self.outside.known.values())]
+
+    def detach_in_place(self, x: Any) -> Any:
+        """`x.detach_()`, where no other tensor lies in the memory of x: its elements as a constant."""
+        alone = all(y is x for y in self._made_in(memory_of(x)))
+        if not alone or any(y is x for y in self._from_before()):
+            raise NotFollowed(
+                "it calls detach_() on a tensor of before the step, or one with views; write x = x.detach()"
+            )
+        with torch.set_grad_enabled(self.recorder.trace_no_grad):
+            return x.copy_(x.detach())
 
 
 # What holds no tensors; most arguments are such.

@@ -56,7 +56,8 @@ def cut_out_loop(
     _OfItsClass.of(function, definition).visit(definition)
     loop = _find_loop(definition, over)
     place = f"{function.__code__.co_filename}:{first_line + loop.lineno - 1}"
-    outside = {id(n) for n in ast.walk(definition)} - {id(n) for n in ast.walk(loop)}
+    inside = [loop, *(n for part in (loop.target, loop.iter, *loop.body) for n in ast.walk(part))]
+    outside = {id(n) for n in ast.walk(definition)} - set(map(id, inside))
     _refuse_names_by_text(definition)
     variables = _variables(definition, loop, outside)
     replaced = _Replaced(loop, variables[0])

@@ -51,6 +51,15 @@ class Held:
     ref: Ref
 
 
+@dataclass(frozen=True)
+class Unseen:
+    """A write in place that autograd does not see."""
+
+    refs: frozenset[Ref]  # what it leaves with another value, and the gradient that it had
+    is_counted: bool  # whether torch would tell that what it has saved was written to
+    stack: str
+
+
 @dataclass
 class Trace:
     """A path through the step."""
@@ -76,7 +85,7 @@ class Trace:
     given: dict[int, Path] = field(default_factory=dict)  # the objects of the state
     held: dict[Path, Held] = field(default_factory=dict)  # the tensors among the results
     held_in_lists: dict[Path, list[Held]] = field(default_factory=dict)  # those appended, also to lists that are read
-    unseen: list[tuple[frozenset[Ref], str]] = field(default_factory=list)  # written where autograd does not see it
+    unseen: list[Unseen] = field(default_factory=list)
     rows: set[Path] = field(default_factory=set)  # of lists that are read
     moved: set[Path] = field(default_factory=set)  # lists that are read, if elements were taken or it is another now
     changed: set[Path] = field(default_factory=set)  # containers that hold something else now

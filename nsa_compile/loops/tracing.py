@@ -78,9 +78,9 @@ class _Rewritten(TorchFunctionMode):
     """Functions that would make a symbolic integer a number replaced by ones that do not; and tensors from outside
     by fake ones before autograd sees them, lest a write in place leaves its mark on them."""
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: Outside, functional: Functional) -> None:
         super().__init__()
-        self.outside, self.picked = outside, PickedRows()
+        self.outside, self.functional, self.picked = outside, functional, PickedRows()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in intercepted.REFUSED:
@@ -96,6 +96,8 @@ class _Rewritten(TorchFunctionMode):
         if (why := why_refused(func, args, kwargs)) is not None:
             raise NotFollowed(why)
         replacement = intercepted.REPLACED.get(func)
+        if func in intercepted.DETACH_IN_PLACE:
+            return self.functional.detach_in_place(args[0])
         try:
             with unnoted():
                 if replacement is not None:
@@ -105,7 +107,10 @@ class _Rewritten(TorchFunctionMode):
                         if func is Tensor.__getitem__ and intercepted.picks_a_row(args[1]):
                             self.picked.note(args[0], result)
                         return result
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if func == intercepted.DATA:
+                    self.functional.blind[result] = False  # nobody counts what is written to it
+                return result
         except Exception as error:
             # An `except` of the loop's own must not see it: it may be one that numbers instead of symbols do not raise.
             raise NotFollowed(_in_a_line(error)) from error
@@ -155,7 +160,7 @@ def trace_step(
             before.install({**wrapped, **grown})
             drop(cells, temporary)
             held = held_by_containers(before)
-            rewritten = _Rewritten(outside)
+            rewritten = _Rewritten(outside, functional)
             with outside, rewritten, refused_effects(), stand_ins_unseen():
                 handed = begin_lists(before)
                 with noted():

@@ -1309,3 +1309,19 @@ def test_no_gradient_where_the_loop_as_written_has_none(run, nested):
         )  # fmt: skip
         assert [g is None for g in ours] == [g is None for g in theirs]
         torch.testing.assert_close([g for g in ours if g is not None], [g for g in theirs if g is not None])
+
+
+def what_stands_behind_the_last_step(x, m):
+    h = m[0]
+    for row in x:
+        y = row * 2
+        h = h + y
+    else:
+        h = h * y + row
+    return h
+
+
+def test_the_else_of_a_loop_reads_its_variables():
+    x, m = (torch.randn(S, D, dtype=torch.float64) for _ in range(2))
+    looped = loop(what_stands_behind_the_last_step, nested="eager", cache=False, on_decline="error")
+    torch.testing.assert_close(looped(x, m), what_stands_behind_the_last_step(x, m))
