@@ -365,8 +365,18 @@ def _choice(analysis: Affine, node: fx.Node, mask: fx.Node, if_true: Any, if_fal
     for value, how in ((if_true, "true"), (if_false, "false")):
         if isinstance(value, float) and not math.isfinite(value):
             raise NotAffine("an infinity is put in the place of the state", node)
-        terms += [_times(term, mask, how, node) for term in analysis.terms(value, node)]
+        chosen = (_selected(term, mask, how, node) for term in analysis.terms(value, node))
+        terms += [term for term in chosen if term is not None]
     return terms
+
+
+def _selected(term: Term, mask: fx.Node, how: str, node: fx.Node) -> Term | None:
+    """A term where a condition holds, or does not; None for one that is selected where it is the other way round."""
+    found = _times(term, mask, how, node)
+    *others, factor = found.factors
+    if replace(factor, how="false" if how == "true" else "true") in others:
+        return None
+    return replace(found, factors=tuple(others)) if factor in others else found
 
 
 def _where(analysis: Affine, node: fx.Node) -> list[Term]:

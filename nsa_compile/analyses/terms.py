@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
@@ -148,7 +149,7 @@ def _joined(terms: list[Term]) -> list[Term]:
 
 
 def _equal(a: Term, b: Term) -> bool:
-    return len(a.factors) == len(b.factors) and all(f in b.factors for f in a.factors)
+    return Counter(a.factors) == Counter(b.factors)
 
 
 def _without_sums(term: Term, record: ScanRecord) -> list[Term]:

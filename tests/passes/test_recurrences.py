@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, note
+from hypothesis import example, given, note
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -1053,6 +1053,57 @@ def test_drawn_steps_equal_their_loops(program):
     assert report.verdict == "batched, its recurrence in parallel"
     if program.steps > 8:
         assert forms(report) == [SOLVED if program.solved else CHUNKS]
+
+
+@st.composite
+def choices(draw: st.DrawFn, depth: int = 4) -> Any:
+    """A tree of choices between values of a state, made by a few conditions again and again."""
+    kind = draw(st.integers(0, 5)) if depth else draw(st.integers(0, 1))
+    if kind == 0:
+        return "c"
+    if kind == 1:
+        return draw(st.sampled_from(["0.5 * c", "c + row", "row", "c * gate", "gate - c"]))
+    inner = draw(choices(depth - 1))
+    if kind == 2:
+        return f"(0.5 * {inner} + row)"
+    other = inner if draw(st.booleans()) else draw(choices(depth - 1))
+    return f"torch.where(m[{draw(st.integers(0, 2))}], {inner}, {other})"
+
+
+def chosen_twice(condition: int, if_true: str, if_false: str) -> str:
+    once = f"torch.where(m[{condition}], {if_true}, {if_false})"
+    return f"torch.where(m[{condition}], {once}, {once})"
+
+
+def halved(written: str) -> str:
+    return chosen_twice(1, f"0.5 * {written}", written)
+
+
+@few(30)
+@given(choices(), st.integers(1, 6))
+@example(halved(chosen_twice(0, "(c + row)", "c")), 3)  # as statements in place on slices become
+def test_conditions_within_conditions(update, steps):
+    torch._dynamo.reset()
+    note(update)
+    scope: dict[str, Any] = {"torch": torch}
+    exec(f"def updated(c, row, gate, m):\n    return {update}", scope)
+
+    def run(x: Tensor) -> Tensor:
+        def step(carry: Tensor, token: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            row, t = token
+            places = torch.arange(3)[:, None]
+            m = (places >= t) & (places < t + 2), (places >= t - 1) & (places < t), (places + t) % 2 == 0
+            new = scope["updated"](carry, row, row.sigmoid(), m) + 0 * carry + 0 * row
+            return new, new.sum(0)
+
+        final, ys = scan(step, x.new_ones(3, 2), (x, torch.arange(len(x))))
+        return torch.cat([final, ys])
+
+    x = rows(steps, 2).requires_grad_()
+    ours, theirs = nsa_compile.compile(run, nested="eager", cache=False)(x), run(x)
+    torch.testing.assert_close(ours, theirs)
+    cotangent = rows(*ours.shape)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, cotangent) for y in (ours, theirs)))
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
