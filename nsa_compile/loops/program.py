@@ -17,7 +17,7 @@ from torch._higher_order_ops.scan import scan_op
 
 from nsa_compile.backend import nsa_compile_backend
 from nsa_compile.ir.scans import CARRY_NAMES
-from nsa_compile.loops.aliases import Place, find_shared, share
+from nsa_compile.loops.aliases import Before, Place, find_shared, share
 from nsa_compile.loops.body import Axis, Body, Carry, Table, Val
 from nsa_compile.loops.gradients import refuse_unseen_writes, without_gradient
 from nsa_compile.loops.lists import separate
@@ -86,7 +86,7 @@ def compile_loop(exploration: Exploration, watched: Watched, options: dict[str, 
         starts = found
     else:
         raise NotFollowed("where its caches begin cannot be settled")
-    return _Assembly(body).program(mutated, shared, watched, options)
+    return _Assembly(body, mutated, shared).program(watched, options)
 
 
 def _starts(body: Body) -> dict[Any, Table]:
@@ -117,20 +117,19 @@ def _starts(body: Body) -> dict[Any, Table]:
 class _Assembly:
     """Puts a step into a scan, and the scan into a graph."""
 
-    def __init__(self, body: Body) -> None:
-        self.body, self.exploration = body, body.exploration
+    def __init__(self, body: Body, mutated: set[Path], shared: dict[Place, Any]) -> None:
+        self.body, self.exploration, self.mutated, self.shared = body, body.exploration, mutated, shared
         self.merged: Merged = body.merged
         self.graph = fx.Graph()
         self.inputs: list[Path] = []
         self.examples: list[Tensor] = []
         self.nodes: dict[Path, fx.Node] = {}
         self.path_of = {id(x): path for path, x in self.exploration.first.leaves.items() if isinstance(x, Tensor)}
-        state, outside = reached(self.exploration)
+        kept = {place.path for place, what in shared.items() if isinstance(what, Before) and place.index is None}
+        state, outside = reached(self.exploration, kept - mutated)
         self.reached = state | {path for number, path in self.path_of.items() if number in outside}
 
-    def program(
-        self, mutated: set[Path], shared: dict[Place, Any], watched: Watched, options: dict[str, Any]
-    ) -> Program:
+    def program(self, watched: Watched, options: dict[str, Any]) -> Program:
         body = self.body
         carries = list(body.carries.values())
         updates = [self._update(carry) for carry in carries]
@@ -170,7 +169,7 @@ class _Assembly:
         lost = {p for x in traces for p in x.replaced} & {p for x in traces for p in x.changed}
         no_gradient = without_gradient(self.exploration)
         return Program(
-            run, self.inputs, self.reached, finals, shifted, mutated, plan, shared, watched, lost, no_gradient
+            run, self.inputs, self.reached, finals, shifted, self.mutated, plan, self.shared, watched, lost, no_gradient
         )
 
     # -- what the step yields

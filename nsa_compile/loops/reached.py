@@ -6,6 +6,8 @@ the scan all steps are one program, whose gradients of such a tensor would be ze
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from nsa_compile.loops.gradients import passes_gradients
@@ -18,10 +20,15 @@ from nsa_compile.loops.trace import Op, Ref, Trace
 _Reached = tuple[frozenset[Path], frozenset[Ref]]  # tensors of the state before a step, and tensors from outside
 
 
-def reached(exploration: Exploration) -> tuple[set[Path], set[int]]:
-    """What the results of a loop depend on: tensors of the state before the first step, and, by `id`, from outside."""
+def reached(exploration: Exploration, kept: Collection[Path]) -> tuple[set[Path], set[int]]:
+    """What the results of a loop depend on: tensors of the state before the first step, and, by `id`, from outside.
+
+    Args:
+        kept: where the loop leaves tensors that were there before, which are no results.
+    """
     last = exploration.ways[int(exploration.way_of[-1])].trace
-    state = frozenset(p for p, x in last.results.items() if isinstance(x, Ref) and not exploration.is_gone(p))
+    made = (p for p, x in last.results.items() if isinstance(x, Ref) and p not in kept)
+    state = frozenset(p for p in made if not exploration.is_gone(p))
     outside: set[int] = set()
     known: dict[tuple[int, frozenset[Path]], _Reached] = {}
     for way in map(int, exploration.way_of[::-1]):

@@ -1280,6 +1280,20 @@ def a_last_value_that_is_returned(x, m):
     return torch.stack(ys), last
 
 
+def a_first_value_by_identity(x, m):
+    first = last = m[0] * 1
+    for row in x:
+        last = row if last is first else last + row
+    return last
+
+
+def a_first_value_that_is_written_to(x, m):
+    total = x[0] * 0
+    for row in x:
+        total.add_(row * m[0])
+    return total
+
+
 def a_value_that_moves_on_before_it_is_read(x, m):
     a, b, ys = m[0], x[0], []
     for t in range(len(x)):
@@ -1294,7 +1308,7 @@ def a_value_that_moves_on_before_it_is_read(x, m):
     "run",
     [a_first_value_that_is_replaced, a_first_value_that_is_read, a_first_cache_that_is_replaced,
      a_first_list_that_is_replaced, a_last_value_that_is_lost, a_last_value_that_is_returned,
-     a_value_that_moves_on_before_it_is_read],
+     a_value_that_moves_on_before_it_is_read, a_first_value_by_identity, a_first_value_that_is_written_to],
     ids=lambda run: run.__name__,
 )  # fmt: skip
 def test_no_gradient_where_the_loop_as_written_has_none(run, nested):
