@@ -77,6 +77,8 @@ def loop(function: Any = None, *, over: str | None = None, **options: Any) -> An
     if function is None:
         return functools.partial(loop, over=over, **options)
     parse_options(options)
+    if isinstance(function, torch.nn.Module):
+        raise LoopDeclined("nsa_compile.loop takes a function: write module.forward = nsa_compile.loop(module.forward)")
     if isinstance(function, types.MethodType):
         return types.MethodType(loop(function.__func__, over=over, **options), function.__self__)
     runner = _Runner(options)

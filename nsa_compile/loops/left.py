@@ -92,6 +92,8 @@ def _note_sharing(
             trace.same.add(owner)
         if not isinstance(x, FunctionalTensor):
             continue
+        if "_inference_mode_base" in vars(x):
+            raise NotFollowed("it leaves a tensor that is made under inference_mode; write torch.no_grad()")
         if own := vars(x).keys() - _ATTRIBUTES:
             raise NotFollowed(f"it sets .{min(own)} of a tensor that it leaves; keep it beside the tensor")
         trace.memory.setdefault(owner, []).append(memory_of(x))

@@ -225,7 +225,10 @@ class Functional(FunctionalTensorMode):
                 "it calls detach_() on a tensor of before the step, or one with views; write x = x.detach()"
             )
         with torch.set_grad_enabled(self.recorder.trace_no_grad):
-            return x.copy_(x.detach())
+            constant = value_of(x.detach())
+        torch._functionalize_replace(x.elem, constant)
+        torch._functionalize_commit_update(x.elem)
+        return x
 
 
 # What holds no tensors; most arguments are such.

@@ -25,6 +25,7 @@ from nsa_compile.loops.python_numbers import (
     may_ask_what_it_is,
     note_again,
 )
+from nsa_compile.loops.source import STEP
 from nsa_compile.loops.state import GLOBAL, PLAIN, NotFollowed, Snapshot, distinct, in_words, survey
 
 __all__ = ["Changed", "Watched", "is_of_library"]
@@ -413,7 +414,8 @@ class _Notes:
             why = "it asks whether a number that changes from step to step `is` another"
             raise NotFollowed(f"{why}; compare it by ==", place)
         for name, function in assigned:
-            raise NotFollowed(f"{function} assigns to {name}, a variable of its module")
+            who = "it" if function == STEP else function
+            raise NotFollowed(f"{who} assigns to {name}, a variable of its module")
         if (what := self.unseen.changed()) is not None:
             raise Changed(f"it changes {what}, which is none of the loop's variables")
 

@@ -388,13 +388,15 @@ def _effects_of_step(site: ScanSite) -> tuple[bool, Declined | None]:
     """Whether a step draws random numbers, itself or in a scan of its own, or may, and why it cannot be traced below
     autograd, if so: what it wrote there would take the place of what has the gradient."""
     inputs = site.body.graph.find_nodes(op="placeholder")
-    outside = (example(n) for n in (*site.init, *site.xs, *site.additional))
-    # A carry may get its gradient at a later step.
-    with_gradient = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in outside)
+    given = [*site.init, *site.xs, *site.additional]
+    with_gradient = torch.is_grad_enabled() and any(_has_gradient(n) for n in given)
+    # A carry may get its gradient at a later step, and what is computed around the scan by then.
+    own = [n.op != "placeholder" or _has_gradient(n) for n in given]
+    own[: len(site.init)] = [True] * len(site.init)
     with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored(), _Watch({}) as watch:
         step = _Step(site.body, watch)
         try:
-            step.run(*(_stand_in(example(n), with_gradient) for n in inputs))
+            step.run(*(_stand_in(example(n), with_gradient and has) for n, has in zip(inputs, own, strict=True)))
         except Exception as error:
             why = f"the step cannot be run on fake tensors: {first_line(error)}"
             return True, Declined(why, site.node) if with_gradient else None
@@ -406,6 +408,11 @@ _UNTRACKED = (
     "it writes to a tensor that has a gradient, where autograd is off; y + (new - y).detach() has the value of new and "
     "the gradient of y, and is no write"
 )
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    value = example(node)
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _stand_in(x: Any, with_gradient: bool) -> Any:

@@ -706,3 +706,49 @@ def test_masks_meet_truths_of_the_position():
 
     (x,) = rows(9)
     compare(blocks, x, raised=False)
+
+
+def normalized_over_rows(x):
+    out = []
+    for t in range(x.shape[0]):
+        out.append(torch.nn.functional.layer_norm(x[: t + 1].T, (t + 1,)).sum(1))
+    return torch.stack(out)
+
+
+def left_by_inference_mode(x):
+    for t in range(x.shape[0]):
+        with torch.inference_mode():
+            total = x[t].sum()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        (normalized_over_rows, "normalizes over a dimension that grows; write it with mean and var"),
+        (left_by_inference_mode, r"made under inference_mode; write torch.no_grad\(\)"),
+    ],
+)
+def test_what_to_write_instead_is_told(written, reason):
+    with pytest.raises(LoopDeclined, match=reason):
+        nsa_compile.loop(written, on_decline="error", nested="eager")(rows(5)[0])
+
+
+def test_a_module_is_no_function():
+    with pytest.raises(LoopDeclined, match=r"module.forward = nsa_compile.loop\(module.forward\)"):
+        nsa_compile.loop(torch.nn.Linear(D, D))
+
+
+def test_batch_norm_between_steps():
+    norm = torch.nn.BatchNorm1d(D, dtype=torch.float64).eval()
+
+    def run(x):
+        h, out = x[0], []
+        for t in range(x.shape[0]):
+            h = norm(h * 0.5 + x[t])
+            out.append(h)
+        return torch.stack(out)
+
+    x = torch.randn(5, 2, D, dtype=torch.float64, requires_grad=True)
+    report = compare(run, x, batched=False, others=tuple(norm.parameters()), on_decline="warn")
+    assert not any("fake tensors" in d.reason for scan in report.scans for d in scan.declines)

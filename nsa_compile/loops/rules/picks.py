@@ -193,6 +193,8 @@ def _index_put(body: Body, a: Any) -> Val:
 def _layer_norm(body: Body, a: Any) -> list[Val]:
     value = a.input
     kept = len(value.dims) - len(a.normalized_shape)
+    if any(isinstance(d, Axis) for d in value.dims[kept:]):
+        raise NotFollowed("normalizes over a dimension that grows; write it with mean and var")
     for d in range(kept):
         if isinstance(value.dims[d], Axis) and not a.eps:
             value = body.filled(value, d, 1)
