@@ -21,8 +21,6 @@ REASON = (
     "it writes to a tensor that may have a gradient where autograd does not see it, under no_grad or by .detach() or "
     ".data; y + (new - y).detach() has the value of new and the gradient of y, and is no write"
 )
-
-
 UNCOUNTED = (
     "it writes by .data to a tensor that autograd may have saved, so that the loop's gradients are those of what is "
     "written; write to it under no_grad, where torch takes care"
@@ -30,7 +28,8 @@ UNCOUNTED = (
 
 
 def refuse_unseen_writes(exploration: Exploration) -> None:
-    """
+    """Decline a loop whose gradients depend on a write that autograd does not see.
+
     Raises:
         NotFollowed: autograd does not see a write to a tensor that has a gradient at some step, or that it has saved.
     """
