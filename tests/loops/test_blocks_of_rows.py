@@ -71,6 +71,23 @@ def convolved_by_channel(q, k, v):
     return torch.stack(out)
 
 
+def convolved_with_padding(q, k, v):
+    """A causal convolution: what reaches beyond the last row is cut off."""
+    out = []
+    for t in range(S):
+        blocks = along_rows(F.conv1d, k[: t + 1], v[:3].T[:, None], padding=2, groups=D)[: t + 1]
+        out.append(attend(q[t], blocks, blocks))
+    return torch.stack(out)
+
+
+def pooled_with_padding(q, k, v):
+    out = []
+    for t in range(S):
+        means = along_rows(F.avg_pool1d, k[: t + 1], 3, 2, 1)
+        out.append(attend(q[t], means, along_rows(F.max_pool1d, v[: t + 1], 3, 2, 1)))
+    return torch.stack(out)
+
+
 def dilated_as_a_loop(q, k, v):
     out = []
     for t in range(S):
@@ -118,7 +135,8 @@ def multiplied_and_ranged(q, k, v):
 
 
 PROGRAMS = [
-    pooled, pooled_by_its_maximum, pooled_behind_the_first_rows, convolved, convolved_by_channel, dilated_as_a_loop,
+    pooled, pooled_by_its_maximum, pooled_behind_the_first_rows, convolved, convolved_by_channel,
+    convolved_with_padding, pooled_with_padding, dilated_as_a_loop,
     every_other_row_of_a_cache, normalized, spread_of_all, similar, multiplied_and_ranged,
 ]  # fmt: skip
 
@@ -171,8 +189,8 @@ def test_a_spread_in_low_precision_is_rounded_once(dtype):
     torch.testing.assert_close(ours, of_a_constant_row(k), rtol=torch.finfo(dtype).eps, atol=0)
 
 
-def padded(k):
-    return along_rows(F.avg_pool1d, k, 3, 1, 1).sum(0)
+def without_what_is_beyond(k):
+    return along_rows(F.avg_pool1d, k, 3, 1, 1, count_include_pad=False).sum(0)
 
 
 def with_half_a_block(k):
@@ -199,10 +217,13 @@ def of_one_row_too_few(k):
 @pytest.mark.parametrize(
     ("read", "reason"),
     [
-        (padded, "aten.avg_pool2d: pools blocks that reach beyond the rows"),
-        (with_half_a_block, "aten.avg_pool2d: pools blocks that reach beyond the rows"),
+        (without_what_is_beyond, "aten.avg_pool2d: leaves what stands beyond the rows out of its means"),
+        (with_half_a_block, "aten.avg_pool2d: pools blocks that are not full"),
         (with_the_places, "reads a result of aten.max_pool2d_with_indices.default that has no rule"),
-        (in_groups, "aten.convolution: is a convolution with padding, of several dimensions, or of groups of channels"),
+        (
+            in_groups,
+            "aten.convolution: is a convolution that is dilated, of several dimensions, or of groups of channels",
+        ),
         (of_one_row_too_few, "aten.var.correction: has fewer elements than its correction at some steps"),
         (from_another_one_each_time, "aten.slice.Tensor: steps over rows, from one on that changes from step to step"),
     ],

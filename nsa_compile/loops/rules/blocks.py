@@ -5,6 +5,7 @@ A block that is not full is none, as torch has it, so that each reads rows that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,24 @@ from nsa_compile.loops.rules import aten, nodes_of, place_of, rule, with_dim
 from nsa_compile.loops.state import NotFollowed
 
 
+def _padded(body: Body, value: Val, dim: int, count: int, number: float) -> Val:
+    """Rows with so many more on either side that hold a number."""
+    if not count:
+        return value
+    value = body.from_the_first(value, dim)
+    axis, size = value.dims[dim], value.example.shape[dim] + 2 * count
+    if isinstance(axis, Axis):
+        value = body.filled(value, dim, number)
+    behind = [0, 0] * (len(value.dims) - 1 - dim)
+    node = body.emit(aten.constant_pad_nd.default, value.node, [*behind, count, count], number)
+    new: Dim = Axis.of(size, 0, axis.count + 2 * count) if isinstance(axis, Axis) else size
+    return Val(node, with_dim(value.dims, dim, new))
+
+
 def _blocks(body: Body, value: Val, dim: int, size: int, step: int) -> Val:
     """Blocks of `size` elements along a dimension, one at each `step`; their elements are a last dimension."""
-    axis = value.dims[dim]
     value = body.from_the_first(value, dim)
+    axis = value.dims[dim]
     if value.example.shape[dim] < size:
         raise NotFollowed("takes blocks that are longer than the loop")
     node = body.emit(aten.unfold.default, value.node, dim, size, step)
@@ -39,24 +54,30 @@ def _unfold(body: Body, a: Any) -> Val:
     return _blocks(body, a.self, dim, a.size, a.step)
 
 
-def _pooled(body: Body, a: Any, what: Callable[[fx.Node], fx.Node]) -> Val:
-    """Each block of the last two dimensions as one number."""
-    steps = a.stride or a.kernel_size
-    kernel, stride = ([*x] * 2 if len(x) == 1 else list(x) for x in (a.kernel_size, steps))
-    if any(a.padding) or a.ceil_mode:
-        raise NotFollowed("pools blocks that reach beyond the rows")
+def _pooled(body: Body, a: Any, padding: float, what: Callable[[fx.Node], fx.Node]) -> Val:
+    """Each block of the last two dimensions as one number; `padding` stands beyond their ends."""
+    if a.ceil_mode:
+        raise NotFollowed("pools blocks that are not full")
+    given = (a.kernel_size, a.stride or a.kernel_size, a.padding)
+    kernel, stride, beyond = ([*x] * 2 if len(x) == 1 else list(x) for x in given)
     value, rank = a.self, len(a.self.dims)
-    for dim, size, step in zip((rank - 2, rank - 1), kernel, stride, strict=True):
-        value = _blocks(body, value, dim, size, step)
+    for dim, size, step, count in zip((rank - 2, rank - 1), kernel, stride, beyond, strict=True):
+        value = _blocks(body, _padded(body, value, dim, count, padding), dim, size, step)
     node = body.emit(aten.reshape.default, value.node, [*value.example.shape[:rank], kernel[0] * kernel[1]])
-    return Val(what(node), value.dims[:rank])
+    result = Val(what(node), value.dims[:rank])
+    for d, own in enumerate(result.dims):
+        if isinstance(own, Axis) and not math.isfinite(padding) and any(beyond):
+            result = body.filled(result, d, 0)
+    return result
 
 
 @rule(aten.avg_pool2d.default)
 def _avg_pool(body: Body, a: Any) -> Val:
     if a.divisor_override is not None:
         raise NotFollowed("divides the sums of blocks by a number of its own")
-    return _pooled(body, a, lambda blocks: body.emit(aten.mean.dim, blocks, [-1]))
+    if any(a.padding) and not a.count_include_pad:
+        raise NotFollowed("leaves what stands beyond the rows out of its means")
+    return _pooled(body, a, 0, lambda blocks: body.emit(aten.mean.dim, blocks, [-1]))
 
 
 @rule(aten.max_pool2d_with_indices.default)
@@ -64,18 +85,18 @@ def _max_pool(body: Body, a: Any) -> list[Val | None]:
     if any(d != 1 for d in a.dilation):
         raise NotFollowed("pools elements that do not lie side by side")
     # Of equal elements the first has the gradient; amax would share it.
-    return [_pooled(body, a, lambda blocks: body.item(body.emit(aten.max.dim, blocks, -1), 0)), None]
+    return [_pooled(body, a, -math.inf, lambda blocks: body.item(body.emit(aten.max.dim, blocks, -1), 0)), None]
 
 
 @rule(aten.convolution.default)
 def _convolution(body: Body, a: Any) -> Val:
     """A convolution along one dimension as products with blocks."""
     value, weight, channels = a.input, a.weight, a.input.dims[1]
-    is_plain = not a.transposed and not any(a.padding) and all(d == 1 for d in a.dilation)
+    is_plain = not a.transposed and all(d == 1 for d in a.dilation)
     if len(value.dims) != 3 or not is_plain or isinstance(channels, Axis) or a.groups not in (1, channels):
-        raise NotFollowed("is a convolution with padding, of several dimensions, or of groups of channels")
+        raise NotFollowed("is a convolution that is dilated, of several dimensions, or of groups of channels")
     outputs, _, size = weight.dims
-    blocks = _blocks(body, value, 2, size, a.stride[0])
+    blocks = _blocks(body, _padded(body, value, 2, a.padding[0], 0), 2, size, a.stride[0])
     n, c, m, k = blocks.example.shape
     if a.groups == 1:
         rows = body.emit(aten.permute.default, blocks.node, [0, 2, 1, 3])
