@@ -189,6 +189,11 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
 
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
     """A length counts as `eps` at least, which its gradient does not know: torch writes it where autograd is off."""
+    rank, dtype = max(x1.dim(), x2.dim()), torch.promote_types(x1.dtype, x2.dtype)
+    x1, x2 = x1.to(dtype), x2.to(dtype)
+    dim = dim % max(1, rank) - rank  # counted from behind, it is one of both
+    if min(x1.dim(), x2.dim()) < -dim or x1.shape[dim] != x2.shape[dim]:
+        x1, x2 = torch.broadcast_tensors(x1, x2)
     directions = []
     for x in (x1, x2):
         length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)

@@ -180,13 +180,15 @@ class Functional(FunctionalTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self.recorder.trace_no_grad:  # around the loop nothing has a gradient
+            return super().__torch_dispatch__(func, types, args, kwargs)
         given = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, FunctionalTensor)]
-        is_off = self.recorder.trace_no_grad and not torch.is_grad_enabled()
+        is_off = not torch.is_grad_enabled()
         if is_off:
             with torch.enable_grad():  # what was written before, was so with gradients
                 for y in given:
                     torch._sync(y)
-        if self.recorder.trace_no_grad and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             for x in written_by(func, args, kwargs):
                 if isinstance(x, FunctionalTensor) and (is_off or x in self.blind):
                     self._note_write(x, self.blind.get(x, True))

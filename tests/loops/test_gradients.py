@@ -128,7 +128,12 @@ def before_they_are_off(x, w, t, state):
 
 def similar(x, w, t, state):
     """Torch clamps the lengths where autograd is off."""
-    return F.cosine_similarity(w, x[t] * 1e-9 * t, dim=-1) @ w + F.cosine_similarity(w, x[t], dim=-1) @ w
+    return F.cosine_similarity(w, x[t] * 1e-9 * t, dim=-1) @ w + F.cosine_similarity(w, x[t]) @ w
+
+
+def similar_once_they_are_spread(x, w, t, state):
+    """One number beside a row counts as often as the row has numbers; float32 beside float64 is float64."""
+    return F.cosine_similarity(w[:, :1].detach().float(), x[t][None], dim=1) @ w + x[t]
 
 
 SEEN = [
@@ -139,6 +144,7 @@ SEEN = [
     of_a_copy_without_gradients,
     before_they_are_off,
     similar,
+    similar_once_they_are_spread,
 ]
 
 
