@@ -30,7 +30,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.children import sitecustomize  # noqa: F401  # here, too, what it changes
-from tests.depth import take_every_case, takes_every_case
+from tests.depth import left_out, take_every_case, takes_every_case
 from tests.room import with_room
 
 _COMMON: dict[str, Any] = {
@@ -39,9 +39,9 @@ _COMMON: dict[str, Any] = {
     "suppress_health_check": [HealthCheck.too_slow],
 }
 # The same examples on every machine and in every run, so that a failure belongs to a change; the deep one searches.
-settings.register_profile("fast", max_examples=12, derandomize=True, **_COMMON)
+settings.register_profile("fast", max_examples=4, derandomize=True, **_COMMON)
+settings.register_profile("every-case", max_examples=12, derandomize=True, **_COMMON)
 settings.register_profile("deep", max_examples=1000, **_COMMON)
-settings.load_profile("fast")  # --hypothesis-profile=deep takes the other one
 
 TINY_RUN = {
     "run.name": "tiny",
@@ -78,17 +78,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true", help="also what is marked deep, which a usual run leaves out")
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis takes the profile that is asked for
 def pytest_configure(config: pytest.Config) -> None:
     take_every_case(config)
+    settings.load_profile("every-case" if takes_every_case() else "fast")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked deep is left out of a usual run. What compiles most comes first: were it left to the end, one
-    process would work and the other wait. Tests and their fixtures have room for their frames."""
-    if not takes_every_case():
-        left_out = [item for item in items if item.get_closest_marker("deep")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("deep")]
+    """A usual run leaves out what is marked deep and not asked for by name. What compiles most comes first: were it
+    left to the end, one process would work and the other wait. Tests and their fixtures have room for their frames."""
+    if not takes_every_case() and not any("::" in arg for arg in config.args):
+        deep = left_out(items)
+        config.hook.pytest_deselected(items=deep)
+        items[:] = [item for item in items if item not in set(deep)]
     items.sort(key=lambda item: not ("inductor" in item.nodeid or "spilling" in item.nodeid))
     for item in items:
         item.setup = functools.partial(with_room, item.setup)

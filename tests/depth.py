@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -21,7 +20,32 @@ def takes_every_case() -> bool:
     return _takes_every_case
 
 
-def some(cases: Iterable[Any], of_each_run: Iterable[Any]) -> list[Any]:
-    """Cases as parameters of a test: those of each run, and the others marked `deep`."""
-    kept = list(of_each_run)
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.deep) for case in cases]
+def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """What a usual run leaves out.
+
+    `@pytest.mark.deep` marks a test, or one case of it. `@pytest.mark.deep(every=8, but=["a", "b"])` leaves the cases
+    4, 12, 20, … of a table in each run, and those of the names given.
+
+    Raises:
+        pytest.UsageError: no case has a name given.
+    """
+    number: Counter[str] = Counter()
+    names: defaultdict[str, set[str]] = defaultdict(set)
+    wanted: dict[str, set[str]] = {}
+    out = []
+    for item in items:
+        mark = item.get_closest_marker("deep")
+        if mark is None:
+            continue
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        test = item.nodeid.removesuffix(f"[{case}]")
+        names[test].add(case)
+        wanted[test] = set(mark.kwargs.get("but", ()))
+        every = mark.kwargs.get("every")
+        if case not in wanted[test] and not (every and number[test] % every == every // 2):
+            out.append(item)
+        number[test] += 1
+    for test, cases in wanted.items():
+        if unknown := cases - names[test]:
+            raise pytest.UsageError(f"{test}: marked deep but for {sorted(unknown)}, which no case of it is called")
+    return out

@@ -67,6 +67,7 @@ def entry(directory) -> Path:
     return path
 
 
+@pytest.mark.deep
 def test_no_flipped_byte_comes_through(entry, told):
     whole = entry.read_bytes()
     places = [*range(0, len(whole), max(1, len(whole) // 300)), *range(len(whole) - 40, len(whole))]
@@ -78,6 +79,7 @@ def test_no_flipped_byte_comes_through(entry, told):
     assert compiled()
 
 
+@pytest.mark.deep(but=["31"])
 @pytest.mark.parametrize("size", [0, 1, 31, 32, 1000])
 def test_a_result_that_was_cut_is_made_again(entry, size, told):
     entry.write_bytes(entry.read_bytes()[:size])
@@ -96,6 +98,7 @@ class Planted:
         return os.mkdir, (str(self.victim),)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("owner", ["mine", "another"])
 def test_a_foreign_pickle_is_not_executed(entry, owner, tmp_path, told):
     victim = tmp_path / "victim"
@@ -113,6 +116,7 @@ def test_a_foreign_pickle_is_not_executed(entry, owner, tmp_path, told):
     assert compiled()
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
 def test_what_another_has_planted_is_not_even_looked_at(entry, directory, tmp_path, monkeypatch, told):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -131,6 +135,7 @@ def test_what_another_has_planted_is_not_even_looked_at(entry, directory, tmp_pa
     assert not victim.exists()
 
 
+@pytest.mark.deep
 def test_a_pipe_in_the_place_of_a_result_does_not_hang(entry, told):
     entry.unlink()
     os.mkfifo(entry)
@@ -145,6 +150,7 @@ def test_a_pipe_in_the_place_of_a_result_does_not_hang(entry, told):
     assert compiled()
 
 
+@pytest.mark.deep
 def test_a_directory_in_the_place_of_a_result_is_no_error(entry, told):
     entry.unlink()
     entry.mkdir()
@@ -166,6 +172,7 @@ def test_a_result_of_another_program_is_not_taken(entry, told):
     assert gm.code == before
 
 
+@pytest.mark.deep(but=["13"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_result_that_cannot_be_kept_costs_one_line(number, directory, monkeypatch, told):
     def refuse(*_):
@@ -326,6 +333,7 @@ def test_the_entry_says_what_it_is_before_its_pickle(entry):
     assert json.loads(entry.read_bytes().partition(b"\n")[0])["cache_hit"] is False
 
 
+@pytest.mark.deep
 def test_no_program_is_taken_that_another_version_had_inductor_keep(directory, monkeypatch):
     """Their keys do not know what the backward pass of an operator is: an upgrade would call the old one."""
     from torch._dynamo.utils import counters

@@ -58,6 +58,14 @@ def test_help_and_version():
     assert nsa_compile("--version").stdout.startswith("nsa-compile ")
 
 
+@pytest.mark.deep(
+    but=[
+        "arguments0-unknown command 'trian'; did you mean 'train'?",
+        "arguments1-unknown option '--confg'; did you mean '--config'?",
+        "arguments3-requires an argument",
+        "arguments4-surplus",
+    ]
+)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -115,6 +123,7 @@ def test_a_full_disk_is_not_taken_for_stdout(monkeypatch, capsys, file, said):
     assert capsys.readouterr().err.startswith(f"error: {said} space left on device; make room for it, or choose")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("path", "cxx"), [("/nowhere", None), (None, "no-such-compiler"), (None, "/bin/false")])
 def test_inductor_without_a_compiler_is_an_error(path, cxx):
     environment = {**({"PATH": path} if path else {}), **({"CXX": cxx} if cxx else {})}
@@ -138,6 +147,7 @@ def test_mistakes_are_found_before_torch_is_imported(tmp_path):
     assert nsa_compile("train", "--dry-run", **environment).returncode == 0
 
 
+@pytest.mark.deep
 def test_dry_run_prints_the_resolved_configuration_and_leaves_nothing(tmp_path):
     runs = tmp_path / "runs"
     plain = nsa_compile("train", "--dry-run", "--set", f"run.dir={runs}", "--set", "optim.lr=3e-4")
@@ -147,6 +157,7 @@ def test_dry_run_prints_the_resolved_configuration_and_leaves_nothing(tmp_path):
     assert not runs.exists()
 
 
+@pytest.mark.deep
 def test_json_is_one_object_on_stdout_and_names_the_run(tiny_overrides):
     result = nsa_compile("train", "--json", *sets(tiny_overrides()))
     assert result.returncode == 0, result.stderr

@@ -62,6 +62,7 @@ def _no_inductor(monkeypatch):
     monkeypatch.setattr(nsa_compile, "compile", quick)
 
 
+@pytest.mark.deep(but=["experiments.md"])
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -89,6 +90,7 @@ def test_the_version_is_the_same_everywhere():
     assert {project["version"], citation["version"], newest[1]} == {nsa_compile.__version__}
 
 
+@pytest.mark.deep
 def test_the_readme_shows_what_explain_says_of_its_program(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -230,6 +232,7 @@ def test_the_reference_has_every_key_and_every_command(monkeypatch):
     assert "#### nsa-compile passes explain\n" in shown
 
 
+@pytest.mark.deep
 def test_the_reasons_of_the_page_on_declines_are_those_the_compiler_gives():
     page = (DOCS / "declined.md").read_text(encoding="utf-8")
     reasons = re.findall(r"^\| (\w.*?) \|", page, re.MULTILINE)[1:]

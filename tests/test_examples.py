@@ -42,6 +42,7 @@ def test_the_ten_lines_are_those_of_the_readme():
     assert (EXAMPLES / "ten_lines.py").read_text(encoding="utf-8").endswith(f'"""\n\n{shown[1]}')
 
 
+@pytest.mark.deep
 def test_an_attention_from_scratch_is_batched_and_learns(run):
     output = run("own_attention.py")
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
@@ -49,6 +50,7 @@ def test_an_attention_from_scratch_is_batched_and_learns(run):
     assert "batched: True" in output
 
 
+@pytest.mark.deep
 def test_nsa_as_a_layer_learns(run):
     output = run("nsa_layer.py")
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
@@ -56,6 +58,7 @@ def test_nsa_as_a_layer_learns(run):
     assert {"compressed", "selected", "window"} <= set(re.findall(r"^(\w+): ", output, re.MULTILINE))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("trainer", ["accelerate", "lightning"])
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of Lightning's own code under torch 2.13
 def test_the_layer_learns_under_the_trainer_of_somebody_else(run, trainer):
@@ -76,6 +79,7 @@ def test_a_report_tells_a_recurrence_from_a_cache(run):
     assert re.search(r"aten.clamp.default at .*read_report.py:\d+: the recurrence has no parallel form", output)
 
 
+@pytest.mark.deep
 def test_training_on_a_text_of_ones_own(run, tmp_path, tiny_overrides):
     text = tmp_path / "my_text.txt"
     text.write_text("to be, or not to be: that is the question. " * 200, encoding="utf-8")
@@ -87,6 +91,7 @@ def test_training_on_a_text_of_ones_own(run, tmp_path, tiny_overrides):
     assert '"steps": 4' in summary.read_text(encoding="utf-8")
 
 
+@pytest.mark.deep
 def test_two_processes_end_with_the_same_weights():
     # Two processes of Python with gloo: what one process cannot show.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

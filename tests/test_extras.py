@@ -99,6 +99,7 @@ def test_the_compiler_and_the_models_need_no_extra():
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.deep
 def test_each_command_names_its_extra_in_one_line():
     result = without([*set(TRAIN) - {"click"}, *LAB], COMMANDS)
     lines = result.stdout.splitlines()

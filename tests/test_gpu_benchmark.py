@@ -129,6 +129,7 @@ def test_the_window_alone_is_checked_and_judged():
 # -- the loop orders
 
 
+@pytest.mark.deep
 def test_loop_orders_are_measured_and_then_chosen(tmp_path):
     """In Triton's interpreter, which reads its variable when it is imported."""
     pytest.importorskip("triton")
@@ -274,6 +275,7 @@ def test_what_is_not_installed_says_so():
 # -- cells
 
 
+@pytest.mark.deep
 def test_what_differs_from_the_oracle_is_not_timed_unless_public():
     def wrong(problem, device):
         return lambda q, k, v, gate: gated(gate, *[window_attention(q, k, v, window=4)[0]] * 3)
@@ -389,6 +391,7 @@ def test_what_bars_rest_on_is_measured_first(tmp_path):
         assert {f"attention S={length} h={heads} 32/16/64" for length in lengths} < set(names)
 
 
+@pytest.mark.deep
 def test_a_dry_run_needs_few_packages_and_fills_every_table(tmp_path):
     optional = ["psutil", "nvtx", "scipy", "tqdm", "platformdirs", "hypothesis", "matplotlib", "tokenizers", "torchao"]
     start = f"import sys, runpy; sys.modules.update(dict.fromkeys({optional})); "

@@ -64,6 +64,7 @@ def no_compiler(*_, **__):
     raise AssertionError("it was kept, and compiled again")
 
 
+@pytest.mark.deep
 def test_a_kernel_is_compiled_once(kernels, monkeypatch, told):
     assert kernels() == 42
     read_sealed(only_library(kernels.directory))
@@ -116,6 +117,7 @@ def keep_no_library(path):
     write_sealed(path, b"a library of another system")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("damage", [cut, empty, flip, zero, open_to_all, give_away, put_pipe, link, keep_no_library])
 def test_a_kernel_that_is_not_as_it_was_kept_is_compiled_again(damage, kernels, monkeypatch, told):
     assert kernels() == 42
@@ -129,6 +131,7 @@ def test_a_kernel_that_is_not_as_it_was_kept_is_compiled_again(damage, kernels, 
     assert told() == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_kernel_that_cannot_be_kept_serves_its_process(number, kernels, monkeypatch, told):
     def refuse(*_):
@@ -143,6 +146,7 @@ def test_a_kernel_that_cannot_be_kept_serves_its_process(number, kernels, monkey
     assert kernels() == 42
 
 
+@pytest.mark.deep
 def test_a_directory_in_the_place_of_a_kernel_is_no_error(kernels, told):
     assert kernels() == 42
     path = only_library(kernels.directory)
@@ -167,6 +171,7 @@ def test_who_waits_for_another_takes_what_that_one_made(kernels, monkeypatch):
     assert kernels() == 42
 
 
+@pytest.mark.deep
 def test_a_lock_that_nobody_gives_back_is_not_waited_for_for_ever(kernels, monkeypatch):
     monkeypatch.setattr(cpp, "_LONGEST_BUILD_S", 0.1)
     assert kernels() == 42
@@ -209,6 +214,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("whose", ["ours", "inductor"])
 def test_a_compiler_that_is_killed_leaves_nothing_that_is_loaded(whose, tmp_path):
     slow, told, cache = tmp_path / "bin" / "g++", tmp_path / "told", tmp_path / "cache"
@@ -294,6 +300,7 @@ def test_precompiled_headers_are_not_in_torchs_default_directory(tmp_path, monke
         assert str(tmp_path / name / "precompiled_headers" / "locks") == codecache._HEADER_LOCK_DIR
 
 
+@pytest.mark.deep
 def test_kernels_are_compiled_with_the_header_of_inductors(tmp_path, monkeypatch):
     from torch._inductor import codecache
 
@@ -341,6 +348,7 @@ def test_the_header_is_compiled_beside_the_passes(tmp_path, monkeypatch, caplog)
     assert begun_by("inductor") == [thread], "it is kept"
 
 
+@pytest.mark.deep
 def test_no_processes_for_triton_are_started_for_a_program_of_the_cpu():
     program = """
 import nsa_compile, torch

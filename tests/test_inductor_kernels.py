@@ -115,6 +115,7 @@ def test_what_inductor_generates_gets_its_functions(threads, units):
     assert sorted(source.count("METH_VARARGS") for source in units) == [1, 2]
 
 
+@pytest.mark.deep
 def test_a_program_of_several_kernels_is_one_unit(units):
     compile_kernels_together()
     torch._dynamo.reset()
@@ -130,6 +131,7 @@ def test_a_program_of_several_kernels_is_one_unit(units):
     assert [source.count("METH_VARARGS") for source in units] == [3]
 
 
+@pytest.mark.deep
 def test_strides_of_indices_are_those_that_sympy_simplifies():
     from torch._inductor import sizevars
     from torch.utils._sympy.functions import FloorDiv, ModularIndexing

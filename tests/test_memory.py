@@ -115,11 +115,13 @@ def of_another_language():
     return torch.frombuffer(held, dtype=torch.float32).view(S, D), np.ctypeslib.as_array(held)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("make", [by_numpy, by_dlpack, by_buffer, shifted])
 def test_loops_that_write_to_a_tensor_of_two_storages(make):
     compare_after_a_call_with_memory_of_their_own(writes, make)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("make", [backwards, of_numbers, of_bytes, a_view_of_bytes, of_another_language])
 def test_loops_that_read_an_array_of_what_they_write(make):
     compare_after_a_call_with_memory_of_their_own(reads_an_array, make)
@@ -138,6 +140,7 @@ def compare_after_a_call_with_memory_of_their_own(run, make):
             assert found.equal(expected)
 
 
+@pytest.mark.deep(but=["<lambda>0"])
 @pytest.mark.parametrize(
     "view", [lambda x: x.unfold(0, D, 1), lambda x: x[:D].expand(S, D), lambda x: x.as_strided((S, D), (1, 1))]
 )

@@ -19,6 +19,7 @@ TINY = (
 )  # fmt: skip
 
 
+@pytest.mark.deep
 def test_both_models_are_trained_and_recorded(tmp_path):
     out = tmp_path / "needle.json"
     overrides = [word for override in TINY for word in ("--set", override)]

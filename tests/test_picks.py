@@ -132,11 +132,13 @@ FOLLOWED = {
 }
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_it_is_the_loop(name):
     compared(over_a_copy(FOLLOWED[name]))
 
 
+@pytest.mark.deep(but=["times1-a row"])
 @pytest.mark.parametrize("name", ["a row", "written", "updated", "written, then read"])
 @pytest.mark.parametrize("times", [[0, 0, 1, 1, 4], [4, -1, 0, -5, 2]])
 def test_it_is_the_loop_whichever_the_numbers_are(name, times):
@@ -285,6 +287,7 @@ MATTERS = {
 }
 
 
+@pytest.mark.deep(every=8, but=["written through", "in a checkpointed region", "asked for its strides"])
 @pytest.mark.parametrize("name", MATTERS)
 def test_it_is_refused_where_a_view_is_not_a_copy(name):
     change, why = MATTERS[name]
@@ -337,6 +340,7 @@ def test_a_carry_that_is_a_row_is_refused():
         nsa_compile.compile(run, nested="eager", cache=False)(numbers(S, D))
 
 
+@pytest.mark.deep(but=["times0-written"])
 @pytest.mark.parametrize("name", ["a row", "written", "written by two numbers", "updated by two numbers"])
 @pytest.mark.parametrize("times", [[0, 1, 2, 3, S], [0, 1, 2, 3, -S - 1]])
 def test_a_number_beyond_the_rows_is_an_error(name, times):
@@ -347,6 +351,7 @@ def test_a_number_beyond_the_rows_is_an_error(name, times):
             function(numbers(S, D, 2), numbers(S, D, 2))
 
 
+@pytest.mark.deep(but=["True"])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_where_a_scan_is_unrolled_it_is_one_line(fullgraph):
     """Or, where torch may break the graph, left to it."""

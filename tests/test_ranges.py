@@ -90,6 +90,7 @@ def enabled():
     ranges.enable(False)
 
 
+@pytest.mark.deep(but=["aot_eager"])
 @pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
 def test_a_training_run_shows_every_range_balanced_nested_and_covering_its_steps(trained, nested):
     events, _ = trained(nested, "true")
@@ -115,6 +116,7 @@ def test_a_training_run_shows_every_range_balanced_nested_and_covering_its_steps
     assert {"evaluation", "checkpoint"} <= {r.category for r in found}
 
 
+@pytest.mark.deep
 def test_without_being_asked_for_there_are_no_ranges_and_with_them_losses_are_the_same_bits(trained):
     events, losses = trained("aot_eager", "false")
     assert not events

@@ -81,6 +81,7 @@ def test_the_output_of_a_command_may_be_cut_off():
     assert process.wait(60) == 0
 
 
+@pytest.mark.deep
 def test_a_mistake_with_control_characters_in_it_is_one_line_without():
     result = subprocess.run(
         [*COMMAND, "train", "--config", "no\nsuch \x1b[31mfile"], capture_output=True, text=True, check=False
@@ -90,6 +91,7 @@ def test_a_mistake_with_control_characters_in_it_is_one_line_without():
     assert result.stderr.removesuffix("\n").isprintable()
 
 
+@pytest.mark.deep(but=["arguments2"])
 @pytest.mark.parametrize(
     "arguments", [["--config", "p" * 10_000], ["--resume", "p" * 10_000], ["--set", "data.name=" + "p" * 300]]
 )

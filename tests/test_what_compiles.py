@@ -1916,11 +1916,13 @@ def test_every_row_has_a_program_and_every_program_a_row():
     assert sorted(names) == sorted(PROGRAMS)
 
 
+@pytest.mark.deep(every=3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_verdict_is_what_comes_out(name):
     check_verdict(name, verdict_of(name))
 
 
+@pytest.mark.deep(but=["bfloat16_counter"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -2026,6 +2028,7 @@ def test_a_step_that_cannot_be_captured_is_refused_with_graph_breaks_allowed_too
 SHAPES = [(2, 6), (2, 9), (3, 9), (1, 9), (4, 1), (0, 5), (1, 1), (5, 7), (2, 6)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dynamic", [None, True, False])
 def test_any_sequence_of_batch_sizes_and_lengths(dynamic, caplog, monkeypatch):
     reports = []
@@ -2103,6 +2106,7 @@ def test_what_a_captured_step_cannot_follow_is_refused_in_one_line():
         fast(x, 0.25)
 
 
+@pytest.mark.deep(but=["True-<lambda>0-aot_eager"])
 @pytest.mark.parametrize("nested", ["aot_eager", "eager"])
 @pytest.mark.parametrize("function", [tanhs, lambda x: average(x)[1], lambda x: attention(x)[1]])
 @pytest.mark.parametrize("inner", [False, True])
@@ -2143,6 +2147,7 @@ FRAMES = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", FRAMES)
 def test_no_frame_of_the_caller_is_kept(name):
     """Why a carry is no buffer was kept with its traceback, and so everything that its frames held."""
@@ -2159,6 +2164,7 @@ def test_no_frame_of_the_caller_is_kept(name):
     assert [x() for x in alive] == [None, None]
 
 
+@pytest.mark.deep(but=["a recurrence in parallel"])
 @pytest.mark.parametrize("name", FRAMES)
 def test_hooks_of_all_modules_see_no_graph(name):
     torch._dynamo.reset()

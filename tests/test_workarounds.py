@@ -41,6 +41,7 @@ def values_and_gradients(function, inputs):
     return carry, ys, torch.autograd.grad(carry.sum() + ys.square().sum(), inputs)
 
 
+@pytest.mark.deep(but=["recurrent"])
 @pytest.mark.parametrize("function", [windows, recurrent])
 def test_no_scan_is_differentiated_by_torch(function, monkeypatch):
     """Neither while it is captured nor later; results have gradients all the same."""
@@ -66,6 +67,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_input_is_written_to_another_as_it_was_before(name):
     torch._dynamo.reset()
@@ -76,6 +78,7 @@ def test_an_input_is_written_to_another_as_it_was_before(name):
     assert torch.equal(torch.stack(given), torch.stack(expected))
 
 
+@pytest.mark.deep
 def test_a_negated_view_is_written_to():
     torch._dynamo.reset()
     z = torch.full((3,), 1 + 1j)
@@ -104,6 +107,7 @@ def shifted_by_index(x):
     return x.sum(0)
 
 
+@pytest.mark.deep(but=["shifted_window"])
 @pytest.mark.parametrize("function", [shifted, shifted_window, shifted_by_index])
 def test_rows_that_are_shifted_in_place(function):
     """The first row came out everywhere."""
@@ -128,6 +132,7 @@ def test_loops_are_fused_where_one_reads_an_input_that_is_written_to():
     torch.testing.assert_close(one, other)
 
 
+@pytest.mark.deep(but=["inductor"])
 @pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
 def test_inputs_that_share_memory_in_another_way_at_each_call(nested, caplog):
     """What was compiled for two tensors was run for two views of one, and the other way round (torch 2.13)."""
@@ -171,6 +176,7 @@ def test_a_write_through_data_to_an_input_that_shares_memory(nested):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.deep
 def test_a_negated_view_that_is_returned_is_refused():
     """It came out as a copy: what was written to it did not reach the input."""
     view = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
@@ -187,6 +193,7 @@ def test_a_blank_stand_in_remembers_no_numbers():
         assert blank(known, dtype=torch.int64).constant is None
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("length", [1, 3])
 def test_a_check_of_a_constant_in_a_step_reads_no_garbage(length):
     """It held of one step, or not, by what lay in memory."""

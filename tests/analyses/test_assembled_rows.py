@@ -117,6 +117,7 @@ def test_rows_put_together_are_those_of_the_loop(chosen, rows, reads):
     note(str(nsa_compile.last_report().scans))
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("name", MOVES)
 def test_each_move_is_followed(name):
     """No step is computed after another, whatever rows are moved."""
@@ -151,6 +152,7 @@ def next_rows(found):
     return found.taken(np.roll(np.arange(found.row.shape[1]), 1)[None])
 
 
+@pytest.mark.deep(but=["a roll the other way"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(monkeypatch, fault):
     target, planted, move = FAULTS[fault]
@@ -159,6 +161,7 @@ def test_planted_faults_are_seen(monkeypatch, fault):
         compared(program([(move, 1), ("new placed", 3)], 4, 2), rows_of_x())
 
 
+@pytest.mark.deep
 def test_rows_of_another_step_are_seen(monkeypatch):
     """A read between two writes, of rows that are said to be those of the step before."""
     written_at = assembled_rows.Assembler.written_at

@@ -196,18 +196,21 @@ WHOLE = {
 }
 
 
+@pytest.mark.deep(but=["of states"])
 @pytest.mark.parametrize("name", SPLIT)
 def test_split(name, monkeypatch):
     step, shape, count = SPLIT[name]
     assert compared(of_a_cache(step, *shape), shape, monkeypatch) == count
 
 
+@pytest.mark.deep(but=["left alone"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_left_whole(name, monkeypatch):
     step, shape = WHOLE[name]
     assert compared(of_a_cache(step, *shape), shape, monkeypatch) == 1
 
 
+@pytest.mark.deep
 def test_a_cache_of_all_layers_is_that_of_each(caplog):
     """And messages name its parts."""
     torch._dynamo.reset()
@@ -263,6 +266,7 @@ def test_drawn_steps(drawn):
         compared(run, shape, monkeypatch)
 
 
+@pytest.mark.deep(but=["nsa_compile.analyses.carry_parts-_moves-<lambda>-programs1-moved"])
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "programs", "program"),
     [

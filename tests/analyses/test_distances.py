@@ -77,12 +77,14 @@ def read(monkeypatch):
     return seen
 
 
+@pytest.mark.deep(but=["both directions"])
 @pytest.mark.parametrize("name", BIASES)
 def test_a_bias_by_distance_has_an_element_for_each(name, read):
     checked(BIASES[name])
     assert 2 * S - 1 in read
 
 
+@pytest.mark.deep(but=["by position"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_any_other_bias_has_none(name, read):
     checked(OTHERS[name])
@@ -90,11 +92,13 @@ def test_any_other_bias_has_none(name, read):
     assert 2 * S - 1 not in read
 
 
+@pytest.mark.deep(but=["1"])
 @pytest.mark.parametrize("steps", [1, 2, 70])
 def test_any_length(steps):
     checked(BIASES["index"], steps)
 
 
+@pytest.mark.deep
 def test_through_inductor():
     checked(BIASES["embedding"], nested="inductor")
 

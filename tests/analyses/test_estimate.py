@@ -114,6 +114,7 @@ def running_products(x, w):
     return nsa_compile.scan(step, x.new_zeros(1, x.shape[-1]), x[:, None])[1]
 
 
+@pytest.mark.deep
 def test_a_scan_costs_its_body_at_every_step():
     n = 6
     w = torch.randn(n, n)
@@ -148,6 +149,7 @@ def test_regions_are_walked_into(called):
     assert estimate_of(lambda x, w: called(x, w), x, w) == estimate_of(region, x, w)
 
 
+@pytest.mark.deep
 def test_the_report_says_what_the_passes_bought():
     torch._dynamo.reset()
     fast = nsa_compile.compile(

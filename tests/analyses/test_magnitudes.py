@@ -44,6 +44,7 @@ def program(make):
     return run
 
 
+@pytest.mark.deep(but=["the lowest number of fewer bits"])
 @pytest.mark.parametrize("name", [*MASKS, *OTHERS])
 def test_a_mask_that_is_made_outside(name):
     seen = torch.rand(S, S, generator=torch.Generator().manual_seed(1)).double().round().bool().tril()

@@ -116,11 +116,13 @@ def has_one_cache_for_each(scan) -> bool:
     return scan.carries == ["Rows", "Rows"] and scan.batched and not scan.guards_kept
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("p", KNOWN.values(), ids=KNOWN)
 def test_a_mask_that_names_later_keys_hides_them(p):
     assert has_one_cache_for_each(check(p))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("change", [{"diagonal": 1}, {"joined": "or"}], ids=["a key too many", "or"])
 @pytest.mark.parametrize("form", ["bool", "bias", "weights"])
 def test_a_mask_that_may_show_a_later_key_does_not(form, change):
@@ -155,6 +157,7 @@ def late(*args, own=outside._at_each_step):
     return replace(facts, **steps, **runs)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", ["bool", "bias"])
 def test_a_mask_that_lasts_too_long_is_seen(form, monkeypatch):
     monkeypatch.setattr(outside, "_at_each_step", late)

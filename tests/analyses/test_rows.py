@@ -142,6 +142,7 @@ def test_what_is_written_meets_the_buffer_as_torch_broadcasts_it(written, moves)
     assert record.batched, record.declines
 
 
+@pytest.mark.deep(but=["replaced-shape5-dims5"])
 @pytest.mark.parametrize(
     ("name", "shape", "dims"),
     [
@@ -238,6 +239,7 @@ RIGHT: dict[str, tuple[Callable, tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.deep(but=["no dimensions"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_batched(name):
     write, shape, rows = RIGHT[name]
@@ -266,6 +268,7 @@ def test_a_mask_as_an_index_is_refused():
         compared(cached(lambda c, x, t: put(c, 0, torch.arange(4) == t, x)), numbers(*BUFFER), numbers(*ROWS))
 
 
+@pytest.mark.deep(but=["index_copy, one row twice"])
 @pytest.mark.parametrize("name", DECLINED)
 def test_what_declines(name):
     write, rows, why = DECLINED[name]
@@ -326,6 +329,7 @@ COUNTERS = {
 }
 
 
+@pytest.mark.deep(but=["float32"])
 @pytest.mark.parametrize("name", COUNTERS)
 def test_counters_count_as_their_dtype_does(name):
     start, dtype, stride = COUNTERS[name]
@@ -390,6 +394,7 @@ def products(carry, row, w, square):
     yield torch.addmm((row * torch.nan).detach(), row, w, beta=0)
 
 
+@pytest.mark.deep(but=["True"])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_products_of_matrices(batch_first):
     def run(scan, init, w, square, rows):
@@ -444,6 +449,7 @@ def test_outputs_share_no_memory(nested):
         assert carry.untyped_storage().data_ptr() == init.untyped_storage().data_ptr()
 
 
+@pytest.mark.deep
 def test_as_many_blocks_as_you_like():
     """A counter that feeds residual blocks, and a buffer whose old rows do: following every path through them would
     never end."""
@@ -465,6 +471,7 @@ def test_as_many_blocks_as_you_like():
     assert record.batched, record.declines
 
 
+@pytest.mark.deep
 def test_a_step_deeper_than_the_stack_of_python():
     def run(scan, init, rows):
         def step(last, row):

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import nsa_compile
-from tests.depth import some
 from tests.step_programs import loop, values_and_grads
 
 S, D = 6, 3
@@ -279,17 +278,20 @@ BY_ROWS_OF_ZEROS = [
 ]
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_its_loop(name):
     program = PROGRAMS[name]
     check(replace(program, dropped=True) if name in BY_ROWS_OF_ZEROS else program)
 
 
-@pytest.mark.parametrize("name", some(PROGRAMS, list(PROGRAMS)[::3]))
+@pytest.mark.deep(every=3)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_so_it_does_with_every_pass(name):
     check(PROGRAMS[name], disable=())
 
 
+@pytest.mark.deep(but=["every row, and its weight twice"])
 @pytest.mark.parametrize("name", BY_ROWS_OF_ZEROS)
 def test_rows_of_others_keep_their_guards(name):
     check(replace(PROGRAMS[name], init=0.25))

@@ -23,6 +23,7 @@ def results(function, inputs):
     return y.detach(), torch.autograd.grad(y, [x for x in inputs if x.requires_grad], cotangent, allow_unused=True)
 
 
+@pytest.mark.deep(every=8, but=["min/running_min", "moba/moba_by_comparison"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_compiled_program_is_its_loop_and_has_its_verdict(name):
     program, (today, _) = PROGRAMS[name], VERDICTS[name]

@@ -29,6 +29,7 @@ def data(tmp_path):
     return run
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["copying", "needle"])
 def test_smoke_shows_a_task_and_its_answer(data, name):
     arguments = ["smoke", "--set", f"data.name={name}", "--set", "train.seq_len=128", "--set", "data.needles=1"]
@@ -68,6 +69,7 @@ def test_prepare_then_verify_then_a_flipped_byte(data, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.deep(but=["arguments7-reads .jsonl, .jsonl.gz, .parquet"])
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

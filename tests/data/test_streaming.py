@@ -111,6 +111,7 @@ def test_a_source_that_stalls_is_an_error_in_time():
     assert 1.4 < time.perf_counter() - start < 20
 
 
+@pytest.mark.deep
 def test_slow_reading_is_no_stall():
     reader = iter(DocumentStream("x", opener(), timeout=1.5))
     next(reader)

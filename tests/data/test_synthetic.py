@@ -77,6 +77,7 @@ def test_needles_lie_everywhere_have_any_value_and_are_asked_for_in_any_order():
     assert abs(np.mean(asked_where) - 7.5) < 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("make", "possible"),
     [(Copying, 20 * 20), (lambda seed, held_out: Needle(seed, 8, held_out, needles=1), 16 * 8)],

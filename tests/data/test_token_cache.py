@@ -194,6 +194,7 @@ def test_a_cache_directory_that_is_a_file_is_an_error(data, tmp_path):
         open_cache(data)
 
 
+@pytest.mark.deep
 def test_two_processes_at_once_make_one_cache(tmp_path):
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_bytes(b"word " * 8_000_000)
@@ -205,6 +206,7 @@ def test_two_processes_at_once_make_one_cache(tmp_path):
     verify_cache(DataSection(name=str(path), cache_dir=str(cache)))
 
 
+@pytest.mark.deep
 def test_a_kill_leaves_nothing_that_could_be_taken_for_a_cache(tmp_path):
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_bytes(b"word " * 30_000_000)
@@ -222,6 +224,7 @@ def test_a_kill_leaves_nothing_that_could_be_taken_for_a_cache(tmp_path):
     assert len(again.tokens) == path.stat().st_size
 
 
+@pytest.mark.deep
 def test_memory_stays_small_for_a_large_text(tmp_path):
     # 100 MB of text, and 40 MB of memory beyond what the imports took; the mapped tokens do not count.
     path = tmp_path / "a.txt"

@@ -41,6 +41,7 @@ def test_the_object_has_numbers_as_numbers(text_run):
     assert all(key.isidentifier() for key in said)
 
 
+@pytest.mark.deep
 def test_a_model_of_conversations_is_scored_on_plain_text_too(tmp_path):
     talk = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
     (tmp_path / "talks.jsonl").write_text(f"{json.dumps(talk)}\n" * 4, encoding="utf-8")
@@ -84,6 +85,7 @@ def test_a_run_of_needles_is_asked_for_them(needle_run, tmp_path):
     assert sum(row["answers"] for row in found) == 2 * 3
 
 
+@pytest.mark.deep
 def test_a_run_of_text_is_asked_in_words(text_run, tmp_path):
     (tmp_path / "long.txt").write_text("some text, and more of it. " * 40, encoding="utf-8")
     page = tmp_path / "needle.html"

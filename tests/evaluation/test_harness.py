@@ -52,6 +52,7 @@ def log_probs(text_run):
     return of
 
 
+@pytest.mark.deep
 def test_log_likelihoods_are_those_computed_by_hand(model, log_probs):
     found = model.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True)
     for (context, answer), (value, greedy) in zip(PAIRS, found, strict=True):
@@ -71,6 +72,7 @@ def test_a_long_text_is_scored_in_windows_of_the_length(model, log_probs):
     assert found == [pytest.approx(float(expected), rel=1e-4)]
 
 
+@pytest.mark.deep
 def test_texts_are_those_that_generate_writes(model, text_run):
     options = {"until": ["\n"], "max_gen_toks": 8}
     requests = [("line 1", options), ("", {"max_gen_toks": 4}), ("line 2 of", options)]

@@ -52,6 +52,7 @@ def test_windows_of_the_length_are_those_of_the_validation_loss():
     assert list(windows(33, 1, 16, 16)) == [(0, 1, 17), (16, 17, 33)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("length", "stride"), [(16, 16), (16, 5), (64, 64)])
 def test_a_score_is_that_of_each_token_after_its_window(model, length, stride):
     tokens = np.random.default_rng(0).integers(256, size=45)
@@ -70,6 +71,7 @@ def test_a_score_is_that_of_each_token_after_its_window(model, length, stride):
     assert score.perplexity == pytest.approx(math.exp(expected / 62), rel=1e-5)
 
 
+@pytest.mark.deep
 def test_a_compiled_scorer_fills_up_and_says_the_same(model):
     rows = [np.random.default_rng(i).integers(256, size=n) for i, n in enumerate((2, 30, 65))]
     expected = list(Scorer(model, compiled=False).score(rows, 64))

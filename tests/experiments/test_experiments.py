@@ -279,6 +279,7 @@ def test_an_experiment_leaves_a_record_a_picture_and_a_page(finished):
     assert "http" not in page.replace("http-equiv", "")
 
 
+@pytest.mark.deep
 def test_what_is_finished_is_not_run_again_and_another_round_is_added(finished):
     _, arguments, out, first = finished
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*/*/summary.json")}
@@ -307,6 +308,7 @@ def test_two_do_not_work_on_one_experiment(tiny_overrides, tmp_path):
         run_experiment(plan, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_failing_run_is_named_with_what_it_said_last(tiny_overrides, tmp_path):
     """The loss of B is not finite from the start; A goes on."""
     base = words("--base-set", tiny_overrides(**{"optim.warmup": 0}))
@@ -324,6 +326,7 @@ def test_a_failing_run_is_named_with_what_it_said_last(tiny_overrides, tmp_path)
     assert record["verdict"] == "no verdict: no finished run of B"
 
 
+@pytest.mark.deep
 def test_ctrl_c_leaves_what_is_finished_and_no_process(tiny_overrides, tmp_path):
     out = tmp_path / "out"
     base = tiny_overrides(**{"train.steps": 6, "train.log_every": 1})
@@ -350,6 +353,7 @@ def test_ctrl_c_leaves_what_is_finished_and_no_process(tiny_overrides, tmp_path)
         os.killpg(process.pid, 0)
 
 
+@pytest.mark.deep
 def test_several_processes_and_their_threads(tiny_overrides, tmp_path):
     result = processes.run(
         "scaling", "--nproc", "1", "2", *words("--set", tiny_overrides()), "--steps", "4", "--repeats", "1",
@@ -364,6 +368,13 @@ def test_several_processes_and_their_threads(tiny_overrides, tmp_path):
     assert record["efficiency"]["nproc=2"] == pytest.approx(two / one / 2)
 
 
+@pytest.mark.deep(
+    but=[
+        "arguments0-ab needs at least one --set KEY=VALUE",
+        "arguments4-scaling needs two or more different numbers",
+        "arguments6---repeats",
+    ]
+)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

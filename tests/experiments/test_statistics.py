@@ -29,11 +29,13 @@ def test_a_difference_of_five_percent_is_found_under_drift(factor, word):
     assert f"% {word} than A (95 % CI" in found[0].verdict
 
 
+@pytest.mark.deep
 def test_the_interval_covers_the_truth_as_often_as_it_says():
     found = [compare("B", b, "A", a) for b, a in (rates(1.02, 5, seed) for seed in range(1000))]
     assert 0.93 <= sum(each.low <= 1.02 <= each.high for each in found) / 1000 <= 0.97
 
 
+@pytest.mark.deep
 def test_equal_arms_differ_as_rarely_as_the_level_says():
     found = [compare("B", b, "A", a).different for b, a in (rates(1.0, 5, seed) for seed in range(1000))]
     assert 0.03 <= sum(found) / 1000 <= 0.07
@@ -75,6 +77,7 @@ def test_one_outlier_makes_no_difference():
     assert comparison.detectable > 0.3, "and it is said that nothing smaller could have been seen"
 
 
+@pytest.mark.deep
 def test_what_is_called_detectable_is_detected():
     """A difference of that size is found in about POWER of the experiments."""
     detectable = sorted(compare("B", *_as_pair(rates(1.0, 6, seed))).detectable for seed in range(200))[100]
@@ -100,6 +103,7 @@ def test_identical_values_are_no_difference():
     assert (comparison.p, comparison.different, comparison.ratio) == (1.0, False, 1.0)
 
 
+@pytest.mark.deep
 def test_many_comparisons_find_no_more_than_one():
     """Of five equal values the best is rarely called significantly above another."""
     found = 0

@@ -60,6 +60,7 @@ def folders(trained, tmp_path_factory):
     return directory
 
 
+@pytest.mark.deep(but=["hf-untied", "hf-tied"])
 @pytest.mark.parametrize("trained", [False, True], ids=["untied", "tied"], indirect=True)
 @pytest.mark.parametrize("kind", ["safetensors", "hf"])
 def test_what_is_exported_is_the_model_of_the_run(trained, folders, kind):
@@ -76,6 +77,7 @@ def test_what_is_exported_is_the_model_of_the_run(trained, folders, kind):
     assert (theirs.model.head.weight is theirs.model.embedding.weight) == tied
 
 
+@pytest.mark.deep
 def test_both_write_the_same_text(trained, folders):
     from transformers import pipeline
 
@@ -192,6 +194,7 @@ def run_alone(code, folder):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.deep
 def test_the_decode_step_runs_without_this_package_also_compiled_by_aotinductor(trained, tmp_path):
     invoke("export", trained, "--to", "decode-step", "--out", tmp_path / "out", "--max-len", 24)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["decode_step.pt2"]
@@ -234,6 +237,7 @@ assert "nsa_compile" not in sys.modules
 """
 
 
+@pytest.mark.deep
 def test_the_decode_step_runs_in_onnx(trained, tmp_path, capsys, caplog):
     invoke("export", trained, "--to", "onnx-decode-step", "--out", tmp_path / "out", "--max-len", 24)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["decode_step.onnx"]

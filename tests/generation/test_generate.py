@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_compile.generation import generate as module
@@ -17,6 +17,7 @@ from nsa_compile.generation.generate import Decoder, Request, Session
 from nsa_compile.generation.sampling import Sampling
 from nsa_compile.models.transformer import AttentionLayer
 from tests.models.test_nsa import tiny_model
+from tests.strategies import few
 
 GREEDY = Sampling(temperature=0)
 EAGER = {"nested": "eager", "cache": False}
@@ -64,7 +65,7 @@ def test_a_greedy_text_is_what_the_forward_pass_finds_most_probable(model):
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == drawn
 
 
-@settings(max_examples=6)
+@few(6)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=14), min_size=1, max_size=4),
     counts=st.lists(st.integers(1, 9), min_size=4, max_size=4),
@@ -80,7 +81,7 @@ def test_every_text_is_the_one_that_it_is_alone(model, fast, prompts, counts, sa
     assert [len(drawn) for drawn in alone] == counts[: len(prompts)]
 
 
-@settings(max_examples=15)
+@few(15)
 @given(
     texts_of=st.lists(
         st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(1, 20), st.integers(0, 40)),
@@ -117,7 +118,7 @@ def test_texts_that_join_move_and_leave_are_those_that_they_are_alone(model, fas
     assert drawn == alone
 
 
-@settings(max_examples=20)
+@few(20)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=6),
     limit=st.sampled_from([None, 2]),
@@ -144,6 +145,7 @@ def test_one_program_serves_every_length_and_position(model, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the step, and what makes logits
 
 
+@pytest.mark.deep(but=["False"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_text_that_is_added_to_is_as_if_it_had_been_there(model, compiled):
     decoder = Decoder(model, **EAGER) if compiled else Decoder(model, compiled=False)
@@ -245,6 +247,7 @@ def test_a_token_that_the_model_does_not_have_is_refused(model, token):
         list(session.stream(GREEDY))
 
 
+@pytest.mark.deep(but=["prompts0-False"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("prompts", [[range(3), range(1), range(4)], [range(3), range(11), range(7)]])
 def test_the_selection_of_each_text_is_that_of_its_tokens(model, compiled, prompts):

@@ -38,6 +38,7 @@ def invoke(*words, given=None):
     return CliRunner().invoke(cli, [str(word) for word in words], input=given, catch_exceptions=False)
 
 
+@pytest.mark.deep
 def test_a_prompt_goes_on_by_the_model_of_the_run(trained):
     result = invoke("generate", trained, "--prompt", "Oh", "--tokens", 12, "--seed", 3, "--no-compile")
     model = load_trained(trained).model
@@ -47,6 +48,7 @@ def test_a_prompt_goes_on_by_the_model_of_the_run(trained):
     assert "tokens/s" in result.stderr
 
 
+@pytest.mark.deep
 def test_several_prompts_compiled_are_those_alone(trained, tmp_path):
     (tmp_path / "prompts.txt").write_text("To be\nA\n", encoding="utf-8")
     words = ["--tokens", 8, "--json"]
@@ -82,6 +84,7 @@ def test_a_checkpoint_may_be_named_and_low_precision_asked_for(trained):
     assert next(load_trained(first, "bf16").model.parameters()).dtype == torch.bfloat16
 
 
+@pytest.mark.deep
 def test_a_full_disk_is_one_line(trained):
     words = ["-m", "nsa_compile", "generate", str(trained), "--prompt", "ab", "--tokens", "3", "--no-compile"]
     with open("/dev/full", "w") as full:

@@ -188,6 +188,7 @@ assert transformers.NSAForCausalLM is type(model)
 """
 
 
+@pytest.mark.deep
 def test_trust_remote_code_finds_the_package_again_and_again(model, tmp_path):
     folders = [tmp_path / name for name in ("first", "second", "third")]
     model.save_pretrained(folders[0])
@@ -243,6 +244,7 @@ def small(monkeypatch):
     monkeypatch.setattr(module, "LEAST_PROMPT", 8)
 
 
+@pytest.mark.deep(but=["left-False"])
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -258,6 +260,7 @@ def test_every_greedy_text_is_the_one_that_it_is_alone(pair, compiled, side):
         assert text[len(row) :].tolist() == wanted.tolist()
 
 
+@pytest.mark.deep(but=["how0"])
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": True}, {"num_beams": 2, "num_return_sequences": 2}])
 def test_the_cache_changes_nothing(model, how):
@@ -269,6 +272,7 @@ def test_the_cache_changes_nothing(model, how):
     assert found[0].tolist() == found[1].tolist()
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("small")
 def test_a_static_cache_is_a_compiled_step(pair, monkeypatch):
     model, _ = wrapped()
@@ -358,6 +362,7 @@ def test_logits_of_columns(model):
     torch.testing.assert_close(with_cache, model(x).logits[:, columns])
 
 
+@pytest.mark.deep
 def test_compiled_blocks_give_the_logits_of_the_loop(pair):
     model, _ = wrapped()
     tokens, mask = ragged([9, 12], "left")
@@ -408,6 +413,7 @@ def test_the_trainer_trains_it(tmp_path):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in saved.state_dict().items())
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_several_threads_may_generate_at_once(pair, compiled):

@@ -54,6 +54,7 @@ def environment(tmp_path, monkeypatch):
     return os.environ
 
 
+@pytest.mark.deep
 @needs_server
 @pytest.mark.parametrize("options", [[], ["--continuous-batching"]], ids=["in turn", "continuous"])
 def test_eight_streams_at_once_are_the_texts_alone(folder, environment, options):
@@ -65,6 +66,7 @@ def test_eight_streams_at_once_are_the_texts_alone(folder, environment, options)
     assert all(int(different) > 4 for _, different in found), "a server that says always the same shows nothing"
 
 
+@pytest.mark.deep
 @needs_server
 def test_a_dialogue_is_streamed(model, folder, environment):
     from openai import OpenAI
@@ -128,6 +130,7 @@ def drawn(model, requests, cancelled=(), **drawing):
 REQUESTS = [(f"text {n}", [n + 1] * n, {"max_new_tokens": 10, "streaming": n % 2 == 0}) for n in (1, 3, 8, 20, 150)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("drawing", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9}])
 def test_texts_at_once_are_those_alone(model, drawing, monkeypatch):
     monkeypatch.setattr(batching, "MOST_TEXTS", 3)

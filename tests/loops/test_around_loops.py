@@ -216,6 +216,7 @@ SHARING = [
 ]
 
 
+@pytest.mark.deep(but=["parts_that_do_not_overlap"])
 @pytest.mark.parametrize("run", SHARING, ids=lambda run: run.__name__)
 def test_a_write_after_the_loop_is_seen_where_it_is_in_the_loop(run):
     looped = loop(run, nested="eager", cache=False, on_decline="error")
@@ -269,6 +270,7 @@ def elements_that_are_written_to(x, write):
     return torch.stack(hs), h, y, torch.stack(read)
 
 
+@pytest.mark.deep(but=["shared_by_a_variable-True"])
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("run", [shared_by_a_variable, a_view_without_gradients, elements_that_are_written_to])
 def test_gradients_go_through_what_is_shared(run, write):
@@ -325,6 +327,7 @@ def test_one_object_is_one_object():
     assert [found[t] is found[t - 1] for t in range(1, S)] == [t % 3 != 0 for t in range(1, S)]
 
 
+@pytest.mark.deep(but=["overlapping_parts-[ab] and [ab] share memory after the loop"])
 @pytest.mark.parametrize(
     ("run", "why"),
     [
@@ -387,6 +390,7 @@ def test_a_view_of_what_does_not_lie_in_order():
     torch.testing.assert_close(loop(run, nested="eager", cache=False)(x), run(x))
 
 
+@pytest.mark.deep(but=["a_state_that_is_replaced_once"])
 @pytest.mark.parametrize(
     "run",
     [an_entry_that_is_another_at_first, an_attribute_that_is_another_at_some_steps, a_state_that_is_replaced_once],
@@ -478,6 +482,7 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
+@pytest.mark.deep
 def test_other_threads_print_and_apply_functions_while_loops_are_traced(capsys):
     stop, errors, acts = threading.Event(), [], []
 
@@ -672,6 +677,7 @@ class Derived(Base):
         return torch.stack(found)
 
 
+@pytest.mark.deep
 def test_the_class_of_a_method_may_change_its_own_programs():
     one = Derived()
     for length in (4, 5, 4):
@@ -801,6 +807,7 @@ def counted_at_the_end_of_an_object():
     return run, lambda: len(ended)
 
 
+@pytest.mark.deep(but=["counted_by_a_descriptor", "counted_by_a_default"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -875,6 +882,7 @@ helper = types.ModuleType("helper_of_the_loop")
 exec("def scale(row):\n    return row * box.v\n", vars(helper))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "make",
     [
@@ -897,6 +905,7 @@ def test_what_changes_between_two_calls_is_seen(make):
         change(2.0)
 
 
+@pytest.mark.deep
 def test_a_loop_that_reads_what_always_changes_is_not_compiled_for_ever(caplog):
     run, change = of_a_method()
     looped, x = loop(run, nested="eager", cache=False), torch.randn(S, D)
@@ -915,6 +924,7 @@ def by_sum(w):
     return lambda x: x + w
 
 
+@pytest.mark.deep
 def test_functions_that_hold_the_same_variables_are_not_the_same():
     """Their closures were compared, and not what they do."""
 
@@ -1040,6 +1050,7 @@ class AttentionOverProjections(torch.nn.Module):
         return torch.stack(out)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, contextlib.nullcontext])
 def test_a_tensor_of_inference_mode_beside_parameters(first):
     torch.manual_seed(0)
@@ -1050,6 +1061,7 @@ def test_a_tensor_of_inference_mode_beside_parameters(first):
             torch.testing.assert_close(looped(x), model(x))
 
 
+@pytest.mark.deep
 def test_one_thread_traces_at_a_time(monkeypatch):
     """One traced the step of a recurrence while it ran, another the whole loop, and each took back the patches of the
     other."""

@@ -82,6 +82,7 @@ def attention(scores: str, read: str, *, wide: bool):
     return run
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("scores", "read", "wide"),
     [

@@ -129,6 +129,7 @@ ROWS_MOVE = [
 ]
 
 
+@pytest.mark.deep(but=["past_key_values"])
 @pytest.mark.parametrize("function", [*ROWS_MOVE, by_data, scaled_when_cut])
 def test_a_cache_that_loses_rows(function):
     torch.manual_seed(0)

@@ -1048,12 +1048,14 @@ def compare(run, looped):
         assert [values, left] == rest
 
 
+@pytest.mark.deep(every=8, but=["placed_from_behind"])
 @pytest.mark.parametrize("run", COMPILED, ids=lambda run: run.__name__)
 def test_it_compiles(run, caplog):
     compare(run, loop(run, nested="aot_eager", cache=False))
     assert "runs as it is written" not in caplog.text
 
 
+@pytest.mark.deep(every=3)
 @pytest.mark.parametrize("run", DECLINED, ids=lambda run: run.__name__)
 def test_it_is_declined_and_runs_as_written(run, caplog):
     compare(run, loop(run, nested="aot_eager", cache=False))
@@ -1070,6 +1072,7 @@ def a_list_of_a_partial(x, t):
     return part(x[t])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("run", [a_list_of_a_helper, a_list_of_a_default, a_list_of_a_partial])
 def test_lists_of_other_functions(run):
     compare(run, loop(run, nested="aot_eager", cache=False))
@@ -1082,6 +1085,7 @@ def test_a_transform_around_it(caplog):
     assert "within a transform of torch.func" in caplog.text
 
 
+@pytest.mark.deep
 def test_a_checkpoint_around_it():
     looped = loop(read_by_a_lambda, nested="aot_eager", cache=False)
     for _ in range(2):
@@ -1138,6 +1142,7 @@ def test_gradients_on_within_a_loop_without(caplog):
     assert not y.requires_grad  # the stack around the step
 
 
+@pytest.mark.deep
 def test_zero_and_minus_zero_are_two_numbers():
     def run(x, scale):
         ys = []
@@ -1158,6 +1163,7 @@ def test_a_lambda_whose_line_is_half_a_statement():
             loop(made)
 
 
+@pytest.mark.deep
 def test_weights_that_are_cached_around_a_loop():
     """A trace left its stand-in for the weight behind."""
     layer = weight_norm(torch.nn.Linear(D, D))
@@ -1176,6 +1182,7 @@ def test_weights_that_are_cached_around_a_loop():
     assert nsa_compile.last_report() is not None
 
 
+@pytest.mark.deep
 def test_a_cache_of_no_rows_at_the_only_step():
     def run(x):
         h, rows = x.sum(0), x[:0]
@@ -1190,6 +1197,7 @@ def test_a_cache_of_no_rows_at_the_only_step():
     torch.testing.assert_close(loop(run, nested="eager", cache=False)(x), run(x))
 
 
+@pytest.mark.deep
 def test_a_list_that_is_read_without_gradients_at_some_steps():
     """Its rows had no gradient from there on: the list was stacked where the step turns gradients off."""
 
@@ -1303,6 +1311,7 @@ def a_value_that_moves_on_before_it_is_read(x, m):
     return torch.stack(ys)
 
 
+@pytest.mark.deep(but=["a_first_list_that_is_replaced-aot_eager"])
 @pytest.mark.parametrize("nested", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
     "run",

@@ -189,6 +189,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.deep(but=["joined_with_each_other"])
 @pytest.mark.parametrize("written", PROGRAMS, ids=lambda f: f.__name__)
 def test_a_list_that_is_read(written, caplog):
     for length in (7, 45):  # more than there may be kinds of steps
@@ -196,11 +197,13 @@ def test_a_list_that_is_read(written, caplog):
     assert "runs as it is written" not in caplog.text
 
 
+@pytest.mark.deep
 def test_attention_over_a_list_is_attention():
     (x,) = rows(45)
     assert "attention to a window of 45" in matches(compare(stacked, x))
 
 
+@pytest.mark.deep
 def test_the_lists_are_those_that_were_given():
     def kept(x, seen):
         for row in x:
@@ -226,6 +229,7 @@ def begun_anew(row, seen):
     return [row] if len(seen) > 3 else seen
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("after", [cut_by_a_slice, begun_anew])
 def test_what_a_list_that_is_given_gets_until_another_takes_its_place(after, caplog):
     def kept(x, seen):
@@ -244,6 +248,7 @@ def test_what_a_list_that_is_given_gets_until_another_takes_its_place(after, cap
     assert caplog.text.count("another list takes the place of seen, which something else holds, too") == 1
 
 
+@pytest.mark.deep
 def test_what_a_dict_that_is_given_gets_until_another_takes_its_place():
     def kept(x, state):
         for t in range(x.shape[0]):
@@ -310,6 +315,7 @@ WRITTEN = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("written", "reason"), WRITTEN, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_list_whose_elements_are_written(written, reason):
     (x,) = rows(45)
@@ -334,6 +340,7 @@ def repeated(x):
     return torch.stack(out)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("run", [behind_another, repeated], ids=lambda f: f.__name__)
 def test_the_length_of_lists_that_are_put_together(run):
     """That of a list that is only appended to was the number of one step's elements."""
@@ -353,6 +360,7 @@ def test_what_keeps_a_list_from_being_one_tensor_is_told():
         nsa_compile.loop(run, nested="eager", on_decline="error")(*rows(90))
 
 
+@pytest.mark.deep
 def test_a_list_of_few_elements_of_other_shapes():
     def pair(x):
         out = []
@@ -381,6 +389,7 @@ def renewed_by_copies(row, seen):
     return [*[x * 1 for x in seen][-3:], row]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("renewed", [renewed_by_a_slice, renewed_by_copies])
 def test_a_list_of_two_names_of_which_one_gets_another(renewed):
     def run(x):
@@ -394,6 +403,7 @@ def test_a_list_of_two_names_of_which_one_gets_another(renewed):
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("is_filled", [False, True])
 def test_a_tensor_that_a_cache_of_a_function_keeps(is_filled, caplog):
     @functools.lru_cache
@@ -480,6 +490,7 @@ KEPT = [
 ]  # fmt: skip
 
 
+@pytest.mark.deep(every=8, but=["more_come_than_are_taken-7"])
 @pytest.mark.parametrize("steps", [1, 2, 7])
 @pytest.mark.parametrize("step", KEPT, ids=lambda f: f.__name__)
 def test_what_a_list_held_before_stays_what_it_was(step, steps, caplog):

@@ -84,6 +84,7 @@ def compared(compiled, function, x, *others):
     )
 
 
+@pytest.mark.deep(but=["eye"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_what_a_loop_is_given_is_known_by_its_pattern(name):
     function, make, expected = LOOPS[name]
@@ -101,6 +102,7 @@ def one_off(x):
     return x
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", [name for name in LOOPS if name != "positions as floats"])
 def test_other_numbers_are_data_from_then_on(name, caplog):
     function, make, _ = LOOPS[name]
@@ -113,6 +115,7 @@ def test_other_numbers_are_data_from_then_on(name, caplog):
     compared(looped, function, rows(3), make(S))
 
 
+@pytest.mark.deep(but=["positions as floats"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_numbers_off_by_one_are_no_pattern(name, caplog):
     function, make, _ = LOOPS[name]
@@ -148,6 +151,7 @@ def replaced(x):
     return torch.stack(out)
 
 
+@pytest.mark.deep(but=["replaced"])
 @pytest.mark.parametrize("function", [written_inside, written_through_another, replaced])
 def test_positions_that_a_loop_changes(function):
     looped = nsa_compile.loop(function, nested="eager", cache=False)
@@ -155,6 +159,7 @@ def test_positions_that_a_loop_changes(function):
         compared(looped, function, rows(seed))
 
 
+@pytest.mark.deep
 def test_a_tensor_that_is_written_between_two_calls():
     positions = torch.arange(S)
     looped = nsa_compile.loop(by_positions, nested="eager", cache=False)
@@ -165,6 +170,7 @@ def test_a_tensor_that_is_written_between_two_calls():
     compared(looped, by_positions, rows(), positions)
 
 
+@pytest.mark.deep
 def test_a_value_that_is_not_compared_is_seen(monkeypatch):
     monkeypatch.setattr("nsa_compile.program.constants.Held.is_what", lambda self, x: True)
     looped = nsa_compile.loop(by_positions, nested="eager", cache=False)
@@ -173,6 +179,7 @@ def test_a_value_that_is_not_compared_is_seen(monkeypatch):
         compared(looped, by_positions, rows(), torch.arange(S) - 2)
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize(
     "dtype",
     [

@@ -185,12 +185,14 @@ def judged(program, bias):
             torch.testing.assert_close(actual, expected, equal_nan=True, rtol=1e-4, atol=1e-5, msg=f"of {name}")
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_gradients_are_nan_where_those_of_the_loop_are(program, bias, double):
     judged(program, bias)
 
 
+@pytest.mark.deep
 def test_rows_that_come_and_go_are_still_those_of_a_cache(double):
     judged(last_rows_of_a_list, False)
     report = str(nsa_compile.last_report())

@@ -100,11 +100,13 @@ def compare(run, *changes):
         torch.testing.assert_close(compiled(x), run(x), rtol=0, atol=0)
 
 
+@pytest.mark.deep
 def test_variables_of_other_modules(other):
     compare(over_rows(other.scaled), lambda: setattr(other, "SCALE", 5.0), lambda: setattr(other, "SCALE", 2.0))
     compare(over_rows(other.by_table), lambda: other.TABLE.__setitem__(0, 5.0))
 
 
+@pytest.mark.deep
 def test_attributes_of_modules_and_classes(other):
     def run(x):
         rows = []
@@ -115,6 +117,7 @@ def test_attributes_of_modules_and_classes(other):
     compare(run, lambda: setattr(other, "SCALE", 5.0), lambda: setattr(other.Settings, "gain", 7.0))
 
 
+@pytest.mark.deep
 def test_zero_and_minus_zero_of_another_module(other):
     def run(x):
         rows = []
@@ -125,6 +128,7 @@ def test_zero_and_minus_zero_of_another_module(other):
     compare(run, lambda: setattr(other, "SCALE", 0.0), lambda: setattr(other, "SCALE", -0.0))
 
 
+@pytest.mark.deep
 def test_attributes_of_the_class_of_an_object(other):
     scaled = other.Scaled()
 
@@ -142,6 +146,7 @@ def test_attributes_of_the_class_of_an_object(other):
     )
 
 
+@pytest.mark.deep
 def test_what_a_method_reads_of_the_loops_module(monkeypatch):
     here = Here()
 
@@ -172,6 +177,7 @@ def test_what_assigns_to_its_module_is_run_as_written(other, caplog):
     assert "counting assigns to CALLS, a variable of its module" in caplog.text
 
 
+@pytest.mark.deep(but=["<lambda>0"])
 @pytest.mark.parametrize(
     "step",
     [
@@ -225,6 +231,7 @@ def layer():
     return Layer()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "change",
     [
@@ -321,6 +328,7 @@ KEPT: list[object] = []
 keep = KEPT.append
 
 
+@pytest.mark.deep(but=["its text"])
 @pytest.mark.parametrize("name", reads_by_another_way(None))
 def test_what_is_read_by_another_way(name, monkeypatch):
     read, change = reads_by_another_way(monkeypatch)[name]
@@ -345,6 +353,7 @@ def in_both_orders(function, mode):
             assert found.device.type == "meta" or found.equal(expected)
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_modes_of_torch():
     in_both_orders(lambda x: x * 2, PlusOne)
@@ -356,6 +365,7 @@ def test_modes_of_torch():
     in_both_orders(lambda x: x * (2 if torch.backends.cuda.flash_sdp_enabled() else 3), only_math)
 
 
+@pytest.mark.deep
 def test_the_default_device():
     def run(x, where):
         with torch.device(where):
@@ -376,6 +386,7 @@ def test_the_default_device():
     assert made(torch.ones(2, 2)).device.type == "cpu"
 
 
+@pytest.mark.deep
 def test_settings_of_torch():
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
@@ -389,6 +400,7 @@ def test_settings_of_torch():
         torch.set_float32_matmul_precision(precision)
 
 
+@pytest.mark.deep
 def test_forward_of_a_module_that_is_replaced():
     class Doubles(torch.nn.Module):
         def forward(self, x):
@@ -427,6 +439,7 @@ def locked_after_use(x):
 LOCK, OF_ITS_OWN, OUTSIDE = threading.Lock(), OfItsOwn(), types.SimpleNamespace(x=None)
 
 
+@pytest.mark.deep(but=["<lambda>-it asks whether a lock is held"])
 @pytest.mark.parametrize(
     ("read", "why"),
     [
@@ -449,6 +462,7 @@ def test_what_is_asked_in_vain(read, why, caplog):
     assert why in caplog.text
 
 
+@pytest.mark.deep
 def test_tensors_from_outside_are_asked_themselves():
     made = torch.ones(2, requires_grad=True)
     OUTSIDE.x = made
@@ -464,6 +478,7 @@ def test_tensors_from_outside_are_asked_themselves():
     )
 
 
+@pytest.mark.deep
 def test_a_table_that_is_kept_of_a_number():
     scale = functools.lru_cache(lambda n: n * KEPT_FACTOR[0])
     run = over_rows(lambda x: x * scale(3))
@@ -490,6 +505,7 @@ def import_of_a_name(x):
     return x * SCALE
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "read",
     [

@@ -52,6 +52,7 @@ def test_a_machine_that_runs_the_tests_can_train():
         assert bool(f.advice) == (f.status != "ok"), f
 
 
+@pytest.mark.deep
 def test_the_command_is_quick_and_tells_by_its_exit_code(tmp_path):
     command = [sys.executable, "-c", "from nsa_compile.cli import main; main()", "doctor", "--json"]
     before = processor_seconds()

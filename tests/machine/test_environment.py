@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from nsa_compile.machine.environment import describe_environment
@@ -20,6 +21,7 @@ def test_environment_is_plain_data():
     assert environment["machine"]["cpu_count"] >= 1
 
 
+@pytest.mark.deep
 def test_peak_memory_counts_bytes_and_never_falls():
     # In a process of its own: this one may have held more before.
     code = (

@@ -127,6 +127,7 @@ def overrides(tiny_overrides, **changes):
     return [*kept, "model.attention=hybrid", *values]
 
 
+@pytest.mark.deep
 def test_it_trains_and_writes_text(tiny_overrides):
     torch._dynamo.reset()
     settings = ["compile.enabled=true", "compile.nested=eager", "optim.lr=0.01", "model.n_layers=4"]

@@ -128,6 +128,7 @@ def test_x_of_another_width_is_one_line():
         make_layer()(torch.zeros(2, 9))
 
 
+@pytest.mark.deep(but=["False"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_uncompiled_it_says_so_once(monkeypatch, caplog, compiled):
     monkeypatch.setattr(transformer, "_said", set())
@@ -149,6 +150,7 @@ def test_a_model_of_the_package_leaves_that_to_who_runs_it(monkeypatch, caplog):
     assert caplog.records == []
 
 
+@pytest.mark.deep
 def test_a_copy_and_a_file_of_a_compiled_layer_have_its_weights_and_no_program():
     layer = quick(make_layer())
     x = batch(1, 9)
@@ -170,6 +172,7 @@ def test_a_copy_and_a_file_of_a_compiled_layer_have_its_weights_and_no_program()
 SHARED = {"phi": "mean", "shared_kv": True}
 
 
+@pytest.mark.deep(but=["loop-doc_ids-changes1"])
 @pytest.mark.parametrize(
     ("form", "how", "changes"),
     [
@@ -209,6 +212,7 @@ def test_documents_of_any_lengths(data):
     assert_same(value_and_grads(layer, lambda x: layer(x, cu_seqlens=starts(lengths)), x), expected)
 
 
+@pytest.mark.deep
 def test_a_whole_model_runs_on_rows():
     model = NSATransformer(NSAConfig(vocab_size=5, n_layers=2, **SIZES)).double()
     tokens = torch.arange(60)[None] ** 2 % 5
@@ -217,6 +221,7 @@ def test_a_whole_model_runs_on_rows():
     torch.testing.assert_close(packed, torch.cat([model(tokens[:, :37]), model(tokens[:, 37:])], dim=1))
 
 
+@pytest.mark.deep
 def test_documents_of_several_sequences():
     layer = make_layer()
     x = batch(2, 40)
@@ -227,6 +232,7 @@ def test_documents_of_several_sequences():
     assert_same(value_and_grads(layer, lambda x: layer(x, doc_ids=doc_ids), x), expected)
 
 
+@pytest.mark.deep(but=["compiled in place-dtype2"])
 @pytest.mark.parametrize(
     ("form", "dtype"), [("loop", torch.bool), ("loop", torch.uint8), ("compiled in place", torch.int64)]
 )
@@ -252,6 +258,7 @@ def test_padding_on_either_side_is_as_if_it_were_not_there(form, dtype):
     assert not actual[1][~mask.bool()].any()
 
 
+@pytest.mark.deep
 def test_padding_and_documents_together():
     layer = make_layer()
     x = batch(2, 30)
@@ -267,6 +274,7 @@ def test_padding_and_documents_together():
     assert_same(value_and_grads(layer, lambda x: layer(x, mask, doc_ids=doc_ids), x), expected)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", ["loop", "compiled in place"])
 def test_nothing_of_a_document_comes_near_another(form):
     """Not even NaN, of which 0 · NaN would be one."""
@@ -320,6 +328,7 @@ def test_rows_are_few_and_little_is_filled_up():
     assert [len(rows) for rows in made.rows] == [16, 4, 1, 1, 1]
 
 
+@pytest.mark.deep
 def test_a_compiled_layer_meets_few_programs():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -370,6 +379,7 @@ def test_what_is_no_document_is_refused_in_one_line(arguments, message):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.deep
 def test_rows_lie_where_the_batch_is(monkeypatch):
     unpack, seen = Documents.unpack, []
     monkeypatch.setattr(Documents, "unpack", lambda self, x: seen.append(self) or unpack(self, x))
@@ -396,6 +406,7 @@ def test_a_compiled_function_is_told_that_it_cannot_read_documents():
 # ------------------------------------------------------------------------------------------- what training does to it
 
 
+@pytest.mark.deep
 def test_recomputed_for_the_backward_pass():
     layer = make_layer()
     x = batch(1, sum(LENGTHS))
@@ -407,6 +418,7 @@ def test_recomputed_for_the_backward_pass():
         assert_same(actual, expected)
 
 
+@pytest.mark.deep
 def test_under_autocast_as_good_as_the_loop():
     """bfloat16 autocast over float32 weights: values and gradients, judged by float64 without autocast."""
     # Every block is selected: which ones are would otherwise hang on the rounding of their scores, in the loop as well.

@@ -112,6 +112,7 @@ def test_each_branch_alone(branch):
 FEWER_BRANCHES = [("compressed", "window"), ("compressed", "selected"), ("compressed",), ("window",)]
 
 
+@pytest.mark.deep(but=["compressed+selected"])
 @pytest.mark.parametrize("branches", FEWER_BRANCHES, ids="+".join)
 def test_a_branch_that_is_not_there_equals_one_whose_gate_is_zero(branches):
     """In values and in gradients, the oracle having all three."""
@@ -173,6 +174,7 @@ def test_sequence_shorter_than_a_compressed_block():
 # ------------------------------------------------------------------------------------------------------- the future
 
 
+@pytest.mark.deep(but=["5-dense", "23-dense"])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("cut", [5, 23])
 def test_later_tokens_change_no_earlier_logits(attention, cut):
@@ -199,6 +201,7 @@ def test_later_keys_change_no_earlier_selection():
 # ------------------------------------------------------------------------------------------- one model, three paths
 
 
+@pytest.mark.deep(but=["changes4"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -228,6 +231,7 @@ def test_decoding_with_room_to_spare():
     torch.testing.assert_close(logits, model(tokens)[:, -1], rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.deep(but=["changes3", "changes7"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -286,6 +290,7 @@ def decode(model, tokens) -> torch.Tensor:
     return torch.stack(rows, 1)
 
 
+@pytest.mark.deep(but=["changes0-forward"])
 @pytest.mark.parametrize("run", [lambda model, tokens: model(tokens), decode], ids=["forward", "decode"])
 @pytest.mark.parametrize("changes", [{"attention": "dense"}, {}, {"shared_kv": True}])
 def test_logits_depend_on_relative_position_only(changes, run, shifted):

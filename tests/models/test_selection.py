@@ -86,6 +86,7 @@ EXAMPLE = NSAProblem(
 )  # fmt: skip
 
 
+@pytest.mark.deep(but=["of another group"])
 @pytest.mark.parametrize("fault", ["the next block", "the block before", "of another token", "of another group"])
 def test_a_selection_that_is_off_is_seen(fault):
     """What the comparisons above are worth."""
@@ -190,6 +191,7 @@ def _decoded(layer: _Projected, step, batch: int, length: int) -> Tensor:
     return torch.stack(rows, 1)
 
 
+@pytest.mark.deep(but=["dtype2"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_ties_go_the_same_way_on_every_path(dtype):
     problem = dataclasses.replace(EXAMPLE, n=5)
@@ -212,6 +214,7 @@ def test_ties_go_the_same_way_on_every_path(dtype):
 # ----------------------------------------------------------------------------------------------------------- models
 
 
+@pytest.mark.deep
 def test_every_path_of_a_model_records_the_same_and_replays_it():
     """Two layers, two groups, prompts of two lengths; in float64, where no rounding decides."""
     model, lengths = tiny_model(), torch.tensor([40, 23])
@@ -255,6 +258,7 @@ def gradients(model: NSATransformer, logits: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(logits.square().mean(), list(model.parameters())))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("nested", "checkpointed"), [("eager", (0, 1)), ("inductor", ())])
 def test_gradients_under_a_replay_are_those_of_the_ranked_model(nested, checkpointed):
     """To every parameter, the compressed branch's included, also where blocks are computed again."""
@@ -272,6 +276,7 @@ def test_gradients_under_a_replay_are_those_of_the_ranked_model(nested, checkpoi
     torch.testing.assert_close(gradients(model, again), expected)
 
 
+@pytest.mark.deep
 def test_a_replayed_step_computes_no_ranking(tmp_path):
     """As the test before asserts of what trains: no importance of blocks is computed."""
     model = tiny_model(n_layers=1)
@@ -317,6 +322,7 @@ def trained() -> NSATransformer:
     return model.requires_grad_(False)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("dtype", "roundings"), [(torch.float32, 64), (torch.bfloat16, 4)])
 def test_a_trained_model_selects_alike_on_every_path(trained, dtype, roundings):
     """But for choices that rounding decides; and a replay takes those away."""
@@ -349,6 +355,7 @@ def test_a_trained_model_selects_alike_on_every_path(trained, dtype, roundings):
     assert error(run(tokens, off)) > rounding
 
 
+@pytest.mark.deep
 def test_blocks_of_the_future_give_nothing():
     model = tiny_model()
     before = tokens_for(model, 2, 40)
@@ -365,6 +372,7 @@ LAYER = {"dim": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
 PATTERN = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=3, window=6)
 
 
+@pytest.mark.deep(but=["False"])
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_selection_belongs_to_its_document(compile):
     """Packed, padded or alone: blocks count from the first token of the document, and replay the same."""

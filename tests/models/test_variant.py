@@ -50,6 +50,7 @@ def overrides(tiny_overrides, tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.deep(but=["loop"])
 @pytest.mark.parametrize("changes", [COMPILED, {}], ids=["compiled", "loop"])
 def test_it_trains_and_its_records_are_its_own(overrides, changes, capsys):
     config = load_config(overrides=overrides(**changes))
@@ -88,6 +89,7 @@ def test_its_useful_work_is_counted(overrides):
     assert math.isclose(forward_flops_per_token(model, length), 2 * (matrices + scores / length))
 
 
+@pytest.mark.deep
 def test_the_audit_sees_its_operator_and_its_loop(overrides):
     changes = COMPILED | {"compile.nested": "aot_eager", "train.seq_len": 64}  # eager has no ranges in backward
     compiled = audit_attention(load_config(overrides=overrides(**changes)))
@@ -97,6 +99,7 @@ def test_the_audit_sees_its_operator_and_its_loop(overrides):
     assert (fallback["what"], fallback["reason"]) == ("a loop over the tokens stayed one", "compile.enabled = false")
 
 
+@pytest.mark.deep
 def test_it_decodes_as_it_trains_and_has_named_ranges(overrides):
     model = NSATransformer(load_config(overrides=overrides()).model).double()
     tokens = torch.randint(256, (2, 12))

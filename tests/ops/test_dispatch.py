@@ -94,6 +94,7 @@ def test_dispatch_takes_cpp_on_the_cpu():
         assert (chosen.name, chosen.code) == ("cpu", sys.modules[f"nsa_compile.ops.{name}.cpu"])
 
 
+@pytest.mark.deep
 def test_kernels_are_registered_without_loading_their_code():
     script = (
         "import sys, nsa_compile.ops\n"

@@ -141,6 +141,7 @@ def compiled_steps(monkeypatch):
     return given
 
 
+@pytest.mark.deep
 def test_compiled_steps_equal_their_loops(compiled_steps):
     """The gradients that meet the results have strides of zero; inputs are compiled for the strides that they have."""
 
@@ -164,12 +165,14 @@ def test_compiled_steps_equal_their_loops(compiled_steps):
     assert len(compiled_steps) == 6  # both directions of two loops, twice; one reads nothing that lies differently
 
 
+@pytest.mark.deep
 def test_a_step_that_is_compiled_with_one_tensor_twice_reads_both():
     """It was compiled as a function of one: AOTAutograd leaves out an input that is given twice."""
     step = backend._compile_step(fx.symbolic_trace(lambda a, b: [a * 2 + b]), [x := torch.ones(3), x])
     torch.testing.assert_close(step(x, torch.zeros(3)), [torch.full((3,), 2.0)])
 
 
+@pytest.mark.deep
 def test_gradients_of_two_carries_that_begin_as_one(compiled_steps):
     """Nobody reads what the last step leaves, so that the gradients of both are the same zeros."""
 
@@ -189,6 +192,7 @@ def test_gradients_of_two_carries_that_begin_as_one(compiled_steps):
     assert len(compiled_steps) == 2
 
 
+@pytest.mark.deep
 def test_a_carry_may_leave_a_compiled_step_transposed():
     body = fx.symbolic_trace(lambda c, row: [torch.tanh(c * 0.5 + row).t(), c.sum(0)])
     c, rows = torch.randn(3, 3), torch.randn(4, 3)
@@ -202,6 +206,7 @@ def test_a_carry_may_leave_a_compiled_step_transposed():
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.deep
 def test_a_negated_view_has_its_sign_in_a_compiled_step():
     """Of `z.conj().imag` the numbers that lie in memory have the other signs; `z.imag` lies as it does."""
     body = fx.symbolic_trace(lambda c, row, x: [torch.tanh(c * 0.5 + row * x), c * x])
@@ -217,6 +222,7 @@ def test_a_negated_view_has_its_sign_in_a_compiled_step():
             torch.testing.assert_close(*(run_loop(way, [c, rows, x]) for way in ways))
 
 
+@pytest.mark.deep
 def test_steps_that_draw_or_are_complex_are_not_compiled(compiled_steps):
     def drawn(x):
         return scan(lambda c, row: (torch.tanh(c + row * torch.rand(3)), c.sum()), x.new_zeros(3), x)[0]

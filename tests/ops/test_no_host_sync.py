@@ -29,6 +29,7 @@ class Stopped(Exception):
     """Ends a compilation after the passes."""
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("preset", ["nsa_125m_gpt2.yaml", "m7c_125m_2xa100_production.yaml"])
 def test_on_cuda_the_presets_attend_with_the_operators_in_bf16(preset, monkeypatch):
     """The passes on fake tensors, with the costs of a CUDA device."""
@@ -54,6 +55,7 @@ def test_on_cuda_the_presets_attend_with_the_operators_in_bf16(preset, monkeypat
     assert called == {operator: {torch.bfloat16} for operator in OPERATORS}
 
 
+@pytest.mark.deep
 def test_a_compiled_block_is_one_graph_that_reads_nothing_back():
     """On fake tensors, up to the point where Inductor would write code; operators are chosen as on any device."""
     graphs = []

@@ -47,12 +47,14 @@ def with_gradients(arguments: tuple) -> tuple:
     return tuple(x.detach().clone().requires_grad_() if i < 3 else x for i, x in enumerate(arguments))
 
 
+@pytest.mark.deep(but=["portable1"])
 @pytest.mark.parametrize("kernel", PRECISE)
 def test_registration(kernel):
     with ops.force_implementation(kernel.name):
         torch.library.opcheck(operator(kernel.operator), with_gradients(inputs()[kernel.operator]))
 
 
+@pytest.mark.deep(but=["cpu2"])
 @pytest.mark.parametrize("kernel", PRECISE)
 def test_gradcheck(kernel):
     arguments = with_gradients(inputs(B=1, S=7, T=7)[kernel.operator])

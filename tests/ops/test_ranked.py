@@ -79,6 +79,7 @@ def test_without_a_compiler_rows_are_sorted_and_the_log_says_so(monkeypatch, cap
     assert "rankings are sorted as a whole, slower: their kernel cannot be used (no compiler)" in caplog.text
 
 
+@pytest.mark.deep(but=["values"])
 @pytest.mark.parametrize("read", ["indices", "values", "all indices", "all but one"])
 def test_a_sort_of_which_the_first_indices_are_read(read, monkeypatch):
     """Of scores with ties: the loop and the batched program pick the same."""

@@ -87,6 +87,7 @@ def test_a_matrix_recurrence_is_its_loop(steps, batch):
     assert_same(matrix_recurrence, reference.matrix, inputs)
 
 
+@pytest.mark.deep(but=["dtype0-1"])
 @pytest.mark.parametrize("size", [1, 2, 8, 64])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_the_inverse_of_steps_on_those_before_them(size, dtype):
@@ -107,6 +108,7 @@ def test_integers_wrap_around_as_in_the_loop():
         assert torch.equal(recurrence(factors, b, b[0]), expected)
 
 
+@pytest.mark.deep
 def test_the_operators_are_sound():
     inputs = (numbers(9, 2, 1).requires_grad_(), numbers(9, 2, 3).requires_grad_(), numbers(2, 3).requires_grad_())
     for kind in KINDS:
@@ -235,6 +237,7 @@ def test_products_of_decays_are_their_definition(shape):
     assert_same(decayed.decay_products, expected, [torch.where(a.abs() < 0.3, 0, a)])
 
 
+@pytest.mark.deep(but=["None-None"])
 @pytest.mark.parametrize(("decay", "solved"), list(itertools.product([None, "scalar", "vector"], SOLVED)))
 def test_gradients_of_chunks_are_derivatives(decay, solved):
     inputs = operands(5, (2,), decay, solved=solved, k=2, v=2)
@@ -290,6 +293,7 @@ def test_a_planted_fault_is_seen(fault, monkeypatch):
             assert_same(chunks.linear, reference.linear, operands(70, (2,), decay, solved="along p"))
 
 
+@pytest.mark.deep(but=["1.0-vector-None"])
 @pytest.mark.parametrize("solved", [None, "along k"])  # along another direction a state may grow without end
 @pytest.mark.parametrize("decay", ["scalar", "vector"])
 @pytest.mark.parametrize("factor", [1e-3, 0.9999, 1.0])

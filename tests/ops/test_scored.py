@@ -536,6 +536,7 @@ def problems(draw: Any, dtypes: tuple[torch.dtype, ...]) -> Problem:
 ORDINARY = Problem(CASES["causal"], 2, 100, 2, 129, 16, 7, (True, True), "plain", True, True, torch.float64, 0)
 
 
+@pytest.mark.deep(every=8, but=["terms 1-cpu"])
 @pytest.mark.parametrize("kernel", kernels("scored", torch.float64))
 @pytest.mark.parametrize("case", CASES)
 def test_every_program(case, kernel):
@@ -746,6 +747,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.deep(but=["flags are those of the first row"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault, monkeypatch):
     case, old, new = FAULTS[fault]

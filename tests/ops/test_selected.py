@@ -95,6 +95,7 @@ def test_tokens_are_read_in_tiles_where_they_are_many_and_few_heads_share_one(to
     assert not cpu._suits_tiles(q, k, indices, 2)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kernel", kernels("selected", torch.float64))
 def test_long_sequences_take_several_units(kernel):
     long = replace(ORDINARY, S=2500, keys=2500, G=1, h=2, D=8, Dv=8, dtype=torch.float64)

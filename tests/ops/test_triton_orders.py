@@ -114,6 +114,7 @@ class TestReport:
         assert occupancy(ARCHS[90], registers=32, shared=100 * 1024, num_warps=4) == 2 * 4 / 64  # shared memory of two
         assert occupancy(ARCHS[80], registers=32, shared=100 * 1024, num_warps=4) == 1 * 4 / 64
 
+    @pytest.mark.deep
     def test_spills_are_seen(self, tmp_path, monkeypatch):
         import triton
 
@@ -130,6 +131,7 @@ class TestReport:
         assert report.num_warps == 1
         assert report.spills > 0
 
+    @pytest.mark.deep
     def test_an_unknown_architecture_is_one_line(self):
         from nsa_compile.ops.triton_report import compile_report
 
@@ -141,6 +143,7 @@ class TestReport:
         assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.deep
 @needs_triton
 def test_the_benchmark_writes_a_table_that_choose_order_reads(tmp_path, monkeypatch):
     from nsa_compile.ops.selected import triton

@@ -116,6 +116,7 @@ def test_equals_the_loops(kernel, problem):
     check(problem, kernel)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kernel", kernels("scored", torch.float64))
 def test_integers_and_two_products(kernel):
     for name in ("terms 0", "two products"):

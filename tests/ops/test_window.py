@@ -22,6 +22,7 @@ def test_equals_the_reference(kernel, problem, window):
     check(problem, kernel, window, problem.scale)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kernel", kernels("window", torch.float64))
 @pytest.mark.parametrize("window", [100, 5000])
 def test_long_sequences_take_several_chunks_and_passes(kernel, window):

@@ -127,6 +127,7 @@ def test_operators_belong_to_the_range_of_their_branch():
     assert found["silu"] >= {"nsa.mlp"}
 
 
+@pytest.mark.deep
 def test_where_all_blocks_are_selected_attention_still_belongs_to_the_selected_branch():
     found = labels(captured(options(), block(), torch.randn(1, 24, 32)))  # three blocks of eight
     assert found["window_attention.default"] == {"nsa.sel.ranges_v2", "nsa.win"}
@@ -147,6 +148,7 @@ def test_a_loop_that_stays_is_one_range(opened):
     assert ("nsa.loop", "forward") in opened
 
 
+@pytest.mark.deep
 def test_a_decode_step_with_ranges_does_what_it_does_without(opened):
     models = [build(nested="eager") for _ in range(2)]
     outputs = []

@@ -15,7 +15,6 @@ from nsa_compile.config import load_config
 from nsa_compile.ir.scans import subgraphs
 from nsa_compile.models import NSAConfig, NSATransformer, SparsePattern
 from nsa_compile.verification.oracle import nsa_branches_oracle
-from tests.depth import some
 from tests.models.test_nsa import EXAMPLE, PATTERN, tiny_model, tokens_for
 from tests.passes.test_pipeline_nsa import assert_whole, attention, compiled
 
@@ -33,6 +32,7 @@ SYNCS = (
 )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("operators", ["sparse", "dense"])
 def test_a_compiled_model_neither_loops_nor_syncs(operators, final_graphs):
     """Nor does its graph grow with the sequence, or the number of operators it runs."""
@@ -67,6 +67,7 @@ def test_the_production_size_is_batched():
     assert not report.declines
 
 
+@pytest.mark.deep(but=["sparse"])
 @pytest.mark.parametrize("operators", ["sparse", "dense"])
 def test_each_branch_alone_when_compiled(operators):
     """One gate open: the oracle's branch, under its explicit mask. Where only the selected branch is seen and only the
@@ -90,6 +91,7 @@ def rms(x: torch.Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("nested", "changes"), [("aot_eager", {}), ("inductor", {"phi": "mean", "shared_kv": True})])
 def test_under_autocast_as_good_as_the_loop(nested, changes):
     """bfloat16 autocast over float32 weights: values and gradients, judged by float64 without autocast."""
@@ -114,7 +116,8 @@ def test_under_autocast_as_good_as_the_loop(nested, changes):
         assert rms(a - x) <= 2 * rms(e - x) + torch.finfo(torch.bfloat16).eps / 2 * rms(x)
 
 
-@pytest.mark.parametrize("operators", some(["sparse", "dense"], ["sparse"]))
+@pytest.mark.deep
+@pytest.mark.parametrize("operators", ["sparse", "dense"])
 def test_random_bytes_stay_unpredictable_when_compiled(operators):
     """Fresh uniform bytes at every step, more of them than the window holds and more blocks than are selected: whatever
     is learned of them, no model that sees only the past gets below ln 256 = 5.545."""

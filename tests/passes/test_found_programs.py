@@ -250,6 +250,7 @@ def test_a_checkpointed_loop_beside_a_batched_scan():
     equal_gradients(run, rows(3, D).requires_grad_())
 
 
+@pytest.mark.deep
 def test_a_size_that_a_graph_that_writes_hands_on():
     def run(x):
         size = x.shape[0]
@@ -279,6 +280,7 @@ WRITES = {
 }
 
 
+@pytest.mark.deep(but=["select_scatter-False", "fill_diagonal_ of a part-False"])
 @pytest.mark.parametrize("recurrence", [True, False])
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_within_a_step(write, recurrence):
@@ -331,6 +333,7 @@ def test_a_result_that_is_written_to_before_backward():
     torch.testing.assert_close(gradients[2], gradients[0])
 
 
+@pytest.mark.deep
 def test_a_write_that_a_known_predicate_leaves_out_still_asks_for_its_gradient():
     def run(x, w):
         def step(c, r):
@@ -366,6 +369,7 @@ def has_gradients(run, *inputs):
 NESTED = ("eager", "aot_eager")
 
 
+@pytest.mark.deep
 def test_results_have_a_gradient_where_the_loop_has_one():
     """A row that is read before anything is written has none; a write that no step reaches has one, of zeros."""
 
@@ -592,6 +596,7 @@ def test_a_view_taken_under_no_grad_beside_a_write_stays_a_view(again):
     assert y.data_ptr() == x[1:].data_ptr()
 
 
+@pytest.mark.deep
 def test_inductor_gets_numbers_it_computes_with_exactly():
     """In float32, integers above 2²⁴ are others; of an arange, the gradient through fmod is wrong (torch 2.13)."""
 
@@ -681,6 +686,7 @@ class Assigning(torch.nn.Module):
         return x + own.last
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("nested", NESTED)
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_attributes_assigned_to_before_and_after_a_scan(nested, fullgraph):
@@ -776,6 +782,7 @@ def test_a_first_cache_that_is_overwritten_as_a_whole_has_a_gradient_of_zeros():
         torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.deep(but=["eager-False"])
 @pytest.mark.parametrize("recurrence", [True, False])
 @pytest.mark.parametrize("nested", NESTED)
 def test_a_step_that_reads_a_tensor_and_a_view_of_it(nested, recurrence):
@@ -882,6 +889,7 @@ def test_a_result_without_gradient_that_is_added_to(nested):
     equal_gradients(run, rows(3, D).requires_grad_(), nested=nested)
 
 
+@pytest.mark.deep
 def test_gradients_of_rows_that_each_step_replaces_under_inductor():
     """Inductor added up the gradients of a cache's rows behind the kernel that reads their sum."""
 
@@ -982,6 +990,7 @@ def test_the_steps_of_a_loop_are_written_to_behind_it(nested):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.deep(but=["aot_eager"])
 @pytest.mark.parametrize("nested", [*NESTED, "inductor"])
 def test_a_conjugate_in_a_step(nested):
     """What AOTAutograd compiles runs operators that do not see conjugate views: `c.conj() * x` was `c * x`."""
@@ -994,6 +1003,7 @@ def test_a_conjugate_in_a_step(nested):
     equal_gradients(run, rows(3, D, 2).requires_grad_(), nested=nested)
 
 
+@pytest.mark.deep(but=["inductor-False"])
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("nested", [*NESTED, "inductor"])
 def test_an_input_that_is_a_negated_view(nested, batched):
@@ -1081,6 +1091,7 @@ def attention_over_two_sets(mask, values=1):
 INF = float("inf")
 
 
+@pytest.mark.deep(but=["shape0-best alone"])
 @pytest.mark.parametrize(
     "scores",
     [
@@ -1097,6 +1108,7 @@ def test_scores_that_are_compared_with_themselves(scores, shape):
     equal_gradients(attention(scores), *(x.clone().requires_grad_() for x in rows(3, *shape)))
 
 
+@pytest.mark.deep(but=["minimum"])
 @pytest.mark.parametrize(
     "scores",
     [
@@ -1111,6 +1123,7 @@ def test_scores_whose_derivatives_write_in_place(scores):
     equal_gradients(attention(scores), *(x.clone().requires_grad_() for x in rows(3, 9, 6)))
 
 
+@pytest.mark.deep(but=["one key--1.7976931348623157e+308-zeros_like"])
 @pytest.mark.parametrize("first", [torch.ones_like, torch.zeros_like])
 @pytest.mark.parametrize("floor", [torch.finfo(torch.float64).min, -1e30])
 @pytest.mark.parametrize("kept", ["no key", "one key"])
@@ -1124,6 +1137,7 @@ def test_an_added_mask_that_keeps_no_score(kept, floor, first):
     equal_gradients(attention(scores, first), *(x.clone().requires_grad_() for x in rows(3, 9, 6)))
 
 
+@pytest.mark.deep(but=["-10000.0-dtype1"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("floor", ["lowest", "lowest, added", -1e9, -1e4])
 def test_two_sets_of_keys_of_which_none_is_kept(floor, dtype):
@@ -1140,12 +1154,14 @@ def test_two_sets_of_keys_of_which_none_is_kept(floor, dtype):
     equal_gradients(attention_over_two_sets(mask), *inputs)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("S", [1, 2, 9])
 def test_two_sets_of_keys_whose_weights_meet_values_twice(S):
     inputs = [x.clone().requires_grad_() for x in (*rows(3, S, 6), *rows(2, 4, 6))]
     equal_gradients(attention_over_two_sets(lambda s, t, P: s.masked_fill(t < P, -INF), values=2), *inputs)
 
 
+@pytest.mark.deep
 def test_logits_beside_scores_that_are_made_at_each_step():
     """A score of no product, such as a sink that depends on the token, put beside the others."""
 
@@ -1166,6 +1182,7 @@ def test_logits_beside_scores_that_are_made_at_each_step():
     assert [found.operator for found in nsa_compile.last_report().attention] == ["scored_attention"]
 
 
+@pytest.mark.deep
 def test_weights_of_unwritten_rows_that_lead_to_another_softmax():
     """A product with zeros in the place of rows that are not written yet was taken for scores, without the zeros."""
 
@@ -1186,6 +1203,7 @@ def test_weights_of_unwritten_rows_that_lead_to_another_softmax():
     equal_gradients(run, rows(5, 3).requires_grad_(), rows(3, 3).requires_grad_())
 
 
+@pytest.mark.deep(but=["<lambda>1"])
 @pytest.mark.parametrize("first", [torch.zeros_like, lambda x: x.new_zeros(x.shape), lambda x: torch.full_like(x, 0)])
 def test_a_cache_of_zeros_like_its_rows_is_one_of_zeros(first):
     """Under a finite fill, rows that are not written yet have weights; what these meet is zero."""
@@ -1356,6 +1374,7 @@ def test_gradients_that_are_turned_on_within():
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (actual, expected)))
 
 
+@pytest.mark.deep
 def test_counters_of_data_under_inductor():
     """The operator yielded a part of a longer tensor, which Inductor asserts that it does not."""
 
@@ -1375,6 +1394,7 @@ def test_counters_of_data_under_inductor():
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (actual, expected)))
 
 
+@pytest.mark.deep
 def test_results_are_written_to_before_gradients_under_inductor():
     """Inductor took away the copy of what attention keeps for its backward pass, where a view was between."""
 
@@ -1418,6 +1438,7 @@ def test_two_results_of_one_step_under_inductor():
     torch.testing.assert_close(outputs, expected)
 
 
+@pytest.mark.deep
 def test_rows_that_a_view_was_taken_of_by_the_caller_under_inductor():
     """Of one step, what a step found: Inductor took away the clones, and the results were the caller's tensor."""
 
@@ -1432,6 +1453,7 @@ def test_rows_that_a_view_was_taken_of_by_the_caller_under_inductor():
         assert bool(init.ne(0).all())
 
 
+@pytest.mark.deep
 def test_a_result_is_written_to_after_a_loop_read_it_under_inductor():
     """The loop, which reads a view of the other result, found what is written to that afterwards."""
 
@@ -1457,6 +1479,7 @@ def test_a_result_is_written_to_after_a_loop_read_it_under_inductor():
     torch.testing.assert_close(compiled(run, "inductor", fullgraph=True)(*given), run(*given))
 
 
+@pytest.mark.deep
 def test_rows_picked_by_a_bounded_step_number_under_inductor():
     """Inductor followed the index to the step number and failed to bound it."""
 
@@ -1475,6 +1498,7 @@ def test_rows_picked_by_a_bounded_step_number_under_inductor():
     torch.testing.assert_close(compiled(run, "inductor", fullgraph=True)(*given), run(*given))
 
 
+@pytest.mark.deep(but=["eager"])
 @pytest.mark.parametrize("nested", ["eager", "inductor"])
 def test_copies_of_every_dtype(nested):
     """What a scan returns twice, as it got it, is two tensors of their own, bit for bit."""
@@ -1492,6 +1516,7 @@ def test_copies_of_every_dtype(nested):
         assert x.contiguous().view(torch.uint8).equal(y.view(torch.uint8))
 
 
+@pytest.mark.deep
 def test_programs_that_differ_in_a_constant_alone_under_inductor():
     """AOTAutograd's kept programs are known by the shapes of their constants: the second took the first one's."""
     lowest = torch.finfo(torch.float32).min
@@ -1514,6 +1539,7 @@ def test_programs_that_differ_in_a_constant_alone_under_inductor():
         torch.testing.assert_close(compiled(run, "inductor", fullgraph=True)(x), run(x), equal_nan=True)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("number", "shape"), [(torch.int64, ()), (torch.int64, (1,)), (torch.float64, ())], ids=str)
 def test_a_number_of_another_dtype_beside_half_precision(dtype, number, shape):
@@ -1597,6 +1623,7 @@ def test_ldexp_by_negative_integers():
     equal_gradients(run, rows(3, D).requires_grad_(), torch.tensor([-4, -3, 1]), nested="aot_eager")
 
 
+@pytest.mark.deep(but=["0.5-<lambda>2"])
 @pytest.mark.parametrize("pick", [lambda k, i: k[i], lambda k, i: k.index_select(0, i), lambda k, i: k.T[:, i].T])
 @pytest.mark.parametrize("first", [0.0, 0.5])
 def test_rows_that_one_head_picks_by_an_index(pick, first):
@@ -1619,6 +1646,7 @@ def test_rows_that_one_head_picks_by_an_index(pick, first):
     assert nsa_compile.last_report().scans[0].batched
 
 
+@pytest.mark.deep
 def test_a_norm_of_the_rows_that_heads_pick():
     """The guard of picked rows took its device from what follows them, which was no single tensor."""
 
@@ -1638,6 +1666,7 @@ def test_a_norm_of_the_rows_that_heads_pick():
     assert nsa_compile.last_report().scans[0].batched
 
 
+@pytest.mark.deep(but=["is_attention"])
 @pytest.mark.parametrize("where", ["analyse", "record_of", "is_attention", "scan_results"])
 def test_a_ring_that_cannot_be_unrolled_for_a_reason_unforeseen(where, monkeypatch):
     """Whatever goes wrong there is a note in the report, and the step is the one that it was."""
@@ -1759,6 +1788,7 @@ def test_a_counter_of_16_bits_is_rounded_under_inductor():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.deep
 def test_a_bias_by_distance_over_all_keys_where_each_step_has_its_cache():
     """An operator of one query at a time was given an element for each distance of all of them."""
 
@@ -1789,6 +1819,7 @@ def halve(x):
         x[0] = 0.5
 
 
+@pytest.mark.deep(but=["aot_eager-data"])
 @pytest.mark.parametrize(
     "write",
     [
@@ -1889,12 +1920,14 @@ def carried(step, dtype, a, b):
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.deep(but=["uint8"])
 @pytest.mark.parametrize(("step", "dtype"), ROUNDED.values(), ids=ROUNDED)
 def test_a_state_is_rounded_at_each_step(step, dtype):
     """Casts were left out of recurrences: a state that is rounded to less than it is kept in was not."""
     carried(step, dtype, dtype, dtype)
 
 
+@pytest.mark.deep(but=["complex"])
 @pytest.mark.parametrize(("step", "dtype", "a", "b"), MIXED.values(), ids=MIXED)
 def test_a_state_beside_other_dtypes(step, dtype, a, b):
     """What stands beside a state was added and multiplied in its own dtype: True and True were True, bytes began at 0
@@ -1914,6 +1947,7 @@ def test_a_first_state_that_is_not_finite(first):
     torch.testing.assert_close(compiled(run, fullgraph=True)(x, x > 0), run(x, x > 0), equal_nan=True)
 
 
+@pytest.mark.deep(but=["dtype4"])
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, E8, torch.float8_e5m2])
 def test_a_carry_of_a_dtype_that_torch_does_not_compare(dtype):
     def run(x):
@@ -1925,6 +1959,7 @@ def test_a_carry_of_a_dtype_that_torch_does_not_compare(dtype):
         torch.testing.assert_close(a.float(), b.float())
 
 
+@pytest.mark.deep(but=["True-weights"])
 @pytest.mark.parametrize(
     ("scores", "weights"),
     [(lambda s: s, lambda w: w.to(E8).to(w.dtype)), (lambda s: s.to(E8).to(s.dtype), lambda w: w)],
@@ -1998,6 +2033,7 @@ class Reversed(torch.autograd.Function):
         return -grad
 
 
+@pytest.mark.deep(but=["dtype1-eager"])
 @pytest.mark.parametrize("nested", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_a_derivative_of_ones_own_of_a_carry_that_starts_without_gradient(nested, dtype):
@@ -2030,6 +2066,7 @@ def test_features_picked_by_data_of_a_single_row(pick):
     equal_gradients(run, rows(1, 3).requires_grad_(), nested="aot_eager")
 
 
+@pytest.mark.deep(but=["two-True"])
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(
     "write",
@@ -2054,6 +2091,7 @@ def test_a_write_to_a_row_counted_from_behind(write, fresh):
     equal_gradients(run, rows(5, D).requires_grad_(), rows(4, D).requires_grad_())
 
 
+@pytest.mark.deep(but=["detached"])
 @pytest.mark.parametrize("read", ["compared", "detached", "added"])
 def test_values_of_a_ranking_that_are_only_compared(read):
     """Gradients reach no block whose rows are not all written through a comparison; through a sum they do."""
@@ -2079,6 +2117,7 @@ def test_values_of_a_ranking_that_are_only_compared(read):
         assert nsa_compile.last_report().scans[0].guards_kept == []
 
 
+@pytest.mark.deep(but=["-10000.0-8"])
 @pytest.mark.parametrize("batch", [3, 8])
 @pytest.mark.parametrize("fill", [-INF, -1e4])
 def test_a_mask_that_is_made_with_as_many_sequences_as_steps(batch, fill):
@@ -2185,6 +2224,7 @@ def test_a_tensor_filled_with_a_float():
     torch.testing.assert_close(nsa_compile.compile(run, nested="eager", cache=False)(x), run(x))
 
 
+@pytest.mark.deep(but=["positions"])
 @pytest.mark.parametrize("mask", ["flags", "bias", "positions"])
 def test_masks_that_grow_in_a_carry_are_known_in_long_sequences(mask):
     steps, positions = 320, torch.arange(320)
@@ -2292,6 +2332,7 @@ def without_keys(read, finite, how):
     return run
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("how", HIDDEN)
 @pytest.mark.parametrize("name", [*READERS, *WHOLE_ROWS])
 def test_readers_of_weights_where_no_key_is_kept(name, how):
@@ -2335,6 +2376,7 @@ def _masked_by(fill):
     return lambda c, positions, t: torch.where((positions > t)[:, None], fill(c), c).transpose(0, 1).reshape(4, -1)
 
 
+@pytest.mark.deep(but=["new_zeros-eager"])
 @pytest.mark.parametrize("nested", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
     "read",

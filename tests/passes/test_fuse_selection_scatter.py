@@ -4,7 +4,7 @@ does."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 
 from nsa_compile.passes import ORDER
@@ -21,6 +21,7 @@ from tests.attention_programs import (
     selection,
     together,
 )
+from tests.strategies import few
 
 WHOLE, MASK_ONLY = "importance, ranking and mask of blocks of {}", "mask of blocks of {}"
 
@@ -76,7 +77,7 @@ def selections(draw) -> tuple[AttentionProgram, int]:
     return program, block
 
 
-@settings(max_examples=max(4, settings().max_examples // 3))
+@few(4)
 @given(
     case=selections(),
     nested=st.sampled_from(["eager"] * 7 + ["aot_eager"]),
@@ -106,6 +107,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.deep
 def test_other_numbers_are_taken_as_they_are():
     program = together(list(OTHERS.values()), COMPRESSED)
     actual, report = run_compiled(program, attention="sparse")
@@ -113,6 +115,7 @@ def test_other_numbers_are_taken_as_they_are():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_other_conditions_beside_the_blocks_stay_a_mask():
     """Conditions on data, and the same one written twice."""
     program = together(
@@ -127,6 +130,7 @@ def test_other_conditions_beside_the_blocks_stay_a_mask():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_blocks_have_their_own_size():
     """Tokens in blocks twice as large as those that are ranked, so that half of the blocks hold no token."""
     program = selection(tokens="chosen.repeat_interleave(8, -1)[..., :16]")
@@ -159,6 +163,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.deep
 def test_indices_that_are_data_are_those_of_the_attention():
     program = together(list(GIVEN.values()), COMPRESSED)
     actual, report = run_compiled(program, attention="sparse")
@@ -167,6 +172,7 @@ def test_indices_that_are_data_are_those_of_the_attention():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["clamped, then moved", "one beside", "into blocks alone"])
 @pytest.mark.parametrize("form", ["a step by itself", "a loop that stays"])
 def test_single_steps_gather_the_rows_of_indices_that_are_data(name, form):
@@ -183,6 +189,7 @@ MARKED = "best > -inf\n        marked = {}"
 COLUMNS = "torch.zeros(2, 2, {}, dtype=torch.bool).scatter(-1, {}, True)[..., {}]"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("marked", "columns"),
     [
@@ -211,6 +218,7 @@ UNSURE = {
 }
 
 
+@pytest.mark.deep
 def test_indices_that_may_lie_outside_of_the_mask_are_left_alone():
     program = together(list(UNSURE.values()), COMPRESSED)
     actual, report = run_compiled(program, attention="sparse")
@@ -277,6 +285,7 @@ OTHER_RANKINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", OTHER_RANKINGS)
 def test_other_rankings_stay_and_their_mask_goes(kind):
     program = together(list(OTHER_RANKINGS[kind].values()), COMPRESSED)
@@ -348,6 +357,7 @@ OTHER_ROWS = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", OTHER_MASKS)
 def test_other_masks_are_left_alone(kind):
     program = together(list(OTHER_MASKS[kind].values()), COMPRESSED)
@@ -365,6 +375,7 @@ ATTENTION_PASSES = ["raise_attention", "fuse_selection_scatter", "lower_attentio
 EXAMPLE = selection(S=18)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "disable",
     [[p] for p in ATTENTION_PASSES]
@@ -381,6 +392,7 @@ def test_passes_alone_and_left_out(disable):
     assert_equals_loop(EXAMPLE, actual)
 
 
+@pytest.mark.deep
 def test_every_number_of_rewrites():
     _, report = run_compiled(EXAMPLE, attention="sparse")
     total = sum(len(p.matches) for p in report.passes)

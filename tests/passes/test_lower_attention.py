@@ -74,6 +74,7 @@ KINDS = {
 }
 
 
+@pytest.mark.deep(but=["sparse"])
 @pytest.mark.parametrize("wish", ["sparse", "dense"])
 def test_the_operator_follows_the_mask(wish):
     program = together([AttentionProgram(**{**vars(p), "outside": True}) for p in KINDS.values()])
@@ -91,6 +92,7 @@ SELECTED = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("names", SELECTED)
 def test_selection_is_computed_with_its_attention(names):
     program = SELECTED[names]
@@ -190,6 +192,7 @@ def whole_nsa():
     return capture(nsa, nsa_inputs(S), attention="sparse")
 
 
+@pytest.mark.deep
 def test_nothing_quadratic_is_left_of_native_sparse_attention(whole_nsa):
     gm, _, report = whole_nsa
     assert raised(report) == [
@@ -205,6 +208,7 @@ def test_nothing_quadratic_is_left_of_native_sparse_attention(whole_nsa):
     assert size < S * (S // PATTERN.compress_stride - 1), where
 
 
+@pytest.mark.deep
 def test_nothing_quadratic_in_both_graphs_of_autograd(whole_nsa):
     gm, inputs, _ = whole_nsa
     graphs = []
@@ -232,6 +236,7 @@ def test_dense_attention_is_quadratic():
     assert size >= 768 * 768
 
 
+@pytest.mark.deep
 def test_a_step_of_a_loop_reads_the_selected_rows_alone():
     program = selection(S=26, block=4, n=3)
     run, *args = program.build()
@@ -358,6 +363,7 @@ def example_arguments(
     return q, k, v, given_mask, given_indices, 0.5, kind, params, 2, nan_from or []
 
 
+@pytest.mark.deep(but=["nan"])
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -196,6 +196,7 @@ def test_judge_passes_over_what_eager_refuses():
     assert judge(EVERYTHING.replace("h.mul_(2)", "x.mul_(2)")).kind == "eager_fails"
 
 
+@pytest.mark.deep
 def test_judge_passes_over_what_is_overwritten_unseen_by_autograd():
     """Eager gradients are those of the tensors as overwritten; any other gradient than the right one is still wrong."""
     source = EVERYTHING.replace('n["k"] * 2', 'n["k"].square()')
@@ -213,6 +214,7 @@ def test_judge_passes_over_nan_that_a_layer_makes():
     assert judge(given, compiler).cause == "output: a number where eager has NaN"
 
 
+@pytest.mark.deep
 def test_judge_passes_over_what_torch_does_by_itself():
     """Its functionalization draws in another order into a transposed tensor."""
     drawn = "h = h * torch.empty_like(h.transpose(0, 2)).bernoulli_(0.5).transpose(0, 2)"
@@ -232,12 +234,14 @@ SOMEWHERE = ("drops writes to arguments", "drops writes to buffers", "freezes dr
              "loses the gradient", "doubles the gradient")  # fmt: skip
 
 
+@pytest.mark.deep(but=["freezes draws", "flips a value", "loses the gradient", "doubles the gradient"])
 @pytest.mark.parametrize("fault", SOMEWHERE)
 def test_drawn_programs_show_a_planted_fault(fault):
     compiler, _ = FAULTS[fault]
     assert any(judge(draw(0, number).source, compiler).kind in FAILURES for number in range(40))
 
 
+@pytest.mark.deep
 def test_drawn_programs_are_mostly_legal_and_judged_right_uncompiled():
     kinds = [judge(draw(0, number).source, lambda run, _: run).kind for number in range(40)]
     assert set(kinds) <= {"no_scan_seen", "eager_fails"}

@@ -173,6 +173,7 @@ SETS = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("p", SETS.values(), ids=SETS)
 def test_attention_to_picked_rows_is_attention_to_a_set(p):
     report = check(p)
@@ -180,6 +181,7 @@ def test_attention_to_picked_rows_is_attention_to_a_set(p):
     assert not guards(report)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("twist", ["twice", "shifted", "other heads", "other order", "by rank"])
 def test_picked_rows_that_are_no_set_stay_what_they_are(twist):
     for block in (1, 2):
@@ -188,6 +190,7 @@ def test_picked_rows_that_are_no_set_stay_what_they_are(twist):
         assert not guards(report)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("zeroed", ["", "hidden"])
 @pytest.mark.parametrize("past", ["complete", ""])
 def test_where_no_picked_row_may_be_seen_a_finite_fill_weighs_all_alike(past, zeroed):
@@ -195,6 +198,7 @@ def test_where_no_picked_row_may_be_seen_a_finite_fill_weighs_all_alike(past, ze
     assert "selected_attention" not in operators(report)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("p", [Picks(twist="weights"), Picks(read="mean"), Picks(read="mean", past="")])
 def test_rows_picked_for_something_else_need_no_copy_of_the_cache(p):
     assert not guards(check(p))
@@ -272,6 +276,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault, monkeypatch):
     owner, name, broken, p = FAULTS[fault]

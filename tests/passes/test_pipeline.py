@@ -67,6 +67,7 @@ def test_every_prefix_by_stop_after():
         assert sum(len(p.matches) for p in report.passes) <= (2 if limit is None else limit)
 
 
+@pytest.mark.deep(but=["resolve_carries", "batch_prefill"])
 @pytest.mark.parametrize("disabled", [p.name for p in pipeline()])
 def test_a_pass_can_be_disabled_and_says_so(disabled):
     x = torch.randn(5, 2, dtype=torch.float64)
@@ -289,6 +290,7 @@ def test_key_depends_on_the_source_of_a_users_pass(users_pass):
     assert pipeline_key(Options()) != before
 
 
+@pytest.mark.deep(but=["closure"])
 @pytest.mark.parametrize("name", ["closure", "partial", "plain"])
 def test_a_pass_without_readable_source_is_never_cached(users_pass, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -338,6 +340,7 @@ WARM_START = """
 """
 
 
+@pytest.mark.deep
 def test_warm_start_runs_no_pass_and_a_changed_option_does(tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))

@@ -54,6 +54,7 @@ def test_compiled_attention_equals_the_oracle(problem, nested, operators):
     torch.testing.assert_close(actual, value_and_grads(oracle(problem), tensors), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.deep(but=["1 passes"])
 @pytest.mark.parametrize("disable", PREFIXES, ids=lambda names: f"{len(ORDER) - len(names)} passes")
 def test_every_prefix_of_the_pipeline(disable):
     tensors = EXAMPLE.tensors()
@@ -78,6 +79,7 @@ def test_any_subset_of_passes(problem, disable, rewrites):
     torch.testing.assert_close(actual, value_and_grads(oracle(problem), tensors), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.deep
 def test_graph_does_not_grow_with_the_sequence():
     sizes = []
     for S in (24, 40):
@@ -117,6 +119,7 @@ def loss_and_grads(run, model, tokens):
     return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
 
 
+@pytest.mark.deep(but=["changes3"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -138,6 +141,7 @@ def test_compiled_model_equals_the_loop(changes):
         assert grad.any(), name
 
 
+@pytest.mark.deep
 def test_compiled_model_equals_decoding():
     model = tiny_model(n_layers=1)
     tokens = tokens_for(model, 2, 26)
@@ -160,6 +164,7 @@ def test_later_tokens_change_no_earlier_logits_when_compiled():
         assert (a[:, cut:] - b[:, cut:]).abs().amax(-1).min() > 1e-3
 
 
+@pytest.mark.deep
 def test_through_inductor():
     """One model, values and gradients, in float64 down to the generated code."""
     model = tiny_model(n_layers=1)
@@ -169,6 +174,7 @@ def test_through_inductor():
     torch.testing.assert_close(actual, loss_and_grads(model, model, tokens), rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.deep
 def test_a_loop_left_in_the_graph_is_right_through_inductor():
     """A scan under Inductor has had silently wrong gradients upstream; the backend must see to it."""
     tensors = EXAMPLE.tensors()

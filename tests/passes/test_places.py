@@ -135,11 +135,13 @@ def count_of(report: Any) -> int:
     return sum("scored_places" in str(m) for p in report.passes for m in p.matches)
 
 
+@pytest.mark.deep(but=["masked before it is summed"])
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_taken_equals_its_loop(name):
     assert count_of(compared(TAKEN[name])) == 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_equals_its_loop(name):
     report = compared(LEFT[name])
@@ -160,6 +162,7 @@ def test_drawn_rankings_equal_their_loops(name, length, dtype, seed):
     compared({**TAKEN, **LEFT}[name], length, dtype)
 
 
+@pytest.mark.deep
 def test_numbers_that_are_not_whole():
     torch.manual_seed(0)
     assert count_of(compared(TAKEN["an indexer"], whole=False)) == 1
@@ -175,6 +178,7 @@ TOP: dict[str, tuple[Rank, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.deep(but=["values as well"])
 @pytest.mark.parametrize("name", TOP)
 def test_topk(name):
     """Of hidden keys, which torch takes in an order of its own, the first are taken."""
@@ -189,11 +193,13 @@ def test_topk(name):
     assert count_of(nsa_compile.last_report()) == int(taken)
 
 
+@pytest.mark.deep
 def test_dense_attention_ranks_all_scores():
     report = compared(TAKEN["an indexer"], attention="dense")
     assert [c.operator for c in report.attention if "ranking of 13 queries to 13 keys" in c.what] == ["dense"]
 
 
+@pytest.mark.deep
 def test_a_step_that_stays_a_loop_ranks_by_itself():
     loop, inputs = over_caches(TAKEN["an indexer"]), tensors(S, torch.float64, whole=True)
     compiled = nsa_compile.compile(loop, nested="eager", cache=False, disable=("batch_prefill",))
@@ -202,11 +208,13 @@ def test_a_step_that_stays_a_loop_ranks_by_itself():
     assert any("keys ranked by a program" in str(m) for m in fused.matches)
 
 
+@pytest.mark.deep
 def test_small_rankings_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(places, "FEWEST", 2**22)
     assert count_of(compared(TAKEN["an indexer"])) == 0
 
 
+@pytest.mark.deep
 def test_a_planted_fault_is_found(monkeypatch):
     """A weight that is taken from the next head."""
     original = places._weighed

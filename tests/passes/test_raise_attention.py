@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 
 from tests.attention_programs import (
@@ -19,6 +19,7 @@ from tests.attention_programs import (
     run_compiled,
     together,
 )
+from tests.strategies import few
 
 OPERATORS = ["sparse", "sparse", "dense", "auto"]
 NESTED = ["eager"] * 7 + ["aot_eager"]
@@ -42,7 +43,7 @@ def test_attention_in_every_form_is_raised(program, nested, operators):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=max(3, settings().max_examples // 4))
+@few(4)
 @given(data=st.data())
 def test_low_precision(dtype, data):
     program = data.draw(attention_programs(dtype))
@@ -51,6 +52,7 @@ def test_low_precision(dtype, data):
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_product(layout):
     """Both products in all ways of writing them, in one step."""
@@ -73,6 +75,7 @@ def several(masks: list[str], S: int, rows: int) -> AttentionProgram:
     return together([attention(keep=mask, **pieces) for mask in masks])
 
 
+@pytest.mark.deep
 def test_windows_have_their_own_size():
     S, sizes = 9, [1, 2, 3, 4, 8, 9, 10]
     program = several([f"(position <= t) & (position > t - {w})" for w in sizes], S, S)
@@ -81,6 +84,7 @@ def test_windows_have_their_own_size():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_blocks_have_their_own_size_and_stride():
     S, sizes = 11, [(3, 1), (1, 2), (2, 2), (3, 2), (4, 2), (5, 3), (4, 3)]
     program = several([f"position * {d} + {l - 1} <= t" for l, d in sizes], S, 3)  # noqa: E741
@@ -104,6 +108,7 @@ UNKIND = {
 }
 
 
+@pytest.mark.deep
 def test_other_masks_are_opaque():
     program = several(list(UNKIND.values()), 8, 5)
     actual, report = run_compiled(program, attention="sparse")
@@ -111,6 +116,7 @@ def test_other_masks_are_opaque():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_windows_of_each_head():
     sizes = "(position <= t) & (position > t - torch.tensor({})[:, None, None])"
     program = several([sizes.format([1, 2]), sizes.format([3, 3])], 6, 6)
@@ -119,6 +125,7 @@ def test_windows_of_each_head():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_masked_as_a_column():
     """Scores masked where the keys are not their last dimension."""
     program = attention(
@@ -145,6 +152,7 @@ ALSO = {
 }
 
 
+@pytest.mark.deep
 def test_attention_among_other_things():
     program = together(list(ALSO.values()))
     actual, report = run_compiled(program, attention="sparse")
@@ -152,6 +160,7 @@ def test_attention_among_other_things():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_values_in_another_order_than_keys():
     """Weights of visible keys meet rows that are not written yet. These are zero, so no cache is copied."""
     program = attention(out="p @ v.flip(1).transpose(1, 2)")
@@ -162,6 +171,7 @@ def test_values_in_another_order_than_keys():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_weights_that_meet_two_values():
     program = attention(out="torch.cat([p @ v.transpose(1, 2), p @ k.transpose(1, 2)], -1)")
     actual, report = run_compiled(program, attention="sparse")
@@ -169,6 +179,7 @@ def test_weights_that_meet_two_values():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_rounding_may_be_left_out():
     """Weights that are rounded to less than attention computes in: raised, and no further from the truth."""
     program = attention(cast="p.to(SOFT).to(DTYPE)", soft=torch.float16)
@@ -248,6 +259,7 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", NEAR_MISSES)
 def test_near_misses_are_left_alone(kind):
     program = together(list(NEAR_MISSES[kind].values()))
@@ -260,6 +272,7 @@ def test_near_misses_are_left_alone(kind):
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_a_softmax_in_more_precision_than_its_scores_is_left_alone():
     low = {"dtype": torch.float32, "soft": torch.float32}
     program = attention(softmax="torch.softmax(s.double(), -1)", cast="p.to(DTYPE)", **low)
@@ -268,6 +281,7 @@ def test_a_softmax_in_more_precision_than_its_scores_is_left_alone():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_dropout_is_left_alone():
     """What draws random numbers keeps its order: the whole step stays as it is."""
     program = attention(post="F.dropout(p * after, 0.0 if t is None else 0.5)")
@@ -284,6 +298,7 @@ LOG_SUMS = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", LOG_SUMS)
 def test_the_log_sum_exp_of_its_scores_is_that_of_the_attention(name):
     expression, taken = LOG_SUMS[name]
@@ -301,6 +316,7 @@ def test_the_log_sum_exp_of_its_scores_is_that_of_the_attention(name):
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep
 def test_values_may_depend_on_the_log_sum_exp():
     """Then it is computed before the attention."""
     program = AttentionProgram(

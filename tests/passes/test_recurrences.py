@@ -685,6 +685,7 @@ def beside_attention_to_a_cache(first, q, k, v, **_):
     return scan(step, (first, torch.zeros_like(k), torch.zeros_like(v)), (positions, q, k, v))
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_what_is_linear_runs_in_parallel(name):
     run, expected = SPELLINGS[name]
@@ -694,6 +695,7 @@ def test_what_is_linear_runs_in_parallel(name):
     assert not report.declines
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "name",
     ["a_decay_of_data", "delta_rule_with_a_decay_for_each_row", "maximum_so_far", "a_rotation", "level_and_trend"],
@@ -703,6 +705,7 @@ def test_it_does_so_through_inductor(name):
     assert forms(compared(run, tokens(), nested="inductor")) == expected
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("steps", [1, 7, 8, 9])
 @pytest.mark.parametrize(
     "name",
@@ -721,6 +724,7 @@ def test_any_length(name, steps):
     assert forms(report) in (expected, [SUM])  # of few steps, the state of each takes no more than a chunk
 
 
+@pytest.mark.deep(but=["0.2-0.0-dtype1"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("brought", [0.0, 1.0])
 @pytest.mark.parametrize("back", [-0.3, 0.2])
@@ -908,6 +912,7 @@ def a_row_chosen_by_data(q, k, **_):
     return scan(step, torch.zeros(6, K, dtype=torch.float64), (q, k))
 
 
+@pytest.mark.deep(every=8, but=["two keys"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_what_is_not_linear_is_a_loop_in_a_batched_step(name):
     run, why = LOOPS[name]
@@ -951,6 +956,7 @@ def test_a_loop_computes_what_the_recurrence_needs_and_what_is_small():
     assert inside.count("aten.mul.Tensor") == 1, "the outer product"
 
 
+@pytest.mark.deep
 def test_without_the_pass_a_recurrence_is_a_loop():
     run, _ = SPELLINGS["a_decay_of_data"]
     nsa_compile.compile(run, nested="eager", cache=False, disable=["parallelize_recurrences"])(**tokens())
@@ -1111,6 +1117,7 @@ def test_conditions_within_conditions(update, steps):
 _query = in_chunks._query
 
 
+@pytest.mark.deep
 def test_the_wrong_state_is_seen(monkeypatch):
     monkeypatch.setattr(in_chunks, "_query", lambda *args: dataclasses.replace(x := _query(*args), before=not x.before))
     for name in ("by_einsum", "read_before_it_is_written"):
@@ -1152,6 +1159,7 @@ def test_a_condition_the_other_way_round_is_seen(monkeypatch):
         compared(SPELLINGS["extremes_of_pages"][0], tokens())
 
 
+@pytest.mark.deep
 def test_a_direction_that_is_taken_for_that_of_the_keys_is_seen(monkeypatch):
     monkeypatch.setattr(in_chunks, "_same_direction", lambda a, b: True)
     for name in ("what_is_read_is_added_elsewhere", "a_matrix_of_a_diagonal_and_a_product"):
@@ -1171,6 +1179,7 @@ def test_a_diagonal_without_its_numbers_is_seen(monkeypatch):
 # ------------------------------------------------------------------------------------------------------- low precision
 
 
+@pytest.mark.deep(but=["exponential_average-dtype0"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["a_decay_of_data", "delta_rule_with_a_decay", "exponential_average"])
 def test_low_precision_is_no_farther_from_float64_than_the_loop(name, dtype):

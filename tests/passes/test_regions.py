@@ -32,6 +32,7 @@ class Checkpointed(nn.Module):
         return self.model.head(self.model.norm(x))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("nested", "changes"), [("aot_eager", {}), ("inductor", {"n_layers": 1, "branches": ("window",)})]
 )
@@ -66,6 +67,7 @@ def windows(x, w):
     return nsa_compile.scan(step, x.new_zeros(3, x.shape[1]), x)[1]
 
 
+@pytest.mark.deep
 def test_a_shared_region_is_batched_once():
     region = torch.compiler.nested_compile_region(windows)
 
@@ -110,6 +112,7 @@ WARM_START = """
 """
 
 
+@pytest.mark.deep
 def test_warm_start_of_a_checkpointed_model(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     script = tmp_path / "program.py"

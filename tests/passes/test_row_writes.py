@@ -94,6 +94,7 @@ JOINED = {
 }  # fmt: skip
 
 
+@pytest.mark.deep(but=["within the page"])
 @pytest.mark.parametrize("name", JOINED)
 def test_rows_of_two_numbers_are_rows(name):
     write, read = JOINED[name]
@@ -115,6 +116,7 @@ LEFT = {
 }  # fmt: skip
 
 
+@pytest.mark.deep(but=["every place again and again"])
 @pytest.mark.parametrize("name", LEFT)
 def test_other_writes_are_their_loops(name):
     compared(over_a_carry(*LEFT[name], first=0.5))
@@ -124,6 +126,7 @@ BEYOND = {"a place": (page, lambda t: t % B + 1), "a page": (lambda t: t // B + 
           "a place, once": (page, lambda t: t % B + B * (t == 0))}  # fmt: skip
 
 
+@pytest.mark.deep(but=["a page"])
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_number_beyond_the_rows_is_an_error(name):
     """As joined numbers some of them would be others' rows."""
@@ -189,6 +192,7 @@ def becomes(kind, write, count):
     assert scan.carries == [kind]
 
 
+@pytest.mark.deep(but=["one number for a row"])
 @pytest.mark.parametrize("name", SUMS)
 def test_a_row_that_is_added_to_is_a_sum(name):
     becomes("Recurrent", SUMS[name], P)
@@ -203,6 +207,7 @@ def test_extremes_of_the_rows_of_blocks(name):
     becomes("Recurrent", write, P)
 
 
+@pytest.mark.deep(but=["index_add of a multiple"])
 @pytest.mark.parametrize("name", SUMS_LEFT)
 def test_other_changes_of_a_row_are_their_loops(name):
     compared(over_a_carry(SUMS_LEFT[name], scores, shape=(H, P, D), first=0.5))
@@ -268,6 +273,7 @@ CHOSEN_LEFT = {
 }  # fmt: skip
 
 
+@pytest.mark.deep(but=["not at some steps"])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_writes_that_are_chosen_between_are_one(name):
     becomes("Rows", CHOSEN[name], S)
@@ -305,6 +311,7 @@ def neighbour(c, t, x):
     return c
 
 
+@pytest.mark.deep(but=["numbers change places", "any row is the one"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, monkeypatch):
     owner, name, broken, shows = FAULTS[fault]

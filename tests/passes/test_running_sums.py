@@ -104,12 +104,14 @@ def _numbers_are_doubles():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_found_equals_its_loop(name, monkeypatch):
     read = TAKEN[name]
     assert compared(monkeypatch, over_a_cache(lambda c, p, t: read(c, p, t) * 2), rows()) == 1
 
 
+@pytest.mark.deep(but=["a mask of columns, too"])
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_equals_its_loop(name, monkeypatch):
     assert compared(monkeypatch, over_a_cache(LEFT[name]), rows()) == 0
@@ -166,6 +168,7 @@ def _all_before(value):
     return StepMask.inside(first, torch.full_like(first, S), S)
 
 
+@pytest.mark.deep(but=["Analysis-zeros_until_written-<lambda>-all rows, of which some are zeros yet"])
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "program"),
     [

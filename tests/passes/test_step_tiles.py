@@ -16,7 +16,6 @@ from nsa_compile.analyses import step_tiles
 from nsa_compile.models import SparsePattern, nsa_attention
 from tests.analyses.test_staleness_programs import PROGRAMS as STALENESS
 from tests.analyses.test_staleness_programs import check
-from tests.depth import some
 
 S, D, HEADS, CHOSEN = 29, 4, 2, 3
 LARGE = S * S // 2 * 4  # bytes of half of what there is for each step and each key
@@ -130,6 +129,7 @@ def with_gradients(f: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor |
     return [*values, *gradients]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_tiles_equal_the_loop(name):
     step, inputs = PROGRAMS[name][0], inputs_of(name)
@@ -146,13 +146,15 @@ def test_tiles_equal_the_loop(name):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", some(STALENESS, list(STALENESS)[1::3]))
+@pytest.mark.deep(every=6)
+@pytest.mark.parametrize("name", STALENESS)
 def test_programs_against_the_proof_in_tiles(name, monkeypatch):
     monkeypatch.setattr(step_tiles, "_FEWEST", 4)  # of 6 steps
     # Large is what has 4 numbers for each of 6 steps: scores, and not rows of keys.
     check(STALENESS[name], disable=("unroll_buffers", "raise_attention"), tile_bytes=4 * 4 * 6)
 
 
+@pytest.mark.deep(but=["purity"])
 @pytest.mark.parametrize("name", ["purity", "ranked"])
 def test_nothing_is_held_for_each_step_and_each_key(name):
     step, inputs = PROGRAMS[name][0], inputs_of(name)
@@ -164,6 +166,7 @@ def test_nothing_is_held_for_each_step_and_each_key(name):
     assert 0 < largest < S * S * HEADS * 8  # bytes of the scores of one sequence
 
 
+@pytest.mark.deep
 def test_indices_are_kept_and_ranked_once(monkeypatch):
     planned = []
     original = step_tiles.plan_tiles
@@ -184,6 +187,7 @@ def test_small_programs_have_no_tiles():
     assert not any("in tiles of" in str(m) for p in nsa_compile.last_report().passes for m in p.matches)
 
 
+@pytest.mark.deep
 def test_what_few_steps_write_is_computed_at_these_and_not_in_tiles():
     pattern = SparsePattern(compress_block=8, compress_stride=4, select_block=8, num_selected=3, window=8)
     generator = torch.Generator().manual_seed(0)

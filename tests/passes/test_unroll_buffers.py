@@ -136,12 +136,14 @@ def windowed(put, w, *, hidden=None, before=0, fill=-math.inf, final=False, init
     return run
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("put", SPELLINGS)
 @pytest.mark.parametrize(("S", "w"), [(24, 6), (23, 6), (5, 8), (8, 8), (9, 2)])
 def test_a_window_is_reached_from_every_spelling(put, S, w):
     assert compared(windowed(put, w), inputs(S)) == "window_attention"
 
 
+@pytest.mark.deep(but=["by_cat"])
 @pytest.mark.parametrize("put", [by_where, by_cat])
 def test_heads_that_share_keys(put):
     assert compared(windowed(put, 6), inputs(17, heads=2)) == "window_attention"
@@ -152,6 +154,7 @@ def test_the_lowest_number_as_floor(put):
     assert compared(windowed(put, 6, fill=torch.finfo(torch.float64).min), inputs(17)) == "window_attention"
 
 
+@pytest.mark.deep(but=["by_cat"])
 @pytest.mark.parametrize("put", [by_where, by_cat])
 def test_a_mask_within_the_window(put):
     """Every other token, of those that are at most four back."""
@@ -159,6 +162,7 @@ def test_a_mask_within_the_window(put):
     assert compared(run, inputs(17)) == "scored_attention"
 
 
+@pytest.mark.deep(but=["by_cat"])
 @pytest.mark.parametrize("put", [by_where, by_cat])
 def test_the_final_buffer_is_read(put):
     assert compared(windowed(put, 6, final=True), inputs(17)) == "window_attention"
@@ -182,18 +186,21 @@ def normalised(K, positions):
     return K * (K.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
+@pytest.mark.deep(but=["by_cat-rotated"])
 @pytest.mark.parametrize("prepare", [rotated, normalised])
 @pytest.mark.parametrize("put", [by_where, by_cat])
 def test_keys_prepared_in_the_buffer(put, prepare):
     assert compared(windowed(put, 6, prepare=prepare), inputs(17)) == "window_attention"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("put", [by_where, by_cat])
 def test_first_rows_that_a_step_sees(put):
     """Zeros that no mask hides have their share of the weights."""
     assert "copies" not in compared(windowed(put, 6, hidden=lambda age, t: age > 5), inputs(17))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("put", [by_where, newest_first])
 def test_first_rows_with_gradients(put):
     run = windowed(put, 4, hidden=lambda age, t: age > 3, init=lambda k, w: k[:w].permute(1, 2, 0, 3) * 3)
@@ -214,6 +221,7 @@ def test_a_mean_over_the_window_keeps_its_copies():
     assert "all rows" not in str(nsa_compile.last_report().passes)
 
 
+@pytest.mark.deep
 def test_attention_that_a_recurrence_needs_stays_in_its_loop():
     def run(q, k, v):
         slots = torch.arange(4)
@@ -252,6 +260,7 @@ def test_any_buffer_any_mask(data):
     compared(run, inputs(S))
 
 
+@pytest.mark.deep
 def test_a_ring_off_by_one_is_seen(monkeypatch):
     """A place that is left one step late: the window has a row more."""
     of = unrolling.Axis.of
@@ -265,6 +274,7 @@ def test_a_ring_off_by_one_is_seen(monkeypatch):
         compared(windowed(by_where, 6), inputs(17))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("late", "is_taken"), [(-1, False), (1, True)])
 def test_a_shift_read_at_another_step_is_seen(monkeypatch, late, is_taken):
     """Rows one step early are rows of the future, which the proof does not let pass; rows one step late are wrong."""
@@ -288,6 +298,7 @@ def test_a_shift_read_at_another_step_is_seen(monkeypatch, late, is_taken):
     assert is_taken == ("all rows" in str(nsa_compile.last_report().passes))
 
 
+@pytest.mark.deep
 def test_first_rows_taken_for_hidden_are_seen(monkeypatch):
     """Rows of no token that a mask lets through must not be dropped."""
 
@@ -299,6 +310,7 @@ def test_first_rows_taken_for_hidden_are_seen(monkeypatch):
         compared(windowed(by_where, 6, hidden=lambda age, t: age > 5), inputs(17))
 
 
+@pytest.mark.deep(but=["<lambda>1"])
 @pytest.mark.parametrize("threshold", [lambda s: s.amax(), lambda s: s.topk(2)[0][-1], lambda s: s.softmax(-1).amax()])
 def test_scores_are_not_compared_with_themselves_computed_anew(threshold):
     """Scores of all places were rounded in another way than those of the buffer, and less than their own maximum."""

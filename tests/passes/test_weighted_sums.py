@@ -144,12 +144,14 @@ def compared(attend: Attend, length: int = S, **options: Any) -> list[str]:
     return [choice.operator for choice in nsa_compile.last_report().attention]
 
 
+@pytest.mark.deep(every=8, but=["leaky relu"])
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_taken_equals_its_loop(name):
     attend, count = TAKEN[name]
     assert compared(attend) == ["weighted_sum"] * count
 
 
+@pytest.mark.deep(but=["where unseen-65"])
 @pytest.mark.parametrize("length", [S, 65])
 @pytest.mark.parametrize("name", RUNNING)
 def test_sums_that_run_on_equal_their_loop(name, length):
@@ -174,6 +176,7 @@ def test_a_decay_that_is_learned_has_the_gradient_of_its_loop():
     assert [c.operator for c in nsa_compile.last_report().attention] == ["running sums in chunks"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("length", "operator"), [(128, "weighted_sum"), (512, "running sums in chunks")])
 def test_sums_run_on_where_that_costs_less(length, operator):
     torch._dynamo.reset()
@@ -184,6 +187,7 @@ def test_sums_run_on_where_that_costs_less(length, operator):
     assert [choice.operator for choice in nsa_compile.last_report().attention] == [operator]
 
 
+@pytest.mark.deep(but=["its largest weight is read as well"])
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_equals_its_loop(name):
     assert "weighted_sum" not in compared(LEFT[name])
@@ -202,6 +206,7 @@ def without_gradient(t: Tensor, p: Tensor, q: Tensor, k: Tensor, v: Tensor) -> T
     return values(w, v)
 
 
+@pytest.mark.deep(but=["under no_grad"])
 @pytest.mark.parametrize("attend", [*DETACHED.values(), without_gradient], ids=[*DETACHED, "under no_grad"])
 def test_what_has_no_gradient_in_the_loop_has_none(attend):
     """An optimizer leaves a weight alone that has none, and lets one decay that has zeros."""
@@ -222,6 +227,7 @@ def test_dense_attention_is_one_of_torchs_operators():
     assert [choice.operator for choice in nsa_compile.last_report().attention] == ["dense", "dense"]
 
 
+@pytest.mark.deep
 def test_a_layer_with_relu_stays_two_products():
     weights = [torch.randn(D, 3 * D, dtype=torch.float64), torch.randn(3 * D, D, dtype=torch.float64)]
 
@@ -264,6 +270,7 @@ def test_drawn_attention_equals_its_loop(form, mask, sums, bias, length):
     compared(attend, length)
 
 
+@pytest.mark.deep
 def test_a_tile_that_is_left_out_too_long_is_seen(monkeypatch):
     """The planted fault: weights are taken for zero a tile of queries longer than they are."""
     original = weights._not_zero

@@ -37,6 +37,7 @@ def backends(result, direction):
     return {row["branch"]: row["backend"] for row in result["observed"] if row["direction"] == direction}
 
 
+@pytest.mark.deep
 def test_a_compiled_model_shows_our_operators_in_every_layer(audit, tiny_overrides):
     result = audit(**COMPILED | {"compile.nested": "aot_eager", "model.n_layers": 2, "train.seq_len": 32})
     assert result["fallbacks"] == []
@@ -85,6 +86,7 @@ def test_an_uncompiled_model_is_a_loop(audit):
     assert fallback["reason"] == "compile.enabled = false"
 
 
+@pytest.mark.deep
 def test_attention_that_no_pass_recognised_is_a_dense_fallback(audit):
     result = audit(**COMPILED, **{"compile.disable": "[raise_attention]"})
     assert set(backends(result, "forward").values()) == {PLAIN}
@@ -94,6 +96,7 @@ def test_attention_that_no_pass_recognised_is_a_dense_fallback(audit):
     assert "FALLBACK  layers 0" in render_audit(result)
 
 
+@pytest.mark.deep
 def test_attention_with_a_mask_that_nobody_can_name_is_no_window(audit):
     result = audit(**COMPILED, **{"compile.disable": "[fuse_selection_scatter]"})
     assert {branch: "opaque mask" in what for branch, (what, _) in result["choices"].items()} == {
@@ -108,6 +111,7 @@ def test_attention_with_a_mask_that_nobody_can_name_is_no_window(audit):
     )
 
 
+@pytest.mark.deep
 def test_operators_that_fell_back_to_plain_torch_say_why(audit, monkeypatch):
     for name, kernels in dispatch.KERNELS.items():
         if "portable" not in kernels:
@@ -188,6 +192,7 @@ def test_layers_in_short():
     assert spans([0, 1, 2, 3, 7]) == "0-3,7"
 
 
+@pytest.mark.deep
 def test_the_command_prints_one_object_and_leaves_with_the_verdict(tiny_overrides, capsys, monkeypatch):
     def arguments(*options, **changes):
         sets = [word for override in tiny_overrides(**changes) for word in ("--set", override)]

@@ -103,6 +103,7 @@ def test_dense_attention_is_causal_attention_of_groups():
     torch.testing.assert_close(bench.dense_attention(q, k, v), expected)
 
 
+@pytest.mark.deep
 def test_prefill_sets_loop_compiled_and_dense_side_by_side(tmp_path):
     plot = tmp_path / "figure.png"
     # A loop of any length takes longer than this once a shorter one has been timed.
@@ -123,6 +124,7 @@ def test_prefill_sets_loop_compiled_and_dense_side_by_side(tmp_path):
     assert VIEWS["prefill"].table(record["results"]).splitlines()[3].split().count("not") == 2
 
 
+@pytest.mark.deep
 def test_step_tells_its_sizes_and_its_rate(tmp_path):
     plot = tmp_path / "figure.png"
     arguments = ("--batch-size", "2", "--dtype", "bfloat16", "--plot", str(plot), "--json")
@@ -172,6 +174,7 @@ def test_selection_compares_every_pattern(tmp_path):
         assert ("not_measured" in row["dense"]) == (row["seq_len"] == 40)
 
 
+@pytest.mark.deep(but=["nan"])
 @pytest.mark.parametrize("fault", ["value", "gradient", "nan"])
 def test_a_planted_disagreement_is_found(monkeypatch, fault):
     operator = bench.selected_attention
@@ -298,6 +301,7 @@ def test_without_a_compiler_the_way_out_is_named():
     check_mistake(command("attention", PATH="/nowhere", CXX="no-such-compiler"), "or use --nested aot_eager")
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_an_error():
     check_mistake(command("selection", "--device", "cuda"), "--device cuda: torch finds no usable GPU here")

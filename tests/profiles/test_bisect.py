@@ -76,6 +76,7 @@ def test_a_healthy_pipeline_has_nothing_to_blame():
     assert bisect(equals_the_loop, nested="eager") is None
 
 
+@pytest.mark.deep(but=["2"])
 @pytest.mark.parametrize("fault", [1, 2, 3])
 def test_a_wrong_rewrite_among_right_ones(rewriting, fault):
     rewriting(scale, fault)
@@ -93,6 +94,7 @@ def test_a_wrong_rewrite_among_right_ones(rewriting, fault):
     equals_the_loop({**blame.options, "cache": False, "stop_after": blame.rewrite - 1})
 
 
+@pytest.mark.deep
 def test_a_pass_that_does_not_ask_is_blamed_as_a_whole(rewriting):
     rewriting(scale, 2, ask=False)
     blame = bisect(equals_the_loop, nested="eager")
@@ -100,6 +102,7 @@ def test_a_pass_that_does_not_ask_is_blamed_as_a_whole(rewriting):
     assert "1.01" in blame.after
 
 
+@pytest.mark.deep
 def test_a_pass_that_raises_in_one_rewrite(rewriting):
     def fail(gm, node):
         raise RuntimeError("no such sine")
@@ -113,6 +116,7 @@ def test_a_pass_that_raises_in_one_rewrite(rewriting):
     assert "sin" in blame.before
 
 
+@pytest.mark.deep
 def test_a_wrong_pass_of_the_package_is_blamed_in_the_middle_of_the_pipeline(monkeypatch):
     from nsa_compile.analyses import batched_body
 
@@ -128,6 +132,7 @@ def test_a_check_that_fails_without_passes_blames_none():
     assert blame.problem == "the check returned False"
 
 
+@pytest.mark.deep
 def test_a_check_that_changes_its_mind_is_refused(rewriting):
     rewriting(scale, None)
     answers = iter([False, True, True, True])
@@ -157,6 +162,7 @@ def test_the_command_on_a_healthy_model(eager):
     assert "nothing to blame" in result.stdout
 
 
+@pytest.mark.deep
 def test_the_command_names_a_wrong_rewrite_of_a_model(eager, request, tmp_path):
     """The window loses its mask."""
 
@@ -196,6 +202,7 @@ dawdle.register_autograd(lambda ctx, g: g)
 """
 
 
+@pytest.mark.deep
 def test_the_command_names_a_slow_rewrite(eager, request):
     exec(compile(SLOW, "slow.py", "exec"), {})
 

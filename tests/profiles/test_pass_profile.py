@@ -63,6 +63,7 @@ PASSES = [name for name in ORDER if name != "annotate_ranges"]
 DENSE = {"model.attention": "dense"}  # no loop, so that compiling it many times is quick
 
 
+@pytest.mark.deep
 def test_one_row_a_prefix(nsa):
     record, _ = nsa
     rows = record["prefixes"]
@@ -165,6 +166,7 @@ def test_a_wrong_pass_shows_in_its_row_alone(planted):
     assert cost_cells(wrong)[-1].endswith("!")
 
 
+@pytest.mark.deep
 def test_a_pass_that_raises_is_named_and_the_others_measured(planted, tmp_path):
     def fail(gm, node):
         raise RuntimeError("out of ideas")
@@ -182,6 +184,7 @@ def test_a_pass_that_raises_is_named_and_the_others_measured(planted, tmp_path):
 # ------------------------------------------------------------------------------- a process that is ended for its prefix
 
 
+@pytest.mark.deep
 def test_a_prefix_that_hangs_and_one_that_ends_its_process_are_given_up(tmp_path):
     told = []
     results = PrefixResults(3, told.append)
@@ -232,6 +235,7 @@ def test_a_prefix_that_fails_when_it_comes_again_is_given_up():
     assert set(results.measured) - results.given_up == set(results.timings), "a timing of each that was measured"
 
 
+@pytest.mark.deep
 def test_a_process_that_ends_at_no_prefix_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="could not go on: its process ended with exit code 3"):
         measure_within(60, None, PrefixResults(3, print), work_that_ends_early)
@@ -256,6 +260,7 @@ def test_files_of_the_working_directory_are_no_modules_of_the_process(tmp_path, 
         measure_within(60, None, PrefixResults(3, print), work_that_ends_early)
 
 
+@pytest.mark.deep
 def test_a_record_of_what_took_too_long(tmp_path, monkeypatch):
     def measure_all_but_three(limit_s, work, results):
         measure_prefixes(work, {0, 3}, results.take)
@@ -273,6 +278,7 @@ def test_a_record_of_what_took_too_long(tmp_path, monkeypatch):
     write_profile_page(tmp_path / "passes.html", record, graphs)
 
 
+@pytest.mark.deep
 def test_kernels_are_counted_and_cache_hits_marked(tmp_path, monkeypatch):
     """Equal graphs: Inductor compiles the first, and finds the others in its cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cold_cache(tmp_path / "cache")))
@@ -294,6 +300,7 @@ def invoke(*words, **changes):
     return CliRunner().invoke(cli, [*words, *sets], catch_exceptions=False)
 
 
+@pytest.mark.deep
 def test_the_command_writes_what_it_prints(tmp_path):
     out = tmp_path / "profile"
     words = ["profile", "passes", "--seq-len", "16", "--repeats", "2", "--out", str(out), "--json"]
@@ -328,6 +335,7 @@ def test_mistakes_are_one_line(words, message, capsys, monkeypatch):
     assert error.count("\n") == 1
 
 
+@pytest.mark.deep
 def test_diff_of_a_pass(tmp_path):
     page = tmp_path / "diff.html"
     changes = {"train.seq_len": 16, "model.branches": "[window]"}

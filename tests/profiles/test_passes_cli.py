@@ -48,6 +48,7 @@ def test_list_names_every_pass_in_order():
     assert all(row["name"] in table and row["summary"] in table for row in rows)
 
 
+@pytest.mark.deep
 def test_explain_tells_what_became_of_each_carry(explain):
     output = explain()
     assert "a loop of 32 steps became" in output
@@ -57,6 +58,7 @@ def test_explain_tells_what_became_of_each_carry(explain):
     assert rows["recent_k"] == ["Rows", "none", "needed"]
 
 
+@pytest.mark.deep
 def test_explain_as_json_is_the_report(explain):
     explained = json.loads(explain("--json"))
     report = nsa_compile.last_report()
@@ -81,6 +83,7 @@ def test_numbers_get_a_unit(value, text):
     assert with_unit(value, "B") == text
 
 
+@pytest.mark.deep
 def test_a_guard_that_stays_is_named(explain):
     output = explain(**{"compile.disable": "[eliminate_guards]"})
     assert "eliminate_guards\n  skipped: disabled" in output
@@ -126,6 +129,12 @@ def passes_command(*arguments: str, **environment: str) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
 
 
+@pytest.mark.deep(
+    but=[
+        "arguments1-unknown option '--confg'; did you mean '--config'?",
+        "arguments6---config and --set do not apply; leave them out",
+    ]
+)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -148,6 +157,7 @@ def test_a_users_mistake_is_one_line_found_before_torch_is_imported(arguments, e
     assert expected in result.stderr
 
 
+@pytest.mark.deep
 def test_explain_in_a_process_of_its_own_needs_no_compiler(tiny_overrides):
     environment = {**os.environ, "PATH": "/nowhere", "CXX": "no-such-compiler"}
     result = processes.run("passes", "explain", "--json", *processes.sets(tiny_overrides()), env=environment)
@@ -172,6 +182,7 @@ print("done")
 """
 
 
+@pytest.mark.deep
 def test_explain_tells_of_every_graph_that_a_script_compiles(tmp_path):
     for _ in range(2):  # the second time nothing is taken from the cache either
         torch._dynamo.reset()

@@ -56,6 +56,7 @@ def plant(monkeypatch, fault):
     monkeypatch.setattr(SwiGLU, "forward", faulty)
 
 
+@pytest.mark.deep
 def test_a_healthy_step_adds_up_and_has_no_culprit(profiled):
     profile = profiled()
     assert failures(profile) == []
@@ -68,6 +69,7 @@ def test_a_healthy_step_adds_up_and_has_no_culprit(profiled):
     assert any(row["name"] == "aten::_scaled_dot_product_flash_attention_for_cpu" for row in profile["operators"])
 
 
+@pytest.mark.deep
 def test_a_python_hot_loop_is_named_with_its_line(profiled, monkeypatch):
     def loop(x):
         count = 0
@@ -112,6 +114,7 @@ def test_a_slow_operator_comes_first(profiled, monkeypatch):
     assert "step_profile_test::slow" in render_step(profile)
 
 
+@pytest.mark.deep
 def test_compiled_blocks_show_their_branches_in_both_directions(tiny_overrides, tmp_path):
     sets = tiny_overrides(**{"compile.enabled": "true", "compile.nested": "aot_eager", "data.name": "uniform"})
     options = [word for override in sets for word in ("--set", override)]
@@ -135,6 +138,7 @@ def test_compiled_blocks_show_their_branches_in_both_directions(tiny_overrides, 
     assert (out / "trace.json.gz").stat().st_size > 1000
 
 
+@pytest.mark.deep
 def test_of_two_processes_the_first_tells_what_was_sent(tiny_overrides, tmp_path):
     overrides = [word for override in tiny_overrides(**DENSE) for word in ("--set", override)]
     arguments = [*overrides, "--nproc", "2", "--steps", "2", "--warmup", "1", "--out", str(tmp_path / "out"), "--json"]

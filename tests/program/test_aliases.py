@@ -70,6 +70,7 @@ def observed(function, steps):
     return final, y, given, shared
 
 
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("steps", [4, 5])
 @pytest.mark.parametrize("nested", ["eager", "aot_eager"])
 @pytest.mark.parametrize("where", [loop, in_a_region, in_a_region_of_a_region])
@@ -89,6 +90,7 @@ def test_final_carries_share_the_memory_that_the_loop_leaves_them(write, where, 
     assert shared["copied"] == shared["computed"] == []
 
 
+@pytest.mark.deep(but=["aot_eager-True"])
 @pytest.mark.parametrize("recurrence", [True, False])
 @pytest.mark.parametrize("nested", ["eager", "aot_eager"])
 def test_final_carries_share_memory_with_each_other_as_the_loop_leaves_them(nested, recurrence):

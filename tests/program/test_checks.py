@@ -55,6 +55,7 @@ def in_a_checkpointed_region(x):
     return checkpoint(looped, x, use_reentrant=False)
 
 
+@pytest.mark.deep(but=["batched-eager", "batched-aot_eager", "two_assertions-eager"])
 @pytest.mark.parametrize("nested", NESTED)
 @pytest.mark.parametrize("run", [batched, looped, nested_scans, two_assertions, in_a_checkpointed_region])
 def test_an_assertion_of_a_step_fails_where_it_fails_in_the_loop(run, nested):
@@ -87,6 +88,7 @@ MATRICES = {
 }
 
 
+@pytest.mark.deep(every=8, but=["lu_factor-False-eager"])
 @pytest.mark.parametrize("nested", NESTED[:2])
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("operator", MATRICES)
@@ -114,6 +116,7 @@ def test_a_matrix_that_has_no_inverse_is_said(operator, recurrent, nested):
             function(singular)
 
 
+@pytest.mark.deep(but=["classes1-0.0-eager"])
 @pytest.mark.parametrize("nested", NESTED)
 @pytest.mark.parametrize("carried", [0.0, 0.5])
 @pytest.mark.parametrize("classes", [[0, 1, 3], [0, -1, 2]])

@@ -64,6 +64,7 @@ def assert_equal(compiled, function, tensors):
     torch.testing.assert_close(results(compiled, tensors), results(function, tensors))
 
 
+@pytest.mark.deep(but=["eager-hidden"])
 @pytest.mark.parametrize("table", ["positions", "hidden", "bias"])
 @pytest.mark.parametrize("nested", ["eager", "inductor"])
 def test_buffers_are_constants(table, nested):
@@ -84,6 +85,7 @@ def test_globals_and_variables_of_outer_functions_are_constants():
     assert verdict(nsa_compile.last_report()) == "window_attention"
 
 
+@pytest.mark.deep
 def test_arguments_are_data():
     def run(q, k, v, hidden):
         return attention(torch.arange(S), hidden, q, k, v)
@@ -113,6 +115,7 @@ def write_a_row(module):
 CHANGES = {write: ("positions", "positions"), replace: ("positions", "positions"), write_a_row: ("hidden", "hidden")}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("nested", ["eager", "inductor"])
 def test_what_has_changed_is_seen(change, nested, caplog):
@@ -169,6 +172,7 @@ def test_what_the_function_writes_to_is_no_constant(caplog):
     assert not any("changed since" in line for line in caplog.messages)
 
 
+@pytest.mark.deep
 def test_kept_results_are_kept_for_a_value(tmp_path, monkeypatch):
     """A program that was kept for one table is not taken for another."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -196,6 +200,7 @@ def test_in_inference_mode():
         torch.testing.assert_close(compiled(*rows()), module(*rows()))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("written", [lambda x: x.data, lambda x: x.numpy()])
 def test_writes_that_autograd_does_not_see(written):
     """They leave the version of a tensor as it is."""

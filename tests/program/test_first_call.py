@@ -97,6 +97,7 @@ def mixed(x, w):
 PROGRAMS = [attention, recurrent, nested, regions, whole_numbers, without_gradient, fully_masked, mixed]
 
 
+@pytest.mark.deep(but=["whole_numbers-eager"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_healthy_programs_pass(program, backend):
@@ -105,6 +106,7 @@ def test_healthy_programs_pass(program, backend):
     assert told().startswith("equal to the loop at the first call"), told()
 
 
+@pytest.mark.deep(but=["recurrent-dtype0"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("program", [attention, recurrent])
 def test_other_precisions_pass(program, dtype):
@@ -113,6 +115,7 @@ def test_other_precisions_pass(program, dtype):
     assert told().startswith("equal to the loop"), told()
 
 
+@pytest.mark.deep(but=["recurrent-inference_mode"])
 @pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
 )
@@ -125,6 +128,7 @@ def test_modes_around_the_call_pass(program, mode):
     assert told().startswith("equal to the loop"), told()
 
 
+@pytest.mark.deep
 def test_the_torch_compile_option_is_the_same():
     torch._dynamo.reset()
     options = {"check": "first", "nested": "eager", "cache": False}
@@ -132,6 +136,7 @@ def test_the_torch_compile_option_is_the_same():
     assert told().startswith("equal to the loop")
 
 
+@pytest.mark.deep
 def test_each_shape_is_compared_once(monkeypatch):
     calls = []
     healthy = first_call.compare
@@ -226,6 +231,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.deep(but=["shifts-all steps-1"])
 @pytest.mark.parametrize(
     ("fault", "steps", "calls"),
     [
@@ -247,6 +253,7 @@ def test_a_fault_is_caught_and_named(planted, fault, steps, calls, monkeypatch):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.deep
 def test_a_fault_in_half_of_a_gradient(planted):
     planted("halves", lambda graph, y: graph.call_function(half, (y,)))
     with pytest.raises(Miscompiled, match=r"pass halves: .* the gradient of input"):
@@ -271,6 +278,7 @@ def test_a_wrong_pass_of_the_package_is_named(monkeypatch, budget):
         compiled(window)(seeded(6, 4))
 
 
+@pytest.mark.deep
 def test_a_wrong_nested_backend_is_named(monkeypatch):
     from nsa_compile import backend
 
@@ -320,6 +328,7 @@ class Normalized(nn.Module):
         return y
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("steps", ["all steps", "the first steps"])
 def test_state_is_untouched(steps, monkeypatch):
     if steps == "the first steps":
@@ -342,6 +351,7 @@ def test_state_is_untouched(steps, monkeypatch):
         assert equal or without is with_check is None
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_random_programs_draw_the_same(backend):
     def program(x, w):
@@ -365,6 +375,7 @@ def test_inputs_that_are_views_of_one_tensor(monkeypatch):
     assert told().startswith("equal to the loop")
 
 
+@pytest.mark.deep
 def test_a_tensor_in_the_middle_of_a_graph_is_written_to():
     def program(x, w):
         x.mul_(2)
@@ -384,6 +395,7 @@ def test_a_tensor_in_the_middle_of_a_graph_is_written_to():
 # ------------------------------------------------------------------------------------------------------- cost
 
 
+@pytest.mark.deep
 def test_long_loops_make_their_first_steps_only(monkeypatch):
     made = []
     run = EagerLoop.run
@@ -444,6 +456,7 @@ def test_what_cannot_be_compared_is_said(caplog, monkeypatch):
     assert len([r for r in caplog.records if "not compared" in r.message]) == 1
 
 
+@pytest.mark.deep
 def test_random_programs_under_inductor_are_not_compared(monkeypatch):
     from nsa_compile import backend
 
@@ -453,6 +466,7 @@ def test_random_programs_under_inductor_are_not_compared(monkeypatch):
     assert told().startswith("not compared with the loop: it draws random numbers")
 
 
+@pytest.mark.deep
 def test_random_programs_of_which_a_prefix_is_run_are_not_compared(monkeypatch):
     monkeypatch.setattr(first_call, "BUDGET", 2**17)
     compiled(lambda x, w: attention(x, w) + torch.rand(4))(seeded(9, 4), seeded(4, 4))
@@ -467,6 +481,7 @@ def test_inputs_are_moved_by_roundings(dtype):
     assert torch.allclose(up.double() - x.double(), x.double() - down.double(), rtol=0.3)
 
 
+@pytest.mark.deep
 def test_the_first_call_of_which_something_is_promised_is_compared(planted, caplog):
     planted("scales", FAULTS["scales"])
     fn, x, w = compiled(attention), seeded(6, 4), seeded(4, 4)

@@ -470,11 +470,15 @@ def check(name: str, nested: str) -> None:
         assert verdict == ("batched" if all(s.batched for s in report.scans) else "looped")
 
 
+@pytest.mark.deep(
+    every=8, but=["rows_without_gradient_given_one", "checkpoint_in_the_step", "no_carry", "inputs_handed_on"]
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_leaves_behind_what_eager_mode_does(name):
     check(name, "eager")
 
 
+@pytest.mark.deep(but=["a_literal"])
 @pytest.mark.parametrize(
     "name",
     ["state_written", "view_of_written_state", "loop_results_written", "gradient_written_behind_its_back",
@@ -509,6 +513,7 @@ def test_buffers_of_modules_are_updated():
     assert nsa_compile.last_report().scans[0].batched
 
 
+@pytest.mark.deep
 def test_a_graph_left_alone_is_said_to_be(caplog):
     torch._dynamo.reset()
     function, _ = PROGRAMS["gradient_written_behind_its_back"]

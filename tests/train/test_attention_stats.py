@@ -129,6 +129,7 @@ def attend_to_blocks(q, k, v, indices, block):
     return output
 
 
+@pytest.mark.deep(but=["changes1"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -160,6 +161,7 @@ def test_a_collapsed_gate_shows():
     assert healthy.gate_entropy > 0.5
 
 
+@pytest.mark.deep
 def test_a_selection_that_always_takes_the_same_block_shows():
     model = make_model(n_kv_heads=1)
     attention = model.blocks[0].attention
@@ -173,6 +175,7 @@ def test_a_selection_that_always_takes_the_same_block_shows():
     assert fixed.distance_mean > spread.distance_mean
 
 
+@pytest.mark.deep
 def test_sequences_without_a_free_choice_have_no_distances():
     statistics = attention_statistics(make_model(), tokens(1, 12))[0]
     assert statistics.distance_mean is None
@@ -186,6 +189,7 @@ def test_dense_attention_and_fewer_branches_have_none(changes):
     assert attention_statistics(make_model(**changes), tokens()) == []
 
 
+@pytest.mark.deep
 def test_training_does_not_notice():
     """No gradient, no random number, no second compilation of the blocks; and a compiled model gives the same."""
     from torch._dynamo.utils import counters
@@ -204,6 +208,7 @@ def test_training_does_not_notice():
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.deep
 def test_it_runs_under_the_autocast_of_the_training():
     model = make_model().float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -212,6 +217,7 @@ def test_it_runs_under_the_autocast_of_the_training():
     assert rounded.gate_window == pytest.approx(attention_statistics(model, tokens())[0].gate_window, rel=0.02)
 
 
+@pytest.mark.deep
 def test_no_graph_is_recorded():
     model, recorded = make_model(), []
     model.blocks[0].mlp.register_forward_hook(lambda _, args, output: recorded.append(output.requires_grad))

@@ -39,6 +39,7 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.deep(but=["1"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_step_adds_the_mean_of_the_layers_losses(count):
     model, expected = make_model(), make_model()
@@ -74,6 +75,7 @@ def test_blocks_computed_again_have_the_same_losses():
         torch.testing.assert_close(gradients(again)[name], gradient)
 
 
+@pytest.mark.deep
 def test_a_run_tells_the_losses_of_its_indexers(tiny_overrides):
     overrides = [key for key in tiny_overrides(**{"train.steps": 20}) if not key.startswith("model.pattern.")]
     sizes = ["model.pattern.block=4", "model.pattern.num_selected=3", "model.pattern.index_dim=4"]

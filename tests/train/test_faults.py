@@ -57,6 +57,7 @@ def undisturbed(tmp_path_factory):
     return losses(json.loads(stdout)["run_dir"])
 
 
+@pytest.mark.deep(but=["1"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_replaced_and_the_losses_are_the_same(tiny_overrides, tmp_path, undisturbed, rank):
     process = start(tiny_overrides(**LONG), fault=f"kill@{rank}:8", once=tmp_path / "once")
@@ -71,6 +72,7 @@ def test_a_killed_rank_is_replaced_and_the_losses_are_the_same(tiny_overrides, t
     assert losses(summary["run_dir"]) == undisturbed
 
 
+@pytest.mark.deep
 def test_a_rank_that_hangs_is_named_and_the_run_goes_on(tiny_overrides, tmp_path, undisturbed):
     overrides = tiny_overrides(**LONG, **ALERT, **{"watchdog.on_stalled": "restart"})
     code, stdout, stderr = finish(start(overrides, fault="hook@1:8", once=tmp_path / "once"))
@@ -83,6 +85,7 @@ def test_a_rank_that_hangs_is_named_and_the_run_goes_on(tiny_overrides, tmp_path
     assert "hang" in (directory / "stacks_rank1.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.deep
 def test_a_single_process_is_started_again_if_the_watchdog_is_to_restart_it(tiny_overrides, tmp_path):
     overrides = tiny_overrides(**LONG, **ALERT, **{"watchdog.on_stalled": "restart"})
     process = start(overrides, "--nproc", "1", fault="stall@0:8", once=tmp_path / "once")
@@ -94,6 +97,7 @@ def test_a_single_process_is_started_again_if_the_watchdog_is_to_restart_it(tiny
     assert summary["resumed_from"] in (4, 6)
 
 
+@pytest.mark.deep
 def test_a_loader_that_stalls_is_named_with_its_phase(tiny_overrides, tmp_path, undisturbed):
     overrides = tiny_overrides(**LONG, **ALERT, **{"watchdog.on_stalled": "restart"})
     code, stdout, stderr = finish(start(overrides, fault="stall@1:8", once=tmp_path / "once"))
@@ -104,6 +108,7 @@ def test_a_loader_that_stalls_is_named_with_its_phase(tiny_overrides, tmp_path, 
     assert losses(json.loads(stdout)["run_dir"]) == undisturbed
 
 
+@pytest.mark.deep
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tiny_overrides, tmp_path):
     code, _, stderr = finish(start(tiny_overrides(**LONG), fault="nan@1:4", once=tmp_path / "once"))
     assert code == 3
@@ -116,6 +121,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tiny_overrides, tmp_path
     assert [len(row["sequences"]) for row in rows] == [1, 1]
 
 
+@pytest.mark.deep
 def test_who_is_slow_to_leave_still_says_why(tiny_overrides, tmp_path):
     """The first to be gone makes the agent end the others."""
     code, _, stderr = finish(start(tiny_overrides(**LONG), fault="nan@1:4", once=tmp_path / "once", LINGER="0"))
@@ -135,6 +141,7 @@ def test_steps_that_are_not_finite_are_skipped_by_all(tiny_overrides, tmp_path, 
     assert all(loss != "nan" for _, loss in found[4:])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("slow", ["0", "1"])
 def test_a_mistake_in_the_code_is_not_tried_again(tiny_overrides, tmp_path, slow):
     """Whoever is slow to leave is ended by the agent with SIGTERM: the run was not asked to stop."""
@@ -144,6 +151,7 @@ def test_a_mistake_in_the_code_is_not_tried_again(tiny_overrides, tmp_path, slow
     assert "before the first step; it is not started again" in stderr
 
 
+@pytest.mark.deep
 def test_sigterm_saves_and_leaves_with_75(tiny_overrides, tmp_path):
     process = start(tiny_overrides(**{**LONG, "train.steps": 500, "train.save_every": 0}))
     for line in process.stderr:
@@ -157,6 +165,7 @@ def test_sigterm_saves_and_leaves_with_75(tiny_overrides, tmp_path):
     assert checkpoint.name == f"step-{summary['steps']:08d}"
 
 
+@pytest.mark.deep
 def test_no_process_outlives_a_killed_launcher(tiny_overrides):
     """Of processes that Python really started."""
     words = ["train", "--nproc", "2", *processes.sets(tiny_overrides(**{**LONG, "train.steps": 500}))]
@@ -196,6 +205,7 @@ def test_a_file_halt_stops_all_and_not_the_next_run(tiny_overrides, tmp_path):
     assert json.loads(stdout)["resumed_from"] == steps
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("size", "save_every"), [("700k", 1), ("48k", 0)], ids=["checkpoints", "rows"])
 def test_a_full_disk_ends_all_with_5(tiny_overrides, tmp_path, size, save_every):
     if os.geteuid() != 0:
@@ -218,6 +228,7 @@ def test_a_full_disk_ends_all_with_5(tiny_overrides, tmp_path, size, save_every)
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
+@pytest.mark.deep
 def test_a_corrupt_compile_cache_is_not_trusted(tiny_overrides, tmp_path):
     cache = cold_cache(tmp_path / "cache")
     options = {"compile.enabled": "true", "compile.nested": "aot_eager", "train.steps": 2, "train.sample_tokens": 0}

@@ -26,6 +26,7 @@ def train(overrides: list[str]) -> None:
     run(config, load_corpus(config), create_run_directory(config))
 
 
+@pytest.mark.deep(but=["extra2"])
 @pytest.mark.parametrize("extra", [{}, {"train.dtype": "bf16"}, {"train.activation_checkpointing": "all"}])
 def test_a_run_says_once_that_it_compared_a_block(tiny_overrides, capsys, extra):
     train(tiny_overrides(**COMPILED, **extra))
@@ -34,12 +35,14 @@ def test_a_run_says_once_that_it_compared_a_block(tiny_overrides, capsys, extra)
     assert "equal to the loop at the first call: 1 value and" in lines[0]
 
 
+@pytest.mark.deep
 def test_a_run_can_do_without(tiny_overrides, capsys, monkeypatch):
     monkeypatch.setattr(first_call, "compare", None)
     train(tiny_overrides(**COMPILED, **{"compile.check": "false"}))
     assert "a compiled block is" not in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_a_wrong_pass_ends_the_run_before_its_first_step(tiny_overrides):
     @register("scales")
     def scales(gm: fx.GraphModule, context) -> bool:
@@ -69,6 +72,7 @@ def test_a_resumed_run_may_choose_otherwise():
     assert first_difference(config, saved) is None
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_every_process_compares(tiny_overrides, strategy):
     done = processes.train(tiny_overrides(**COMPILED, **{"ddp.strategy": strategy}), "--nproc", "2")

@@ -45,6 +45,7 @@ def words_of(directory, *more):
     return ["train", *(part for key, value in values.items() for part in ("--set", f"{key}={value}")), *map(str, more)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["run", "checkpoint", "exported", "hub"])
 def test_a_run_begins_where_another_ended(first, tmp_path, monkeypatch, kind):
     summary, directory, exported = first
@@ -76,6 +77,7 @@ def test_a_run_begins_where_another_ended(first, tmp_path, monkeypatch, kind):
     assert f"init_from: {where}" in (made / "config.resolved.yaml").read_text()
 
 
+@pytest.mark.deep
 def test_a_resumed_run_does_not_ask_for_the_weights_it_began_with(first, tmp_path):
     _, _, exported = first
     copy = shutil.copytree(exported, tmp_path / "copy")
@@ -152,6 +154,7 @@ def test_weights_of_an_unknown_tokenizer_are_taken_with_a_warning(first, tmp_pat
 TALKS = {"red": "apple", "blue": "sky", "green": "leaf", "white": "snow"}
 
 
+@pytest.mark.deep
 def test_a_model_learns_the_answers_and_not_the_questions(tmp_path):
     path = tmp_path / "talks.jsonl"
     talks = [
@@ -214,6 +217,7 @@ def test_an_exported_model_of_conversations_is_asked_as_one(first, tmp_path):
         assert load_trained(tmp_path / str(chat)).chat is chat
 
 
+@pytest.mark.deep
 def test_adapters_learn_the_rest_stays_and_a_reader_gets_the_sum(first, tmp_path):
     pytest.importorskip("peft")
     from nsa_compile.models import NSATransformer

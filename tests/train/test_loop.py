@@ -109,6 +109,7 @@ def test_bf16_keeps_float32_weights_gradients_and_moments():
     assert {tensor.dtype for tensor in (*model.parameters(), *moments)} == {torch.float32}
 
 
+@pytest.mark.deep
 def test_random_bytes_stay_unpredictable():
     # A model that reads the future learns to copy it, and its loss sinks below ln 256 = 5.545.
     model = make_model()
@@ -176,6 +177,7 @@ def test_a_compiled_run_equals_the_eager_one_and_reports_its_passes(tiny_overrid
     assert 0 < report["passes"][-1]["estimate"]["operators"] < report["estimate_captured"]["operators"]
 
 
+@pytest.mark.deep
 def test_a_log_line_tells_the_rate_since_the_line_before(tiny_overrides, capsys):
     _, directory = run_tiny(tiny_overrides(**{"train.log_every": 2}))
     rates = [float(row["tokens_per_s"]) for row in rows(directory / "training.csv")]
@@ -183,6 +185,7 @@ def test_a_log_line_tells_the_rate_since_the_line_before(tiny_overrides, capsys)
     assert said == [f"{2 / (1 / one + 1 / other):,.0f}" for one, other in (rates[:2], rates[2:])]
 
 
+@pytest.mark.deep
 def test_checkpoints_hold_the_run(tiny_overrides):
     _, directory = run_tiny(tiny_overrides())
     checkpoints = sorted((directory / "checkpoints").iterdir())

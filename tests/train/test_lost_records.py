@@ -62,6 +62,7 @@ def replace_by_another(directory):
     directory.mkdir()
 
 
+@pytest.mark.deep(but=["in the last step-replace_by_another-was deleted while the run was at work"])
 @pytest.mark.parametrize(
     ("act", "said"),
     [
@@ -86,6 +87,7 @@ def test_a_directory_that_is_lost_ends_the_run(tiny_overrides, monkeypatch, act,
         assert not left
 
 
+@pytest.mark.deep(but=["checkpoints"])
 @pytest.mark.parametrize("name", ["training.csv", "val.csv", "attention.jsonl", "checkpoints"])
 def test_a_part_of_the_directory_that_is_lost_is_named_and_the_weights_are_saved(tiny_overrides, monkeypatch, name):
     config = load_config(overrides=tiny_overrides(**STEPS))
@@ -177,6 +179,7 @@ def test_a_held_out_loss_that_is_not_finite_ends_the_run_as_a_divergence(tiny_ov
     assert json.loads((directory / "nonfinite.jsonl").read_text()) == {"step": 4, "rank": 0, "val_loss": "nan"}
 
 
+@pytest.mark.deep
 def test_held_out_losses_that_are_not_finite_are_skipped_up_to_the_limit(tiny_overrides, monkeypatch):
     config = load_config(overrides=tiny_overrides(**STEPS, **{"train.on_nonfinite": "skip", "train.max_skipped": 2}))
     nan_at(monkeypatch, {2, 4})

@@ -46,6 +46,7 @@ def loss_and_gradients(model, dtype=torch.float32):
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.deep(but=["nsa-False-dtype0-int8"])
 @pytest.mark.parametrize("kind", ["float8", "int8"])
 @pytest.mark.parametrize(
     ("attention", "compiled", "dtype"),
@@ -71,6 +72,7 @@ def test_losses_and_gradients_are_native_up_to_rounding(tiny_overrides, kind, at
     assert max(differences) > ROUNDING[kind] / 10  # and they were rounded
 
 
+@pytest.mark.deep
 def test_float8_layers_go_through_the_passes(tiny_overrides):
     """They are constants and foreign functions in the graph, which the verifier has to take."""
     overrides = tiny_overrides(**{"model.head_dim": 16})

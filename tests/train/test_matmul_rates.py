@@ -33,6 +33,7 @@ def train(tiny_overrides, monkeypatch):
     return run
 
 
+@pytest.mark.deep
 def test_the_better_of_two_measurements_counts(train):
     summary, directory = train(MatmulRate(1e11, 1e11, 8e10, 1), MatmulRate(2e11, 1.1e11, 9e10, 1))
     assert summary["peak_flops"] == 2e11
@@ -58,6 +59,7 @@ def test_doubts_stand_beside_the_figures(train):
     assert "matmul rates" not in page
 
 
+@pytest.mark.deep(but=["doubts3"])
 @pytest.mark.parametrize("doubts", [None, 7, "text", [1, None]])
 def test_doubts_that_are_none_are_no_crash(train, doubts):
     summary, _ = train(*[MatmulRate(1e11, 1e11, 8e10, 1)] * 2)

@@ -34,6 +34,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.deep
 def test_another_step_has_other_statistics(monkeypatch):
     """What is reported follows the definition of the step, whatever that comes to."""
     before = attention_statistics(make_model(), tokens())
@@ -69,6 +70,7 @@ def test_the_gated_branches_add_up_to_the_output(changes):
     torch.testing.assert_close(gated.sum(-2), output)
 
 
+@pytest.mark.deep
 def test_room_for_every_block_leaves_no_choice_out():
     """The operator of the selected branch is given no indices then; the statistics are the same as with them."""
     roomy = SparsePattern(compress_block=4, compress_stride=2, select_block=4, num_selected=11, window=6)
@@ -78,6 +80,7 @@ def test_room_for_every_block_leaves_no_choice_out():
     assert layer.distance_mean == pytest.approx(sum(distances) / len(distances))
 
 
+@pytest.mark.deep
 def test_what_cannot_be_observed_is_said(monkeypatch, caplog):
     monkeypatch.setattr(nsa_statistics, "_OPTIONS", {"attention": "dense"})
     assert attention_statistics(make_model(), tokens()) == []
@@ -88,6 +91,7 @@ def test_what_cannot_be_observed_is_said(monkeypatch, caplog):
     assert "no statistics of the attention: the compiler left the loop over the tokens in place" in caplog.text
 
 
+@pytest.mark.deep
 def test_the_first_call_changes_nothing_of_the_training():
     model = nsa_compile.compile_blocks(make_model(), nested="eager", cache=False)
     model.checkpoint_blocks({0})

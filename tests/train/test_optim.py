@@ -80,6 +80,7 @@ def trained(steps, lr=lambda step: 1e-2, **optim):
     return [p.detach() for p in model.parameters()], losses
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("eager")
 def test_quantized_moments_train_like_whole_ones():
     losses = {name: trained(40, name=name)[1] for name in ("adamw", *QUANTIZED)}
@@ -222,6 +223,7 @@ def compile_nothing() -> None:
     torch.compiler.set_stance("force_eager")
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("eager")
 def test_a_killed_run_that_goes_on_equals_an_undisturbed_one(tiny_overrides, tmp_path):
     changes = {"train.steps": 8, "train.save_every": 2, "train.log_every": 99, "train.sample_tokens": 0}
@@ -241,6 +243,7 @@ def test_a_killed_run_that_goes_on_equals_an_undisturbed_one(tiny_overrides, tmp
     assert_equal_runs(directory, undisturbed)
 
 
+@pytest.mark.deep
 def test_two_processes_train_as_one_and_the_update_is_compiled(tiny_overrides):
     """With torchao's update and the blocks both compiled in the same processes, where one process compiles neither."""
     pytest.importorskip("torchao")

@@ -24,6 +24,7 @@ def begin(overrides, *arguments, **options):
     return Command("train", *sets(overrides), *arguments, **options)
 
 
+@pytest.mark.deep
 def test_a_terminal_that_is_closed_is_a_reason_to_save(tiny_overrides, tmp_path):
     environment = with_fault("hup@0:3", tmp_path / "once")
     heard = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where the tests are under nohup
@@ -35,6 +36,7 @@ def test_a_terminal_that_is_closed_is_a_reason_to_save(tiny_overrides, tmp_path)
     verify_checkpoint(Path(summary["run_dir"]) / "checkpoints" / "step-00000003")
 
 
+@pytest.mark.deep
 def test_under_nohup_the_terminal_may_go(tiny_overrides, tmp_path):
     environment = with_fault("hup@0:1", tmp_path / "once")
     ignored = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
@@ -53,6 +55,7 @@ def test_sigterm_before_the_first_step_leaves_with_75_and_nothing_half_done(tiny
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_a_run_that_compiles_leaves_at_once(tiny_overrides, tmp_path, signum, code, nproc):
@@ -89,6 +92,7 @@ def test_a_resumed_run_that_leaves_at_once_can_be_resumed_again(tiny_overrides, 
     assert (last["resumed_from"], last["steps"]) == (3, 5)
 
 
+@pytest.mark.deep
 def test_a_run_outlives_the_readers_of_its_output(tiny_overrides, tmp_path):
     process = begin(tiny_overrides(**{**LONG, "train.steps": 4}))
     process.stdout.close()
@@ -100,6 +104,7 @@ def test_a_run_outlives_the_readers_of_its_output(tiny_overrides, tmp_path):
     assert [path.name for path in checkpoint_paths(directory / "checkpoints")] == ["step-00000004"]
 
 
+@pytest.mark.deep
 def test_sigusr1_to_the_launcher_writes_the_stacks_of_all_and_the_run_goes_on(tiny_overrides, tmp_path):
     process = begin(tiny_overrides(**LONG), "--json", "--nproc", "2")
     asked, lines = 0, []

@@ -74,6 +74,7 @@ def faulty(fault, place, overrides, *arguments):
     return train(overrides, *arguments, program=program)
 
 
+@pytest.mark.deep
 def test_a_killed_run_goes_on_bit_for_bit_through_a_failure_of_the_stream(overrides, undisturbed, tmp_path):
     result = train(overrides(), env=with_fault("kill@0:7", tmp_path / "once"))
     assert result.returncode == -signal.SIGKILL
@@ -86,6 +87,7 @@ def test_a_killed_run_goes_on_bit_for_bit_through_a_failure_of_the_stream(overri
     assert_equal_runs(directory, undisturbed)
 
 
+@pytest.mark.deep
 def test_a_run_goes_on_with_the_same_batches_on_two_processes_and_back_on_one(overrides, undisturbed, tmp_path):
     directory = interrupted(undisturbed, tmp_path / "runs", 3)
     expected = column(undisturbed / "training.csv", "loss")
@@ -101,6 +103,7 @@ def test_a_run_goes_on_with_the_same_batches_on_two_processes_and_back_on_one(ov
         np.testing.assert_allclose([float(row[1]) for row in found], [float(row[1]) for row in expected], atol=1e-4)
 
 
+@pytest.mark.deep(but=["down-60.0-after 3 tries (document 690 of file 1"])
 @pytest.mark.parametrize(
     ("fault", "timeout", "expected"),
     [
@@ -118,12 +121,14 @@ def test_a_stream_that_breaks_off_ends_the_run_in_one_line(overrides, fault, tim
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.deep
 def test_a_stream_that_ends_ends_the_run_in_one_line(overrides):
     result = train(overrides(**{"train.batch_size": 32, "train.steps": 60}))
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: the stream of documents ended at sequence")
 
 
+@pytest.mark.deep
 def test_a_place_that_somebody_changed_is_refused(overrides, undisturbed, tmp_path):
     directory = interrupted(undisturbed, tmp_path / "runs", 3)
     path = directory / "checkpoints" / "step-00000003"

@@ -124,6 +124,7 @@ carry_out(load_plan(Path(sys.argv[1])), [Phase("one", "One", nap)], lambda phase
 """
 
 
+@pytest.mark.deep
 def test_sigterm_leaves_no_process_and_no_outcome(plan):
     process = subprocess.Popen([sys.executable, "-c", NAP, str(plan.directory)])
     said = plan.directory / "one" / "nap.txt"

@@ -51,6 +51,7 @@ def broken(config, *properties: str, **arguments) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------------- healthy
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["float32", "bf16", "float64"])
 def test_healthy_operators_are_within_their_bounds(config, dtype):
     (result,) = verify(config, examples=5, dtype=dtype, properties=["operators"])["properties"]
@@ -59,6 +60,7 @@ def test_healthy_operators_are_within_their_bounds(config, dtype):
     assert 0 < result["error"] <= result["bound"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("dtype", "properties", "branches"),
     [("float32", NAMES[:4], None), ("bf16", NAMES[:1], ("window",))],  # one is compiled in a third of the time
@@ -72,6 +74,7 @@ def test_a_healthy_compiler_keeps_every_property(config, dtype, properties, bran
         assert (0 < result["error"] <= result["bound"]) == (result["name"] in ("paths", "replay"))
 
 
+@pytest.mark.deep
 def test_every_pass_can_be_left_out(few_passes):
     assert not broken(few_passes, "passes")
 
@@ -93,6 +96,7 @@ def test_the_names_of_the_command_line_are_the_properties():
     assert tuple(PROPERTIES) == NAMES
 
 
+@pytest.mark.deep
 def test_time_is_kept(config, monkeypatch):
     """On a clock that only the examples move, a second each: neither too few of them nor too many."""
     now = [100.0]
@@ -113,6 +117,7 @@ def test_time_is_kept(config, monkeypatch):
     assert result["examples"] == 1, "at least one"
 
 
+@pytest.mark.deep
 def test_what_no_example_decides_does_not_hold(config, monkeypatch):
     def ambiguous(example, setting):
         raise Ambiguous("blocks of equal importance")
@@ -178,6 +183,7 @@ def _patch_operator(monkeypatch, name: str, change) -> None:
     monkeypatch.setattr(code, "forward", change(code.forward))
 
 
+@pytest.mark.deep
 def test_a_scaled_output_is_found_by_the_oracle_and_the_paths(config, monkeypatch):
     def scaled(forward):
         def run(*arguments):
@@ -206,6 +212,7 @@ def test_one_token_of_the_future_is_found(config, monkeypatch):
     assert found["operators"].startswith("window attention, values")
 
 
+@pytest.mark.deep
 def test_a_selection_that_sees_the_future_is_found(config, monkeypatch):
     def ahead(forward):
         def run(q, k, v, block_size, stride, *rest):
@@ -228,6 +235,7 @@ def test_a_dropped_mask_is_found(config, monkeypatch):
     assert set(broken(config, "future", "operators")) == {"operators"}
 
 
+@pytest.mark.deep
 def test_a_parameter_without_a_gradient_is_found(config, monkeypatch):
     original = nsa.CompressionMLP.forward
     monkeypatch.setattr(nsa.CompressionMLP, "forward", lambda self, block: original(self, block).detach())
@@ -235,6 +243,7 @@ def test_a_parameter_without_a_gradient_is_found(config, monkeypatch):
     assert found == {"gradients": "blocks.0.attention.phi_k.position gets no gradient"}
 
 
+@pytest.mark.deep
 def test_a_replay_that_is_off_by_a_block_is_found(config, monkeypatch):
     from nsa_compile.passes import fuse_selection_scatter
 
@@ -249,6 +258,7 @@ def test_a_replay_that_is_off_by_a_block_is_found(config, monkeypatch):
     assert set(found) == {"replay"}
 
 
+@pytest.mark.deep
 def test_a_selection_of_another_token_is_found(config, monkeypatch):
     def late(forward):
         def run(*arguments):
@@ -261,6 +271,7 @@ def test_a_selection_of_another_token_is_found(config, monkeypatch):
     assert broken(config, "replay")["replay"].startswith("the compiled model selects other blocks than the loop in")
 
 
+@pytest.mark.deep
 def test_a_wrong_pass_is_named(few_passes):
     pipeline()
     before = REGISTRY["batch_prefill"]
@@ -286,6 +297,7 @@ def test_a_wrong_pass_is_named(few_passes):
     assert "batch_prefill" in found["passes"]
 
 
+@pytest.mark.deep
 def test_a_failure_names_the_smallest_example_as_a_command(config, monkeypatch):
     """Sequences of 20 tokens and more with several heads are wrong: a random one is found, and made smaller."""
 

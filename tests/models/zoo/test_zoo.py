@@ -93,6 +93,7 @@ def test_a_decode_step_is_the_same_as_the_scan(config):
 
 
 # A cache by position, a shift buffer, an indexer, and all of these.
+@pytest.mark.deep(but=["moba"])
 @pytest.mark.parametrize("name", ["moba", "infllm_v2", "dsa", "csa"])
 def test_a_compiled_decode_step_is_the_step(name):
     torch._dynamo.reset()
@@ -114,6 +115,7 @@ def test_a_compiled_decode_step_is_the_step(name):
         torch.testing.assert_close(logits[1], expected[1, t - 2])
 
 
+@pytest.mark.deep(every=8)
 def test_an_exported_step_takes_any_batch_and_begins_another_text_in_a_row(config):
     torch.manual_seed(0)
     model = NSATransformer(config).double().eval()
@@ -154,6 +156,7 @@ def test_a_loss_of_its_own_teaches_the_indexer_alone(indexed):
     judge.check_auxiliary(judge.make_layer(indexed), judge.make_input(indexed, 2, LENGTH))
 
 
+@pytest.mark.deep
 def test_an_indexer_learns_what_attention_reads(indexed):
     layer, x = judge.make_layer(indexed), judge.make_input(indexed, 2, LENGTH)
     optimizer = torch.optim.Adam([p for name, p in layer.named_parameters() if name.startswith("index")], 0.02)
@@ -178,6 +181,7 @@ def verdict(report):
     return ", ".join([*operators, *([] if operators else ["dense"]), *(["copies"] if copies else [])])
 
 
+@pytest.mark.deep(every=8, but=["infllm_v2"])
 def test_what_is_compiled_is_the_loop_and_what_the_page_says(config):
     report = judge.check_compiled(judge.make_layer(config), judge.make_input(config, 2, 40))
     if isinstance(config.variant, Recurrent):  # of states this small some stay in a loop, which costs less
@@ -214,6 +218,7 @@ def test_its_matrices_are_counted(config):
 COMPILED = ZOO if takes_every_case() else ["streaming", "moba", "dsa", "csa", "mamba2", "gated_delta_net"]
 
 
+@pytest.mark.deep(every=8)
 def test_it_trains_and_writes_text(config, tiny_overrides, tmp_path):
     torch._dynamo.reset()
     name = config.attention

@@ -339,6 +339,7 @@ def test_kill_9_at_random_moments_leaves_whole_checkpoints(tmp_path):
     assert listed > 0
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_kill_9_at_every_step_of_saving_and_pruning_leaves_whole_checkpoints(tmp_path):
     """The child kills itself before the n-th operation on a file, for every n until it gets through."""

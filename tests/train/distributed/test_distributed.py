@@ -94,7 +94,7 @@ def compare_with_one_process(rank: int, size: int, folder: str) -> None:
     leave_group()
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.deep)])
 def outcomes(request, tmp_path_factory):
     """What every rank found, and how many there are."""
     folder = tmp_path_factory.mktemp("ranks")
@@ -139,6 +139,7 @@ def measure_overlap(rank: int, size: int, folder: str) -> None:
     leave_group()
 
 
+@pytest.mark.deep
 def test_gradients_are_sent_before_half_of_the_backward_pass_has_run(tmp_path):
     in_processes(measure_overlap, 2, tmp_path)
     for rank in range(2):
@@ -162,6 +163,7 @@ print("left")
 """
 
 
+@pytest.mark.deep
 def test_a_group_is_left_while_a_thread_of_it_still_has_a_tensor(tmp_path):
     processes = [
         subprocess.Popen([sys.executable, "-c", LEAVER, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -198,6 +200,7 @@ def alone(tmp_path_factory):
     return losses(json.loads(stdout)["run_dir"])
 
 
+@pytest.mark.deep
 def test_a_run_goes_on_with_any_number_of_processes_on_the_same_batches(tiny_overrides, tmp_path, alone):
     overrides = tiny_overrides(**LONG, **{"ddp.compress": "none"})
     code, stdout, stderr = train(overrides, "--nproc", "2", env=with_fault("term@1:4", tmp_path / "once"))
@@ -212,6 +215,7 @@ def test_a_run_goes_on_with_any_number_of_processes_on_the_same_batches(tiny_ove
     np.testing.assert_allclose(losses(summary["run_dir"]), alone, rtol=1e-4)
 
 
+@pytest.mark.deep
 def test_accumulation_on_two_processes_is_one_large_batch(tiny_overrides, alone):
     changes = {"train.batch_size": 2, "train.accumulate": 2, "train.activation_checkpointing": "all"}
     code, stdout, stderr = train(tiny_overrides(**{**LONG, **changes, "ddp.compress": "none"}), "--nproc", "2")
@@ -219,6 +223,7 @@ def test_accumulation_on_two_processes_is_one_large_batch(tiny_overrides, alone)
     np.testing.assert_allclose(losses(json.loads(stdout)["run_dir"]), alone, rtol=1e-4)
 
 
+@pytest.mark.deep
 def test_answers_of_unequal_lengths_count_alike_on_two_processes(tiny_overrides, tmp_path):
     talks = tmp_path / "talks.jsonl"
     rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * n}] for n in (1, 30, 3, 20) * 5]
@@ -244,6 +249,7 @@ def test_compiled_and_checkpointed_blocks_train_the_same_on_two_processes(tiny_o
     np.testing.assert_allclose(losses(json.loads(stdout)["run_dir"]), alone, rtol=1e-4)
 
 
+@pytest.mark.deep
 def test_what_fsdp_has_saved_is_for_any_strategy(tiny_overrides, tmp_path, alone):
     overrides = tiny_overrides(**LONG, **{"ddp.compress": "none"})
     fault = with_fault("term@0:4", tmp_path / "once")
@@ -256,6 +262,7 @@ def test_what_fsdp_has_saved_is_for_any_strategy(tiny_overrides, tmp_path, alone
     np.testing.assert_allclose(losses(summary["run_dir"]), alone, rtol=1e-4)
 
 
+@pytest.mark.deep
 def test_the_log_says_how_gradients_are_compressed(tiny_overrides):
     code, stdout, stderr = train(tiny_overrides(**{"train.steps": 2}), "--nproc", "2")
     assert code == 0
@@ -325,6 +332,7 @@ def test_a_port_in_use_is_a_mistake(tiny_overrides):
     )
 
 
+@pytest.mark.deep
 def test_processes_of_torchrun_are_picked_up(tiny_overrides):
     sets = processes.sets(tiny_overrides(**{"train.steps": 2}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

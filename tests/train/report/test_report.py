@@ -97,6 +97,7 @@ def problems(directory: Path) -> list[str]:
     return read_run(directory).problems
 
 
+@pytest.mark.deep
 def test_the_page_needs_nothing_but_itself(make_run):
     directory = make_run()
     code, page = report(directory)
@@ -112,6 +113,7 @@ def test_the_page_needs_nothing_but_itself(make_run):
     assert {path.stem for path in (directory / "report_plots").iterdir()} == names
 
 
+@pytest.mark.deep
 def test_charts_have_text_and_the_colours_of_the_theme(make_run):
     directory = make_run()
     report(directory)
@@ -126,6 +128,7 @@ def test_charts_have_text_and_the_colours_of_the_theme(make_run):
     assert set(re.findall(r"var\((--[a-z0-9]+)\)", content)) <= declared
 
 
+@pytest.mark.deep
 def test_a_pointer_over_a_chart_reads_its_values(make_run):
     directory = make_run()
     report(directory)
@@ -307,6 +310,7 @@ def test_a_run_of_which_nothing_is_whole_has_a_report(make_run, capsys):
     assert "Traceback" not in (directory / "report.html").read_text()
 
 
+@pytest.mark.deep
 def test_numbers_that_no_axis_holds_do_not_end_the_report(make_run):
     directory = make_run(2)
     with (directory / "training.csv").open("a") as file:
@@ -395,6 +399,7 @@ def test_without_matplotlib_the_extra_is_named(make_run, monkeypatch, capsys):
     assert "pip install 'nsa-compile[plots]'" in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_a_mistake_is_found_without_torch(tmp_path):
     code = (
         f"import sys\nfrom nsa_compile.cli import _run\nassert _run(['report', {str(tmp_path)!r}]) == 2\n"

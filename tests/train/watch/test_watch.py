@@ -111,6 +111,7 @@ def only_finding(result):
     return finding["rule"], finding["ranks"]
 
 
+@pytest.mark.deep
 def test_a_rank_that_hangs_in_its_data_is_named_and_all_write_their_stacks(directory, start):
     start("communication", "data")
     result = watch(directory, "--json", "--action", "dump", *HANGING)
@@ -126,6 +127,7 @@ def test_a_rank_that_hangs_in_its_data_is_named_and_all_write_their_stacks(direc
     assert [state.process for state in read(directory).ranks] == ["running", "running"]
 
 
+@pytest.mark.deep
 def test_ranks_that_all_hang_in_the_collective(directory, start):
     start("communication", "communication")
     time.sleep(1.2)
@@ -153,6 +155,7 @@ def test_a_rank_that_is_stopped_and_one_that_is_killed(directory, start):
     assert waiting.poll() is None
 
 
+@pytest.mark.deep
 def test_a_healthy_run_ends_well(directory, start):
     start("ends", "ends")
     result = watch(directory, "--json")
@@ -164,6 +167,7 @@ def test_a_healthy_run_ends_well(directory, start):
     assert watch(directory, "--once").returncode == 0
 
 
+@pytest.mark.deep
 def test_a_table_has_a_line_for_each_rank(directory, start):
     start("never", "never")
     result = watch(directory, "--once")
@@ -202,6 +206,7 @@ def test_nothing_is_left_to_a_dead_run():
     assert _progress(RunState([state]), 2_000) == "20 of 2,000 steps"
 
 
+@pytest.mark.deep
 def test_in_a_terminal_a_table_is_drawn_over_the_one_before(directory, start):
     start("never")
     screen, terminal = pty.openpty()
@@ -217,6 +222,7 @@ def test_in_a_terminal_a_table_is_drawn_over_the_one_before(directory, start):
     os.close(screen)
 
 
+@pytest.mark.deep
 def test_halt_stops_a_run_that_diverged(directory, start):
     processes = start("nan", "never")
     result = watch(directory, "--action", "halt")
@@ -241,6 +247,7 @@ def watching(directory, actions, **options):
     assert not thread.is_alive()
 
 
+@pytest.mark.deep
 def test_restart_kills_the_ranks_once_and_watches_the_next_attempt(directory, start):
     processes = start("communication", "data")
     with watching(directory, Actions(directory), limits={"on_stalled": "restart", "stall_s": 2.0, "silent_s": 2.0}):
@@ -254,6 +261,7 @@ def test_restart_kills_the_ranks_once_and_watches_the_next_attempt(directory, st
     assert read(directory).ranks[1].start.attempt == 2
 
 
+@pytest.mark.deep
 def test_a_healthy_run_and_what_was_before_it_are_left_alone(directory, start, capfd):
     for process in start("data", "data"):
         process.kill()
@@ -277,6 +285,7 @@ def test_a_full_disk_does_not_end_the_watchdog(directory, start, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.deep(but=[""])
 @pytest.mark.parametrize("content", [b"", b"garbage\n\xff\n", b'{"kind": "start"}\n'])
 def test_heartbeats_without_a_row_are_a_mistake(directory, content):
     heartbeat_path(directory, 0).write_bytes(content)
@@ -286,6 +295,7 @@ def test_heartbeats_without_a_row_are_a_mistake(directory, content):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.deep
 def test_what_is_no_run_is_a_mistake(directory, tmp_path_factory):
     for path, expected in (
         (directory / "missing", "must be the directory of a run, with 'config.resolved.yaml' in it"),
@@ -298,6 +308,7 @@ def test_what_is_no_run_is_a_mistake(directory, tmp_path_factory):
         assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.deep(but=["arguments0---set 'train.steps=5' must begin with 'watchdog.'"])
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -314,6 +325,7 @@ def test_mistyped_options_end_in_one_line(directory, arguments, expected):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.deep
 def test_watching_imports_no_torch(directory, start):
     start("ends")
     code = (

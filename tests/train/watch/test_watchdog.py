@@ -444,6 +444,7 @@ def test_memory_that_grows_without_end(column):
     assert "grows by 0.6" in run.only().message
 
 
+@pytest.mark.deep(but=["<lambda>1"])
 @pytest.mark.parametrize(
     "shape",
     [
