@@ -21,6 +21,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # As seldom as `tests/children` says, not after each compilation.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+# Where a machine asks for no files of bytecode, each process that a test starts would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Every Python that tests start imports `sitecustomize` from there.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (f"{Path(__file__).parent}/children", os.environ.get("PYTHONPATH")))
@@ -89,9 +91,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """A usual run leaves out what is marked deep and not asked for by name. What compiles most comes first: were it
     left to the end, one process would work and the other wait. Tests and their fixtures have room for their frames."""
     if not takes_every_case() and not any("::" in arg for arg in config.args):
-        deep = left_out(items)
-        config.hook.pytest_deselected(items=deep)
-        items[:] = [item for item in items if item not in set(deep)]
+        config.hook.pytest_deselected(items=(deep := left_out(items)))
+        ids = {id(item) for item in deep}
+        items[:] = [item for item in items if id(item) not in ids]
     items.sort(key=lambda item: not ("inductor" in item.nodeid or "spilling" in item.nodeid))
     for item in items:
         item.setup = functools.partial(with_room, item.setup)

@@ -45,6 +45,7 @@ def ours(problem: Problem):
 # -- the oracle and the checks
 
 
+@pytest.mark.deep(but=["pattern1"])
 @pytest.mark.parametrize("pattern", [TINY, PLAIN, replace(TINY, index_convention="paper_v2", num_initial=0)])
 def test_attention_at_some_queries_is_the_oracle_of_all(pattern):
     problem = small(replace(PROBLEM, pattern=pattern))
@@ -57,6 +58,7 @@ def nsa_everywhere(problem, q, k, v, gate, pattern=None):
     return nsa_at(q, k, v, gate, torch.arange(q.shape[1]), pattern or problem.pattern)[0]
 
 
+@pytest.mark.deep(but=["check_sampled"])
 @pytest.mark.parametrize("check", [check_small, check_sampled])
 def test_our_operators_agree(check):
     verdict = check(ours(PROBLEM), PROBLEM, "nsa", CPU)

@@ -69,6 +69,7 @@ def test_each_kernel_is_its_own_function(units):
     assert len(units) == 1
 
 
+@pytest.mark.deep
 def test_many_kernels_are_several_units_of_one_size(units, monkeypatch):
     monkeypatch.setattr(inductor_kernels, "KERNELS_IN_A_UNIT", 2)
     batch = Batch()
@@ -84,6 +85,7 @@ def test_wrong_arguments_are_an_error_as_from_a_kernel_by_itself():
         function(torch.zeros(1))
 
 
+@pytest.mark.deep
 def test_kernels_that_do_not_go_together_are_compiled_one_by_one(units, caplog):
     caplog.set_level(logging.WARNING, "nsa_compile")
     batch = Batch()
@@ -101,6 +103,7 @@ def test_a_kernel_that_cannot_be_compiled_is_inductors_error():
         loaded()
 
 
+@pytest.mark.deep(but=["2"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_inductor_generates_gets_its_functions(threads, units):
     """A source with another header is left to Inductor, which may see that header otherwise."""

@@ -24,6 +24,7 @@ def makes_them_where_its_inputs_are(x):
     return nsa_compile.scan(step, x.new_zeros(D), x)[1]
 
 
+@pytest.mark.deep(but=["makes_them_where_its_inputs_are"])
 @pytest.mark.parametrize("run", [makes_tensors, makes_them_where_its_inputs_are])
 def test_a_step_makes_tensors_on_the_default_device(run):
     compiled = nsa_compile.compile(run, nested="eager", cache=False)

@@ -1916,7 +1916,7 @@ def test_every_row_has_a_program_and_every_program_a_row():
     assert sorted(names) == sorted(PROGRAMS)
 
 
-@pytest.mark.deep(every=3)
+@pytest.mark.deep(every=8)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_verdict_is_what_comes_out(name):
     check_verdict(name, verdict_of(name))

@@ -107,7 +107,7 @@ def shifted_by_index(x):
     return x.sum(0)
 
 
-@pytest.mark.deep(but=["shifted_window"])
+@pytest.mark.deep
 @pytest.mark.parametrize("function", [shifted, shifted_window, shifted_by_index])
 def test_rows_that_are_shifted_in_place(function):
     """The first row came out everywhere."""
@@ -132,7 +132,7 @@ def test_loops_are_fused_where_one_reads_an_input_that_is_written_to():
     torch.testing.assert_close(one, other)
 
 
-@pytest.mark.deep(but=["inductor"])
+@pytest.mark.deep
 @pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
 def test_inputs_that_share_memory_in_another_way_at_each_call(nested, caplog):
     """What was compiled for two tensors was run for two views of one, and the other way round (torch 2.13)."""
@@ -160,6 +160,7 @@ def test_inputs_that_share_memory_in_another_way_at_each_call(nested, caplog):
     assert "share" in caplog.text
 
 
+@pytest.mark.deep(but=["aot_eager"])
 @pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
 def test_a_write_through_data_to_an_input_that_shares_memory(nested):
     """No counter of versions sees it."""

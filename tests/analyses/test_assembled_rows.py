@@ -117,7 +117,7 @@ def test_rows_put_together_are_those_of_the_loop(chosen, rows, reads):
     note(str(nsa_compile.last_report().scans))
 
 
-@pytest.mark.deep(every=8)
+@pytest.mark.deep(but=["picked"])
 @pytest.mark.parametrize("name", MOVES)
 def test_each_move_is_followed(name):
     """No step is computed after another, whatever rows are moved."""

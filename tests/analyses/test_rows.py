@@ -408,6 +408,7 @@ def test_products_of_matrices(batch_first):
     assert record.batched, record.declines
 
 
+@pytest.mark.deep(but=["2-True"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_layer_has_one_gradient_for_all_steps(batch, bias):

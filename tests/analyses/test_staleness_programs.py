@@ -278,14 +278,14 @@ BY_ROWS_OF_ZEROS = [
 ]
 
 
-@pytest.mark.deep(every=8)
+@pytest.mark.deep(but=["a quotient of hidden rows"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_its_loop(name):
     program = PROGRAMS[name]
     check(replace(program, dropped=True) if name in BY_ROWS_OF_ZEROS else program)
 
 
-@pytest.mark.deep(every=3)
+@pytest.mark.deep(but=["chosen rows"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_so_it_does_with_every_pass(name):
     check(PROGRAMS[name], disable=())

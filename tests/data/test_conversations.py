@@ -32,6 +32,7 @@ def text_of(tokens):
     return make_tokenizer("byte").decode(tokens.tolist())
 
 
+@pytest.mark.deep(but=["byte"])
 @pytest.mark.parametrize("name", ["byte", "gpt2"])
 def test_a_conversation_is_the_text_of_the_template_and_its_answers_are_what_the_assistant_writes(name):
     if name == "gpt2":

@@ -63,6 +63,7 @@ def test_log_likelihoods_are_those_computed_by_hand(model, log_probs):
         assert greedy == bool(top[-len(answer) :].all())
 
 
+@pytest.mark.deep
 def test_a_long_text_is_scored_in_windows_of_the_length(model, log_probs):
     text = "line 1 of many\nline 2 of many\nline 3 of many\n"
     found = model.loglikelihood_rolling(instances("loglikelihood_rolling", [(text,)]), disable_tqdm=True)
@@ -93,6 +94,7 @@ def test_texts_are_those_that_generate_writes(model, text_run):
         assert json.loads(said.stdout)["texts"][0]["text"] == text
 
 
+@pytest.mark.deep
 def test_drawn_texts_follow_the_options_of_the_task(model):
     drawn = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 5.0}
     greedy = {**drawn, "do_sample": False}

@@ -247,6 +247,7 @@ def finished(tmp_path_factory):
     return base, arguments, out, first
 
 
+@pytest.mark.deep
 def test_an_experiment_leaves_a_record_a_picture_and_a_page(finished):
     *_, out, first = finished
     assert first.returncode == 0, first.stderr
@@ -368,13 +369,7 @@ def test_several_processes_and_their_threads(tiny_overrides, tmp_path):
     assert record["efficiency"]["nproc=2"] == pytest.approx(two / one / 2)
 
 
-@pytest.mark.deep(
-    but=[
-        "arguments0-ab needs at least one --set KEY=VALUE",
-        "arguments4-scaling needs two or more different numbers",
-        "arguments6---repeats",
-    ]
-)
+@pytest.mark.deep(but=["arguments6---repeats"])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -60,7 +60,7 @@ def folders(trained, tmp_path_factory):
     return directory
 
 
-@pytest.mark.deep(but=["hf-untied", "hf-tied"])
+@pytest.mark.deep
 @pytest.mark.parametrize("trained", [False, True], ids=["untied", "tied"], indirect=True)
 @pytest.mark.parametrize("kind", ["safetensors", "hf"])
 def test_what_is_exported_is_the_model_of_the_run(trained, folders, kind):
@@ -90,6 +90,7 @@ def test_both_write_the_same_text(trained, folders):
     assert longer[0]["generated_text"].startswith("To be or")
 
 
+@pytest.mark.deep
 def test_a_model_that_transformers_saved_is_read(folders, tmp_path):
     model = NSAForCausalLM.from_pretrained(folders / "hf", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
@@ -99,6 +100,7 @@ def test_a_model_that_transformers_saved_is_read(folders, tmp_path):
     assert all(torch.equal(found[name], value) for name, value in model.model.state_dict().items())
 
 
+@pytest.mark.deep(but=["byte"])
 @pytest.mark.parametrize("name", ["byte", "gpt2"])
 def test_a_tokenizer_gives_the_same_ids(name, tmp_path):
     from transformers import AutoTokenizer
@@ -114,6 +116,7 @@ def test_a_tokenizer_gives_the_same_ids(name, tmp_path):
     assert batch.attention_mask[0] == [0] * (len(batch.input_ids[1]) - 1) + [1]
 
 
+@pytest.mark.deep(but=["byte"])
 @pytest.mark.parametrize("name", ["byte", "gpt2"])
 def test_a_dialogue_becomes_text(name, tmp_path):
     from jinja2 import Template

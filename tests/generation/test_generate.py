@@ -65,6 +65,7 @@ def test_a_greedy_text_is_what_the_forward_pass_finds_most_probable(model):
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == drawn
 
 
+@pytest.mark.deep
 @few(6)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=14), min_size=1, max_size=4),
@@ -81,6 +82,7 @@ def test_every_text_is_the_one_that_it_is_alone(model, fast, prompts, counts, sa
     assert [len(drawn) for drawn in alone] == counts[: len(prompts)]
 
 
+@pytest.mark.deep
 @few(15)
 @given(
     texts_of=st.lists(

@@ -64,6 +64,7 @@ def test_several_prompts_compiled_are_those_alone(trained, tmp_path):
     assert shown.stdout.count("\n\n") >= 2
 
 
+@pytest.mark.deep
 def test_a_text_ends_where_it_is_told_to(trained):
     words = ["--prompt", "Oh", "--no-compile", "--json", "--temperature", 0]
     (free,) = json.loads(invoke("generate", trained, *words, "--tokens", 30).stdout)["texts"]

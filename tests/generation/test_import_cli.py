@@ -123,7 +123,7 @@ def invoke(*words):
     return CliRunner().invoke(cli, [str(word) for word in words], catch_exceptions=False)
 
 
-@pytest.mark.deep(but=["True"])
+@pytest.mark.deep
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_imported_model_has_the_logits_of_the_design(tmp_path, tied):
     weights = fla_weights(tied)

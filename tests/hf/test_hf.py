@@ -373,6 +373,7 @@ def test_compiled_blocks_give_the_logits_of_the_loop(pair):
     torch.testing.assert_close((found.logits, found.loss), (wanted.logits, wanted.loss))
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("small")
 def test_a_copy_of_a_model_generates_by_its_own_weights(pair):
     model, _ = wrapped()

@@ -61,6 +61,7 @@ def test_retention_in_low_precision_forgets_as_in_high():
     torch.testing.assert_close(states[1].double(), states[0], rtol=1e-4, atol=0)
 
 
+@pytest.mark.deep(but=["qsa"])
 @pytest.mark.parametrize("name", INDEXED)
 def test_an_indexer_learns_where_labels_are_given(name):
     model, tokens = made(name), tokens_of(2, 15)

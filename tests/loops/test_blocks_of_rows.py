@@ -141,12 +141,14 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.deep(but=["spread_of_all"])
 @pytest.mark.parametrize("written", PROGRAMS, ids=lambda f: f.__name__)
 def test_blocks_and_every_nth_row(written, caplog):
     compare(written, *inputs(), raised=False)
     assert "runs as it is written" not in caplog.text
 
 
+@pytest.mark.deep(but=["dilated_as_a_loop"])
 @pytest.mark.parametrize("written", [pooled, convolved, convolved_by_channel, dilated_as_a_loop])
 def test_attention_to_blocks_is_attention_to_blocks(written):
     report = compare(written, *inputs())
@@ -167,6 +169,7 @@ def of_one_row(k):
     return torch.stack(out)
 
 
+@pytest.mark.deep(but=["of_one_row"])
 @pytest.mark.filterwarnings("ignore:var")  # there is none
 @pytest.mark.parametrize("written", [of_a_constant_row, of_one_row])
 def test_the_spread_of_rows_that_are_one(written):
@@ -182,6 +185,7 @@ def test_the_spread_of_rows_that_are_one(written):
     assert found[0][0].isnan().any() == (written is of_one_row)
 
 
+@pytest.mark.deep(but=["dtype0"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_spread_in_low_precision_is_rounded_once(dtype):
     k = (torch.randn(S, D, generator=torch.Generator().manual_seed(0)) + 8).to(dtype)
@@ -214,6 +218,7 @@ def of_one_row_too_few(k):
     return k.var(0, correction=2)
 
 
+@pytest.mark.deep(but=["of_one_row_too_few-"])
 @pytest.mark.parametrize(
     ("read", "reason"),
     [

@@ -1048,14 +1048,14 @@ def compare(run, looped):
         assert [values, left] == rest
 
 
-@pytest.mark.deep(every=8, but=["placed_from_behind"])
+@pytest.mark.deep(but=["placed_from_behind"])
 @pytest.mark.parametrize("run", COMPILED, ids=lambda run: run.__name__)
 def test_it_compiles(run, caplog):
     compare(run, loop(run, nested="aot_eager", cache=False))
     assert "runs as it is written" not in caplog.text
 
 
-@pytest.mark.deep(every=3)
+@pytest.mark.deep(every=9)
 @pytest.mark.parametrize("run", DECLINED, ids=lambda run: run.__name__)
 def test_it_is_declined_and_runs_as_written(run, caplog):
     compare(run, loop(run, nested="aot_eager", cache=False))

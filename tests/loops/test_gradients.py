@@ -159,6 +159,7 @@ def as_a_loop(step):
     return run
 
 
+@pytest.mark.deep(but=["clamped"])
 @pytest.mark.parametrize("step", UNSEEN, ids=lambda f: f.__name__)
 def test_what_autograd_does_not_see_is_declined(step):
     with pytest.raises(LoopDeclined, match=r"where autograd does not see it|that autograd may have saved") as declined:
@@ -166,12 +167,14 @@ def test_what_autograd_does_not_see_is_declined(step):
     assert "test_gradients.py:" in str(declined.value).rsplit("(", 1)[1]
 
 
+@pytest.mark.deep(but=["a_state_that_gets_its_gradient_later"])
 @pytest.mark.parametrize("step", UNSEEN, ids=lambda f: f.__name__)
 def test_without_gradients_there_is_nothing_to_see(step):
     with torch.no_grad():
         compare(as_a_loop(step), *inputs(), batched=False, on_decline="warn")
 
 
+@pytest.mark.deep(but=["before_they_are_off"])
 @pytest.mark.parametrize("step", SEEN, ids=lambda f: f.__name__)
 def test_other_writes_are_as_they_are_written(step, caplog):
     compare(as_a_loop(step), *inputs(), batched=False, on_decline="warn")
@@ -204,6 +207,7 @@ def truncated(x, w, t, state):
     return state["s"] * w[0]
 
 
+@pytest.mark.deep(but=["last_without"])
 @pytest.mark.parametrize(
     "step", [last_without, every_other_without, begun_without, truncated], ids=lambda f: f.__name__
 )
@@ -240,6 +244,7 @@ def hooked(x, w, t, state):
         return w[0] * x[t]
 
 
+@pytest.mark.deep(but=["hooked-"])
 @pytest.mark.parametrize(
     ("step", "reason"),
     [

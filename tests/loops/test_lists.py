@@ -348,6 +348,7 @@ def test_the_length_of_lists_that_are_put_together(run):
         compare(run, *rows(length), on_decline="warn", batched=False)
 
 
+@pytest.mark.deep
 def test_what_keeps_a_list_from_being_one_tensor_is_told():
     def run(x):
         seen, out = [], []
@@ -490,7 +491,7 @@ KEPT = [
 ]  # fmt: skip
 
 
-@pytest.mark.deep(every=8, but=["more_come_than_are_taken-7"])
+@pytest.mark.deep(but=["more_come_than_are_taken-7", "begun_again-1"])
 @pytest.mark.parametrize("steps", [1, 2, 7])
 @pytest.mark.parametrize("step", KEPT, ids=lambda f: f.__name__)
 def test_what_a_list_held_before_stays_what_it_was(step, steps, caplog):
@@ -508,6 +509,7 @@ def test_what_a_list_held_before_stays_what_it_was(step, steps, caplog):
     assert "runs as it is written" not in caplog.text
 
 
+@pytest.mark.deep
 def test_a_slice_that_a_step_adds_to_and_leaves():
     """What is taken from a list shares the memory of its rows; once that is found out, there is an end to it."""
 
@@ -525,6 +527,7 @@ def test_a_slice_that_a_step_adds_to_and_leaves():
     compare(run, x, batched=False, on_decline="warn")
 
 
+@pytest.mark.deep
 def test_a_first_call_may_be_profiled():
     (x,) = rows(7)
     profile = cProfile.Profile()

@@ -115,7 +115,7 @@ def test_other_numbers_are_data_from_then_on(name, caplog):
     compared(looped, function, rows(3), make(S))
 
 
-@pytest.mark.deep(but=["positions as floats"])
+@pytest.mark.deep
 @pytest.mark.parametrize("name", LOOPS)
 def test_numbers_off_by_one_are_no_pattern(name, caplog):
     function, make, _ = LOOPS[name]
@@ -179,7 +179,7 @@ def test_a_value_that_is_not_compared_is_seen(monkeypatch):
         compared(looped, by_positions, rows(), torch.arange(S) - 2)
 
 
-@pytest.mark.deep(every=8)
+@pytest.mark.deep(but=["shape2-dtype4"])
 @pytest.mark.parametrize(
     "dtype",
     [

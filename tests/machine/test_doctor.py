@@ -114,6 +114,7 @@ def test_caches_that_cannot_be_written(monkeypatch, tmp_path, check, variable, s
     assert "cannot be written to" in found.found
 
 
+@pytest.mark.deep(but=["all-chosen"])
 @pytest.mark.usefixtures("healthy")
 @pytest.mark.parametrize("whose", ["chosen", "default"])
 @pytest.mark.parametrize("owner", ["another", "all"])

@@ -232,7 +232,7 @@ def test_documents_of_several_sequences():
     assert_same(value_and_grads(layer, lambda x: layer(x, doc_ids=doc_ids), x), expected)
 
 
-@pytest.mark.deep(but=["compiled in place-dtype2"])
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("form", "dtype"), [("loop", torch.bool), ("loop", torch.uint8), ("compiled in place", torch.int64)]
 )

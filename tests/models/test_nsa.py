@@ -95,6 +95,7 @@ EXAMPLE = NSAProblem(
 )  # fmt: skip
 
 
+@pytest.mark.deep(but=["1"])
 @pytest.mark.parametrize("branch", [0, 1, 2])
 def test_each_branch_alone(branch):
     """One gate open: the oracle's branch, and no gradient into the keys and values of the others."""

@@ -65,6 +65,7 @@ def test_a_replayed_selection_equals_the_oracle(problem, count, dtype):
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.deep
 @few(4)
 @given(problem=nsa_problems(), count=st.integers(1, 6), nested=st.sampled_from(["eager", "aot_eager"]))
 def test_a_replayed_selection_compiled_equals_the_oracle(problem, count, nested):
@@ -191,7 +192,7 @@ def _decoded(layer: _Projected, step, batch: int, length: int) -> Tensor:
     return torch.stack(rows, 1)
 
 
-@pytest.mark.deep(but=["dtype2"])
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_ties_go_the_same_way_on_every_path(dtype):
     problem = dataclasses.replace(EXAMPLE, n=5)

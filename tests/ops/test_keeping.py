@@ -35,7 +35,7 @@ def gradients(model: NSATransformer, tokens: torch.Tensor) -> list[torch.Tensor]
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.deep(but=["aot_eager-changes0"])
+@pytest.mark.deep
 @pytest.mark.parametrize(("nested", "changes"), [("aot_eager", {}), ("inductor", {"phi": "mean", "shared_kv": True})])
 def test_compiled_blocks_select_once_and_give_the_same_bits(selected, nested, changes):
     model = tiny_model(n_layers=2, **changes).float()

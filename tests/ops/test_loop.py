@@ -262,6 +262,7 @@ def test_parameters_are_kept_once():
     assert step.rows_read or any(layout.shape == (3,) for layout in step.kept)
 
 
+@pytest.mark.deep(but=["dtype1-0"])
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 2), (torch.bfloat16, 0)])
 def test_a_gradient_of_picked_rows_is_no_sum_of_whole_tensors(dtype, count):
     inputs = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((5, 3), (6, 12), (12,))]

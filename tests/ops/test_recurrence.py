@@ -167,6 +167,7 @@ def operands(
     return [numbers(steps, *some, k), keys, numbers(steps, *batch, v), a, u, numbers(*batch, k, v), p]
 
 
+@pytest.mark.deep(every=3)
 @pytest.mark.parametrize("solved", SOLVED)
 @pytest.mark.parametrize("decay", [None, "one", "scalar", "vector"])
 @pytest.mark.parametrize("steps", [1, 2, 7, 64, 65, 150])

@@ -122,6 +122,7 @@ def problems(draw: Any) -> Problem:
 ORDINARY = Problem(2, 70, 3, 150, 8, "weighed relu", "causal", 40, 20, torch.float32, 0)
 
 
+@pytest.mark.deep(but=["portable"])
 @pytest.mark.parametrize("kernel", kernels("scored"))
 @few(20)
 @given(problem=problems(), tiled=st.booleans())

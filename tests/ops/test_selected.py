@@ -64,6 +64,7 @@ def test_equals_the_reference(kernel, problem, pattern, num_selected, block_size
     check(problem, kernel, indices, block_size, problem.scale)
 
 
+@pytest.mark.deep
 @given(
     problem=problems(),
     pattern=st.sampled_from(PATTERNS),

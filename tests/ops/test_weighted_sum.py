@@ -109,6 +109,7 @@ def check(problem: Problem, kernel: Any) -> None:
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
+@pytest.mark.deep(but=["portable"])
 @pytest.mark.parametrize("kernel", kernels("scored"))
 @few(5)
 @given(problem=sums((torch.float64, torch.float32, torch.bfloat16)))
@@ -123,6 +124,7 @@ def test_integers_and_two_products(kernel):
         check(replace(ORDINARY, case=CASES[name], through_lse=False), kernel)
 
 
+@pytest.mark.deep(but=["portable"])
 @pytest.mark.parametrize("kernel", kernels("scored", torch.float64))
 def test_gradcheck(kernel):
     problem = replace(ORDINARY, case=composed(1, [FORMS["silu"], BIASES["slopes"]]), S=5, T=6, D=2, Dv=2)
@@ -138,6 +140,7 @@ def test_gradcheck(kernel):
         assert torch.autograd.gradcheck(run, (*q, *k, v, *floating))
 
 
+@pytest.mark.deep(but=["portable"])
 @pytest.mark.parametrize("kernel", kernels("scored", torch.float64))
 def test_registration(kernel):
     problem = replace(ORDINARY, case=composed(1, [FORMS["relu"], ZEROS["causal"]]), N=1, S=7, T=9)
@@ -145,6 +148,7 @@ def test_registration(kernel):
         torch.library.opcheck(weighted_sum, (*problem.tensors(), problem.case.text, None))
 
 
+@pytest.mark.deep(but=["portable"])
 @pytest.mark.parametrize("kernel", kernels("scored", torch.float64))
 def test_tiles_without_a_weight_are_not_read(kernel):
     problem = replace(ORDINARY, case=composed(1, [FORMS["silu"]]), N=1, S=128, T=192, m=1)
@@ -162,6 +166,7 @@ def test_tiles_without_a_weight_are_not_read(kernel):
     assert not any(x.isnan().any() for x in results[0])
 
 
+@pytest.mark.deep
 def test_keys_after_the_last_have_no_gradient():
     """A weight that a number of its key divides: behind the last key there is none, and nothing is divided by zero."""
     text = "v0 = div.Tensor(s0, x0)\nv1 = mul.Tensor(v0, x1)\nv2 = add.Scalar(v1, 1.0)\nreturn v2"
@@ -170,6 +175,7 @@ def test_keys_after_the_last_have_no_gradient():
         check(replace(ORDINARY, case=case, T=67, through_lse=False), kernel.values[0])
 
 
+@pytest.mark.deep
 def test_bits_do_not_depend_on_the_number_of_threads():
     problem = replace(ORDINARY, case=composed(1, [FORMS["relu"], ZEROS["causal"]]), S=300, T=300, dtype=torch.float32)
     before, results = torch.get_num_threads(), []

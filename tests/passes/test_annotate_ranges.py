@@ -47,6 +47,7 @@ def opened(monkeypatch):
     return seen
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("nested", "attention", "changes"),
     [

@@ -280,7 +280,7 @@ WRITES = {
 }
 
 
-@pytest.mark.deep(but=["select_scatter-False", "fill_diagonal_ of a part-False"])
+@pytest.mark.deep(but=["fill_diagonal_ of a part-False"])
 @pytest.mark.parametrize("recurrence", [True, False])
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_within_a_step(write, recurrence):
@@ -642,6 +642,7 @@ def test_a_buffer_replaced_behind_a_scan_whose_step_was_the_first_to_read_the_mo
     assert model.count == 2
 
 
+@pytest.mark.deep(but=["False-eager"])
 @pytest.mark.parametrize("nested", NESTED[:1])
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_loop_that_draws_is_run_even_if_nobody_needs_what_it_draws(nested, deep):
@@ -727,6 +728,7 @@ def test_two_equal_loops_have_results_of_their_own():
     assert len({x.untyped_storage().data_ptr() for x in (a, b, c, d)}) == 4
 
 
+@pytest.mark.deep(but=["aot_eager"])
 @pytest.mark.parametrize("nested", ["aot_eager", "inductor"])
 def test_a_loop_with_dropout_in_a_checkpointed_region(nested):
     """torch keeps the generator's state for an operator by the device of its first tensors, and looks into no list."""
@@ -1212,6 +1214,7 @@ def test_a_cache_of_zeros_like_its_rows_is_one_of_zeros(first):
     assert nsa_compile.last_report().scans[0].guards_kept == []
 
 
+@pytest.mark.deep(but=["max"])
 @pytest.mark.parametrize("pick", [torch.max, torch.min, torch.median, torch.nanmedian])
 def test_one_of_several_equal_elements(pick):
     """Eager mode shares the gradient of an extreme of all elements among equal ones, batched it went to the first."""
@@ -1236,6 +1239,7 @@ def test_rolling_a_number():
     equal_gradients(lambda x: scan(lambda c, row: (c, row.roll(1) * x), x.new_zeros(1), x)[1], rows(3).requires_grad_())
 
 
+@pytest.mark.deep(but=["aot_eager"])
 @pytest.mark.parametrize("nested", ["eager", "aot_eager"])
 def test_the_derivative_of_rrelu_is_the_noise_that_it_draws(nested):
     """In a graph made functional it was memory that nobody had written to."""
@@ -1334,6 +1338,7 @@ def test_rows_of_a_view_whose_base_was_written_to_without_gradients():
     torch.testing.assert_close(compiled(run, "eager", fullgraph=True)(x * 1), run(x * 1))
 
 
+@pytest.mark.deep(but=["disabled1"])
 @pytest.mark.parametrize("disabled", [(), ("raise_attention",)])
 def test_attention_in_low_precision_under_autocast(disabled):
     """Its products are in float32, in the dtype of its weights, and autocast took them down once more."""
@@ -1695,6 +1700,7 @@ def test_a_ring_that_cannot_be_unrolled_for_a_reason_unforeseen(where, monkeypat
     assert not entry.changed
 
 
+@pytest.mark.deep(but=["{'mode': 'sum', 'sparse': True}"])
 @pytest.mark.parametrize("options", [{}, {"mode": "max"}, {"mode": "sum", "sparse": True}], ids=str)
 def test_bags_of_embeddings(options):
     """Below autograd, torch takes an operator for them that has no gradient."""
@@ -1762,6 +1768,7 @@ def test_the_place_of_carries_that_are_computed_from_one_another():
     assert "the line that is named" in Path(file).read_text().splitlines()[int(line) - 1]
 
 
+@pytest.mark.deep(but=["<lambda>0", "<lambda>2"])
 @pytest.mark.parametrize("write", [lambda x, w: x.T[None], lambda x, w: (x @ w).T[None], lambda x, w: w.T[None] * 1])
 def test_a_norm_of_groups_that_lie_apart(write):
     """Its kernel takes one layout alone, and the copy into it was left out."""
@@ -2049,6 +2056,7 @@ def test_a_derivative_of_ones_own_of_a_carry_that_starts_without_gradient(nested
     equal_gradients(run, rows(5, 3).requires_grad_(), nested=nested)
 
 
+@pytest.mark.deep(but=["gather"])
 @pytest.mark.parametrize(
     "pick", [lambda k, at: k.index_select(1, at), lambda k, at: k.gather(1, at[None])], ids=["index_select", "gather"]
 )
@@ -2251,6 +2259,7 @@ def test_masks_that_grow_in_a_carry_are_known_in_long_sequences(mask):
     assert [choice.operator for choice in nsa_compile.last_report().attention] == ["window_attention"]
 
 
+@pytest.mark.deep(but=["dtype1--1"])
 @pytest.mark.parametrize(("dtype", "number"), [(torch.uint8, 300), (torch.uint8, -1), (torch.int8, 200)])
 def test_a_state_of_bytes_and_a_number_that_is_none(dtype, number):
     def run(x):
@@ -2332,7 +2341,7 @@ def without_keys(read, finite, how):
     return run
 
 
-@pytest.mark.deep(every=8)
+@pytest.mark.deep(but=["the rows backwards, of weights that are masked again-bias", "the largest-mask"])
 @pytest.mark.parametrize("how", HIDDEN)
 @pytest.mark.parametrize("name", [*READERS, *WHOLE_ROWS])
 def test_readers_of_weights_where_no_key_is_kept(name, how):
@@ -2351,6 +2360,7 @@ def test_readers_of_weights_where_no_key_is_kept(name, how):
         assert not nsa_compile.last_report().scans[0].guards_kept
 
 
+@pytest.mark.deep(but=["2"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_short_buffer_that_shifts_is_made_of_slices(tmp_path, stride):
     """Rows of a short convolution's state were picked by index, and its gradient scattered: twice the time."""
@@ -2420,6 +2430,7 @@ def test_a_state_that_is_rolled_lies_as_it_does(steps):
     torch.testing.assert_close(compiled(run)(x, c), run(x, c))
 
 
+@pytest.mark.deep(but=["1"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_part_of_a_carry_that_no_step_has_written_has_a_gradient_of_zeros(steps):
     """A loop within a batched step was taken to hand a gradient to all that it reads."""

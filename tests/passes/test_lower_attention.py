@@ -111,6 +111,7 @@ def test_values_of_another_dtype_are_left_to_dense_attention():
     assert_equals_loop(program, actual)
 
 
+@pytest.mark.deep(but=["1000.0-dense"])
 @pytest.mark.parametrize(("cost", "expected"), [(1e-3, "window_attention"), (1e3, "dense")])
 def test_auto_asks_the_measured_costs(cost, expected, monkeypatch):
     per_pair = dict.fromkeys(("dense", "dense_causal", "dense_scores"), 1.0)
@@ -152,6 +153,7 @@ def run(scan, init, xs, w):
 """
 
 
+@pytest.mark.deep(but=["dense"])
 @pytest.mark.parametrize("wish", ["sparse", "dense"])
 def test_queries_of_some_steps_keep_their_positions(wish):
     program = SomeSteps("tokens", (), rows=3)
@@ -426,6 +428,7 @@ def test_blocks_are_ranked_as_on_paper(seed, d, ratio, n, initial, local):
         assert sorted(i for i in actual[0, t].tolist() if i >= 0) == expected
 
 
+@pytest.mark.deep(but=["dense"])
 @pytest.mark.parametrize("attention_is", ["dense", "sparse"])
 def test_one_query_for_all_steps(attention_is):
     """torch's SDPA for the CPU writes beside its output where a query is repeated, one head of an odd width."""

@@ -67,7 +67,7 @@ def test_every_prefix_by_stop_after():
         assert sum(len(p.matches) for p in report.passes) <= (2 if limit is None else limit)
 
 
-@pytest.mark.deep(but=["resolve_carries", "batch_prefill"])
+@pytest.mark.deep(but=["resolve_carries"])
 @pytest.mark.parametrize("disabled", [p.name for p in pipeline()])
 def test_a_pass_can_be_disabled_and_says_so(disabled):
     x = torch.randn(5, 2, dtype=torch.float64)

@@ -65,6 +65,7 @@ def test_every_prefix_of_the_pipeline(disable):
     torch.testing.assert_close(actual, value_and_grads(oracle(EXAMPLE), tensors), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.deep
 @few(6)
 @given(
     problem=nsa_problems(contents=("normal", "equal keys")),
@@ -91,6 +92,7 @@ def test_graph_does_not_grow_with_the_sequence():
     assert sizes[0] == sizes[1] > 0
 
 
+@pytest.mark.deep
 @few(6)
 @given(problem=nsa_problems(contents=("normal",)), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_low_precision_is_no_worse_than_the_loop(problem, dtype):

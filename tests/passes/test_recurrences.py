@@ -685,7 +685,7 @@ def beside_attention_to_a_cache(first, q, k, v, **_):
     return scan(step, (first, torch.zeros_like(k), torch.zeros_like(v)), (positions, q, k, v))
 
 
-@pytest.mark.deep(every=8)
+@pytest.mark.deep(but=["delta_rule_by_a_matrix"])
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_what_is_linear_runs_in_parallel(name):
     run, expected = SPELLINGS[name]
@@ -705,7 +705,7 @@ def test_it_does_so_through_inductor(name):
     assert forms(compared(run, tokens(), nested="inductor")) == expected
 
 
-@pytest.mark.deep(every=8)
+@pytest.mark.deep(but=["exponential_average-1"])
 @pytest.mark.parametrize("steps", [1, 7, 8, 9])
 @pytest.mark.parametrize(
     "name",
@@ -912,7 +912,7 @@ def a_row_chosen_by_data(q, k, **_):
     return scan(step, torch.zeros(6, K, dtype=torch.float64), (q, k))
 
 
-@pytest.mark.deep(every=8, but=["two keys"])
+@pytest.mark.deep(but=["two keys", "two_states_that_are_mixed"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_what_is_not_linear_is_a_loop_in_a_batched_step(name):
     run, why = LOOPS[name]
@@ -1214,6 +1214,7 @@ def test_a_state_kept_in_low_precision_has_the_decay_that_the_step_computes():
     assert float(error) <= float((run(v).double() - exact).abs().max())
 
 
+@pytest.mark.deep(but=["delta_rule_with_a_decay"])
 @pytest.mark.parametrize("name", ["a_decay_of_data", "delta_rule_with_a_decay"])
 def test_autocast_does_not_reach_the_states(name):
     run, _ = SPELLINGS[name]

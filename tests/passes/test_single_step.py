@@ -220,6 +220,7 @@ STATES = {
 }
 
 
+@pytest.mark.deep(but=["a swap-eager", "a recurrence-eager"])
 @pytest.mark.parametrize("nested", ["eager", "inductor"])
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_is_computed_from_all_that_was_before(name, nested):
@@ -424,6 +425,7 @@ def check_without_gradients(program: AttentionProgram) -> Report:
     return report
 
 
+@pytest.mark.deep
 @few(4)
 @given(case=selections(), nested=st.sampled_from(["eager", "aot_eager"]))
 def test_selection_in_every_form(case, nested):

@@ -136,7 +136,7 @@ def windowed(put, w, *, hidden=None, before=0, fill=-math.inf, final=False, init
     return run
 
 
-@pytest.mark.deep(every=8)
+@pytest.mark.deep(but=["8-8-by_cat"])
 @pytest.mark.parametrize("put", SPELLINGS)
 @pytest.mark.parametrize(("S", "w"), [(24, 6), (23, 6), (5, 8), (8, 8), (9, 2)])
 def test_a_window_is_reached_from_every_spelling(put, S, w):
@@ -149,6 +149,7 @@ def test_heads_that_share_keys(put):
     assert compared(windowed(put, 6), inputs(17, heads=2)) == "window_attention"
 
 
+@pytest.mark.deep(but=["newest_first"])
 @pytest.mark.parametrize("put", [by_index_copy, newest_first])
 def test_the_lowest_number_as_floor(put):
     assert compared(windowed(put, 6, fill=torch.finfo(torch.float64).min), inputs(17)) == "window_attention"
@@ -168,6 +169,7 @@ def test_the_final_buffer_is_read(put):
     assert compared(windowed(put, 6, final=True), inputs(17)) == "window_attention"
 
 
+@pytest.mark.deep(but=["by_cat"])
 @pytest.mark.parametrize("put", [by_where, by_cat])
 def test_rows_as_they_are_before_the_step(put):
     """The first query sees no key: a row of NaN in the loop; so it sees the first row of all, which is zeros."""

@@ -144,7 +144,7 @@ def compared(attend: Attend, length: int = S, **options: Any) -> list[str]:
     return [choice.operator for choice in nsa_compile.last_report().attention]
 
 
-@pytest.mark.deep(every=8, but=["leaky relu"])
+@pytest.mark.deep(but=["leaky relu"])
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_taken_equals_its_loop(name):
     attend, count = TAKEN[name]

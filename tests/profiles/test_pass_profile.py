@@ -80,6 +80,7 @@ def test_one_row_a_prefix(nsa):
     assert json.loads(json.dumps(record)) == record
 
 
+@pytest.mark.deep
 def test_times_are_honest(nsa):
     record, _ = nsa
     for row in record["prefixes"]:
@@ -90,6 +91,7 @@ def test_times_are_honest(nsa):
             assert timing["max_s"] < row["compile_s"], "compiling is not in it"
 
 
+@pytest.mark.deep
 def test_errors_are_those_of_rounding(nsa):
     record, _ = nsa
     assert 0 < record["eager_error"]["value"] < 1e-5
@@ -99,6 +101,7 @@ def test_errors_are_those_of_rounding(nsa):
         assert row["error"]["gradient"] < 1e-5
 
 
+@pytest.mark.deep
 def test_each_row_points_to_readable_graphs(nsa):
     record, graphs = nsa
     rows = record["prefixes"][1:]
@@ -108,6 +111,7 @@ def test_each_row_points_to_readable_graphs(nsa):
     assert all("# File: " in graph for graph in graphs)
 
 
+@pytest.mark.deep
 def test_the_page_needs_nothing_else(nsa, tmp_path):
     record, graphs = nsa
     path = tmp_path / "passes.html"
@@ -123,6 +127,7 @@ def test_the_page_needs_nothing_else(nsa, tmp_path):
         assert name in page
 
 
+@pytest.mark.deep
 def test_the_table_has_every_prefix(nsa):
     table = render_profile(nsa[0])
     for number, name in enumerate(["captured", *PASSES]):

@@ -55,7 +55,7 @@ def in_a_checkpointed_region(x):
     return checkpoint(looped, x, use_reentrant=False)
 
 
-@pytest.mark.deep(but=["batched-eager", "batched-aot_eager", "two_assertions-eager"])
+@pytest.mark.deep(but=["batched-eager"])
 @pytest.mark.parametrize("nested", NESTED)
 @pytest.mark.parametrize("run", [batched, looped, nested_scans, two_assertions, in_a_checkpointed_region])
 def test_an_assertion_of_a_step_fails_where_it_fails_in_the_loop(run, nested):
@@ -88,7 +88,7 @@ MATRICES = {
 }
 
 
-@pytest.mark.deep(every=8, but=["lu_factor-False-eager"])
+@pytest.mark.deep(but=["lu_factor-False-eager"])
 @pytest.mark.parametrize("nested", NESTED[:2])
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("operator", MATRICES)

@@ -147,6 +147,7 @@ def test_each_shape_is_compared_once(monkeypatch):
     assert len(calls) == 2
 
 
+@pytest.mark.deep(but=["4"])
 @pytest.mark.parametrize("jitters", [4, 0])
 def test_rounding_that_turns_a_choice_around_is_no_fault(monkeypatch, jitters):
     """A sum that is its threshold: the loop decides one way, and what adds in another order the other."""
@@ -260,6 +261,7 @@ def test_a_fault_in_half_of_a_gradient(planted):
         compiled(attention)(seeded(5, 4), seeded(4, 4, seed=1).requires_grad_())
 
 
+@pytest.mark.deep(but=["268435456"])
 @pytest.mark.parametrize("budget", [2**28, 2**17])
 def test_a_wrong_pass_of_the_package_is_named(monkeypatch, budget):
     from nsa_compile.analyses import batched_body

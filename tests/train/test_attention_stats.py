@@ -148,6 +148,7 @@ def test_statistics_equal_the_oracles(changes):
         assert 0 < theirs["beyond_window"] < 1
 
 
+@pytest.mark.deep
 def test_a_collapsed_gate_shows():
     model = make_model()
     with torch.no_grad():

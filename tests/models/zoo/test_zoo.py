@@ -115,7 +115,7 @@ def test_a_compiled_decode_step_is_the_step(name):
         torch.testing.assert_close(logits[1], expected[1, t - 2])
 
 
-@pytest.mark.deep(every=8)
+@pytest.mark.deep
 def test_an_exported_step_takes_any_batch_and_begins_another_text_in_a_row(config):
     torch.manual_seed(0)
     model = NSATransformer(config).double().eval()
@@ -140,6 +140,7 @@ def test_a_model_that_is_cast_has_the_constants_of_its_design(config):
     assert not dict(judge.make_layer(config).named_buffers())
 
 
+@pytest.mark.deep(but=["msa"])
 def test_the_tokens_whose_loss_counts(indexed):
     layer, x = judge.make_layer(indexed), judge.make_input(indexed, 2, LENGTH)
     counted = torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
@@ -148,6 +149,7 @@ def test_the_tokens_whose_loss_counts(indexed):
     torch.testing.assert_close(loss, sum(alone) / (LENGTH + 7))
 
 
+@pytest.mark.deep(but=["linear", "gla", "delta_net"])
 def test_a_later_token_changes_nothing_before_it(config):
     judge.check_causality(judge.make_layer(config), judge.make_input(config, 2, LENGTH))
 
@@ -181,7 +183,7 @@ def verdict(report):
     return ", ".join([*operators, *([] if operators else ["dense"]), *(["copies"] if copies else [])])
 
 
-@pytest.mark.deep(every=8, but=["infllm_v2"])
+@pytest.mark.deep(but=["bigbird"])
 def test_what_is_compiled_is_the_loop_and_what_the_page_says(config):
     report = judge.check_compiled(judge.make_layer(config), judge.make_input(config, 2, 40))
     if isinstance(config.variant, Recurrent):  # of states this small some stay in a loop, which costs less
@@ -218,7 +220,7 @@ def test_its_matrices_are_counted(config):
 COMPILED = ZOO if takes_every_case() else ["streaming", "moba", "dsa", "csa", "mamba2", "gated_delta_net"]
 
 
-@pytest.mark.deep(every=8)
+@pytest.mark.deep(but=["bigbird"])
 def test_it_trains_and_writes_text(config, tiny_overrides, tmp_path):
     torch._dynamo.reset()
     name = config.attention

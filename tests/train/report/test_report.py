@@ -287,6 +287,14 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.deep(
+    but=[
+        "training.csv-\\x00\\xff\\x00-None",
+        "env.json-content9-env.json cannot be read",
+        "config.resolved.yaml-train: {steps: -1}-config.resolved.yaml: the section model is missing",
+        "config.resolved.yaml-\\xff\\xfe: [-config.resolved.yaml: configuration file",
+    ]
+)
 @pytest.mark.parametrize(("name", "content", "expected"), DAMAGES)
 def test_damaged_files_are_named_and_the_rest_is_shown(make_run, tmp_path, name, content, expected):
     directory = make_run()
