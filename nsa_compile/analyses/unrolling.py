@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -48,7 +47,6 @@ from nsa_compile.ir.aten import (
     MUL,
     REARRANGED,
     SOFTMAX,
-    SPLIT,
     WHERE,
     arguments,
     aten,
@@ -499,9 +497,6 @@ class Writer:
         if node.target in MASKED_FILL and self._is_never(operand(node, 1), dims.get(operand(node, 1), -1), axis):
             return new[operand(node)]  # what it hides is in no place
         self._check_rounding(node, {n for n, value in new.items() if value.node is not n})
-        if node.target is operator.getitem:
-            (whole,) = new.values()
-            return replace(whole, node=self._piece(node, cast(fx.Node, whole.node)))
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: new[n].node if n in new else n)
         args = resized(node, args, dim, axis.places)
         target = aten.reshape.default if node.target in VIEWS else node.target
@@ -519,17 +514,6 @@ class Writer:
             return
         if any(is_rounded(n) for n in ancestors(unrolled) & ancestors(others)):
             raise Unrecognised("its scores are compared with a number that is made of them", node)
-
-    def _piece(self, node: fx.Node, whole: fx.Node) -> fx.Node:
-        """The piece that a `getitem` takes of what a tensor is split into."""
-        pieces, number = operand(node), cast(int, node.args[1])
-        split = arguments(pieces)
-        if pieces.target is aten.unbind.int:
-            return self.build(aten.select.int, whole, split.dim, number)
-        at = split.dim % example(split.self).dim()
-        sizes = [x.shape[at] for x in pieces.meta["val"]]
-        start = sum(sizes[:number])
-        return self.build(aten.slice.Tensor, whole, at, start, start + sizes[number])
 
     def _stays_zero(self, node: fx.Node, new: dict[fx.Node, Unrolled]) -> bool:
         zero = {n for n, value in new.items() if value.is_zero_elsewhere}
@@ -702,12 +686,6 @@ def sources(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]] | None:
         return None
     rank = value.dim()
     source: Any = node.args[0] if node.args else None
-    if target is operator.getitem and source.target in SPLIT:
-        split = arguments(source)
-        at = split.dim % example(split.self).dim()
-        if source.target is aten.unbind.int:
-            return [(split.self, dim + (dim >= at))]
-        return None if dim == at else [(split.self, dim)]
     if not isinstance(target, OpOverload):
         return None
     if target in COPIED or target is aten._to_copy.default:
