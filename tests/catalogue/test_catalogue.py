@@ -23,7 +23,10 @@ def results(function, inputs):
     return y.detach(), torch.autograd.grad(y, [x for x in inputs if x.requires_grad], cotangent, allow_unused=True)
 
 
-@pytest.mark.deep(but=["rwkv4/rwkv4", "min/running_min", "hca/compressed_window_and_sink"])
+@pytest.mark.deep(
+    every=10,
+    but=["rwkv4/rwkv4", "min/running_min", "hca/compressed_window_and_sink", "linear_attention/linear_by_cache"],
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_compiled_program_is_its_loop_and_has_its_verdict(name):
     program, (today, _) = PROGRAMS[name], VERDICTS[name]

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
 from nsa_compile.ir.aten import REARRANGED
 from nsa_compile.loops.body import Axis, Body, Dim, Val
-from nsa_compile.loops.rules import aten, call, place_of, rule, with_dim
+from nsa_compile.loops.rules import aten, call, nodes_of, place_of, rule, with_dim
 from nsa_compile.loops.rules.elementwise import number_of, pointwise
 from nsa_compile.loops.rules.joining import aligned
 from nsa_compile.loops.rules.movement import is_constant
@@ -267,6 +268,41 @@ def _sorted(body: Body, a: Any) -> list[Val]:
         there = Val(part, with_dim(value.dims, dim, Axis.of(width, 0, np.minimum(k, count))))
         results.append(Val(body.filled(there, dim, 0).node, with_dim(value.dims, dim, new)))
     return results
+
+
+# Operators along some dimensions that compute each row along another by itself, and what names those.
+_ALONG = {
+    aten.flip.default: "dims", aten.roll.default: "dims", aten.glu.default: "dim", aten.median.dim: "dim",
+    aten.nanmedian.dim: "dim", aten.logcumsumexp.default: "dim", aten.cummax.default: "dim", aten.cummin.default: "dim",
+}  # fmt: skip
+
+
+@rule(*_ALONG)
+def _row_by_row(body: Body, a: Any) -> Val | list[Val]:
+    value, asked = a.self, getattr(a, _ALONG[a.func])
+    rank = len(value.dims)
+    along = [d % rank for d in ([asked] if isinstance(asked, int) else asked or range(rank))]
+    if any(isinstance(value.dims[d], Axis) for d in along):
+        raise NotFollowed("has no rule for a dimension that grows")
+    given = [getattr(a, argument.name) for argument in a.func._schema.arguments]
+    if any(isinstance(x, np.ndarray) for x in [*given, *getattr(a, "shifts", ())]):
+        raise NotFollowed("is given a number that changes from step to step")
+    node = body.emit(a.func, *map(nodes_of, given))
+    dims = tuple(x for d, x in enumerate(value.dims) if getattr(a, "keepdim", True) or d not in along)
+
+    def with_sizes(result: fx.Node) -> Val:
+        sizes = result.meta["example_value"].shape
+        return Val(result, tuple(own if isinstance(own, Axis) else n for own, n in zip(dims, sizes, strict=True)))
+
+    return with_sizes(node) if len(a.shapes) == 1 else [with_sizes(body.item(node, i)) for i in range(len(a.shapes))]
+
+
+@rule(aten.norm.ScalarOpt_dim)
+def _norm(body: Body, a: Any) -> Val:
+    order = 2 if a.p is None else a.p
+    return reduction(
+        body, call(aten.linalg_vector_norm.default, self=a.self, ord=order, dim=a.dim, keepdim=a.keepdim, dtype=None)
+    )
 
 
 @rule(aten.aminmax.default)

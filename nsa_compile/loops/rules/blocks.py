@@ -1,4 +1,4 @@
-"""Rules for blocks of a dimension that grows: those that are taken, pooled or convolved.
+"""Rules for blocks of a dimension that grows: those that are taken, pooled or convolved, and for what pads it.
 
 A block that is not full is none, as torch has it, so that each reads rows that exist.
 """
@@ -14,22 +14,35 @@ import torch
 from torch import fx
 
 from nsa_compile.loops.body import Axis, Body, Dim, Val
-from nsa_compile.loops.rules import aten, nodes_of, place_of, rule, with_dim
+from nsa_compile.loops.rules import aten, dim_of, nodes_of, place_of, rule, sizes_of, with_dim
 from nsa_compile.loops.state import NotFollowed
 
 
-def _padded(body: Body, value: Val, dim: int, count: int, number: float) -> Val:
-    """Rows with so many more on either side that hold a number."""
-    if not count:
+def _padded(body: Body, value: Val, dim: int, before: Any, after: Any, number: float) -> Val:
+    """Rows with so many more before and behind them that hold a number."""
+    if not isinstance(before, int) or before < 0:
+        raise NotFollowed("pads or cuts the front by a number that changes from step to step, or is negative")
+    if not before and isinstance(after, int) and not after:
         return value
     value = body.from_the_first(value, dim)
-    axis, size = value.dims[dim], value.example.shape[dim] + 2 * count
-    if isinstance(axis, Axis):
+    count = body.count_of(value.dims[dim]) + before + after
+    if isinstance(value.dims[dim], Axis):
         value = body.filled(value, dim, number)
+    new = dim_of(body, count)
+    more = sizes_of([new])[0] - value.example.shape[dim] - before
     behind = [0, 0] * (len(value.dims) - 1 - dim)
-    node = body.emit(aten.constant_pad_nd.default, value.node, [*behind, count, count], number)
-    new: Dim = Axis.of(size, 0, axis.count + 2 * count) if isinstance(axis, Axis) else size
+    node = body.emit(aten.constant_pad_nd.default, value.node, [*behind, before, more], number)
     return Val(node, with_dim(value.dims, dim, new))
+
+
+@rule(aten.constant_pad_nd.default)
+def _pad(body: Body, a: Any) -> Val:
+    if isinstance(a.value, np.ndarray | Val):
+        raise NotFollowed("pads with a number that changes from step to step")
+    value, rank = a.self, len(a.self.dims)
+    for i in range(len(a.pad) // 2):
+        value = _padded(body, value, rank - 1 - i, a.pad[2 * i], a.pad[2 * i + 1], a.value)
+    return value
 
 
 def _blocks(body: Body, value: Val, dim: int, size: int, step: int) -> Val:
@@ -49,7 +62,7 @@ def _blocks(body: Body, value: Val, dim: int, size: int, step: int) -> Val:
 @rule(aten.unfold.default)
 def _unfold(body: Body, a: Any) -> Val:
     dim = place_of(a.dimension, len(a.self.dims))
-    if isinstance(a.self.dims[dim], int):
+    if not isinstance(a.size, int) or not isinstance(a.step, int):
         raise NotFollowed("takes blocks of a size that changes from step to step")
     return _blocks(body, a.self, dim, a.size, a.step)
 
@@ -62,7 +75,7 @@ def _pooled(body: Body, a: Any, padding: float, what: Callable[[fx.Node], fx.Nod
     kernel, stride, beyond = ([*x] * 2 if len(x) == 1 else list(x) for x in given)
     value, rank = a.self, len(a.self.dims)
     for dim, size, step, count in zip((rank - 2, rank - 1), kernel, stride, beyond, strict=True):
-        value = _blocks(body, _padded(body, value, dim, count, padding), dim, size, step)
+        value = _blocks(body, _padded(body, value, dim, count, count, padding), dim, size, step)
     node = body.emit(aten.reshape.default, value.node, [*value.example.shape[:rank], kernel[0] * kernel[1]])
     result = Val(what(node), value.dims[:rank])
     for d, own in enumerate(result.dims):
@@ -96,7 +109,7 @@ def _convolution(body: Body, a: Any) -> Val:
     if len(value.dims) != 3 or not is_plain or isinstance(channels, Axis) or a.groups not in (1, channels):
         raise NotFollowed("is a convolution that is dilated, of several dimensions, or of groups of channels")
     outputs, _, size = weight.dims
-    blocks = _blocks(body, _padded(body, value, 2, a.padding[0], 0), 2, size, a.stride[0])
+    blocks = _blocks(body, _padded(body, value, 2, a.padding[0], a.padding[0], 0), 2, size, a.stride[0])
     n, c, m, k = blocks.example.shape
     if a.groups == 1:
         rows = body.emit(aten.permute.default, blocks.node, [0, 2, 1, 3])

@@ -190,10 +190,8 @@ def _copy(body: Body, a: Any) -> Val:
 
 @rule(aten.tril.default, aten.triu.default)
 def _triangle(body: Body, a: Any) -> Val:
-    value = a.self
-    rank = len(value.dims)
-    if any(isinstance(d, Axis) and d.only.start.any() for d in value.dims[-2:]):
-        raise NotFollowed("takes a triangle of rows whose first is not the first")
+    rank = len(a.self.dims)
+    value = body.from_the_first(body.from_the_first(a.self, rank - 2), rank - 1)
     if isinstance(a.diagonal, np.ndarray):
         raise NotFollowed("takes a triangle whose diagonal changes from step to step")
     zero = frozenset(z for z in value.zero if z < rank - 2)

@@ -93,6 +93,25 @@ def _expand(body: Body, a: Any) -> Val:
     return Val(body.emit(aten.expand.default, value.node, sizes_of(dims)), tuple(dims), zero)
 
 
+@rule(aten.repeat.default)
+def _repeat(body: Body, a: Any) -> Val:
+    value, missing = a.self, len(a.repeats) - len(a.self.dims)
+    dims: list[Dim] = []
+    times: list[int] = []
+    for d, n in enumerate(a.repeats):
+        own = value.dims[d - missing] if d >= missing else 1
+        if own == 1:
+            dims.append(dim_of(body, np.broadcast_to(np.asarray(n), (body.length,))))
+            times.append(sizes_of(dims[-1:])[0])
+        elif isinstance(n, int) and (n == 1 or isinstance(own, int)):
+            dims.append(own if isinstance(own, Axis) else own * n)
+            times.append(n)
+        else:
+            raise NotFollowed("repeats a dimension that grows, or does so another number of times at each step")
+    zero = frozenset(z + missing for z in value.zero)
+    return Val(body.emit(aten.repeat.default, value.node, times), tuple(dims), zero)
+
+
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(body: Body, a: Any) -> Val:
     def viewed(value: Val) -> Val:

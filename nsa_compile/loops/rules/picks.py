@@ -195,9 +195,9 @@ def _layer_norm(body: Body, a: Any) -> list[Val]:
     kept = len(value.dims) - len(a.normalized_shape)
     if any(isinstance(d, Axis) for d in value.dims[kept:]):
         raise NotFollowed("normalizes over a dimension that grows; write it with mean and var")
-    for d in range(kept):
-        if isinstance(value.dims[d], Axis) and not a.eps:
-            value = body.filled(value, d, 1)
+    kind = torch.promote_types(value.example.dtype, torch.float32)
+    if value.grows and not torch.tensor(a.eps, dtype=kind):
+        raise NotFollowed("normalizes without a number that keeps its divisor from 0; give it a larger eps")
     node = body.emit(a.func, value.node, a.normalized_shape, nodes_of(a.weight), nodes_of(a.bias), a.eps)
     statistics = (*value.dims[:kept], *[1] * len(a.normalized_shape))
     return [Val(body.item(node, i), value.dims if i == 0 else statistics) for i in range(3)]
