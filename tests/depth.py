@@ -23,8 +23,8 @@ def takes_every_case() -> bool:
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     """What a usual run leaves out.
 
-    `@pytest.mark.deep` marks a test, or one case of it. `@pytest.mark.deep(every=8, but=["a", "b"])` leaves the cases
-    4, 12, 20, … of a table in each run, and those of the names given.
+    `@pytest.mark.deep` marks a test, or one case of it. `@pytest.mark.deep(every=8, but=["a", "b"])` leaves every eighth
+    case of a table in each run, and those of the names given.
 
     Raises:
         pytest.UsageError: no case has a name given.
