@@ -553,6 +553,8 @@ CASES: dict[Any, list[Case]] = {
                                 moves([1, -1], 2)],
     A.split.Tensor: [replace(unary(2, 1), item=0)],
     A.split_with_sizes.default: [replace(unary([1, 2], 1), item=1)],
+    A.unsafe_split.Tensor: [replace(unary(2, 1), item=0)],
+    A.unsafe_split_with_sizes.default: [replace(unary([1, 2], 1), item=1)],
     A.unbind.int: [replace(unary(0), item=0)],
     **{target: placed(target) for target in PLACED},
     A.tril.default: [unary()],
