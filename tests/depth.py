@@ -23,7 +23,7 @@ def takes_every_case() -> bool:
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     """What a usual run leaves out.
 
-    `@pytest.mark.deep` marks a test, or one case of it. `@pytest.mark.deep(every=8, but=["a", "b"])` leaves every eighth
+    `@pytest.mark.deep` marks a test, or one case of it. `@pytest.mark.deep(every=8, but=["a"])` leaves every eighth
     case of a table in each run, and those of the names given.
 
     Raises:

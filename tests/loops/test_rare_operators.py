@@ -133,6 +133,11 @@ def heads_repeated(k, q):
 READS = {
     "flipped columns": lambda k, q: attend(k.flip(1), q),
     "columns turned round": lambda k, q: attend(turned(k), q),
+    "the last row first": lambda k, q: attend(k.flip(0, 1) * 2, q, k.flip(0)),
+    "sums from behind": lambda k, q: (k @ q).flip(0).cumsum(0).flip(0).tanh() @ k,
+    "none, the last first": lambda k, q: k[: len(k) - 3].flip(0).sum(0) + k[: len(k) - 3].roll(1, 0).sum(0) + q,
+    "rows turned round": lambda k, q: attend(k.roll(1, 0), q, k) + attend(k.roll(-7, 0), q, k),
+    "turned round by more and more": lambda k, q: attend(k.roll((len(k), len(k)), (0, 1)), q, k),
     "half a gate": lambda k, q: attend(k, q, F.glu(k, 1)).repeat(2),
     "the median of columns": lambda k, q: k.median(1).values.softmax(0) @ k + k.nanmedian(1, True).indices.sum(),
     "sums of exponentials": lambda k, q: attend(k.logcumsumexp(1), q),
@@ -188,8 +193,8 @@ def without_a_number(k, q):
     ("read", "reason"),
     [
         (without_a_number, "aten.native_layer_norm: normalizes without a number that keeps its divisor from 0"),
-        (lambda k, q: attend(k.flip(0), q), "aten.flip: has no rule for a dimension that grows"),
-        (lambda k, q: attend(torch.roll(k, len(k), 1), q), "aten.roll: is given a number that changes"),
+        (lambda k, q: attend(k.cummax(0).values, q), "aten.cummax: has no rule for a dimension that grows"),
+        (lambda k, q: attend(torch.roll(k, 1), q), "aten.roll: turns all elements round as if they were one row"),
         (lambda k, q: q.repeat(len(k)).sum() * q, "aten.repeat: repeats a dimension that grows, or does so another"),
     ],
 )

@@ -270,25 +270,18 @@ def _sorted(body: Body, a: Any) -> list[Val]:
     return results
 
 
-# Operators along some dimensions that compute each row along another by itself, and what names those.
-_ALONG = {
-    aten.flip.default: "dims", aten.roll.default: "dims", aten.glu.default: "dim", aten.median.dim: "dim",
-    aten.nanmedian.dim: "dim", aten.logcumsumexp.default: "dim", aten.cummax.default: "dim", aten.cummin.default: "dim",
-}  # fmt: skip
-
-
-@rule(*_ALONG)
+@rule(
+    aten.glu.default, aten.median.dim, aten.nanmedian.dim, aten.logcumsumexp.default, aten.cummax.default,
+    aten.cummin.default,
+)  # fmt: skip
 def _row_by_row(body: Body, a: Any) -> Val | list[Val]:
-    value, asked = a.self, getattr(a, _ALONG[a.func])
-    rank = len(value.dims)
-    along = [d % rank for d in ([asked] if isinstance(asked, int) else asked or range(rank))]
-    if any(isinstance(value.dims[d], Axis) for d in along):
+    """What works along one dimension, and on each row of another by itself."""
+    value, dim = a.self, place_of(a.dim, len(a.self.dims))
+    if isinstance(value.dims[dim], Axis):
         raise NotFollowed("has no rule for a dimension that grows")
     given = [getattr(a, argument.name) for argument in a.func._schema.arguments]
-    if any(isinstance(x, np.ndarray) for x in [*given, *getattr(a, "shifts", ())]):
-        raise NotFollowed("is given a number that changes from step to step")
     node = body.emit(a.func, *map(nodes_of, given))
-    dims = tuple(x for d, x in enumerate(value.dims) if getattr(a, "keepdim", True) or d not in along)
+    dims = [x for d, x in enumerate(value.dims) if getattr(a, "keepdim", True) or d != dim]
 
     def with_sizes(result: fx.Node) -> Val:
         sizes = result.meta["example_value"].shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -69,6 +70,52 @@ def _index_select(body: Body, a: Any) -> Val:
     node = body.emit(aten.index_select.default, a.self.node, dim, index.node)
     zero = frozenset(z for z in a.self.zero if z != dim)
     return Val(node, with_dim(a.self.dims, dim, index.dims[0] if index.dims else 1), zero)
+
+
+def _in_order(body: Body, value: Val, dim: int, rows: Callable[[fx.Node, fx.Node], fx.Node]) -> Val:
+    """Rows in another order: `rows` says which of them stands in each place, of the places and how many rows exist."""
+    value = body.from_the_first(value, dim)
+    own, size = value.dims[dim], value.example.shape[dim]
+    count = body.count_of(own)
+    index = rows(body.positions(size, value.example.device), body._tensor(count))
+    node = body.emit(aten.index_select.default, value.node, dim, index)
+    new = Axis.of(size, 0, count) if isinstance(own, Axis) else own
+    return Val(node, with_dim(value.dims, dim, new), value.zero - {dim})
+
+
+@rule(aten.flip.default)
+def _flip(body: Body, a: Any) -> Val:
+    """Of rows that grow the last one that exists comes first."""
+    value, dims = a.self, [d % len(a.self.dims) for d in a.dims]
+    growing = [d for d in dims if isinstance(value.dims[d], Axis)]
+    if fixed := [d for d in dims if d not in growing]:
+        value = Val(body.emit(aten.flip.default, value.node, fixed), value.dims, value.zero)
+
+    def backwards(place: fx.Node, count: fx.Node) -> fx.Node:
+        return body.emit(aten.clamp.default, body.emit(aten.sub.Tensor, count, body.emit(aten.add.Tensor, place, 1)), 0)
+
+    for dim in growing:
+        value = _in_order(body, value, dim, backwards)
+    return value
+
+
+@rule(aten.roll.default)
+def _roll(body: Body, a: Any) -> Val:
+    if not a.dims:
+        raise NotFollowed("turns all elements round as if they were one row")
+    value = a.self
+    for shift, dim in zip(a.shifts, (d % len(value.dims) for d in a.dims), strict=True):
+        if isinstance(shift, int) and not isinstance(value.dims[dim], Axis):
+            value = Val(body.emit(aten.roll.default, value.node, [shift], [dim]), value.dims, value.zero)
+            continue
+        first = body._tensor(-shift % np.maximum(body.count_of(value.dims[dim]), 1))
+
+        def turned(place: fx.Node, count: fx.Node, first: fx.Node = first) -> fx.Node:
+            there = body.emit(aten.clamp.default, count, 1)
+            return body.emit(aten.remainder.Tensor, body.emit(aten.add.Tensor, place, first), there)
+
+        value = _in_order(body, value, dim, turned)
+    return value
 
 
 @rule(aten.gather.default)
