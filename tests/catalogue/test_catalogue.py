@@ -24,8 +24,14 @@ def results(function, inputs):
 
 
 @pytest.mark.deep(
-    every=10,
-    but=["rwkv4/rwkv4", "min/running_min", "hca/compressed_window_and_sink", "linear_attention/linear_by_cache"],
+    every=6,
+    but=[
+        "rwkv4/rwkv4",
+        "min/running_min",
+        "hca/compressed_window_and_sink",
+        "linear_attention/linear_by_cache",
+        "top_tokens_per_head/top_tokens_by_gather",
+    ],
 )
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_compiled_program_is_its_loop_and_has_its_verdict(name):
