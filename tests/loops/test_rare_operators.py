@@ -15,17 +15,29 @@ from tests.loops.test_loops import D, compare
 S = 9
 
 
-def inputs():
+def inputs(length=S):
     torch.manual_seed(0)
-    return [torch.randn(S, D, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    return [torch.randn(length, D, dtype=torch.float64, requires_grad=True) for _ in range(2)]
 
 
 def attend(k, q, v=None):
     return (k @ q).softmax(0) @ (k if v is None else v)
 
 
-def best(k, q):
-    return (k @ q).topk(2).indices
+def best(k, q, n=2):
+    return (k @ q).topk(min(n, len(k))).indices
+
+
+def highest(k, q):
+    numbers, at = (k @ q).topk(min(4, len(k)))
+    return at, numbers
+
+
+def kept_at(k, at, number):
+    """A number that may have a gradient, at places that grow in number."""
+    weights = k.new_zeros(len(k))
+    weights[at] = number
+    return weights
 
 
 def turned(k):
@@ -109,6 +121,24 @@ def scattered(k, q):
     return weights.scatter_add(0, at * 0, k.new_full((1,), 0.5)) @ k
 
 
+def chosen(k, q, scatter):
+    """Attention to the best keys, fewer where there are not so many."""
+    scores = k @ q
+    keep = scatter(torch.zeros(len(k), dtype=torch.bool), scores.topk(min(4, len(k))).indices)
+    return scores.masked_fill(~keep, -torch.inf).softmax(0) @ k
+
+
+def put(keep, at):
+    keep[at] = True
+    return keep
+
+
+def chosen_by_heads(k, q):
+    scores = torch.stack([k @ q, k @ q.flip(0)])
+    keep = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(min(4, len(k)), -1).indices, True)
+    return scores.masked_fill(~keep, -torch.inf).softmax(-1).sum(0) @ k
+
+
 def counted(k, q):
     n = len(k)
     bias = torch.arange(n, 0, -1) - torch.arange(n, dtype=torch.float32) * 0.2 + torch.full((n,), n * 0.5)
@@ -149,15 +179,18 @@ READS = {
     "rows behind": lambda k, q: attend(F.pad(k, (0, 0, 0, 2), value=0.3), q),
     "rows behind, of another number": lambda k, q: F.pad(k, (0, 0, 0, 1), value=math.log(len(k))).sum(0) * q,
     "fewer and fewer rows before": lambda k, q: attend(F.pad(k, (0, 0, S - len(k), 0)), q),
+    "chosen by scatter": lambda k, q: chosen(k, q, lambda keep, at: keep.scatter(0, at, True)),
+    "chosen by scatter in place": lambda k, q: chosen(k, q, lambda keep, at: keep.scatter_(-1, at, True)),
+    "chosen by their numbers": lambda k, q: chosen(k, q, put),
     "truths padded": lambda k, q: torch.where(F.pad(k > 0, (1, 0))[:, :D], k, q).sum(0),
     "a row repeated": lambda k, q: (q[None].repeat(len(k), 1) * k).sum(0),
     "layers": lambda k, q: attend(F.layer_norm(k, (D,)), q),
     **{
         f.__name__.replace("_", " "): f
         for f in (
-            picked, gathered, embedded, best_of_columns, cut_at_the_first, cut_at_the_last, by_columns, side_by_side,
-            copied, below_the_diagonal, gates, written_in_places, written_between, scattered, counted, padded_scores,
-            padded_to_the_length, heads_repeated,
+            picked, chosen_by_heads, gathered, embedded, best_of_columns, cut_at_the_first, cut_at_the_last,
+            by_columns, side_by_side, copied, below_the_diagonal, gates, written_in_places, written_between,
+            scattered, counted, padded_scores, padded_to_the_length, heads_repeated,
         )
     },
 }  # fmt: skip
@@ -178,6 +211,19 @@ def test_all_rows_until_now(name):
     compare(written(READS[name], S), *inputs(), raised=False, cache=False)
 
 
+def test_the_best_keys_are_selected():
+    """A mask of as many of the best keys as there are is the selection that it is with a fixed number."""
+
+    def run(k, q):
+        out = []
+        for t in range(len(k)):
+            out.append(READS["chosen by scatter"](k[: t + 1], q[t]))
+        return torch.stack(out)
+
+    report = compare(run, *inputs(64), cache=False, attention="sparse")
+    assert [choice.operator for choice in report.attention] == ["selected_attention"]
+
+
 @pytest.mark.deep(every=8)
 @pytest.mark.parametrize("name", READS)
 def test_the_rows_of_a_window(name):
@@ -195,6 +241,16 @@ def without_a_number(k, q):
         (without_a_number, "aten.native_layer_norm: normalizes without a number that keeps its divisor from 0"),
         (lambda k, q: attend(k.cummax(0).values, q), "aten.cummax: has no rule for a dimension that grows"),
         (lambda k, q: attend(torch.roll(k, 1), q), "aten.roll: turns all elements round as if they were one row"),
+        (
+            lambda k, q: k.new_zeros(len(k)).scatter(0, *highest(k, q)) @ k,
+            "aten.scatter.src: writes as many elements as",
+        ),
+        (
+            lambda k, q: k.new_zeros(len(k)).scatter_add(0, *highest(k, q)) @ k,
+            "aten.scatter_add: writes as many elements",
+        ),
+        (lambda k, q: kept_at(k, highest(k, q)[0], q[0]) @ k, "aten.index_put: writes to as many places as there are"),
+        (lambda k, q: k.new_zeros(len(k)).scatter(0, best(k[3:], q, 1), 1.0) @ k, "writes to no place at some steps"),
         (lambda k, q: q.repeat(len(k)).sum() * q, "aten.repeat: repeats a dimension that grows, or does so another"),
     ],
 )

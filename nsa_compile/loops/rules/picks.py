@@ -210,23 +210,48 @@ def _written(body: Body, value: Val, source: Val, dim: int, first: Table) -> Val
 
 @rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 def _scatter(body: Body, a: Any) -> Val:
-    value, dim = a.self, place_of(a.dim, len(a.self.dims))
-    if a.index.grows:
-        raise NotFollowed("writes to as many places as there are rows")
-    for d in range(len(value.dims)):
-        if d != dim and isinstance(value.dims[d], Axis):
-            raise NotFollowed("writes to elements of a tensor that grows in another dimension")
-    index = _shifted(body, a.index, value.dims[dim], value.example.shape[dim])
+    value, index, dim = a.self, a.index, place_of(a.dim, len(a.self.dims))
     new = a.src if hasattr(a, "src") else a.value
+    if a.func is not aten.scatter.value and (index.grows or new.grows):
+        raise NotFollowed("writes as many elements as there are rows")
+    for d in range(len(value.dims)):
+        if d != dim and (isinstance(value.dims[d], Axis) or isinstance(index.dims[d], Axis)):
+            raise NotFollowed("writes to elements of a tensor that grows in another dimension")
+    if isinstance(index.dims[dim], Axis):
+        index = _first_where_none(body, index, dim)
+    index = _shifted(body, index, value.dims[dim], value.example.shape[dim])
     return Val(body.emit(a.func, value.node, dim, index.node, nodes_of(new)), value.dims)
+
+
+def _first_where_none(body: Body, index: Val, dim: int) -> Val:
+    """Numbers of rows that grow in number, in the place of those that do not exist the first: one number is written
+    there twice."""
+    index = body.from_the_first(index, dim)
+    axis = index.dims[dim]
+    assert isinstance(axis, Axis)
+    if (axis.count[body.at] < 1).any():
+        raise NotFollowed("writes to no place at some steps")
+    mask = body.mask(index, dim)
+    if mask is None:
+        return index
+    first = body.emit(aten.slice.Tensor, index.node, dim, 0, 1)
+    return Val(body.emit(aten.where.self, mask, index.node, first), index.dims)
 
 
 @rule(aten.index_put.default)
 def _index_put(body: Body, a: Any) -> Val:
-    value = a.self
-    if any(i is not None and i.grows for i in a.indices) or a.values.grows:
-        raise NotFollowed("writes to as many places as there are rows")
-    found = [None if i is None else _from_behind(body, i, value.dims[d]) for d, i in enumerate(a.indices)]
+    value, given = a.self, a.indices
+    if any(i is not None and i.grows for i in given) or a.values.grows:
+        if (
+            len(given) > 1
+            or len(given[0].dims) > 1
+            or a.values.dims
+            or a.accumulate
+            or a.values.example.is_floating_point()
+        ):
+            raise NotFollowed("writes to as many places as there are rows")
+        given = [_first_where_none(body, given[0], 0)]
+    found = [None if i is None else _from_behind(body, i, value.dims[d]) for d, i in enumerate(given)]
     at = [
         None if i is None else _shifted(body, i, value.dims[d], value.example.shape[d]).node
         for d, i in enumerate(found)
