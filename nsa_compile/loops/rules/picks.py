@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from nsa_compile.ir.aten import is_inexact
 from nsa_compile.loops.body import Axis, Body, Dim, Table, Val
 from nsa_compile.loops.rules import aten, nodes_of, place_of, rule, with_dim
 from nsa_compile.loops.rules.elementwise import broadcast
@@ -242,13 +243,8 @@ def _first_where_none(body: Body, index: Val, dim: int) -> Val:
 def _index_put(body: Body, a: Any) -> Val:
     value, given = a.self, a.indices
     if any(i is not None and i.grows for i in given) or a.values.grows:
-        if (
-            len(given) > 1
-            or len(given[0].dims) > 1
-            or a.values.dims
-            or a.accumulate
-            or a.values.example.is_floating_point()
-        ):
+        is_one_number = len(given) == len(given[0].dims) == 1 and not a.values.dims and not a.accumulate
+        if not is_one_number or is_inexact(a.values.example.dtype):  # its gradient would be that of each place
             raise NotFollowed("writes to as many places as there are rows")
         given = [_first_where_none(body, given[0], 0)]
     found = [None if i is None else _from_behind(body, i, value.dims[d]) for d, i in enumerate(given)]
