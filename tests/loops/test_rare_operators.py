@@ -33,6 +33,12 @@ def highest(k, q):
     return at, numbers
 
 
+def rows_masked(k, q):
+    rows = k * 1
+    rows[k @ q > 0] = q
+    return rows.sum(0)
+
+
 def kept_at(k, at, number):
     """A number that may have a gradient, at places that grow in number."""
     weights = k.new_zeros(len(k))
@@ -139,6 +145,15 @@ def chosen_by_heads(k, q):
     return scores.masked_fill(~keep, -torch.inf).softmax(-1).sum(0) @ k
 
 
+def masked_in_place(k, q):
+    scores, rows, seen = (k @ k.T) * 1, k * 1, torch.zeros(len(k), dtype=torch.long)
+    scores[torch.ones_like(scores, dtype=torch.bool).triu(1)] = -torch.inf
+    rows[k @ q > 0] = q[0]
+    rows[rows < -1] = 0.5
+    seen[k @ q < 0] = 3
+    return (scores.softmax(-1) @ rows)[-1] + seen.to(k.dtype) @ k
+
+
 def counted(k, q):
     n = len(k)
     bias = torch.arange(n, 0, -1) - torch.arange(n, dtype=torch.float32) * 0.2 + torch.full((n,), n * 0.5)
@@ -188,7 +203,7 @@ READS = {
     **{
         f.__name__.replace("_", " "): f
         for f in (
-            picked, chosen_by_heads, gathered, embedded, best_of_columns, cut_at_the_first, cut_at_the_last,
+            picked, masked_in_place, chosen_by_heads, gathered, embedded, best_of_columns, cut_at_the_first, cut_at_the_last,
             by_columns, side_by_side, copied, below_the_diagonal, gates, written_in_places, written_between,
             scattered, counted, padded_scores, padded_to_the_length, heads_repeated,
         )
@@ -251,6 +266,7 @@ def without_a_number(k, q):
         ),
         (lambda k, q: kept_at(k, highest(k, q)[0], q[0]) @ k, "aten.index_put: writes to as many places as there are"),
         (lambda k, q: k.new_zeros(len(k)).scatter(0, best(k[3:], q, 1), 1.0) @ k, "writes to no place at some steps"),
+        (rows_masked, "aten.index_put: writes to elements by their values"),
         (lambda k, q: q.repeat(len(k)).sum() * q, "aten.repeat: repeats a dimension that grows, or does so another"),
     ],
 )

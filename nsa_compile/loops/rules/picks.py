@@ -13,8 +13,8 @@ from torch import fx
 
 from nsa_compile.ir.aten import is_inexact
 from nsa_compile.loops.body import Axis, Body, Dim, Table, Val
-from nsa_compile.loops.rules import aten, nodes_of, place_of, rule, with_dim
-from nsa_compile.loops.rules.elementwise import broadcast
+from nsa_compile.loops.rules import aten, call, nodes_of, place_of, rule, with_dim
+from nsa_compile.loops.rules.elementwise import broadcast, pointwise
 from nsa_compile.loops.rules.joining import aligned
 from nsa_compile.loops.rules.movement import bound_of, unsqueeze
 from nsa_compile.loops.state import NotFollowed
@@ -239,9 +239,21 @@ def _first_where_none(body: Body, index: Val, dim: int) -> Val:
     return Val(body.emit(aten.where.self, mask, index.node, first), index.dims)
 
 
+def _where_true(body: Body, a: Any) -> Val:
+    """One number in the place of the elements for which a mask is true."""
+    if len(a.indices) > 1 or a.values.dims or a.accumulate:
+        raise NotFollowed("writes to elements by their values")
+    mask = a.indices[0]
+    for _ in range(len(a.self.dims) - len(mask.dims)):
+        mask = unsqueeze(body, SimpleNamespace(self=mask, dim=-1))
+    return pointwise(body, call(aten.where.self, condition=mask, self=a.values, other=a.self))
+
+
 @rule(aten.index_put.default)
 def _index_put(body: Body, a: Any) -> Val:
     value, given = a.self, a.indices
+    if any(i is not None and i.example.dtype in (torch.bool, torch.uint8) for i in given):
+        return _where_true(body, a)
     if any(i is not None and i.grows for i in given) or a.values.grows:
         is_one_number = len(given) == len(given[0].dims) == 1 and not a.values.dims and not a.accumulate
         if not is_one_number or is_inexact(a.values.example.dtype):  # its gradient would be that of each place
