@@ -19,13 +19,33 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import TorchFunctionMode
 
 
-class HonestBatchNorm(TorchFunctionMode):
-    """Batch normalization by the operators that say what they write.
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """`torch.cosine_similarity` without a write.
+
+    A length counts as `eps` at least, which its gradient does not know: torch writes it where autograd is off (torch
+    2.13).
+    """
+    rank, dtype = max(x1.dim(), x2.dim()), torch.promote_types(x1.dtype, x2.dtype)
+    x1, x2 = x1.to(dtype), x2.to(dtype)
+    dim = dim % max(1, rank) - rank  # counted from behind, it is one of both
+    if min(x1.dim(), x2.dim()) < -dim or x1.shape[dim] != x2.shape[dim]:
+        x1, x2 = torch.broadcast_tensors(x1, x2)
+    directions = []
+    for x in (x1, x2):
+        length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+        directions.append(x / (length + (eps - length.detach()).clamp_min(0)))
+    return (directions[0] * directions[1]).sum(dim)
+
+
+class HonestFunctions(TorchFunctionMode):
+    """Functions of torch by operators that say what they write, and write nothing that autograd does not see.
 
     `native_batch_norm` and its kin update the running statistics, and their schemas do not say so (torch 2.13).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cosine_similarity:
+            return cosine_similarity(*args, **(kwargs or {}))
         if (names := self._ARGUMENTS.get(func)) is not None:
             given = {"momentum": 0.1, "eps": 1e-5, **dict(zip(names, args, strict=False)), **(kwargs or {})}
             inputs: list[Any] = [given.get(name) for name in ("input", "weight", "bias", "running_mean", "running_var")]

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_compile.capture.picks import Picks
 from nsa_compile.capture.scans import StepRun, applies_functorch, without_copy
 from nsa_compile.memory import memory, written_by
-from nsa_compile.workarounds import DATA, HonestBatchNorm
+from nsa_compile.workarounds import DATA, HonestFunctions
 
 __all__ = ["why_copies_are_no_views"]
 
@@ -120,7 +120,7 @@ class _Replay(StepRun):
 
     def run_on_stand_ins(self) -> None:
         """Run it on tensors of the captured shapes, without numbers."""
-        with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), HonestBatchNorm():
+        with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), HonestFunctions():
             examples = [node.meta["example_value"] for node in self.graph.find_nodes(op="placeholder")]
             self.run(*pytree.tree_map_only(Tensor, _new_like, examples))
 

@@ -22,7 +22,7 @@ from nsa_compile.ir.aten import arguments, aten, operand
 from nsa_compile.ir.rewriting import eliminate_dead_code
 from nsa_compile.ir.scans import UNTRACKED, Declined, ScanSite, example, fake_inputs, place_of, results
 from nsa_compile.ir.spellings import normalize_spellings
-from nsa_compile.workarounds import DATA, HonestBatchNorm
+from nsa_compile.workarounds import DATA, HonestFunctions
 
 
 def trace_to_aten(
@@ -47,7 +47,7 @@ def trace_to_aten(
         sdpa,
         modes.restored(),
         torch.no_grad(),
-        HonestBatchNorm(),
+        HonestFunctions(),
     ):
         gm = make_fx(fn, table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
         _write_nothing_in_place(gm)
@@ -129,7 +129,20 @@ def _view_as_complex(x: Tensor) -> Tensor:
     return torch.complex(*x.unbind(-1))
 
 
+def _of_a_number(target: Any) -> Callable[..., Any]:
+    """torch takes a tensor without dimensions for one of one element, where an operator works along a dimension."""
+
+    def of_one_element(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if x.dim() else target(x.reshape(1), *args, **kwargs).reshape(())
+
+    return of_one_element
+
+
 _MENDED: dict[Any, Callable[..., Any]] = {
+    **{
+        target: _of_a_number(target)
+        for target in (aten._softmax.default, aten._safe_softmax.default, aten.transpose.int, aten.flip.default)
+    },
     aten.select_scatter.default: _select_scatter,
     aten.slice_scatter.default: _slice_scatter,
     aten.view_as_complex.default: _view_as_complex,

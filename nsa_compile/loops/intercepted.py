@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa_compile.loops.einsum import einsum
 from nsa_compile.loops.lists import GrowingList
 from nsa_compile.loops.state import NotFollowed
+from nsa_compile.workarounds import cosine_similarity
 
 _INDICES = {torch.int64, torch.int32, torch.int16, torch.int8}
 
@@ -187,20 +188,6 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
     return apart.squeeze(dim + 1).contiguous() if apart.shape[dim + 1] == 1 else apart.flatten(dim, dim + 1)
 
 
-def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
-    """A length counts as `eps` at least, which its gradient does not know: torch writes it where autograd is off."""
-    rank, dtype = max(x1.dim(), x2.dim()), torch.promote_types(x1.dtype, x2.dtype)
-    x1, x2 = x1.to(dtype), x2.to(dtype)
-    dim = dim % max(1, rank) - rank  # counted from behind, it is one of both
-    if min(x1.dim(), x2.dim()) < -dim or x1.shape[dim] != x2.shape[dim]:
-        x1, x2 = torch.broadcast_tensors(x1, x2)
-    directions = []
-    for x in (x1, x2):
-        length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
-        directions.append(x / (length + (eps - length.detach()).clamp_min(0)))
-    return (directions[0] * directions[1]).sum(dim)
-
-
 REPLACED: dict[Any, Any] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
@@ -212,7 +199,7 @@ REPLACED: dict[Any, Any] = {
     F.scaled_dot_product_attention: _attention,
     F.pad: _pad,
     torch.einsum: einsum,
-    torch.cosine_similarity: _cosine_similarity,
+    torch.cosine_similarity: cosine_similarity,
     torch.stack: _stack,
     torch.cat: _cat,
     torch.concat: _cat,

@@ -57,7 +57,7 @@ from nsa_compile.ir.zero_gradients import has_gradient, match_outputs
 from nsa_compile.memory import memories, memory, overlaps_itself, written_by
 from nsa_compile.passes.verifier import snapshot
 from nsa_compile.program.loops import keep_loops
-from nsa_compile.workarounds import HonestBatchNorm
+from nsa_compile.workarounds import HonestFunctions
 
 log = logging.getLogger("nsa_compile")
 
@@ -365,7 +365,7 @@ class _Observer(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if isinstance(n.target, HigherOrderOperator):
             return pytree.tree_map_only(Tensor, _fresh_like, n.meta["example_value"])
-        with HonestBatchNorm(), _Watch(self.with_gradient) as watch:
+        with HonestFunctions(), _Watch(self.with_gradient) as watch:
             result = super().run_node(n)
         self.written += watch.written
         if any(memory(x) in self.known for x in watch.written):
@@ -393,7 +393,8 @@ def _effects_of_step(site: ScanSite) -> tuple[bool, Declined | None]:
     # A carry may get its gradient at a later step, and what is computed around the scan by then.
     own = [n.op != "placeholder" or _has_gradient(n) for n in given]
     own[: len(site.init)] = [True] * len(site.init)
-    with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True), modes.restored(), _Watch({}) as watch:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with unset_fake_temporarily(), fake, modes.restored(), HonestFunctions(), _Watch({}) as watch:
         step = _Step(site.body, watch)
         try:
             step.run(*(_stand_in(example(n), with_gradient and has) for n, has in zip(inputs, own, strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import nsa_compile
 from nsa_compile import scan
@@ -280,6 +281,42 @@ def test_attention(name):
     more = [torch.tensor([-4, -3, -2, -1])] if name == "positions that are given" else []
     equal_gradients(run, rows(S, 4).requires_grad_(), rows(S, 4).flip(0).requires_grad_(), *more)
     assert verdict(nsa_compile.last_report()) == expected
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda r: r.softmax(-1), lambda r: F.softmin(r, 0), lambda r: r.transpose(0, -1), lambda r: r.flip(0)],
+)
+def test_along_a_dimension_of_a_number(read):
+    """torch takes a number for a tensor of one element, and counted from behind there was no last dimension."""
+
+    def run(x):
+        outside = read(x.sum())
+
+        def step(s, r):
+            s = s * 0.5 + read(r) * outside
+            return s, s
+
+        return scan(step, x[0], x)
+
+    equal_gradients(run, rows(S).requires_grad_())
+    assert verdict(nsa_compile.last_report()) == "parallel"
+
+
+def test_cosine_similarity():
+    """A neural Turing machine addresses its memory by it; torch writes in it where autograd is off."""
+
+    def run(memory, keys, values):
+        def step(memory, row):
+            key, value = row
+            weights = F.cosine_similarity(memory, key, dim=-1).softmax(0)[:, None]
+            memory = memory * (1 - weights * 0.5) + weights * value
+            return memory, weights.mT @ memory
+
+        return scan(step, memory, (keys, values))
+
+    equal_gradients(run, *(rows(*shape).requires_grad_() for shape in ((3, 4), (S, 4), (S, 4))))
+    assert not any("writes" in decline.reason for decline in nsa_compile.last_report().declines)
 
 
 @pytest.mark.parametrize("index", ["gather", "index_select"])

@@ -15,14 +15,14 @@ from nsa_compile.loops.state import NotFollowed
 
 @rule(
     aten.zeros.default, aten.ones.default, aten.empty.memory_format, aten.full.default, aten.new_zeros.default,
-    aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+    aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.scalar_tensor.default,
 )  # fmt: skip
 def _made(body: Body, a: Any) -> Val:
     dims = [dim_of(body, size) for size in a.shapes[0]]
     like = getattr(a, "self", None)
     packet = a.func.overloadpacket
-    number: Any = 1 if packet in (aten.ones, aten.new_ones) else getattr(a, "fill_value", 0)
-    dtype = a.dtype
+    number: Any = 1 if packet in (aten.ones, aten.new_ones) else getattr(a, "fill_value", getattr(a, "s", 0))
+    dtype = a.dtype or (torch.get_default_dtype() if packet is aten.scalar_tensor else None)
     if dtype is None and like is not None:
         dtype = like.example.dtype
     device = a.device or (like.example.device if like is not None else None)
