@@ -205,8 +205,8 @@ READS = {
         f.__name__.replace("_", " "): f
         for f in (
             picked, masked_in_place, chosen_by_heads, gathered, embedded, best_of_columns, cut_at_the_first,
-            cut_at_the_last, by_columns, side_by_side, copied, below_the_diagonal, gates, written_in_places, written_between,
-            scattered, counted, padded_scores, padded_to_the_length, heads_repeated,
+            cut_at_the_last, by_columns, side_by_side, copied, below_the_diagonal, gates, written_in_places,
+            written_between, scattered, counted, padded_scores, padded_to_the_length, heads_repeated,
         )
     },
 }  # fmt: skip
