@@ -135,7 +135,7 @@ def in_chunks(site: ScanSite, record: ScanRecord, place: int, state: State) -> I
     reads = _readouts(site, record, place, carry, update)
     terms = [term for found in reads.values() for term in found if term.state is not None]
     if not terms:
-        raise NotAffine("nothing reads the state", update)
+        raise NotAffine("nothing but its own update reads the state", update)
     dims = state.dims
     patterns = tuple(tuple(axis.size for axis in dim) for dim in dims)
     if patterns_of([dims, *(t.state for t in terms if t.state is not None)], update) != patterns:
