@@ -274,3 +274,22 @@ def without_a_number(k, q):
 def test_others_are_declined_by_name(read, reason):
     with pytest.raises(LoopDeclined, match=reason):
         nsa_compile.loop(written(read, S), nested="eager", cache=False, on_decline="error")(*inputs())
+
+
+def gated(state):
+    """Gated linear attention by heads, from a state that may be a number."""
+
+    def run(k, q):
+        s, out = state, []
+        for t in range(S):
+            s = k[t].view(2, 2)[:, :1, None] * s + k[t].view(2, 2, 1) * q[t].view(2, 1, 2)
+            out.append(s.sum(1))
+        return torch.stack(out)
+
+    return run
+
+
+def test_a_state_that_begins_as_a_number_is_told_how_to_begin():
+    with pytest.raises(LoopDeclined, match=r"let a state begin as torch\.zeros of its later size, not as a number"):
+        nsa_compile.loop(gated(0), nested="eager", cache=False, on_decline="error")(*inputs())
+    compare(gated(torch.zeros(2, 2, 2, dtype=torch.float64)), *inputs(), raised=False, cache=False)

@@ -29,6 +29,12 @@ def broadcast(body: Body, values: list[Val]) -> tuple[list[Val], tuple[Dim, ...]
             continue
         if len(axes) < len(wide):
             for i, k in axes:
+                own = values[i].dims[k]
+                if isinstance(own, Axis) and body.constant_count(own) is None:
+                    raise NotFollowed(
+                        "meets what is of one size at some steps and of another at others; let a state begin as "
+                        "torch.zeros of its later size, not as a number"
+                    )
                 values[i] = body.fixed(values[i], k)
             dims.append(values[wide[0][0]].dims[wide[0][1]])
             continue
