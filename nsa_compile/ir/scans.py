@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, fx
 from torch._higher_order_ops.scan import scan_op
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,12 +42,19 @@ class Declined(Exception):
     def __init__(self, reason: str, node: fx.Node | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.op = "scan" if node is None else str(node.target)
+        self.op = "scan" if node is None else _name_of(node)
         self.location = "unknown" if node is None else location(node)
 
     def afresh(self) -> Self:
         """One that was not raised, to be kept: a traceback keeps alive all frames down to those that call the model."""
         return copy.copy(self)
+
+
+def _name_of(node: fx.Node) -> str:
+    """What a user knows an operator by: that of a result of several by the operator, a function without its address."""
+    several = node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+    target = cast(fx.Node, node.args[0]).target if several else node.target
+    return str(target) if isinstance(target, str | OpOverload) else getattr(target, "__name__", str(target))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import linecache
+import operator
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import nsa_compile
 from nsa_compile.analyses import batched_body
 from nsa_compile.cache import cache_key
 from nsa_compile.capture.refusals import ScanNotCompiled
+from nsa_compile.ir.scans import Declined
 from nsa_compile.passes.pipeline import (
     Options,
     ScanNotBatched,
@@ -99,6 +101,19 @@ def test_a_pass_takes_a_name_and_gives_it_back():
     instead.unregister()
     assert [p.name for p in pipeline()] == names
     assert pipeline()[0].run is original
+
+
+def test_a_decline_calls_an_operator_what_its_user_calls_it():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    best = graph.call_function(torch.ops.aten.topk.default, (x, 2))
+    declined = {
+        "aten.topk.default": graph.call_function(operator.getitem, (best, 0)),
+        "cosine_similarity": graph.call_function(torch.cosine_similarity, (x, x)),
+        "relu_": graph.call_method("relu_", (x,)),
+    }
+    for name, node in declined.items():
+        assert Declined("why", node).op == name
 
 
 def test_a_recurrence_stays_a_loop_and_names_its_line():
