@@ -14,7 +14,7 @@ from nsa_compile.models import SparsePattern
 
 
 def few(examples: int) -> settings:
-    """As many examples where a run of every case draws 12 of other tests, and in proportion in other runs, but 3."""
+    """So many examples in a run of every case, where other tests draw 12; in proportion in other runs, at least 3."""
     return settings(max_examples=max(3, settings().max_examples * examples // 12))
 
 

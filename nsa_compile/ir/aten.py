@@ -49,15 +49,10 @@ COPIED = frozenset({aten.clone.default, aten.detach.default, aten.alias.default}
 # The same by the numbers in a tensor.
 PICKED = frozenset({aten.index_select.default, aten.index.Tensor, aten.gather.default})
 JOINED = frozenset({aten.cat.default, aten.stack.default})
-SPLIT = frozenset(
-    {
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.unbind.int,
-        aten.unsafe_split.Tensor,
-        aten.unsafe_split_with_sizes.default,
-    }
-)
+SPLIT = frozenset({
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
+    aten.unbind.int,
+})  # fmt: skip
 # Operators that put elements of one operand into another.
 PLACED = frozenset({
     aten.scatter.src, aten.scatter.value, aten.index_put.default, aten._unsafe_index_put.default,

@@ -20,7 +20,6 @@ from nsa_compile.models.variant import REGISTERED, find
 from nsa_compile.models.zoo.recurrent_variants import Recurrent
 from nsa_compile.train.loop import run
 from nsa_compile.train.records.run_directory import create_run_directory
-from tests.depth import takes_every_case
 from tests.models.zoo import judge
 
 # Sizes at which a sequence of 19 tokens has something to choose from.
@@ -216,10 +215,6 @@ def test_its_matrices_are_counted(config):
     assert forward_flops_per_token(config, LENGTH) > 0
 
 
-# A window, blocks that are ranked, an indexer of tokens, compressed rows, and states of both kinds.
-COMPILED = ZOO if takes_every_case() else ["streaming", "moba", "dsa", "csa", "mamba2", "gated_delta_net"]
-
-
 @pytest.mark.deep(but=["bigbird"])
 def test_it_trains_and_writes_text(config, tiny_overrides, tmp_path):
     torch._dynamo.reset()
@@ -227,8 +222,7 @@ def test_it_trains_and_writes_text(config, tiny_overrides, tmp_path):
     overrides = [key for key in tiny_overrides() if not key.startswith("model.pattern.")]
     sizes = [f"model.pattern.{key}={json.dumps(value)}" for key, value in SMALL[name].items()]
     sizes += [f"model.{key}={json.dumps(value)}" for key, value in OTHERS.get(name, {}).items()]
-    compile = "true" if name in COMPILED else "false"
-    settings = [f"compile.enabled={compile}", "compile.nested=eager", f"model.attention={name}", "optim.lr=0.01"]
+    settings = ["compile.enabled=true", "compile.nested=eager", f"model.attention={name}", "optim.lr=0.01"]
     run_config = load_config(overrides=[*overrides, *sizes, *settings])
     directory = create_run_directory(run_config)
     summary = run(run_config, load_corpus(run_config), directory)
