@@ -254,9 +254,9 @@ def without_a_number(k, q):
 @pytest.mark.parametrize(
     ("read", "reason"),
     [
-        (without_a_number, "aten.native_layer_norm: normalizes without a number that keeps its divisor from 0"),
+        (without_a_number, "aten.native_layer_norm: divides by a standard deviation that may be 0"),
         (lambda k, q: attend(k.cummax(0).values, q), "aten.cummax: has no rule for a dimension that grows"),
-        (lambda k, q: attend(torch.roll(k, 1), q), "aten.roll: turns all elements round as if they were one row"),
+        (lambda k, q: attend(torch.roll(k, 1), q), "aten.roll: rolls all elements as one row; name the dimension"),
         (
             lambda k, q: k.new_zeros(len(k)).scatter(0, *highest(k, q)) @ k,
             "aten.scatter.src: writes as many elements as",
@@ -267,7 +267,7 @@ def without_a_number(k, q):
         ),
         (lambda k, q: kept_at(k, highest(k, q)[0], q[0]) @ k, "aten.index_put: writes to as many places as there are"),
         (lambda k, q: k.new_zeros(len(k)).scatter(0, best(k[3:], q, 1), 1.0) @ k, "writes to no place at some steps"),
-        (rows_masked, "aten.index_put: writes to elements by their values"),
+        (rows_masked, "aten.index_put: writes a tensor where a mask is true"),
         (lambda k, q: q.repeat(len(k)).sum() * q, "aten.repeat: repeats a dimension that grows, or does so another"),
     ],
 )
@@ -289,7 +289,7 @@ def gated(state):
     return run
 
 
-def test_a_state_that_begins_as_a_number_is_told_how_to_begin():
-    with pytest.raises(LoopDeclined, match=r"let a state begin as torch\.zeros of its later size, not as a number"):
+def test_a_state_that_begins_with_a_number_is_told_how_to_begin():
+    with pytest.raises(LoopDeclined, match=r"begin a state with torch\.zeros of its final size, not with a number"):
         nsa_compile.loop(gated(0), nested="eager", cache=False, on_decline="error")(*inputs())
     compare(gated(torch.zeros(2, 2, 2, dtype=torch.float64)), *inputs(), raised=False, cache=False)

@@ -32,8 +32,8 @@ def broadcast(body: Body, values: list[Val]) -> tuple[list[Val], tuple[Dim, ...]
                 own = values[i].dims[k]
                 if isinstance(own, Axis) and body.constant_count(own) is None:
                     raise NotFollowed(
-                        "meets what is of one size at some steps and of another at others; let a state begin as "
-                        "torch.zeros of its later size, not as a number"
+                        "has an operand whose size differs at some steps; begin a state with torch.zeros of its final "
+                        "size, not with a number"
                     )
                 values[i] = body.fixed(values[i], k)
             dims.append(values[wide[0][0]].dims[wide[0][1]])

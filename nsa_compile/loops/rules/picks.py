@@ -103,7 +103,7 @@ def _flip(body: Body, a: Any) -> Val:
 @rule(aten.roll.default)
 def _roll(body: Body, a: Any) -> Val:
     if not a.dims:
-        raise NotFollowed("turns all elements round as if they were one row")
+        raise NotFollowed("rolls all elements as one row; name the dimension, as in torch.roll(x, 1, 0)")
     value = a.self
     for shift, dim in zip(a.shifts, (d % len(value.dims) for d in a.dims), strict=True):
         if isinstance(shift, int) and not isinstance(value.dims[dim], Axis):
@@ -242,7 +242,7 @@ def _first_where_none(body: Body, index: Val, dim: int) -> Val:
 def _where_true(body: Body, a: Any) -> Val:
     """One number in the place of the elements for which a mask is true."""
     if len(a.indices) > 1 or a.values.dims or a.accumulate:
-        raise NotFollowed("writes to elements by their values")
+        raise NotFollowed("writes a tensor where a mask is true; write torch.where(mask, y, x)")
     mask = a.indices[0]
     for _ in range(len(a.self.dims) - len(mask.dims)):
         mask = unsqueeze(body, SimpleNamespace(self=mask, dim=-1))
@@ -277,7 +277,7 @@ def _layer_norm(body: Body, a: Any) -> list[Val]:
         raise NotFollowed("normalizes over a dimension that grows; write it with mean and var")
     kind = torch.promote_types(value.example.dtype, torch.float32)
     if value.grows and not torch.tensor(a.eps, dtype=kind):
-        raise NotFollowed("normalizes without a number that keeps its divisor from 0; give it a larger eps")
+        raise NotFollowed("divides by a standard deviation that may be 0; give it an eps above 0")
     node = body.emit(a.func, value.node, a.normalized_shape, nodes_of(a.weight), nodes_of(a.bias), a.eps)
     statistics = (*value.dims[:kept], *[1] * len(a.normalized_shape))
     return [Val(body.item(node, i), value.dims if i == 0 else statistics) for i in range(3)]
