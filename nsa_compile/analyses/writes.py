@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -318,7 +319,8 @@ def _scatter_slots(index: fx.Node, dim: int, shape: Sequence[int], record: ScanR
     given = example(index).shape
     if [*given[:dim], *given[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
         raise Declined("scatter writes single elements, not whole rows", update)
-    value = _table(index, record, update).movedim(dim + 1, 1).flatten(2)
+    value = _table(index, record, update).movedim(dim + 1, 1)
+    value = value.reshape(*value.shape[:2], prod(value.shape[2:]))
     if not (value == value[..., :1]).all():
         raise Declined("scatter writes single elements, not whole rows", update)
     return _checked_slots(value[..., 0], shape[dim], update)

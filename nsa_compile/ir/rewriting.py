@@ -69,13 +69,21 @@ def zeroes_absent(node: fx.Node) -> bool:
     return node.target in MASKED_FILL and is_absent(node.args[1]) and bool(node.args[2] == 0)
 
 
+def copied_body(body: fx.GraphModule) -> fx.GraphModule:
+    """A step to be changed, where others may run the same one."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(body.graph, {}))
+    graph.output_node().meta = dict(body.graph.output_node().meta)
+    return fx.GraphModule(body, graph)
+
+
 def inline_graph(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
     """Replace a node by the nodes of `graph`, fed with `inputs`.
 
     Users of a node with several outputs must be `getitem`s; they become users of the graph's outputs. Tensors the graph
     holds as attributes move to `owner`.
     """
-    outputs = _copy_nodes(owner, node, graph, inputs)
+    outputs = copy_nodes(owner, node, graph, inputs)
     if isinstance(node.meta.get("val", node.meta.get("example_value")), torch.Tensor):
         _take_place(outputs[0], node)
     for user in list(node.users):
@@ -89,7 +97,7 @@ def replace_graph(owner: fx.GraphModule, graph: fx.GraphModule, inputs: Sequence
     """Give a graph the nodes of another one, which takes `inputs` of it and yields the same outputs, then others."""
     output = owner.graph.output_node()
     before = [n for n in owner.graph.nodes if n.op not in ("placeholder", "output")]
-    outputs = _copy_nodes(owner, output, graph, inputs)
+    outputs = copy_nodes(owner, output, graph, inputs)
     old_outputs = results(owner)
     for old, new in zip(old_outputs, outputs, strict=False):
         if isinstance(new, fx.Node) and old.op != "placeholder":
@@ -113,7 +121,7 @@ def inline_tensors(
     order = {n: i for i, n in enumerate(owner.graph.nodes)}
     first = min(nodes, key=order.__getitem__)
     _move_before(first, inputs, order)
-    for node, output in zip(nodes, _copy_nodes(owner, first, graph, inputs), strict=True):
+    for node, output in zip(nodes, copy_nodes(owner, first, graph, inputs), strict=True):
         _take_place(output, node)
     _erase(owner, nodes)
 
@@ -139,9 +147,7 @@ def _move_before(anchor: fx.Node, wanted: Sequence[fx.Node], order: dict[fx.Node
         anchor.prepend(n)
 
 
-def _copy_nodes(
-    owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]
-) -> list[fx.Node]:
+def copy_nodes(owner: fx.GraphModule, node: fx.Node, graph: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """Copy the nodes of `graph` in front of `node`; what its outputs have become."""
     mapped: dict[fx.Node, Any] = {}
     placeholders = graph.graph.find_nodes(op="placeholder")

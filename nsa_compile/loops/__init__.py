@@ -21,7 +21,7 @@ from nsa_compile.loops.items import Anything, Items
 from nsa_compile.loops.lists import GrowingList, IsRead, NotRows, elements_of
 from nsa_compile.loops.memos import Memos
 from nsa_compile.loops.paths import Explorer
-from nsa_compile.loops.program import Program, compile_loop, run_program
+from nsa_compile.loops.program import Program, Refused, compile_loop, run_program
 from nsa_compile.loops.source import NotALoop, Variables, cut_out_loop
 from nsa_compile.loops.state import (
     ITEMS,
@@ -154,8 +154,13 @@ class _Runner(Unseen):
         if isinstance(program, NotFollowed):
             _as_written(items, step)
             return
-        with _as_rows(now, self.rows[key], step) as given:
-            finals, lists = run_program(program, given, len(items))
+        try:
+            with _as_rows(now, self.rows[key], step) as given:
+                finals, lists = run_program(program, given, len(items))
+        except Refused:
+            self._left_as_written(NotFollowed("an index is the number of no row that exists"))
+            _as_written(items, step)
+            return
         if rows := {path: now.containers[path].value for path in self.rows[key]}:
             late = {place: what for place, what in program.shared.items() if place.path in rows}
             share(late, given, finals, {**lists, **rows})

@@ -124,6 +124,10 @@ class Body:
     additional: dict[int, fx.Node] = field(default_factory=dict)
     stack: str = ""
     writes: dict[fx.Node, Write] = field(default_factory=dict)
+    # Numbers of rows that exist: how many exist at each step.
+    numbers_of: dict[fx.Node, Table] = field(default_factory=dict)
+    # Truths of a step with which the loop has to run as it is written.
+    refused: list[fx.Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.exploration = self.merged.exploration
@@ -175,6 +179,17 @@ class Body:
             self.xs.append((node, table))
             self.memo[key] = node
         return self.memo[key]
+
+    def table_of(self, node: fx.Node) -> Table | None:
+        """The integers that a node is at each step, if they are known."""
+        found = next((what for x, what in self.xs if x is node), None)
+        return found if isinstance(found, np.ndarray) and found.dtype == np.int64 else None
+
+    def refuse(self, truth: fx.Node) -> None:
+        """Have the loop run as it is written if this is true at one of the steps at hand."""
+        if not self.at.all():
+            truth = self.emit(aten.bitwise_and.Tensor, truth, self._truth(self.at))
+        self.refused.append(truth)
 
     # -- nodes
 

@@ -28,6 +28,7 @@ from nsa_compile.loops.rules import (
     spread,
 )
 from nsa_compile.loops.rules.elementwise import harmless, is_finite, pointwise
+from nsa_compile.loops.rules.row_numbers import first_row_elsewhere
 from nsa_compile.loops.state import NotFollowed
 from nsa_compile.loops.trace import Ref
 
@@ -46,6 +47,8 @@ def convert(body: Body, node: Node) -> list[Val | None]:
     named.pop("pin_memory", None)
     if not body.at.all() and not is_finite(node.func, positional):
         positional = [harmless(body, x) for x in positional]
+    if not body.at.all():
+        positional = first_row_elsewhere(body, node.func, positional)
     if not _varies(positional) and not _varies(named):
         return _as_it_is(body, node.func, positional, named)
     shapes = [_shape(body, node, place) for place in range(len(op.outs))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ class Program:
     watched: Watched
     lost: set[Path]  # containers that a step changes, and in whose place one puts another
     without_gradient: tuple[set[Path], dict[Path, list[bool]]]  # finals, and of each list which tensors
+    refuses: bool  # whether its last result says that the loop has to run as it is written
+
+
+class Refused(Exception):
+    """A program finds in the data that the loop has to run as it is written."""
 
 
 def compile_loop(exploration: Exploration, watched: Watched, options: dict[str, Any], *, copied: bool) -> Program:
@@ -134,6 +140,8 @@ class _Assembly:
         carries = list(body.carries.values())
         updates = [self._update(carry) for carry in carries]
         lists, ys = self._yields()
+        if body.refused:
+            ys.append(functools.reduce(lambda a, b: body.emit(aten.bitwise_or.Tensor, a, b), body.refused))
         step = self._step(carries, updates, ys)
         given = [self._initial(carry) for carry in carries]
         if not carries:
@@ -153,6 +161,8 @@ class _Assembly:
             item = self.graph.call_function(operator.getitem, (scan, i))
             item.meta["example_value"] = value
             outputs.append(item)
+        if body.refused:
+            outputs[-1] = self._emit(torch.any, outputs[-1])
         self.graph.output(tuple(outputs))
         owner = fx.GraphModule({"step": step}, self.graph)
         examples = self.examples
@@ -169,7 +179,18 @@ class _Assembly:
         lost = {p for x in traces for p in x.replaced} & {p for x in traces for p in x.changed}
         no_gradient = without_gradient(self.exploration)
         return Program(
-            run, self.inputs, self.reached, finals, shifted, self.mutated, plan, self.shared, watched, lost, no_gradient
+            run,
+            self.inputs,
+            self.reached,
+            finals,
+            shifted,
+            self.mutated,
+            plan,
+            self.shared,
+            watched,
+            lost,
+            no_gradient,
+            bool(body.refused),
         )
 
     # -- what the step yields
@@ -396,11 +417,17 @@ def without_autocast() -> Any:
 
 def run_program(program: Program, now: Snapshot, length: int) -> tuple[dict[Path, Tensor], dict[Path, list[Tensor]]]:
     """Run a compiled loop, and let its variables hold what they do after it. Returns the tensors among these, and those
-    that it has appended to lists."""
+    that it has appended to lists.
+
+    Raises:
+        Refused: the loop has to run as it is written. Nothing has been changed.
+    """
     with without_autocast():
         leaves = {path: now.leaves[path] for path in program.inputs}
         inputs = {path: x if path in program.reached else x.detach() for path, x in leaves.items()}
         results = program.run(*(x.clone() if path in program.mutated else x for path, x in inputs.items()))
+    if program.refuses and results[-1]:
+        raise Refused
     finals: dict[Path, Tensor] = {}
     for path, part in program.finals.items():
         x = results[part.place]

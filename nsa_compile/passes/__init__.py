@@ -3,6 +3,7 @@
 # The passes in the order they run, each the file of its name. Here and not in the pipeline, because whoever only wants
 # the names shall not have to import torch.
 ORDER = (
+    "sink_tables",
     "resolve_carries",
     "unroll_buffers",
     "eliminate_guards",

@@ -32,7 +32,7 @@ from nsa_compile.analyses.unrolled_picks import PickUnroller
 from nsa_compile.analyses.unrolling import Cache, Unroller
 from nsa_compile.ir.aten import PICKED, SOFTMAX, aten, operand
 from nsa_compile.ir.carries import Recurrent, Rows
-from nsa_compile.ir.rewriting import eliminate_dead_code
+from nsa_compile.ir.rewriting import copied_body, eliminate_dead_code
 from nsa_compile.ir.scans import (
     RECORD,
     Declined,
@@ -160,7 +160,7 @@ class _Trial:
         assert site.record is not None
         buffers, causes = _copied_buffers(site, site.record)
         while True:
-            body = _copied(site.body)
+            body = copied_body(site.body)
             view = LoweredSite(site.owner, site.node, body)
             record = record_of(view)
             analysis = analyse(body, record, given_from_outside(view), {})
@@ -257,13 +257,6 @@ class _Trial:
             self.site.owner.graph.erase_node(node)
         if self.name:
             delattr(self.site.owner, self.name)
-
-
-def _copied(body: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(body.graph, {}))
-    graph.output_node().meta = dict(body.graph.output_node().meta)
-    return fx.GraphModule(body, graph)
 
 
 def _step_index(site: ScanSite, record: ScanRecord) -> tuple[fx.Node, bool]:

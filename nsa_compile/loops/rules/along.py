@@ -232,9 +232,12 @@ def _extreme(body: Body, a: Any) -> Any:
 
 def _counted_from(body: Body, indices: Val, axis: Dim) -> Val:
     """Indices of rows of a buffer as those of the rows that exist."""
-    if isinstance(axis, int) or not axis.only.start.any():
+    if isinstance(axis, int):
         return indices
-    node = body.emit(aten.sub.Tensor, indices.node, body._tensor(axis.only.start))
+    node = indices.node
+    if axis.only.start.any():
+        node = body.emit(aten.sub.Tensor, node, body._tensor(axis.only.start))
+    body.numbers_of[node] = axis.count
     return Val(node, indices.dims)
 
 
@@ -267,6 +270,7 @@ def _sorted(body: Body, a: Any) -> list[Val]:
         # What is left of the filling would be infinite.
         there = Val(part, with_dim(value.dims, dim, Axis.of(width, 0, np.minimum(k, count))))
         results.append(Val(body.filled(there, dim, 0).node, with_dim(value.dims, dim, new)))
+    body.numbers_of[results[1].node] = np.maximum(count, 1)
     return results
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +16,14 @@ from nsa_compile.loops.rules import aten, call, nodes_of, place_of, rule, with_d
 from nsa_compile.loops.rules.elementwise import broadcast, pointwise
 from nsa_compile.loops.rules.joining import aligned
 from nsa_compile.loops.rules.movement import bound_of, unsqueeze
+from nsa_compile.loops.rules.row_numbers import range_of, refuse_no_rows
 from nsa_compile.loops.state import NotFollowed
 
 
 def _from_behind(body: Body, index: Val, axis: Dim) -> Val:
     """Numbers of rows, of which some may count from behind the last row that exists."""
-    if not (index.grows or isinstance(axis, Axis)) or _counts_up(index.node):
+    found = range_of(body, index.node)
+    if not (index.grows or isinstance(axis, Axis)) or (found is not None and (found[0] >= 0).all()):
         return index
     count = body._tensor(axis.count) if isinstance(axis, Axis) else axis
     behind = body.emit(aten.add.Tensor, index.node, count)
@@ -30,31 +31,11 @@ def _from_behind(body: Body, index: Val, axis: Dim) -> Val:
     return Val(body.emit(aten.where.self, is_behind, behind, index.node), index.dims)
 
 
-def _counts_up(node: Any) -> bool:
-    """Whether integers are none below zero, as far as their operator shows."""
-    if not isinstance(node, fx.Node):
-        return isinstance(node, int) and node >= 0
-    if node.target is operator.getitem:
-        whole = cast(fx.Node, node.args[0])
-        return bool(node.args[1] == 1) and whole.target in (aten.sort.default, aten.sort.stable, aten.topk.default)
-    if node.target is torch.arange:
-        return len(node.args) < 2 or (_counts_up(node.args[0]) and (len(node.args) < 3 or _counts_up(node.args[2])))
-    if node.target in (aten.argmax.default, aten.argmin.default, aten.argsort.default):
-        return True
-    if node.target in (aten.clamp.default, aten.clamp_min.default, aten.remainder.Scalar):
-        return len(node.args) > 1 and _counts_up(node.args[1])
-    moved = node.target in (
-        aten.view.default, aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.select.int,
-        aten.unsqueeze.default, aten.squeeze.dim, aten.permute.default, aten.transpose.int, aten.index_select.default,
-        aten._to_copy.default, aten.masked_fill.Scalar,
-    )  # fmt: skip
-    filled = node.args[2] if node.target is aten.masked_fill.Scalar else 0
-    return bool(moved) and _counts_up(filled) and _counts_up(node.args[0])
-
-
 def _shifted(body: Body, index: Val, axis: Dim, size: int) -> Val:
     """Numbers of rows that exist as numbers of rows of the buffer; what is no number of a row becomes one."""
     node = index.node
+    if index.grows or isinstance(axis, Axis):
+        refuse_no_rows(body, index, axis)
     if isinstance(axis, Axis):
         segment = axis.only
         if segment.start.any():

@@ -1,0 +1,230 @@
+"""sink_tables: a row of a table that is made of smaller tensors is computed in the step that reads it.
+
+Before, the graph makes a table of all steps and all keys, such as a mask or a bias, and a scan takes its rows:
+
+    bias = slopes[:, None, None] * (keys - steps[:, None])       # [H, S, S]
+    scan(step, init, (q, k, v, bias.transpose(0, 1)))
+
+After, the step gets what the table is made of, and the passes that follow see what they see in a step that was written
+so:
+
+    scan(step, init, (q, k, v, steps))                           # in the step: slopes[:, None] * (keys - t)
+
+Which tables, and how a row is made, is in `analyses/table_rows.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nsa_compile import modes
+from nsa_compile.analyses.table_rows import SMALLER, Part, TableRows
+from nsa_compile.ir.aten import aten, is_inexact, operand
+from nsa_compile.ir.lowering import lower_graph
+from nsa_compile.ir.rewriting import KEPT, NodeBuilder, copied_body, copy_nodes, eliminate_dead_code
+from nsa_compile.ir.scans import (
+    WRITTEN,
+    Declined,
+    ScanSite,
+    example,
+    find_scans,
+    key_of_example,
+    location,
+    results,
+)
+from nsa_compile.passes.pipeline import PassContext, register
+from nsa_compile.workarounds import blank
+
+# Nodes of the captured graph that a table is followed through.
+MOST_NODES = 64
+
+
+@register("sink_tables")
+def sink_tables(gm: fx.GraphModule, context: PassContext) -> bool:
+    """Compute the rows of a table that is made of smaller tensors, as a mask [S, S], in the step that reads them."""
+    changed = False
+    for site in find_scans(gm):
+        while context.may_rewrite() and (table := _find(site)) is not None:
+            context.match(site.node.name, f"rows of the table at {location(table.captured)}")
+            _sink(site, table, context)
+            changed = True
+    return changed
+
+
+@dataclass
+class _Table:
+    """A table whose rows a scan takes: how it is made, in ATen, of which captured nodes, and how a row is made."""
+
+    captured: fx.Node
+    graph: fx.GraphModule
+    inputs: list[fx.Node]
+    rows: TableRows
+    part: Part
+
+    @property
+    def roots(self) -> list[Part]:
+        order = {n: i for i, n in enumerate(self.graph.graph.nodes)}
+        return sorted(self.rows.roots(self.part), key=lambda part: order[part[0]])
+
+    def is_worth_it(self) -> bool:
+        """Whether it is made of less, some of which differs from step to step."""
+        size = sum(example(node).numel() for node, _ in self.roots)
+        small = size * SMALLER <= example(self.captured).numel() and any(dim is not None for _, dim in self.roots)
+        return small and self.part not in self.roots and self.rows.joins(self.part)
+
+
+def _find(site: ScanSite) -> _Table | None:
+    """A table whose rows a scan takes and can as well compute."""
+    if site.length < 2 or modes.sets_autocast(site.owner.graph.nodes) or any(on for _, _, on in modes.autocast_now()):
+        return None
+    without_gradients = _without_gradients(site.owner)
+    for captured in site.xs:
+        if example(captured).dim() < 2 or (made := _made_of(captured, without_gradients)) is None:
+            continue
+        try:
+            graph = lower_graph(made[0])
+        except Declined:
+            continue
+        first = next(n for n in graph.graph.nodes if n.op != "placeholder")
+        steps = NodeBuilder(graph, first)(aten.arange.default, site.length, device=example(captured).device)
+        table = _Table(captured, graph, made[1], TableRows(steps), (results(graph)[0], 0))
+        if table.is_worth_it():
+            return table
+    return None
+
+
+def _without_gradients(owner: fx.GraphModule) -> set[fx.Node]:
+    """What a captured graph computes under `no_grad`."""
+    found, enabled = set[fx.Node](), True
+    for node in owner.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif not enabled:
+            found.add(node)
+    return found
+
+
+def _made_of(table: fx.Node, without_gradients: set[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]] | None:
+    """The part of a captured graph that makes a table of something smaller, and what it reads; None if none does."""
+    followed, inputs = set[fx.Node](), set[fx.Node]()
+    todo, joined = [table], False
+    while todo:
+        node = todo.pop()
+        if node in followed or node in inputs:
+            continue
+        if node in without_gradients or not _is_function(node) or len(followed) == MOST_NODES:
+            inputs.add(node)
+            continue
+        if node is not table and example(node).numel() <= example(table)[0].numel():
+            inputs.add(node)
+            continue
+        followed.add(node)
+        todo += node.all_input_nodes
+        joined |= example(node).numel() >= SMALLER * max((example(x).numel() for x in node.all_input_nodes), default=1)
+    if not joined or table in inputs:
+        return None
+    order = [n for n in table.graph.nodes if n in inputs or n in followed]
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in (n for n in order if n in inputs):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in (n for n in order if n in followed):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[table]])
+    return fx.GraphModule({}, graph), [n for n in order if n in inputs]
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether a captured node makes a tensor of tensors, and does nothing else."""
+    values = [n.meta.get(key_of_example(n)) for n in (node, *node.all_input_nodes)]
+    return (
+        node.op in ("call_function", "call_method")
+        and not isinstance(node.target, HigherOrderOperator)
+        and not node.is_impure()
+        and KEPT not in node.meta
+        and WRITTEN not in node.meta
+        and all(isinstance(x, Tensor) for x in values)
+    )
+
+
+def _sink(site: ScanSite, table: _Table, context: PassContext) -> None:
+    """Let a scan take what a table is made of, and its step compute the rows."""
+    scan, owner = site.node, site.owner
+    body, place = copied_body(site.body), site.xs.index(table.captured)
+    roots = [part for dim in (True, False) for part in table.roots if (part[1] is not None) == dim]
+    output = table.graph.graph.output_node()
+    build = NodeBuilder(table.graph, output)
+    output.args = ([_steps_first(build, *part) for part in roots],)
+    _mark_gradients(table)
+    outside = copy_nodes(owner, scan, table.graph, table.inputs)
+
+    inputs = body.graph.find_nodes(op="placeholder")
+    old = inputs[len(site.init) + place]
+    own = [part for part in roots if part[1] is not None]
+    after_rows = inputs[len(site.init) + len(site.xs) - 1]
+    rows = dict(zip(own, _add_inputs(body, after_rows, [_row(x) for x in outside[: len(own)]]), strict=True))
+    last = body.graph.find_nodes(op="placeholder")[-1]
+    whole = [blank(example(x), requires_grad=example(x).requires_grad) for x in outside[len(own) :]]
+    rows |= dict(zip(roots[len(own) :], _add_inputs(body, last, whole), strict=True))
+
+    first = next(n for n in body.graph.nodes if n.op != "placeholder")
+    build = NodeBuilder(body, first)
+    for part in own:  # a step is a dimension, as in the table
+        rows[part] = build(aten.unsqueeze.default, rows[part], part[1])
+    row = build(aten.squeeze.dim, table.rows.make(table.part, build, rows), 0)
+    old.replace_all_uses_with(row)
+    body.graph.erase_node(old)
+    body.recompile()
+
+    with owner.graph.inserting_before(scan):
+        called = owner.graph.get_attr(context.add_module(owner, f"{operand(scan).target}_sunk", body))
+    called.meta = dict(operand(scan).meta)
+    xs = [*site.xs[:place], *site.xs[place + 1 :], *outside[: len(own)]]
+    scan.args = (called, site.init, xs, [*site.additional, *outside[len(own) :]])
+    eliminate_dead_code(owner)
+
+
+def _steps_first(build: NodeBuilder, node: fx.Node, dim: int | None) -> fx.Node:
+    if not dim:
+        return node
+    order = [dim, *(d for d in range(example(node).dim()) if d != dim)]
+    return build(aten.permute.default, node, order)
+
+
+def _mark_gradients(table: _Table) -> None:
+    """Say of what a table is made of whether it has gradients: traced below autograd, it knows nothing of that."""
+    captured = iter(table.inputs)
+    has_gradient = dict[fx.Node, bool]()
+    for node in table.graph.graph.nodes:
+        if node.op == "placeholder":
+            has_gradient[node] = example(next(captured)).requires_grad and example(table.captured).requires_grad
+        elif node.op != "output":
+            value = example(node)
+            flows = is_inexact(value.dtype) and node.target is not aten.detach.default
+            has_gradient[node] = flows and any(has_gradient[n] for n in node.all_input_nodes)
+            node.meta["example_value"] = blank(value, requires_grad=has_gradient[node])
+
+
+def _row(x: fx.Node) -> Tensor:
+    value = example(x)
+    return blank(value, value.shape[1:], requires_grad=value.requires_grad)
+
+
+def _add_inputs(body: fx.GraphModule, after: fx.Node, values: list[Tensor]) -> list[fx.Node]:
+    """New inputs of a body, behind another one."""
+    mode = next(x.fake_mode for n in body.graph.nodes if isinstance(x := n.meta.get(key_of_example(n)), FakeTensor))
+    added = []
+    for value in values:
+        with body.graph.inserting_after(after):
+            after = body.graph.placeholder("of_table")
+            after.target = after.name
+        with mode:
+            empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        after.meta["val"] = empty.requires_grad_(value.requires_grad)
+        added.append(after)
+    return added
