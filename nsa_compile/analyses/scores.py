@@ -198,9 +198,10 @@ class Follower:
     def _jumps(self, name: str) -> bool:
         """Whether a small change of what the latest instruction reads may be a large one of its result. Not of what is
         divided by something that is read as it is."""
+        if name.partition(".")[0] != "div":
+            return name.partition(".")[0] in JUMPS
         divisor = self.instructions[-1].operands[-1]
-        by_leaf = name.startswith("div.") and isinstance(divisor, str) and divisor[0] == "x"
-        return name.partition(".")[0] in JUMPS and not by_leaf
+        return not (isinstance(divisor, str) and divisor[0] == "x")
 
     def _meets_itself(self, value: Any) -> bool:
         """Whether an instruction reads a product beside something that is made of its queries or keys.

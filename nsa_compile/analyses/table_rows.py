@@ -86,7 +86,7 @@ class TableRows:
             return _by_element(node, dim)
         if node.target in (aten.tril.default, aten.triu.default):
             return self._triangle(node, dim)
-        if node.target in (aten.index.Tensor, aten.embedding.default, aten.index_select.default):
+        if node.target in (aten.index.Tensor, aten.embedding.default):
             return self._picked(node, dim)
         rule = _MOVED.get(node.target)
         return None if rule is None else rule(node, dim)
@@ -118,10 +118,8 @@ class TableRows:
                 return None
             source, (place,) = given.self, places
             index = given.indices[place]
-        elif node.target is aten.embedding.default:
-            source, place, index = given.weight, 0, given.indices
         else:
-            source, place, index = given.self, given.dim % example(given.self).dim(), given.index
+            source, place, index = given.weight, 0, given.indices
         own = dim - place
         integer = example(index).dtype in (torch.int64, torch.int32)
         if not integer or not 0 <= own < example(index).dim() or (index, own) in self.roots((index, own)):
@@ -221,6 +219,13 @@ def _sliced(node: fx.Node, dim: int) -> _Rule | None:
     return _Rule(((given.self, dim),), lambda build, rows: build(aten.slice.Tensor, rows[0], *bounds))
 
 
+def _flipped(node: fx.Node, dim: int) -> _Rule | None:
+    dims = [d % example(node).dim() for d in arguments(node).dims]
+    if dim in dims:
+        return None
+    return _Rule(((operand(node), dim),), lambda build, rows: build(aten.flip.default, rows[0], dims))
+
+
 _MOVED: dict[object, Callable[[fx.Node, int], _Rule | None]] = {
     aten.permute.default: _permuted,
     aten.transpose.int: _permuted,
@@ -240,4 +245,5 @@ _MOVED: dict[object, Callable[[fx.Node, int], _Rule | None]] = {
     ),
     aten.select.int: _selected,
     aten.slice.Tensor: _sliced,
+    aten.flip.default: _flipped,
 }

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
 from nsa_compile.loops.lists import GrowingList
+from nsa_compile.loops.python_math import functions_of_symbols
 from nsa_compile.loops.python_numbers import is_of_loop
 from nsa_compile.loops.state import NotFollowed, content_of, write_content
 from nsa_compile.workarounds import without_logged_errors
@@ -123,6 +124,8 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     own_len, own_sum, own_switch = builtins.len, builtins.sum, torch.set_grad_enabled.__init__
 
     def length(x: Any, /) -> Any:
+        if isinstance(x, torch.Tensor) and x.dim():
+            return x.shape[0]  # Python's own makes a number of it, and with that each step a path of its own
         return x.length() if isinstance(x, GrowingList) else own_len(x)
 
     def added(x: Any, /, start: Any = 0) -> Any:
@@ -149,6 +152,7 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
         (torch.autograd, "_engine_run_backward", refused(run_backward, computes)),
         (torch.set_grad_enabled, "__init__", switch),
         (saved_tensors_hooks, "__enter__", refused(saved_tensors_hooks.__enter__, hooks, _are_of_others)),
+        *functions_of_symbols(),
     ]
 
 

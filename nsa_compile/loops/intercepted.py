@@ -101,6 +101,10 @@ def _tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: 
     return torch.full((), cast(int, data), dtype=dtype, device=device)
 
 
+def _new_tensor(x: Tensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
+    return _tensor(data, dtype=dtype or x.dtype, device=device or x.device, requires_grad=requires_grad)
+
+
 def _as_tensor(data: Any, dtype: Any, device: Any) -> Tensor:
     made = _tensor(data, dtype=dtype, device=device)
     return torch.tensor(data, dtype=dtype, device=device) if made is NotImplemented else made
@@ -196,6 +200,7 @@ REPLACED: dict[Any, Any] = {
     Tensor.squeeze_: _squeeze_in_place,
     torch.tensor: _tensor,
     torch.as_tensor: _tensor,
+    Tensor.new_tensor: _new_tensor,
     F.scaled_dot_product_attention: _attention,
     F.pad: _pad,
     torch.einsum: einsum,

@@ -14,6 +14,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils._sympy.printers import PythonPrinter
 
+from nsa_compile.loops.python_math import BY_NAME
 from nsa_compile.loops.state import NotFollowed
 
 
@@ -78,10 +79,11 @@ _AT_ALL_STEPS = {
     "Not": np.logical_not,
     "Identity": lambda x: x,
     "float": lambda x: np.asarray(x, dtype=np.float64),
-    "math": math,
     "sympy": sympy,
     "torch": torch,
 }
+# Functions of `math` round as Python's own do, so they are called step by step.
+_AT_A_STEP = {**SYMPY_INTERP, **BY_NAME, "math": math}
 
 
 def at_all_steps(number: Any, given: dict[str, np.ndarray], steps: int) -> np.ndarray:
@@ -110,7 +112,7 @@ def _step_by_step(number: Number, given: dict[str, np.ndarray]) -> np.ndarray:
     names = [str(s) for s in number.expr.free_symbols]
     if not given.keys() >= set(names):
         raise NotFollowed("it reads a number out of a tensor, so that its way depends on data")
-    code, scope = compile(number.text, "<number>", "eval"), {**SYMPY_INTERP, "math": math}
+    code, scope = compile(number.text, "<number>", "eval"), _AT_A_STEP
     rows = zip(*(given[name].tolist() for name in names), strict=True)
     found = [_at_a_step(code, scope, dict(zip(names, row, strict=True))) for row in rows]
     known = [x for x in found if x is not None]

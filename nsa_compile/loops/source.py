@@ -25,10 +25,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa_compile.loops.items import goes_over, items_of_call
+from nsa_compile.loops.python_math import as_float, as_int
 from nsa_compile.loops.state import ITEMS
 
 RUN, STEP, POSITION = "__nsa_run", "__nsa_step", "__nsa_position"
 OVER, CALL = "__nsa_over", "__nsa_call"
+# Types that are called to make numbers: what stands in their place.
+NUMBERS = {"float": ("__nsa_float", as_float), "int": ("__nsa_int", as_int)}
 
 
 class NotALoop(Exception):
@@ -60,15 +63,21 @@ def cut_out_loop(
     outside = {id(n) for n in ast.walk(definition)} - set(map(id, inside))
     _refuse_names_by_text(definition)
     variables = _variables(definition, loop, outside)
+    code = function.__code__
+    known = {*function.__globals__, *code.co_freevars, *code.co_varnames, *code.co_cellvars}
+    loop.body = [_Numbers(NUMBERS.keys() - known).visit(statement) for statement in loop.body]
     replaced = _Replaced(loop, variables[0])
     definition.body = [s for statement in definition.body for s in _many(replaced.visit(statement))]
     definition.decorator_list = []
     ast.increment_lineno(definition, first_line - 1)
     free = function.__code__.co_freevars
-    inner = _compiled(definition, [*free, RUN, OVER, CALL], function.__code__.co_filename)
+    inner = _compiled(
+        definition, [*free, RUN, OVER, CALL, *(name for name, _ in NUMBERS.values())], function.__code__.co_filename
+    )
     cells = dict(zip(free, function.__closure__ or (), strict=True))
     cells[RUN] = types.CellType(lambda items, step: run(items, step, variables[1]))
     cells |= {OVER: types.CellType(goes_over), CALL: types.CellType(items_of_call)}
+    cells |= {name: types.CellType(stands_in) for name, stands_in in NUMBERS.values()}
     closure = tuple(cells[name] for name in inner.co_freevars)
     made = types.FunctionType(inner, function.__globals__, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
@@ -373,6 +382,18 @@ class _Continues(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         return node
+
+
+class _Numbers(ast.NodeTransformer):
+    """Python's `float` and `int`, where they are called, also take numbers that change from step to step."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.func.id in self.names:
+            node.func = ast.copy_location(_name(NUMBERS[node.func.id][0]), node.func)
+        return self.generic_visit(node)
 
 
 class _Unannotated(ast.NodeTransformer):

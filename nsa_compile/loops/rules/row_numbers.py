@@ -153,7 +153,7 @@ _RULES: dict[Any, Any] = {
     **dict.fromkeys((aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor), _clamp),
     **dict.fromkeys((aten.minimum.default, aten.maximum.default), _least),
     **dict.fromkeys((aten.argmax.default, aten.argmin.default), _of_places),
-    aten._to_copy.default: _of_operand,
+    **dict.fromkeys((aten._to_copy.default, aten.scalar_tensor.default), _of_operand),
     aten.where.self: lambda body, node: _of_either(body, node.args[1], node.args[2]),
     torch.arange: _arange,
     torch.full: lambda body, node: range_of(body, node.args[1]),

@@ -1,0 +1,109 @@
+"""Functions of Python of numbers that change from step to step: a few traces serve all steps, which raise where they
+do in the loop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import nsa_compile
+from nsa_compile.loops import paths
+
+S = 200  # more than steps may be traced
+
+NUMBERS = {
+    "len of rows": lambda t, k: len(k),
+    "torch.tensor of a len": lambda t, k: torch.tensor(len(k) - 1),
+    "new_tensor": lambda t, k: k.new_tensor(t),
+    "new_tensor of several": lambda t, k: k.new_tensor([t, len(k)])[1],
+    "sqrt": lambda t, k: math.sqrt(t + 1),
+    "sqrt at some steps": lambda t, k: math.sqrt(t - 3) if t >= 3 else 0.5,
+    "log": lambda t, k: math.log(t + 1),
+    "log of a base": lambda t, k: math.log(t + 1, 2),
+    "log2, log10 and log1p": lambda t, k: math.log2(t + 1) + math.log10(t + 1) + math.log1p(t),
+    "exp": lambda t, k: math.exp(-t / 10) - math.expm1(-t),
+    "circles": lambda t, k: math.sin(t / 3) + math.cos(t) + math.tan(t / 5) + math.atan(t),
+    "arcs": lambda t, k: math.asin(t / 200) + math.acos(t / 200) + math.atanh(t / 201) + math.acosh(t + 1),
+    "hyperbolas": lambda t, k: math.sinh(t / 50) + math.cosh(t / 50) + math.tanh(t) + math.asinh(t),
+    "erf and degrees": lambda t, k: math.erf(t / 50) + math.degrees(t) + math.radians(t),
+    "pow": lambda t, k: math.pow(t, 0.5) + math.pow(0.99, t) + math.fabs(t - 5),
+    "adam": lambda t, k: (1 - 0.9 ** (t + 1)) / math.sqrt(1 - 0.99 ** (t + 1)),
+}
+
+
+def summed(number):
+    def run(x):
+        found = []
+        for t in range(len(x)):
+            k = x[: t + 1]
+            found.append(k.sum(0) * number(t, k))
+        return torch.stack(found)
+
+    return run
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    found = []
+    trace = paths.Explorer._trace
+    monkeypatch.setattr(paths.Explorer, "_trace", lambda self, *args: found.append(args[0]) or trace(self, *args))
+    return found
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_few_traces_serve_all_steps(name, ways):
+    run, x = summed(NUMBERS[name]), torch.randn(S, 2, dtype=torch.float64)
+    found = nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")(x)
+    torch.testing.assert_close(found, run(x), rtol=1e-10, atol=1e-10)
+    assert len(ways) < 9
+
+
+def test_float_and_int_in_the_loop(ways):
+    def run(x):
+        found = []
+        for t in range(len(x)):
+            part = float(t) / len(x) + int(t / 3) + int(float(t) ** 0.5) + int("2") + float(x.shape[1]) + int(t)
+            found.append(x[t] * part + float("0.5") + sum(float(r) for r in (t, 1)))
+        return torch.stack(found)
+
+    x = torch.randn(S, 2, dtype=torch.float64)
+    found = nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")(x)
+    torch.testing.assert_close(found, run(x), rtol=1e-10, atol=1e-10)
+    assert len(ways) < 9
+
+
+def test_a_float_of_its_own():
+    """A function, or a variable, that is called float is not Python's."""
+
+    def run(x, float):
+        found = []
+        for t in range(len(x)):
+            found.append(x[t] * float(t))
+        return torch.stack(found)
+
+    x = torch.randn(5, 2, dtype=torch.float64)
+    compiled = nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")
+    torch.testing.assert_close(compiled(x, lambda t: t + 7), run(x, lambda t: t + 7))
+
+
+RAISING = {
+    "sqrt": lambda t, k: math.sqrt(5 - t),
+    "log": lambda t, k: math.log(t),
+    "log1p": lambda t, k: math.log1p(t - 3),
+    "exp": lambda t, k: math.exp(t * 100),
+    "acos": lambda t, k: math.acos(t - 1),
+    "acosh": lambda t, k: math.acosh(t),
+    "atanh": lambda t, k: math.atanh(t / 10),
+    "pow": lambda t, k: math.pow(t - 3, -1),
+}
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_what_raises_at_some_step_raises(name):
+    run, x = summed(RAISING[name]), torch.randn(12, 2, dtype=torch.float64)
+    compiled = nsa_compile.loop(run, nested="eager", cache=False)
+    for function in (run, compiled):
+        with pytest.raises((ValueError, OverflowError), match=r"math (domain|range) error"):
+            function(x)
