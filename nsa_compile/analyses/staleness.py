@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from nsa_compile.analyses.distances import traced_back
 from nsa_compile.analyses.facts import (
     CLEAN,
     EMPTY,
@@ -105,6 +106,7 @@ class Analysis:
         self._readers: dict[fx.Node, Readers | None] = {}
         self._one_is_kept: dict[fx.Node, bool] = {}
         self.magnitudes = Magnitudes(record)
+        self.writes: dict[fx.Node, Rows] = {}  # a buffer as a step leaves it -> which rows that has written
         self._gives_gradients = True  # whether the operator that is looked at does
 
     def given(self, node: fx.Node, magnitude: Magnitude | None, facts: Facts = CLEAN) -> None:
@@ -131,6 +133,33 @@ class Analysis:
 
     def is_finite(self, value: Any, like: fx.Node | None = None) -> bool:
         return _is_finite(self.magnitudes.of(value, like))
+
+    def compared_with_itself(self, node: fx.Node) -> Interval | None:
+        """When each element of a comparison of two integers compares the row of a buffer that a step writes with what
+        it writes there."""
+        a, b = node.args[:2]
+        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or example(node).numel() > _COMPARED_LIMIT:
+            return None
+        if example(a).dtype != example(b).dtype or is_inexact(example(a).dtype):
+            return None
+        return self._of_own_row(node, a, b) or self._of_own_row(node, b, a)
+
+    def _of_own_row(self, node: fx.Node, buffer: fx.Node, other: fx.Node) -> Interval | None:
+        shape = example(node).shape
+        update, elements = traced_back(buffer, _numbers(buffer, shape), self.record)
+        kind = self.writes.get(update)
+        if kind is None or not kind.write_once or kind.count != 1:
+            return None
+        whole = example(update).shape
+        broadcast, rows = kind.layout(whole)
+        written = _numbers(kind.written, broadcast).reshape(rows).expand(whole).flatten()[elements]
+        source, of_written = traced_back(kind.written, written, self.record)
+        compared, of_other = traced_back(other, _numbers(other, shape), self.record)
+        if source is not compared:
+            return None
+        at = torch.from_numpy(kind.written_at).reshape([-1] + [1] * (len(whole) - 1 - kind.dim)).expand(whole)
+        at, same = at.flatten()[elements], of_written == of_other
+        return torch.where(same, at, 1), torch.where(same, at, 0)
 
     # -- the rules, in the order they are tried
 
@@ -748,6 +777,7 @@ def analyse(
                 held[carry] = carry
             if isinstance(kind, Rows):
                 held[update] = carry
+                analysis.writes[update] = kind
         for node in body.graph.nodes:
             if node in held:
                 magnitude = None if held[node] in infinite else unmeasured(node)
@@ -767,6 +797,16 @@ def analyse(
                 infinite |= set() if analysis.is_finite(put) else {carry}
         if settled:
             return analysis
+
+
+# Elements of a comparison that are looked at one by one.
+_COMPARED_LIMIT = 2**22
+
+
+def _numbers(node: fx.Node, shape: Sequence[int]) -> Tensor:
+    """Which element of a node each element of what it broadcasts to is."""
+    own = example(node)
+    return torch.arange(own.numel()).reshape(own.shape).expand(shape)
 
 
 def _is_finite(magnitude: Magnitude | None) -> bool:

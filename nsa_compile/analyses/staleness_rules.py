@@ -216,6 +216,16 @@ def _compare_with_number(analysis: Analysis, node: fx.Node) -> Facts:
     return replace(facts, can_be_true=removed, surely_false=always)
 
 
+def _compare(analysis: Analysis, node: fx.Node) -> Facts:
+    """An integer is equal to the row of a buffer that it has just become, at the step that writes it."""
+    facts, written = analysis.plain(node), analysis.compared_with_itself(node)
+    if written is None:
+        return facts
+    if node.target in (aten.eq.Tensor, aten.le.Tensor, aten.ge.Tensor):
+        return replace(facts, surely_true=written)
+    return replace(facts, surely_false=written)
+
+
 _NORMS = {aten.linalg_vector_norm.default, aten.var.correction}
 _EXTREMES = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
 
@@ -322,6 +332,9 @@ _BY_RULE: dict[Callable[[Analysis, fx.Node], Facts], Collection[Any]] = {
     _masked_fill: MASKED_FILL,
     _to_copy: {aten._to_copy.default},
     _compare_with_number: {aten.eq.Scalar, aten.ne.Scalar, aten.gt.Scalar, aten.le.Scalar},
+    _compare: {
+        aten.eq.Tensor, aten.le.Tensor, aten.ge.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.gt.Tensor,
+    },
     _reduction: {
         aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.sum.default, aten.mean.default,
         aten.max.default, aten.min.default, aten.linalg_vector_norm.default, aten.var.correction,
