@@ -117,16 +117,16 @@ def _made_of(table: fx.Node, without_gradients: set[fx.Node]) -> tuple[fx.GraphM
         node = todo.pop()
         if node in followed or node in inputs:
             continue
-        if node in without_gradients or not _is_function(node) or len(followed) == MOST_NODES:
-            inputs.add(node)
-            continue
-        if node is not table and example(node).numel() <= example(table)[0].numel():
+        is_small = node is not table and example(node).numel() <= example(table)[0].numel()
+        if is_small or node in without_gradients or not _is_function(node) or len(followed) == MOST_NODES:
+            if example(node).numel() * SMALLER > example(table).numel():
+                return None  # nothing smaller makes it
             inputs.add(node)
             continue
         followed.add(node)
         todo += node.all_input_nodes
         joined |= example(node).numel() >= SMALLER * max((example(x).numel() for x in node.all_input_nodes), default=1)
-    if not joined or table in inputs:
+    if not joined:
         return None
     order = [n for n in table.graph.nodes if n in inputs or n in followed]
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
