@@ -83,7 +83,7 @@ _AT_ALL_STEPS = {
     "torch": torch,
 }
 # Functions of `math` round as Python's own do, so they are called step by step.
-_AT_A_STEP = {**SYMPY_INTERP, **BY_NAME, "math": math}
+AT_A_STEP = {**SYMPY_INTERP, **BY_NAME, "math": math}
 
 
 def at_all_steps(number: Any, given: dict[str, np.ndarray], steps: int) -> np.ndarray:
@@ -112,7 +112,7 @@ def _step_by_step(number: Number, given: dict[str, np.ndarray]) -> np.ndarray:
     names = [str(s) for s in number.expr.free_symbols]
     if not given.keys() >= set(names):
         raise NotFollowed("it reads a number out of a tensor, so that its way depends on data")
-    code, scope = compile(number.text, "<number>", "eval"), _AT_A_STEP
+    code, scope = compile(number.text, "<number>", "eval"), AT_A_STEP
     rows = zip(*(given[name].tolist() for name in names), strict=True)
     found = [_at_a_step(code, scope, dict(zip(names, row, strict=True))) for row in rows]
     known = [x for x in found if x is not None]

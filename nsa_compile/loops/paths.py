@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 from nsa_compile.loops.lists import Appended, IsRead, NotRows, may_be_rows
 from nsa_compile.loops.memos import Memos
-from nsa_compile.loops.numbers import Number, at_all_steps, text_of
+from nsa_compile.loops.numbers import AT_A_STEP, Number, at_all_steps, text_of
 from nsa_compile.loops.source import Variables
 from nsa_compile.loops.state import (
     GLOBAL,
@@ -489,6 +488,6 @@ def _compiled(names: list[str], conditions: list[Number], results: tuple[Any, ..
     source += "".join(f"        if not ({test}): return None\n" for test in tests)
     source += f"        return ({returned})\n"
     source += "    except (ArithmeticError, ValueError): return None\n"  # a step at which the code raises
-    scope: dict[str, Any] = dict(SYMPY_INTERP)
+    scope = dict(AT_A_STEP)
     exec(compile(source, "<conditions of a path>", "exec"), scope)
     return functools.partial(scope["follow"])

@@ -6,6 +6,7 @@ Python's own take a number out of a symbol, and with that each step would be a w
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,34 +20,41 @@ def _never(x: Any) -> bool:
     return False
 
 
-# By function, of which numbers it raises what: the steps at which it does take a way of their own.
+# By function, of which numbers it raises what: the steps at which it does take a way of their own. Of other functions
+# torch does not know between which numbers they lie, which it asks of a condition (torch 2.13).
 _RAISES: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
-    **dict.fromkeys(("log", "log2", "log10"), (lambda x: x <= 0, ValueError)),
-    **dict.fromkeys(("exp", "expm1", "sinh", "cosh"), (lambda x: abs(x) > _LARGEST_EXPONENT, OverflowError)),
+    **dict.fromkeys(("log", "log2"), (lambda x: x <= 0, ValueError)),
+    **dict.fromkeys(("exp", "sinh", "cosh"), (lambda x: abs(x) > _LARGEST_EXPONENT, OverflowError)),
     **dict.fromkeys(("asin", "acos"), (lambda x: abs(x) > 1, ValueError)),
-    **dict.fromkeys(("sin", "cos", "tan", "tanh", "atan", "asinh", "erf", "degrees", "radians"), (_never, ValueError)),
+    **dict.fromkeys(("sin", "cos", "tan", "tanh", "atan"), (_never, ValueError)),
     "sqrt": (lambda x: x < 0, ValueError),
-    "log1p": (lambda x: x <= -1, ValueError),
-    "acosh": (lambda x: x < 1, ValueError),
-    "atanh": (lambda x: abs(x) >= 1, ValueError),
 }
 _SYMBOLS = {name: make_opaque_unary_fn(name) for name in _RAISES}
 # What expressions call them when they are evaluated.
 BY_NAME = {symbol.__name__: getattr(math, name) for name, symbol in _SYMBOLS.items()}
+_NAMES = {getattr(math, name): name for name in (*_RAISES, "pow", "fabs")}
 
 
 def _is_symbolic(x: Any) -> bool:
     return isinstance(x, torch.SymInt | torch.SymFloat)
 
 
-def as_float(*value: Any) -> Any:
-    """Python's `float`, of a symbolic number too."""
-    return torch.sym_float(value[0]) if len(value) == 1 and _is_symbolic(value[0]) else float(*value)
+def makes_numbers(function: Any) -> bool:
+    """Whether a function is one that `made_by` knows another form of."""
+    return function in (float, int) or (type(function) is types.BuiltinFunctionType and function in _NAMES)
 
 
-def as_int(*value: Any, **base: Any) -> Any:
-    """Python's `int`, of a symbolic number too."""
-    return torch.sym_int(value[0]) if len(value) == 1 and _is_symbolic(value[0]) else int(*value, **base)
+def made_by(function: Any, *given: Any, **named: Any) -> Any:
+    """What a function is called for in a loop; `float`, `int` and those of `math` take symbolic numbers, too."""
+    if function in (float, int) and len(given) == 1 and not named:
+        (value,) = given
+        if _is_symbolic(value):
+            return torch.sym_float(value) if function is float else torch.sym_int(value)
+        if isinstance(value, torch.SymBool):
+            return function(bool(value))
+    elif function not in (float, int) and makes_numbers(function):
+        function = getattr(math, _NAMES[function])
+    return function(*given, **named)
 
 
 def functions_of_symbols() -> list[tuple[Any, str, Callable[..., Any]]]:

@@ -25,13 +25,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa_compile.loops.items import goes_over, items_of_call
-from nsa_compile.loops.python_math import as_float, as_int
+from nsa_compile.loops.python_math import made_by, makes_numbers
 from nsa_compile.loops.state import ITEMS
 
 RUN, STEP, POSITION = "__nsa_run", "__nsa_step", "__nsa_position"
-OVER, CALL = "__nsa_over", "__nsa_call"
-# Types that are called to make numbers: what stands in their place.
-NUMBERS = {"float": ("__nsa_float", as_float), "int": ("__nsa_int", as_int)}
+OVER, CALL, MADE_BY = "__nsa_over", "__nsa_call", "__nsa_made_by"
 
 
 class NotALoop(Exception):
@@ -63,21 +61,16 @@ def cut_out_loop(
     outside = {id(n) for n in ast.walk(definition)} - set(map(id, inside))
     _refuse_names_by_text(definition)
     variables = _variables(definition, loop, outside)
-    code = function.__code__
-    known = {*function.__globals__, *code.co_freevars, *code.co_varnames, *code.co_cellvars}
-    loop.body = [_Numbers(NUMBERS.keys() - known).visit(statement) for statement in loop.body]
+    loop.body = [_Numbers(function.__globals__).visit(statement) for statement in loop.body]
     replaced = _Replaced(loop, variables[0])
     definition.body = [s for statement in definition.body for s in _many(replaced.visit(statement))]
     definition.decorator_list = []
     ast.increment_lineno(definition, first_line - 1)
     free = function.__code__.co_freevars
-    inner = _compiled(
-        definition, [*free, RUN, OVER, CALL, *(name for name, _ in NUMBERS.values())], function.__code__.co_filename
-    )
+    inner = _compiled(definition, [*free, RUN, OVER, CALL, MADE_BY], function.__code__.co_filename)
     cells = dict(zip(free, function.__closure__ or (), strict=True))
     cells[RUN] = types.CellType(lambda items, step: run(items, step, variables[1]))
-    cells |= {OVER: types.CellType(goes_over), CALL: types.CellType(items_of_call)}
-    cells |= {name: types.CellType(stands_in) for name, stands_in in NUMBERS.values()}
+    cells |= {OVER: types.CellType(goes_over), CALL: types.CellType(items_of_call), MADE_BY: types.CellType(made_by)}
     closure = tuple(cells[name] for name in inner.co_freevars)
     made = types.FunctionType(inner, function.__globals__, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
@@ -385,14 +378,15 @@ class _Continues(ast.NodeTransformer):
 
 
 class _Numbers(ast.NodeTransformer):
-    """Python's `float` and `int`, where they are called, also take numbers that change from step to step."""
+    """Calls of `float`, `int` and functions of `math`, which also take numbers that change from step to step."""
 
-    def __init__(self, names: set[str]) -> None:
-        self.names = names
+    def __init__(self, variables: dict[str, Any]) -> None:
+        self.names = {"float", "int"} | {name for name, x in variables.items() if makes_numbers(x)}
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if isinstance(node.func, ast.Name) and node.func.id in self.names:
-            node.func = ast.copy_location(_name(NUMBERS[node.func.id][0]), node.func)
+            node.args.insert(0, node.func)
+            node.func = ast.copy_location(_name(MADE_BY), node.func)
         return self.generic_visit(node)
 
 
