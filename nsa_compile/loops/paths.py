@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,6 +187,7 @@ class Explorer:
         self.plain: set[Path] = set()  # lists that are read
         self.watched = Watched(module_variables(step), step.__globals__)
         self.traced = 0
+        self.taken = Counter[str]()  # lines at which Python makes a number of a symbol, by how many traces have done so
 
     def explore(self) -> Exploration:
         """Trace until every step has a way. The variables are left as they were.
@@ -326,7 +328,7 @@ class Explorer:
     def _trace(self, t: int, number: int, integers: tuple[int, ...], first: Snapshot) -> Way:
         self.traced += 1
         if self.traced > 3 * WAYS or len(self.skeletons) > WAYS:
-            raise NotFollowed(self._too_many)
+            raise self._too_many()
         skeleton = self.skeletons[number]
         values = dict(zip(skeleton.symbols, integers, strict=True))
         given: dict[Path, Given] = {}
@@ -353,7 +355,7 @@ class Explorer:
         names = [next(str(s) for s, what in trace.symbols.items() if what == symbol) for symbol in skeleton.symbols]
         position = next(str(s) for s, what in trace.symbols.items() if what == "t")
         if len(self.known) > WAYS:
-            raise NotFollowed(self._too_many)
+            raise self._too_many()
         return Way(trace, number, after, _compiled([position, *names], trace.conditions, following))
 
     def _traced(self, t: int, before: Snapshot, given: dict[Path, Given], first: Snapshot) -> Trace:
@@ -371,6 +373,7 @@ class Explorer:
                 traces.append(
                     trace_step(self.step, t, before, given, lists, tensors, of.temporary, of.read_after, noted)
                 )
+                self.taken.update(set(traces[-1].taken))
 
         try:
             follow()
@@ -389,14 +392,18 @@ class Explorer:
         container = first.containers.get(path)
         return path not in self.never_rows and container is not None and may_be_rows(container.value)
 
-    @property
-    def _too_many(self) -> str:
+    def _too_many(self) -> NotFollowed:
         ways = "its steps take too many different ways, one for each value of a number or length of a list"
         if not self.never_rows:
-            return ways
+            ((place, times),) = self.taken.most_common(1) or [("", 0)]
+            if times <= WAYS:
+                return NotFollowed(ways)
+            return NotFollowed(
+                f"{ways}: Python makes a number of it there, as `math.gcd` does; `//`, `%` and `**` do not", place
+            )
         held = self.skeletons[-1].leaves
         name = in_words(max(sorted(self.never_rows, key=str), key=lambda p: sum(path[: len(p)] == p for path in held)))
-        return (
+        return NotFollowed(
             f"{ways}; {name} is read element by element, or its elements differ in shape: torch.stack({name}), "
             f"{name}[-n:], {name} + others and del {name}[0] keep it one tensor"
         )

@@ -44,6 +44,7 @@ _BETWEEN = ("<frozen", numpy.__path__[0], torch.backends.__path__[0])
 _ARITHMETIC = ("add", "sub", "mul", "pow", "and", "or", "xor")
 _COMPUTE = {f"__{reverse}{name}__" for name in _ARITHMETIC for reverse in ("", "r")}
 _COMPUTE |= {f"__{name}__" for name in ("bool", "int", "index", "float", "neg", "eq", "ne", "lt", "le", "gt", "ge")}
+_TAKE = {"__int__", "__index__", "__float__"}
 
 
 class NotHashable(TypeError):
@@ -88,10 +89,10 @@ class PythonType(type, metaclass=_KindOfKinds):
 
 
 @contextlib.contextmanager
-def stand_ins_unseen() -> Iterator[None]:
+def stand_ins_unseen(taken: list[str]) -> Iterator[None]:
     """Inside this context the code of a loop takes a symbolic number for an int, a float or a bool, and a tensor of the
-    trace for a tensor."""
-    changes = [(kind, name, change) for kind in _KINDS for name, change in _changes(kind).items()]
+    trace for a tensor. The lines at which Python takes a number out of a symbol are added to those given."""
+    changes = [(kind, name, change) for kind in _KINDS for name, change in _changes(kind, taken).items()]
     changes += [(FunctionalTensor, name, change) for name, change in _changes_of_tensors().items()]
     before = [(kind, name, vars(kind).get(name)) for kind, name, _ in changes]
     try:
@@ -118,7 +119,7 @@ def _set(kind: type, name: str, value: Any) -> None:
         delattr(kind, name)
 
 
-def _changes(kind: type) -> dict[str, Any]:
+def _changes(kind: type, taken: list[str]) -> dict[str, Any]:
     own = _KINDS[kind]
 
     def missing(self: Any, name: str) -> Any:
@@ -134,6 +135,7 @@ def _changes(kind: type) -> dict[str, Any]:
     known_hash: Any = kind.__hash__
     own_methods = {name: x for name, x in vars(kind).items() if isinstance(x, types.FunctionType) and name in _COMPUTE}
     changes: dict[str, Any] = {name: _quiet(method) for name, method in own_methods.items()}
+    changes |= {name: _taking(changes[name], taken) for name in _TAKE & changes.keys()}
     changes |= {
         "__hash__": hash_of,
         "__class__": property(lambda self: own if _asked_by_loop() else kind),
@@ -149,6 +151,17 @@ def _changes(kind: type) -> dict[str, Any]:
     if kind is torch.SymInt:
         changes["__round__"] = _rounding(kind.__round__)
     return changes | {name: _no_text(getattr(kind, name)) for name in ("__repr__", "__str__", "__format__")}
+
+
+def _taking(known: Callable[..., Any], taken: list[str]) -> Callable[..., Any]:
+    """A method that makes a number of a symbol, with which a step is one of its own; notes the line of the loop."""
+
+    def method(self: Any) -> Any:
+        if (frame := frame_of_loop(sys._getframe(1))) is not None:
+            taken.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return known(self)
+
+    return method
 
 
 def _quiet(known: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ class Trace:
     outside: dict[Ref, Tensor] = field(default_factory=dict)
     literals: set[Ref] = field(default_factory=set)  # of these, what the step has made of numbers
     conditions: list[Number] = field(default_factory=list)
-    stack_of_condition: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)  # lines of the loop at which Python makes a number of a symbol
     symbols: dict[Any, Any] = field(default_factory=dict)  # what each is: "t", or a path and a dimension
     after: Snapshot | None = None
     results: dict[Path, Ref | Number | Any] = field(default_factory=dict)  # leaves after the step

@@ -161,7 +161,7 @@ def trace_step(
             drop(cells, temporary)
             held = held_by_containers(before)
             rewritten = _Rewritten(outside, functional)
-            with outside, rewritten, refused_effects(), stand_ins_unseen():
+            with outside, rewritten, refused_effects(), stand_ins_unseen(trace.taken):
                 handed = begin_lists(before)
                 with noted():
                     step(position)
@@ -184,7 +184,6 @@ def trace_step(
         raise NotFollowed(_in_a_line(error), _line_of(error, step)) from error
     for guard in env.guards:
         trace.conditions.append(as_number(guard.expr, True))
-        trace.stack_of_condition.append(str(getattr(guard, "sloc", "")))
     return trace
 
 
