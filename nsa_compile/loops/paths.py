@@ -398,9 +398,8 @@ class Explorer:
             ((place, times),) = self.taken.most_common(1) or [("", 0)]
             if times <= WAYS:
                 return NotFollowed(ways)
-            return NotFollowed(
-                f"{ways}: Python makes a number of it there, as `math.gcd` does; `//`, `%` and `**` do not", place
-            )
+            needs = "that Python needs as its own there, as range(n) does; n // 2, len(k) and math.sqrt(n) do not"
+            return NotFollowed(f"its steps take too many different ways, one for each value of a number {needs}", place)
         held = self.skeletons[-1].leaves
         name = in_words(max(sorted(self.never_rows, key=str), key=lambda p: sum(path[: len(p)] == p for path in held)))
         return NotFollowed(

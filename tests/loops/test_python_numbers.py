@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nsa_compile
-from nsa_compile.loops import paths
+from nsa_compile.loops import LoopDeclined, paths
 
 S = 200  # more than steps may be traced
 
@@ -114,3 +114,17 @@ def test_what_raises_at_some_step_raises(name):
     for function in (run, compiled):
         with pytest.raises((ValueError, OverflowError), match=r"math (domain|range) error"):
             function(x)
+
+
+def test_too_many_ways_name_the_line():
+    def run(x):
+        found = []
+        for t in range(len(x)):
+            number = math.gcd(t, 6)  # this line
+            found.append(x[t] * number)
+        return torch.stack(found)
+
+    compiled = nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")
+    line = run.__code__.co_firstlineno + 3
+    with pytest.raises(LoopDeclined, match=rf"different ways.* as range\(n\) does.*test_python_numbers.py:{line}\)"):
+        compiled(torch.randn(S, 2))
