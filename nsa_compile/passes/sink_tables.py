@@ -15,12 +15,15 @@ Which tables, and how a row is made, is in `analyses/table_rows.py`.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from nsa_compile import modes
 from nsa_compile.analyses.table_rows import SMALLER, Part, TableRows
@@ -31,6 +34,7 @@ from nsa_compile.ir.scans import (
     WRITTEN,
     Declined,
     ScanSite,
+    constant_value,
     example,
     find_scans,
     key_of_example,
@@ -58,9 +62,16 @@ def sink_tables(gm: fx.GraphModule, context: PassContext) -> bool:
 
 @dataclass
 class _Table:
-    """A table whose rows a scan takes: how it is made, in ATen, of which captured nodes, and how a row is made."""
+    """A table of which each step reads a row: how it is made, in ATen, of which captured nodes, and how a row is made.
+
+    Attributes:
+        captured: the table, outside of the step.
+        read: the place in the body of the node that is its row.
+        part: the table in the graph that makes it, and its dimension of one number for each step.
+    """
 
     captured: fx.Node
+    read: int
     graph: fx.GraphModule
     inputs: list[fx.Node]
     rows: TableRows
@@ -79,12 +90,12 @@ class _Table:
 
 
 def _find(site: ScanSite) -> _Table | None:
-    """A table whose rows a scan takes and can as well compute."""
+    """A table of which a step reads a row, and can as well compute it."""
     if site.length < 2 or modes.sets_autocast(site.owner.graph.nodes) or any(on for _, _, on in modes.autocast_now()):
         return None
     without_gradients = _without_gradients(site.owner)
-    for captured in site.xs:
-        if example(captured).dim() < 2 or (made := _made_of(captured, without_gradients)) is None:
+    for captured, dim, read in _rows_read(site):
+        if example(captured).dim() < 2 or (made := _made_of(captured, site.length, without_gradients)) is None:
             continue
         try:
             graph = lower_graph(made[0])
@@ -92,10 +103,51 @@ def _find(site: ScanSite) -> _Table | None:
             continue
         first = next(n for n in graph.graph.nodes if n.op != "placeholder")
         steps = NodeBuilder(graph, first)(aten.arange.default, site.length, device=example(captured).device)
-        table = _Table(captured, graph, made[1], TableRows(steps), (results(graph)[0], 0))
+        place = list(site.body.graph.nodes).index(read)
+        table = _Table(captured, place, graph, made[1], TableRows(steps), (results(graph)[0], dim))
         if table.is_worth_it():
             return table
     return None
+
+
+def _rows_read(site: ScanSite) -> Iterator[tuple[fx.Node, int, fx.Node]]:
+    """Tensors outside of a step, their dimension of steps, and the node of the step that is a row of one: what a scan
+    takes rows of, and what its step picks a row of by its own number."""
+    _, xs, additional = site.placeholders()
+    yield from ((captured, 0, row) for captured, row in zip(site.xs, xs, strict=True))
+    known = dict[fx.Node, Tensor | None]()
+    numbers = [row for captured, row in zip(site.xs, xs, strict=True) if _counts_steps(constant_value(captured, known))]
+    outside = dict(zip(additional, site.additional, strict=True))
+    for node in site.body.graph.nodes:
+        is_pick = node.target in ("index_select", torch.index_select, aten.index_select.default)
+        if is_pick and len(node.args) == 3 and not node.kwargs and (captured := outside.get(node.args[0])) is not None:
+            dim = node.args[1] % max(1, example(captured).dim())
+            if example(captured).shape[dim] == site.length and _is_one_of(node.args[2], numbers):
+                yield captured, dim, node
+
+
+def _counts_steps(value: Tensor | None) -> bool:
+    if value is None or value.dim() != 1 or value.dtype != torch.int64:
+        return False
+    with unset_fake_temporarily():
+        return torch.equal(value, torch.arange(len(value)))
+
+
+def _is_one_of(index: Any, numbers: list[fx.Node]) -> bool:
+    """Whether an index of one element is one of these, none of which is below 0."""
+    while isinstance(index, fx.Node) and index not in numbers:
+        if index.target is torch.where:  # a number below 0 counts from behind
+            below, _, number = index.args
+            if not isinstance(below, fx.Node) or below.target is not operator.lt or below.args != (number, 0):
+                return False
+            index = number
+        elif index.target in ("reshape", "view", "long", "unsqueeze") or (
+            index.target is operator.getitem and index.args[1] is None
+        ):
+            index = index.args[0]
+        else:
+            return False
+    return isinstance(index, fx.Node)
 
 
 def _without_gradients(owner: fx.GraphModule) -> set[fx.Node]:
@@ -109,15 +161,18 @@ def _without_gradients(owner: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _made_of(table: fx.Node, without_gradients: set[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]] | None:
-    """The part of a captured graph that makes a table of something smaller, and what it reads; None if none does."""
+def _made_of(
+    table: fx.Node, length: int, without_gradients: set[fx.Node]
+) -> tuple[fx.GraphModule, list[fx.Node]] | None:
+    """The part of a captured graph that makes a table of as many rows of something smaller, and what it reads; None if
+    none does."""
     followed, inputs = set[fx.Node](), set[fx.Node]()
     todo, joined = [table], False
     while todo:
         node = todo.pop()
         if node in followed or node in inputs:
             continue
-        is_small = node is not table and example(node).numel() <= example(table)[0].numel()
+        is_small = node is not table and example(node).numel() * length <= example(table).numel()
         if is_small or node in without_gradients or not _is_function(node) or len(followed) == MOST_NODES:
             if example(node).numel() * SMALLER > example(table).numel():
                 return None  # nothing smaller makes it
@@ -155,7 +210,8 @@ def _is_function(node: fx.Node) -> bool:
 def _sink(site: ScanSite, table: _Table, context: PassContext) -> None:
     """Let a scan take what a table is made of, and its step compute the rows."""
     scan, owner = site.node, site.owner
-    body, place = copied_body(site.body), site.xs.index(table.captured)
+    body = copied_body(site.body)
+    read = list(body.graph.nodes)[table.read]
     roots = [part for dim in (True, False) for part in table.roots if (part[1] is not None) == dim]
     output = table.graph.graph.output_node()
     build = NodeBuilder(table.graph, output)
@@ -164,28 +220,31 @@ def _sink(site: ScanSite, table: _Table, context: PassContext) -> None:
     outside = copy_nodes(owner, scan, table.graph, table.inputs)
 
     inputs = body.graph.find_nodes(op="placeholder")
-    old = inputs[len(site.init) + place]
+    given = dict(zip(inputs, [*site.init, *site.xs, *site.additional], strict=True))
     own = [part for part in roots if part[1] is not None]
-    after_rows = inputs[len(site.init) + len(site.xs) - 1]
-    rows = dict(zip(own, _add_inputs(body, after_rows, [_row(x) for x in outside[: len(own)]]), strict=True))
-    last = body.graph.find_nodes(op="placeholder")[-1]
+    last_row = inputs[len(site.init) + len(site.xs) - 1]
+    rows = _add_inputs(body, last_row, [_row(x) for x in outside[: len(own)]])
     whole = [blank(example(x), requires_grad=example(x).requires_grad) for x in outside[len(own) :]]
-    rows |= dict(zip(roots[len(own) :], _add_inputs(body, last, whole), strict=True))
+    others = _add_inputs(body, body.graph.find_nodes(op="placeholder")[-1], whole)
+    given |= dict(zip([*rows, *others], outside, strict=True))
 
-    first = next(n for n in body.graph.nodes if n.op != "placeholder")
-    build = NodeBuilder(body, first)
-    for part in own:  # a step is a dimension, as in the table
-        rows[part] = build(aten.unsqueeze.default, rows[part], part[1])
-    row = build(aten.squeeze.dim, table.rows.make(table.part, build, rows), 0)
-    old.replace_all_uses_with(row)
-    body.graph.erase_node(old)
+    build = NodeBuilder(body, next(n for n in body.graph.nodes if n.op != "placeholder"))
+    # A step is a dimension, as in the table.
+    rows = [build(aten.unsqueeze.default, row, part[1]) for row, part in zip(rows, own, strict=True)]
+    row = table.rows.make(table.part, build, dict(zip(roots, [*rows, *others], strict=True)))
+    read.replace_all_uses_with(build(aten.squeeze.dim, row, 0) if read.op == "placeholder" else row)
+    unused = [read] if read.op == "placeholder" else [read, operand(read)]
+    for node in unused:
+        if not node.users:
+            body.graph.erase_node(node)
     body.recompile()
 
     with owner.graph.inserting_before(scan):
         called = owner.graph.get_attr(context.add_module(owner, f"{operand(scan).target}_sunk", body))
     called.meta = dict(operand(scan).meta)
-    xs = [*site.xs[:place], *site.xs[place + 1 :], *outside[: len(own)]]
-    scan.args = (called, site.init, xs, [*site.additional, *outside[len(own) :]])
+    taken = [given[n] for n in body.graph.find_nodes(op="placeholder")]
+    a, b = len(site.init), len(site.init) + len(site.xs) + len(own) - (read.op == "placeholder")
+    scan.args = (called, taken[:a], taken[a:b], taken[b:])
     eliminate_dead_code(owner)
 
 

@@ -616,7 +616,8 @@ def test_copies_that_someone_outside_may_hold_stay_copies():
         assert torch.equal(held, torch.ones(3))
         assert torch.equal(swapped, torch.arange(3.0))
         torch.testing.assert_close(cache, torch.arange(3.0).softmax(-1))
-    assert "a step by itself" in last_report().passes[0].matches[0]
+    (resolved,) = [p for p in last_report().passes if p.name == "resolve_carries"]
+    assert "a step by itself" in resolved.matches[0]
 
 
 # ------------------------------------------------------------------------------------- caches that are read as they lie

@@ -81,16 +81,35 @@ def given():
     return *(x.clone().requires_grad_() for x in (w, v, b)), i
 
 
-def program(table):
+def program(table, pick=None):
+    """A recurrence over the sums of rows of a table, which a scan takes, or which its step picks."""
+
     def run(w, v, b, i):
         def step(c, row):
+            row = row if pick is None else pick(made, row)
             new = c * 0.5 + row.sum()
             return new, torch.where(row, 2.0, v[0]) if row.dtype == torch.bool else row * v[1]
 
         made = table(w, v, b, i)
-        return scan(step, w.new_zeros(()), made.nan_to_num(neginf=-7.0) if made.is_floating_point() else made)
+        made = made.movedim(0, 1) if pick is PICKS["picked along another dimension"] else made
+        made = made.nan_to_num(neginf=-7.0) if made.is_floating_point() else made
+        return scan(step, w.new_zeros(()), made if pick is None else steps())
 
     return run
+
+
+PICKS = {
+    "taken": None,
+    "picked": lambda table, t: table[t],
+    "picked by index_select": lambda table, t: table.index_select(0, t[None])[0],
+    "picked along another dimension": lambda table, t: table[:, t],
+}
+# Other rows than that of the step itself.
+OTHER_PICKS = {
+    "the next row": lambda table, t: table[(t + 1).clamp(max=S - 1)],
+    "counted from behind": lambda table, t: table[-1 - t],
+    "by twos": lambda table, t: table[t // 2],
+}
 
 
 def sunk():
@@ -102,6 +121,19 @@ def sunk():
 def test_rows_are_computed_in_the_step(name):
     equal_gradients(program(TABLES[name]), *given())
     assert sunk()
+
+
+@pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.parametrize("name", ["a sum of rows and columns", "lower triangle of ones", "triangles of a batch"])
+def test_rows_that_a_step_picks_are_computed(name, pick):
+    equal_gradients(program(TABLES[name], PICKS[pick]), *given())
+    assert sunk()
+
+
+@pytest.mark.parametrize("pick", OTHER_PICKS)
+def test_other_rows_are_picked(pick):
+    equal_gradients(program(TABLES["a sum of rows and columns"], OTHER_PICKS[pick]), *given())
+    assert not sunk()
 
 
 @pytest.mark.parametrize("name", NOT_SUNK)
