@@ -218,14 +218,19 @@ class Explorer:
         way_of = np.zeros(self.length, np.int64)
         states: list[tuple[int, tuple[int, ...]]] = [(number, integers)]
         by_skeleton: dict[int, list[int]] = {}
+        alone = 0  # steps in a row of which each has taken a way of its own
         for t in range(self.length):
             following = None
             for i in by_skeleton.get(number, ()):
                 following = ways[i].follow(t, *integers)
                 if following is not None:
                     way_of[t], number = i, ways[i].after
+                    alone = 0
                     break
             else:
+                alone += 1
+                if alone > WAYS:  # all of them would, and nothing could be computed together
+                    raise self._too_many()
                 way = self._trace(t, number, integers, first)
                 by_skeleton.setdefault(number, []).append(len(ways))
                 ways.append(way)

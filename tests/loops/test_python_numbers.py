@@ -128,3 +128,22 @@ def test_too_many_ways_name_the_line():
     line = run.__code__.co_firstlineno + 3
     with pytest.raises(LoopDeclined, match=rf"different ways.* as range\(n\) does.*test_python_numbers.py:{line}\)"):
         compiled(torch.randn(S, 2))
+
+
+def test_a_loop_within_the_loop_is_declined_before_it_is_unrolled(ways):
+    """Each step would be a way of its own: that is seen from 40 of them, not after they have all been traced."""
+
+    def run(q, k):
+        found = []
+        for t in range(len(q)):
+            scores = []
+            for j in range(t + 1):
+                scores.append((q[t] * k[j]).sum())
+            found.append(torch.stack(scores).softmax(0).sum())
+        return torch.stack(found)
+
+    compiled = nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")
+    line = run.__code__.co_firstlineno + 4
+    with pytest.raises(LoopDeclined, match=rf"too many different ways.*test_python_numbers.py:{line}\)"):
+        compiled(torch.randn(100, 2), torch.randn(100, 2))
+    assert len(ways) < 60
