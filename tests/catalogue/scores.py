@@ -44,6 +44,17 @@ def alibi_by_rows(z, q, k, v):
     return over_cache(z, attend, q, k, v, bias.transpose(0, 1).expand(z.B, -1, -1, -1))
 
 
+@program("alibi", "a table [H, S, S] made before, of which the step reads bias[:, t]")
+def alibi_by_pick(z, q, k, v):
+    distance = torch.arange(z.S) - torch.arange(z.S)[:, None]
+    bias = (_slopes(z, q)[:, None] * distance).masked_fill(distance > 0, -torch.inf)  # [H, S, S]
+
+    def attend(t, q, K, V):
+        return weigh((score(q, K) + bias[:, t]).softmax(-1), V)
+
+    return over_cache(z, attend, q, k, v)
+
+
 @program("alibi", "F.scaled_dot_product_attention, the bias is its float mask")
 def alibi_by_sdpa(z, q, k, v):
     positions = torch.arange(z.S)
@@ -97,6 +108,13 @@ def relative_bias_by_rows(z, q, k, v, bias_table):
     distance = (torch.arange(z.S)[:, None] - torch.arange(z.S)).clamp(0, z.window - 1)
     bias = bias_table[:, distance].transpose(0, 1).expand(z.B, -1, -1, -1)
     return _causal(z, q, k, v, lambda t, s, bias: s + bias, bias)
+
+
+@program("relative_bias", "T5: a table [H, S, S] made before, of which the step reads bias[:, t]")
+def relative_bias_by_pick(z, q, k, v, bias_table):
+    distance = (torch.arange(z.S)[:, None] - torch.arange(z.S)).clamp(0, z.window - 1)
+    bias = bias_table[:, distance]
+    return _causal(z, q, k, v, lambda t, s: s + bias[:, t])
 
 
 @program("bias_rows", "a learned bias [H, S, S], scanned by rows")
