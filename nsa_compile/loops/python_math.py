@@ -41,18 +41,22 @@ def _is_symbolic(x: Any) -> bool:
 
 def makes_numbers(function: Any) -> bool:
     """Whether a function is one that `made_by` knows another form of."""
-    return function in (float, int) or (type(function) is types.BuiltinFunctionType and function in _NAMES)
+    return function is float or function is int or _is_of_math(function)
+
+
+def _is_of_math(function: Any) -> bool:
+    return type(function) is types.BuiltinFunctionType and function in _NAMES
 
 
 def made_by(function: Any, *given: Any, **named: Any) -> Any:
     """What a function is called for in a loop; `float`, `int` and those of `math` take symbolic numbers, too."""
-    if function in (float, int) and len(given) == 1 and not named:
+    if (function is float or function is int) and len(given) == 1 and not named:
         (value,) = given
         if _is_symbolic(value):
             return torch.sym_float(value) if function is float else torch.sym_int(value)
         if isinstance(value, torch.SymBool):
             return function(bool(value))
-    elif function not in (float, int) and makes_numbers(function):
+    elif _is_of_math(function):
         function = getattr(math, _NAMES[function])
     return function(*given, **named)
 

@@ -127,10 +127,11 @@ def _rows_read(site: ScanSite) -> Iterator[tuple[fx.Node, int, fx.Node]]:
 
 
 def _counts_steps(value: Tensor | None) -> bool:
-    if value is None or value.dim() != 1 or value.dtype != torch.int64:
+    # Under a default device that holds no numbers, nothing is known of them.
+    if value is None or value.dim() != 1 or value.dtype != torch.int64 or value.device.type != "cpu":
         return False
     with unset_fake_temporarily():
-        return torch.equal(value, torch.arange(len(value)))
+        return torch.equal(value, torch.arange(len(value), device="cpu"))
 
 
 def _is_one_of(index: Any, numbers: list[fx.Node]) -> bool:
