@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from nsa_compile.ir.aten import COPIED, MASKED_FILL, arguments, aten, filled_with, is_inexact, operand
 from nsa_compile.ir.rewriting import NodeBuilder
@@ -47,6 +48,7 @@ class TableRows:
     steps: fx.Node
     _rules: dict[Part, _Rule | None] = field(default_factory=dict)
     _roots: dict[Part, frozenset[Part]] = field(default_factory=dict)
+    _joins: dict[Part, bool] = field(default_factory=dict)
 
     def roots(self, part: Part) -> frozenset[Part]:
         """What a row is made of in the end; the part itself, where that is no less."""
@@ -64,8 +66,11 @@ class TableRows:
 
     def joins(self, part: Part) -> bool:
         """Whether something on the way from the roots is larger than what it is made of, and not by repeating it."""
-        rule = self._rules[part] if self.roots(part) else None
-        return rule is not None and (rule.joins or any(map(self.joins, rule.parts)))
+        if part not in self._joins:
+            self.roots(part)
+            rule = self._rules[part]
+            self._joins[part] = rule is not None and (rule.joins or any(map(self.joins, rule.parts)))
+        return self._joins[part]
 
     def make(self, part: Part, build: NodeBuilder, rows: dict[Part, fx.Node]) -> fx.Node:
         """The row of a part, made of those of its roots, which are in `rows`, where others are noted."""
@@ -78,11 +83,11 @@ class TableRows:
         return rows[part]
 
     def _rule(self, node: fx.Node, dim: int) -> _Rule | None:
-        if node.op != "call_function":
+        if not isinstance(node.target, OpOverload):
             return None
         if filled_with(node) is not None:
             return _filled(node, dim)
-        if node.target in _BY_ELEMENT or torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
+        if node.target in _BY_ELEMENT or torch.Tag.pointwise in node.target.tags:
             return _by_element(node, dim)
         if node.target in (aten.tril.default, aten.triu.default):
             return self._triangle(node, dim)

@@ -91,7 +91,8 @@ class _Table:
 
 def _find(site: ScanSite) -> _Table | None:
     """A table of which a step reads a row, and can as well compute it."""
-    if site.length < 2 or modes.sets_autocast(site.owner.graph.nodes) or any(on for _, _, on in modes.autocast_now()):
+    has_autocast = any(on for _, _, on in modes.autocast_at(site.node)) or modes.sets_autocast(site.owner.graph.nodes)
+    if site.length < 2 or has_autocast:
         return None
     without_gradients = _without_gradients(site.owner)
     for captured, dim, read in _rows_read(site):

@@ -27,6 +27,12 @@ def apart():
     return steps()[:, None] - steps()
 
 
+def squared(table, times):
+    for _ in range(times):
+        table = table * table * 0.01
+    return table
+
+
 # How a table is made, steps first, of numbers w [S], v [S], a table of numbers b [H, S] and integers i [S].
 TABLES = {
     "a distance times slopes": lambda w, v, b, i: (v[:H, None, None] * apart()).transpose(0, 1),
@@ -58,6 +64,7 @@ TABLES = {
     "integers that are narrow": lambda w, v, b, i: i.to(torch.int8)[:, None] * 60 + i.to(torch.int8),
     "a number of one dimension counts less": lambda w, v, b, i: steps(torch.int32)[:, None] * i[:1, None] * v,
     "detached": lambda w, v, b, i: (w[:, None] * v).detach() * v,
+    "of itself, many times": lambda w, v, b, i: squared(w[:, None] + v, 25),
     "of two makings": lambda w, v, b, i: (w[:, None] * v).tril() + (v[:, None] * w).triu() * 2,
 }
 
