@@ -38,9 +38,8 @@ def as_number(value: Any, is_expression: bool = False) -> Any:
     """A symbolic number, or an expression of some, as a `Number`; one that is no longer symbolic as a number of
     Python's; anything else as it is."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
         expr = value.node.expr
-        return Number(expr) if expr.free_symbols else kind(expr)
+        return Number(expr) if expr.free_symbols else value.node.hint
     if is_expression and isinstance(value, sympy.Basic):
         return Number(value)
     return value

@@ -1,42 +1,188 @@
-"""Functions of Python's `math`, `float` and `int` of numbers that change from step to step: they stay symbolic.
+"""Floating-point numbers that are made of numbers which change from step to step, and functions of Python's `math`.
 
-Python's own take a number out of a symbol, and with that each step would be a way of its own.
+Torch's symbols compute with real numbers: they put sums and products into another order, cancel them, and take a
+remainder for an integer. What Python computes is rounded at each operation. So each operation on floating-point
+numbers is a function here, of which nothing is known but what Python makes of it at a step; a comparison is decided at
+the step that is traced, and is a condition of the trace.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+import struct
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
-from torch.utils._sympy.functions import make_opaque_unary_fn
+from torch.utils._sympy.value_ranges import SymPyValueRangeAnalysis, ValueRanges
 
-_LARGEST_EXPONENT = math.log(torch.finfo(torch.float64).max)
+_OF_MATH = (
+    "sqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
+    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "gamma", "lgamma", "pow", "fmod", "remainder",
+    "hypot", "copysign", "fabs", "degrees", "radians", "isqrt", "gcd", "lcm", "comb", "perm", "factorial", "isfinite",
+    "isinf", "isnan", "isclose",
+)  # fmt: skip
+_OWN: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _OF_MATH}
+_NAMES = {function: name for name, function in _OWN.items()}
 
 
-def _never(x: Any) -> bool:
-    return False
+def _float_of(bits: int) -> float:
+    """A constant, which as a number of sympy's would be printed with fewer digits."""
+    return float(struct.unpack("<d", int(bits).to_bytes(8, "little"))[0])
 
 
-# By function, of which numbers it raises what: the steps at which it does take a way of their own. Of other functions
-# torch does not know between which numbers they lie, which it asks of a condition (torch 2.13).
-_RAISES: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
-    **dict.fromkeys(("log", "log2"), (lambda x: x <= 0, ValueError)),
-    **dict.fromkeys(("exp", "sinh", "cosh"), (lambda x: abs(x) > _LARGEST_EXPONENT, OverflowError)),
-    **dict.fromkeys(("asin", "acos"), (lambda x: abs(x) > 1, ValueError)),
-    **dict.fromkeys(("sin", "cos", "tan", "tanh", "atan"), (_never, ValueError)),
-    "sqrt": (lambda x: x < 0, ValueError),
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 }
-_SYMBOLS = {name: make_opaque_unary_fn(name) for name in _RAISES}
+_COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+_OF_FLOATS: dict[str, Callable[..., Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": abs,
+    "int": int,
+    "float": float,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "round": round,
+    "is_integer": float.is_integer,
+}
+_FUNCTIONS = {**_ARITHMETIC, **_COMPARISONS, **_OF_FLOATS, **_OWN, "float_of": _float_of, "not_": operator.not_}
+_FUNCTIONS["defined"] = lambda _: True  # its operand has raised, if it does
 # What expressions call them when they are evaluated.
-BY_NAME = {symbol.__name__: getattr(math, name) for name, symbol in _SYMBOLS.items()}
-_NAMES = {getattr(math, name): name for name in (*_RAISES, "pow", "fabs")}
+BY_NAME = {f"nsa_{name}": function for name, function in _FUNCTIONS.items()}
+# Of these it is known that no number makes them raise.
+_NEVER_RAISE = {"add", "sub", "mul", "neg", "pos", "abs", *_COMPARISONS, "is_integer"}
+
+
+def _symbol(name: str, is_integer: bool) -> Any:
+    handler = "nsa_integer" if is_integer else "nsa_number"
+    known = {"_torch_handler_name": handler, "is_real": True, "eval": classmethod(lambda cls, *args: None)}
+    return type(f"nsa_{name}", (sympy.Function,), known | ({"is_integer": True} if is_integer else {}))
+
+
+_SYMBOLS = {(name, is_integer): _symbol(name, is_integer) for name in _FUNCTIONS for is_integer in (False, True)}
+
+# Torch asks between which numbers each function lies (torch 2.13).
+SymPyValueRangeAnalysis.nsa_number = staticmethod(lambda *_: ValueRanges.unknown())  # type: ignore[attr-defined]
+SymPyValueRangeAnalysis.nsa_integer = staticmethod(lambda *_: ValueRanges.unknown_int())  # type: ignore[attr-defined]
+
+_conditions: list[list[Any]] = []  # of the trace that is made
+
+
+@contextmanager
+def noting_conditions(conditions: list[Any]) -> Iterator[None]:
+    """Inside this context what is decided about floating-point numbers is added to these conditions, as expressions."""
+    _conditions.append(conditions)
+    try:
+        yield
+    finally:
+        _conditions.pop()
 
 
 def _is_symbolic(x: Any) -> bool:
-    return isinstance(x, torch.SymInt | torch.SymFloat)
+    return type(x) in (torch.SymInt, torch.SymFloat)
+
+
+def _hint(x: Any) -> Any:
+    """What a number is at the step that is traced."""
+    return x.node.hint if _is_symbolic(x) else x
+
+
+def _expression(x: Any) -> Any:
+    if _is_symbolic(x):
+        return x.node.expr
+    if isinstance(x, float):
+        bits = int.from_bytes(struct.pack("<d", x), "little")
+        return _SYMBOLS["float_of", False](sympy.Integer(bits))
+    return sympy.Integer(int(x))
+
+
+def _is_number(x: Any) -> bool:
+    return _is_symbolic(x) or type(x) in (int, float, bool)
+
+
+def _made(name: str, given: tuple[Any, ...], hint: Any) -> Any:
+    """The result of a function of numbers, of which `hint` is that at the step that is traced."""
+    env = next(x.node.shape_env for x in given if _is_symbolic(x))
+    expr = _SYMBOLS[name, type(hint) is int](*map(_expression, given))
+    if type(hint) is bool:
+        _conditions[-1].append(expr if hint else _SYMBOLS["not_", False](expr))
+        return hint
+    if name not in _NEVER_RAISE:
+        _conditions[-1].append(_SYMBOLS["defined", False](expr))
+    return env.create_symfloatnode(expr, hint=hint) if type(hint) is float else env.create_symintnode(expr, hint=hint)
+
+
+def methods_of_symbols(kind: type, known: Callable[[str], Any]) -> dict[str, Callable[..., Any]]:
+    """Methods of symbolic numbers that are others while a step is followed; `known` says which one a name has else."""
+    changes: dict[str, Callable[..., Any]] = {}
+    for name, operation in _ARITHMETIC.items():
+        for reverse in ("", "r"):
+            method = f"__{reverse}{name}__"
+            if (own := known(method)) is not None or kind is torch.SymFloat:
+                changes[method] = _arithmetic(name, operation, bool(reverse), own)
+    for name, operation in _COMPARISONS.items():
+        changes[f"__{name}__"] = _comparison(name, operation, known(f"__{name}__"))
+    if kind is torch.SymFloat:
+        for name in ("neg", "pos", "abs", "floor", "ceil", "trunc", "round"):
+            changes[f"__{name}__"] = _of_one(name)
+        changes["is_integer"] = _of_one("is_integer")
+        changes["__bool__"] = lambda self: _made("ne", (self, 0), bool(_hint(self)))
+        changes["__int__"] = _taken("int")
+        changes["__float__"] = _taken("float")
+    return changes
+
+
+def _arithmetic(name: str, operation: Callable[..., Any], is_reverse: bool, known: Any) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        if not _is_number(other):
+            return NotImplemented if known is None else known(self, other)
+        given = (other, self) if is_reverse else (self, other)
+        hints = tuple(map(_hint, given))
+        if not any(type(x) is float for x in hints) and (name != "pow" or hints[1] >= 0) and name != "truediv":
+            return known(self, other)
+        value = operation(*hints)
+        if type(value) is not float:
+            return known(self, other)
+        if name == "pow" and not any(type(x) is float for x in hints) and not given[1] < 0:  # else it is an integer
+            raise AssertionError("an exponent below 0 is none")
+        return _made(name, given, value)
+
+    return method
+
+
+def _comparison(name: str, operation: Callable[..., Any], known: Any) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        hints = _hint(self), _hint(other)
+        if not _is_number(other) or not any(type(x) is float for x in hints):
+            return known(self, other)
+        return _made(name, (self, other), bool(operation(*hints)))
+
+    return method
+
+
+def _of_one(name: str) -> Callable[..., Any]:
+    def method(self: Any, *more: Any) -> Any:
+        return _made(name, (self, *more), _FUNCTIONS[name](_hint(self), *map(_hint, more)))
+
+    return method
+
+
+def _taken(name: str) -> Callable[..., Any]:
+    """A number that Python takes out of a symbol: the step is one of its own."""
+
+    def method(self: Any) -> Any:
+        value = _FUNCTIONS[name](_hint(self))
+        made = _made(name, (self,), value)
+        _made("eq", (made, value), True)
+        return value
+
+    return method
 
 
 def makes_numbers(function: Any) -> bool:
@@ -52,10 +198,11 @@ def made_by(function: Any, *given: Any, **named: Any) -> Any:
     """What a function is called for in a loop; `float`, `int` and those of `math` take symbolic numbers, too."""
     if (function is float or function is int) and len(given) == 1 and not named:
         (value,) = given
-        if _is_symbolic(value):
-            return torch.sym_float(value) if function is float else torch.sym_int(value)
-        if isinstance(value, torch.SymBool):
+        if type(value) is torch.SymBool:
             return function(bool(value))
+        if _is_symbolic(value):
+            kind = torch.SymFloat if function is float else torch.SymInt
+            return value if type(value) is kind else _made(function.__name__, given, function(_hint(value)))
     elif _is_of_math(function):
         function = getattr(math, _NAMES[function])
     return function(*given, **named)
@@ -63,34 +210,13 @@ def made_by(function: Any, *given: Any, **named: Any) -> Any:
 
 def functions_of_symbols() -> list[tuple[Any, str, Callable[..., Any]]]:
     """What stands in the place of functions of `math` while a step is followed: owner, name and the other one."""
-    several: list[tuple[Any, str, Callable[..., Any]]] = [(math, "pow", _power), (math, "fabs", _magnitude)]
-    return [*((math, name, _of_symbols(name, getattr(math, name))) for name in _RAISES), *several]
+    return [(math, name, _of_symbols(name, own)) for name, own in _OWN.items()]
 
 
-_own_power, _own_magnitude = math.pow, math.fabs
-
-
-def _power(x: Any, y: Any) -> Any:
-    # Of other numbers `math.pow` raises what `**` does not.
-    if (_is_symbolic(x) and y >= 0) or (_is_symbolic(y) and x > 0):
-        return torch.sym_float(x) ** torch.sym_float(y)
-    return _own_power(x, y)
-
-
-def _magnitude(x: Any) -> Any:
-    return abs(torch.sym_float(x)) if _is_symbolic(x) else _own_magnitude(x)
-
-
-def _of_symbols(name: str, own: Callable[..., float]) -> Callable[..., Any]:
-    raises, error = _RAISES[name]
-
-    def function(*given: Any) -> Any:
-        if not given or not _is_symbolic(given[0]) or any(map(_is_symbolic, given[1:])):
-            return own(*given)
-        if raises(given[0]):
-            raise error("math domain error" if error is ValueError else "math range error")
-        node = given[0].node
-        value = node.shape_env.create_symfloatnode(_SYMBOLS[name](node.expr), hint=own(node.hint))
-        return value / own(*given[1:]) if given[1:] else value  # math.log(x, base)
+def _of_symbols(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*given: Any, **named: Any) -> Any:
+        if named or not any(map(_is_symbolic, given)) or not all(map(_is_number, given)) or not _conditions:
+            return own(*given, **named)
+        return _made(name, given, own(*map(_hint, given)))
 
     return function

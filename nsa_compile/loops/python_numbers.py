@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from nsa_compile.loops.python_math import methods_of_symbols
 from nsa_compile.loops.state import NotFollowed
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
@@ -135,21 +136,23 @@ def _changes(kind: type, taken: list[str]) -> dict[str, Any]:
     known_hash: Any = kind.__hash__
     own_methods = {name: x for name, x in vars(kind).items() if isinstance(x, types.FunctionType) and name in _COMPUTE}
     changes: dict[str, Any] = {name: _quiet(method) for name, method in own_methods.items()}
-    changes |= {name: _taking(changes[name], taken) for name in _TAKE & changes.keys()}
     changes |= {
         "__hash__": hash_of,
         "__class__": property(lambda self: own if _asked_by_loop() else kind),
         "__getattr__": missing,
     }
     if kind is not torch.SymBool:
-        changes["__divmod__"] = lambda self, other: (self // other, self % other)
-        changes["__rdivmod__"] = lambda self, other: (other // self, other % self)
+        changes["__divmod__"] = _raising(lambda self, other: (self // other, self % other), False, False)
+        changes["__rdivmod__"] = _raising(lambda self, other: (other // self, other % self), True, False)
         for name in ("truediv", "floordiv", "mod", "lshift", "rshift"):
             for reverse in ("", "r"):
                 if (known := getattr(kind, f"__{reverse}{name}__", None)) is not None:
                     changes[f"__{reverse}{name}__"] = _raising(_quiet(known), bool(reverse), name.endswith("shift"))
     if kind is torch.SymInt:
         changes["__round__"] = _rounding(kind.__round__)
+    if kind is not torch.SymBool:
+        changes |= methods_of_symbols(kind, lambda name: changes.get(name, getattr(kind, name, None)))
+    changes |= {name: _taking(changes[name], taken) for name in _TAKE & changes.keys()}
     return changes | {name: _no_text(getattr(kind, name)) for name in ("__repr__", "__str__", "__format__")}
 
 

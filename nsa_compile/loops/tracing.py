@@ -36,6 +36,7 @@ from nsa_compile.loops.left import (
 from nsa_compile.loops.lists import Appended, GrowingList, IsRead
 from nsa_compile.loops.numbers import as_number
 from nsa_compile.loops.picked import PickedRows
+from nsa_compile.loops.python_math import noting_conditions
 from nsa_compile.loops.python_numbers import (
     SYMBOLIC,
     NotHashable,
@@ -149,6 +150,7 @@ def trace_step(
         if isinstance(leaf, Tensor):
             trace.state[path] = recorder.ref(leaf)
     cells = cells_of(step)
+    decided: list[Any] = []
     try:
         # What torch's own functions call, such as that of nn.MultiheadAttention, is attention in plain operators, too.
         functional = Functional(recorder, outside)
@@ -161,7 +163,7 @@ def trace_step(
             drop(cells, temporary)
             held = held_by_containers(before)
             rewritten = _Rewritten(outside, functional)
-            with outside, rewritten, refused_effects(), stand_ins_unseen(trace.taken):
+            with outside, rewritten, refused_effects(), stand_ins_unseen(trace.taken), noting_conditions(decided):
                 handed = begin_lists(before)
                 with noted():
                     step(position)
@@ -182,8 +184,8 @@ def trace_step(
         raise
     except Exception as error:
         raise NotFollowed(_in_a_line(error), _line_of(error, step)) from error
-    for guard in env.guards:
-        trace.conditions.append(as_number(guard.expr, True))
+    for expr in (*(guard.expr for guard in env.guards), *decided):
+        trace.conditions.append(as_number(expr, True))
     return trace
 
 

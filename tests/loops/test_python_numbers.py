@@ -98,12 +98,48 @@ def test_a_float_of_its_own():
     torch.testing.assert_close(compiled(x, lambda t: t + 7), run(x, lambda t: t + 7))
 
 
+def schedule(t):
+    part = t / 4 % 1
+    return 2 * part if part < 0.5 else 2 - 2 * part
+
+
+# Each operation rounds: nothing may be put into another order, cancelled, or taken for a whole number.
+ROUNDED = {
+    "a condition on a remainder": lambda t, k: 2 if (t / 2) % 1 else 1,
+    "a triangular schedule": lambda t, k: schedule(t),
+    "a condition on a remainder of a negative number": lambda t, k: 2 if -t / 4 % 1 > 0.3 else 1,
+    "a whole root": lambda t, k: 2 if math.sqrt(t) % 1 == 0 else 1,
+    "a power of two": lambda t, k: 2 if math.log2(t + 1).is_integer() else 1,
+    "the lesser of a remainder": lambda t, k: min(t / 4 % 1, 0.6) + max(len(k) / 3 % 1, 0.3),
+    "two products": lambda t, k: int(t * 0.57 * 100) + math.ceil(t * 0.1 * 10) + round(t * 0.15 * 10),
+    "two sums": lambda t, k: int(t * 0.1 + 0.1 + 0.1 + 0.7) + ((t + 0.1) - t == 0.1),
+    "large numbers": lambda t, k: int(1e16 + t - 1e16) + ((1e9 + t * 0.1) - 1e9) * 1e6,
+    "equal or not": lambda t, k: (t * 0.1 * 3 > t * 0.3) + 2 * (1e-3 * t * 1e3 == t),
+    "a quotient, rounded down": lambda t, k: t // 0.1 + t * 0.1 // 0.1 + divmod(t * 0.1, 0.1)[0],
+    "infinity and none": lambda t, k: (t * 1e308 * 10) * 0.0,
+    "a power below one": lambda t, k: 2 ** (3 - t) + 0.5**t + 2.0**-t + (t + 1) ** -0.5,
+    "counted in a slice": lambda t, k: k[: math.ceil((t + 1) * 0.2 * 2)].sum() + k[int(t * 0.57) :].sum(),
+    "a number with all its digits": lambda t, k: 1.0 if t * 1.0 > 6.999999999999999 else 0.0,
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_numbers_are_rounded_as_python_rounds_them(name):
+    run, x = summed(ROUNDED[name]), torch.ones(12, 2, dtype=torch.float64)
+    found = nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")(x)
+    torch.testing.assert_close(found, run(x), rtol=1e-14, atol=0, equal_nan=True)
+
+
 RAISING = {
     "sqrt": lambda t, k: math.sqrt(5 - t),
     "log": lambda t, k: math.log(t),
     "exp": lambda t, k: math.exp(t * 100),
     "acos": lambda t, k: math.acos(t - 1),
     "pow": lambda t, k: math.pow(t - 3, -1),
+    "a power of zero": lambda t, k: 0.0 ** (5 - t),
+    "a power that is too large": lambda t, k: 10.0 ** (t * 40),
+    "divmod": lambda t, k: divmod(t, 7 - t)[0],
+    "a division whose result nobody reads": lambda t, k: 0 * t + (1.0 / (t - 5) > 0),
 }
 
 
@@ -112,7 +148,7 @@ def test_what_raises_at_some_step_raises(name):
     run, x = summed(RAISING[name]), torch.randn(12, 2, dtype=torch.float64)
     compiled = nsa_compile.loop(run, nested="eager", cache=False)
     for function in (run, compiled):
-        with pytest.raises((ValueError, OverflowError), match=r"math (domain|range) error"):
+        with pytest.raises((ValueError, ArithmeticError)):
             function(x)
 
 
@@ -120,7 +156,7 @@ def test_too_many_ways_name_the_line():
     def run(x):
         found = []
         for t in range(len(x)):
-            number = math.gcd(t, 6)  # this line
+            number = sum(range(t))  # this line
             found.append(x[t] * number)
         return torch.stack(found)
 

@@ -132,6 +132,8 @@ def _index(body: Body, a: Any) -> Val:
 
 @rule(aten.embedding.default)
 def _embedding(body: Body, a: Any) -> Val:
+    if a.scale_grad_by_freq:
+        raise NotFollowed("scales gradients by how often an index occurs, of indices that grow in number")
     index = _shifted(body, a.indices, a.weight.dims[0], a.weight.example.shape[0])
     node = body.emit(aten.embedding.default, a.weight.node, index.node, a.padding_idx)
     return Val(node, (*index.dims, *a.weight.dims[1:]))
