@@ -118,7 +118,7 @@ def test_the_configuration_cannot_be_changed():
         ("model.pattern.num_selected=2", "model.pattern.num_selected = 2 must be at least num_initial + num_local"),
         ("model.pattern.window=0", "model.pattern.window = 0 must be at least 1"),
         ("model={}", "model.vocab_size is missing and has no default"),
-        ("compile.disable=[batch]", "compile.disable = 'batch' is not allowed: the passes are resolve_carries, "),
+        ("compile.disable=[batch]", "compile.disable = 'batch' is not allowed: the passes are sink_tables, "),
         ("run.name=a/b", "run.name = 'a/b' is not allowed"),
         ("ddp.backend=mpi", "ddp.backend = 'mpi' is not allowed"),
         ("ddp.bucket_mb=0.5", "ddp.bucket_mb = 0.5 is not allowed"),

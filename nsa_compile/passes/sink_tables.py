@@ -35,6 +35,7 @@ from nsa_compile.ir.scans import (
     Declined,
     ScanSite,
     constant_value,
+    declined_if_it_fails,
     example,
     find_scans,
     key_of_example,
@@ -53,7 +54,15 @@ def sink_tables(gm: fx.GraphModule, context: PassContext) -> bool:
     """Compute the rows of a table that is made of smaller tensors, as a mask [S, S], in the step that reads them."""
     changed = False
     for site in find_scans(gm):
-        while context.may_rewrite() and (table := _find(site)) is not None:
+        while context.may_rewrite():
+            try:
+                with declined_if_it_fails("its tables cannot be followed", site.node):
+                    table = _find(site)
+            except Declined as why:
+                context.leave(why)
+                break
+            if table is None:
+                break
             context.match(site.node.name, f"rows of the table at {location(table.captured)}")
             _sink(site, table, context)
             changed = True
@@ -121,8 +130,11 @@ def _rows_read(site: ScanSite) -> Iterator[tuple[fx.Node, int, fx.Node]]:
     outside = dict(zip(additional, site.additional, strict=True))
     for node in site.body.graph.nodes:
         is_pick = node.target in ("index_select", torch.index_select, aten.index_select.default)
-        if is_pick and len(node.args) == 3 and not node.kwargs and (captured := outside.get(node.args[0])) is not None:
-            dim = node.args[1] % max(1, example(captured).dim())
+        if not is_pick or len(node.args) != 3 or node.kwargs:
+            continue
+        captured = outside.get(node.args[0])
+        if captured is not None and example(captured).dim():
+            dim = node.args[1] % example(captured).dim()
             if example(captured).shape[dim] == site.length and _is_one_of(node.args[2], numbers):
                 yield captured, dim, node
 
