@@ -370,9 +370,10 @@ class _Assembly:
 
     def _table(self, table: Table) -> fx.Node:
         steps = np.diff(table) if table.dtype.kind == "i" else np.array([0, 1])
-        if len(steps) and (steps == steps[0]).all() and steps[0]:
-            first, step = int(table[0]), int(steps[0])
-            return self._emit(torch.arange, first, first + step * len(table), step)
+        first, step = int(table[0]), int(steps[0]) if len(steps) else 0
+        end = first + step * len(table)
+        if step and (steps == step).all() and abs(end) < 2**63 - abs(step):  # else there is no number beyond the last
+            return self._emit(torch.arange, first, end, step)
         dtype = {"b": torch.bool, "f": torch.float64}.get(table.dtype.kind, torch.int64)
         return self._emit(torch.tensor, table.tolist(), dtype=dtype)
 

@@ -183,3 +183,56 @@ def test_a_loop_within_the_loop_is_declined_before_it_is_unrolled(ways):
     with pytest.raises(LoopDeclined, match=rf"too many different ways.*test_python_numbers.py:{line}\)"):
         compiled(torch.randn(100, 2), torch.randn(100, 2))
     assert len(ways) < 60
+
+
+# Positions beside integers of few bits: (what is made of a row and the position, rows, whether it is compiled).
+NARROW = {
+    "a sum of bytes": (lambda row, t: row + t, torch.arange(8, dtype=torch.int8), True),
+    "compared with bytes": (lambda row, t: row > t * 5, torch.full((8,), 20, dtype=torch.uint8), True),
+    "chosen": (lambda row, t: torch.where(row > 2, t, row.clamp(max=t)), torch.arange(8, dtype=torch.int16), True),
+    "beside truths": (lambda row, t: row + t, torch.tensor([True, False] * 4), True),
+    "compared, wrapped around": (lambda row, t: row > t * 50, torch.full((8,), 200, dtype=torch.uint8), False),
+    "made of a number that is too large": (
+        lambda row, t: torch.full((), t * 50, dtype=torch.int8) + row,
+        torch.arange(8),
+        False,
+    ),
+    "up to the largest": (lambda row, t: row * (t * 10**18), torch.ones(9, dtype=torch.float64), True),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_positions_beside_integers_of_few_bits(name):
+    make, given, is_compiled = NARROW[name]
+
+    def run(x):
+        found = []
+        for t in range(len(x)):
+            found.append(make(x[t], t))
+        return torch.stack(found)
+
+    results = []
+    for function in (run, nsa_compile.loop(run, nested="eager", cache=False)):
+        try:
+            results.append(function(given))
+        except RuntimeError as error:
+            results.append(str(error))
+    assert type(results[0]) is type(results[1])
+    if isinstance(results[0], torch.Tensor):
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    if not is_compiled:
+        with pytest.raises(LoopDeclined, match="does not hold it"):
+            nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")(given)
+
+
+def test_gradients_scaled_by_how_often_an_index_occurs():
+    def run(i, table):
+        found = []
+        for t in range(len(i)):
+            found.append(torch.nn.functional.embedding(i[: t + 1], table, scale_grad_by_freq=True).sum(0))
+        return torch.stack(found)
+
+    with pytest.raises(LoopDeclined, match="how often an index occurs"):
+        nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")(
+            torch.tensor([0, 0, 1]), torch.ones(2, 2)
+        )

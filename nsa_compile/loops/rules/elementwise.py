@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nsa_compile.ir.aten import is_inexact
 from nsa_compile.loops.body import Axis, Body, Dim, Table, Val
 from nsa_compile.loops.rules import aten, nodes_of, rule, sizes_of
 from nsa_compile.loops.state import NotFollowed
@@ -62,6 +63,10 @@ def number_of(body: Body, table: Table, dtype: torch.dtype, device: torch.device
     if dtype.is_floating_point and dtype.itemsize < 4:
         here = torch.from_numpy(table[body.at].astype(np.float64))
         if not torch.equal(here.to(dtype).double(), here):  # torch computes with it in float32
+            raise NotFollowed(f"computes with a number that changes from step to step, and {dtype} does not hold it")
+    if table.dtype.kind == "i" and not is_inexact(dtype) and dtype != torch.bool:
+        limits, numbers = torch.iinfo(dtype), table[body.at]
+        if (numbers < limits.min).any() or (numbers > limits.max).any():  # torch wraps it around, or raises
             raise NotFollowed(f"computes with a number that changes from step to step, and {dtype} does not hold it")
     known = body.known(table if table.dtype.kind != "f" else table.astype(np.float64))
     if isinstance(known, int) and table.dtype.kind == "f":
@@ -137,7 +142,8 @@ def pointwise(body: Body, a: Any) -> Val:
         if isinstance(values[n], np.ndarray):
             others = [values[m].example.dtype for m in tensors]
             floating = [t for t in others if t.is_floating_point]
-            dtype = floating[0] if floating else _KINDS[values[n].dtype.kind]
+            integers = [t for t in others if t != torch.bool and values[n].dtype.kind == "i"]
+            dtype = (floating or integers or [_KINDS[values[n].dtype.kind]])[0]
             values[n] = number_of(body, values[n], dtype, example.device)
             func = _for_tensors(func)
     if func is aten.clamp.Tensor:
