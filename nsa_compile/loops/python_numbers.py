@@ -45,6 +45,7 @@ _BETWEEN = ("<frozen", numpy.__path__[0], torch.backends.__path__[0])
 _ARITHMETIC = ("add", "sub", "mul", "pow", "and", "or", "xor")
 _COMPUTE = {f"__{reverse}{name}__" for name in _ARITHMETIC for reverse in ("", "r")}
 _COMPUTE |= {f"__{name}__" for name in ("bool", "int", "index", "float", "neg", "eq", "ne", "lt", "le", "gt", "ge")}
+_DIVISIONS = ("truediv", "floordiv", "mod", "divmod", "lshift", "rshift")
 _TAKE = {"__int__", "__index__", "__float__"}
 
 
@@ -142,16 +143,16 @@ def _changes(kind: type, taken: list[str]) -> dict[str, Any]:
         "__getattr__": missing,
     }
     if kind is not torch.SymBool:
-        changes["__divmod__"] = _raising(lambda self, other: (self // other, self % other), False, False)
-        changes["__rdivmod__"] = _raising(lambda self, other: (other // self, other % self), True, False)
-        for name in ("truediv", "floordiv", "mod", "lshift", "rshift"):
-            for reverse in ("", "r"):
-                if (known := getattr(kind, f"__{reverse}{name}__", None)) is not None:
-                    changes[f"__{reverse}{name}__"] = _raising(_quiet(known), bool(reverse), name.endswith("shift"))
+        divisions = [(f"__{r}{name}__", bool(r), name) for name in _DIVISIONS for r in ("", "r")]
+        changes |= {method: _quiet(getattr(kind, method)) for method, _, _ in divisions if hasattr(kind, method)}
+        changes |= methods_of_symbols(kind, lambda name: changes.get(name, getattr(kind, name, None)))
+        changes["__divmod__"] = lambda self, other: (self // other, self % other)
+        changes["__rdivmod__"] = lambda self, other: (other // self, other % self)
+        for method, is_reverse, name in divisions:
+            if method in changes:
+                changes[method] = _raising(changes[method], is_reverse, name.endswith("shift"))
     if kind is torch.SymInt:
         changes["__round__"] = _rounding(kind.__round__)
-    if kind is not torch.SymBool:
-        changes |= methods_of_symbols(kind, lambda name: changes.get(name, getattr(kind, name, None)))
     changes |= {name: _taking(changes[name], taken) for name in _TAKE & changes.keys()}
     return changes | {name: _no_text(getattr(kind, name)) for name in ("__repr__", "__str__", "__format__")}
 
