@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import struct
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,17 +72,17 @@ _SYMBOLS = {(name, is_integer): _symbol(name, is_integer) for name in _FUNCTIONS
 SymPyValueRangeAnalysis.nsa_number = staticmethod(lambda *_: ValueRanges.unknown())  # type: ignore[attr-defined]
 SymPyValueRangeAnalysis.nsa_integer = staticmethod(lambda *_: ValueRanges.unknown_int())  # type: ignore[attr-defined]
 
-_conditions: list[list[Any]] = []  # of the trace that is made
+_conditions: dict[int, list[Any]] = {}  # of the trace that a thread makes
 
 
 @contextmanager
 def noting_conditions(conditions: list[Any]) -> Iterator[None]:
     """Inside this context what is decided about floating-point numbers is added to these conditions, as expressions."""
-    _conditions.append(conditions)
+    _conditions[threading.get_ident()] = conditions
     try:
         yield
     finally:
-        _conditions.pop()
+        del _conditions[threading.get_ident()]
 
 
 def _is_symbolic(x: Any) -> bool:
@@ -109,12 +110,13 @@ def _is_number(x: Any) -> bool:
 def _made(name: str, given: tuple[Any, ...], hint: Any) -> Any:
     """The result of a function of numbers, of which `hint` is that at the step that is traced."""
     env = next(x.node.shape_env for x in given if _is_symbolic(x))
+    conditions = _conditions[threading.get_ident()]
     expr = _SYMBOLS[name, type(hint) is int](*map(_expression, given))
     if type(hint) is bool:
-        _conditions[-1].append(expr if hint else _SYMBOLS["not_", False](expr))
+        conditions.append(expr if hint else _SYMBOLS["not_", False](expr))
         return hint
     if name not in _NEVER_RAISE:
-        _conditions[-1].append(_SYMBOLS["defined", False](expr))
+        conditions.append(_SYMBOLS["defined", False](expr))
     return env.create_symfloatnode(expr, hint=hint) if type(hint) is float else env.create_symintnode(expr, hint=hint)
 
 
@@ -135,7 +137,16 @@ def methods_of_symbols(kind: type, known: Callable[[str], Any]) -> dict[str, Cal
         changes["__bool__"] = lambda self: _made("ne", (self, 0), bool(_hint(self)))
         changes["__int__"] = _taken("int")
         changes["__float__"] = _taken("float")
-    return changes
+    return {name: _in_a_trace(method, known(name)) for name, method in changes.items()}
+
+
+def _in_a_trace(method: Callable[..., Any], known: Any) -> Callable[..., Any]:
+    """A method that is another one to the thread that follows a step, and to no other."""
+
+    def other(*given: Any) -> Any:
+        return (method if threading.get_ident() in _conditions else known)(*given)
+
+    return other
 
 
 def _arithmetic(name: str, operation: Callable[..., Any], is_reverse: bool, known: Any) -> Callable[..., Any]:
@@ -149,8 +160,8 @@ def _arithmetic(name: str, operation: Callable[..., Any], is_reverse: bool, know
         value = operation(*hints)
         if type(value) is not float:
             return known(self, other)
-        if name == "pow" and not any(type(x) is float for x in hints) and not given[1] < 0:  # else it is an integer
-            raise AssertionError("an exponent below 0 is none")
+        if not any(type(x) is float for x in hints) and name == "pow":
+            assert given[1] < 0  # a condition of the trace: from 0 on the power is an integer
         return _made(name, given, value)
 
     return method
@@ -200,7 +211,7 @@ def made_by(function: Any, *given: Any, **named: Any) -> Any:
         (value,) = given
         if type(value) is torch.SymBool:
             return function(bool(value))
-        if _is_symbolic(value):
+        if _is_symbolic(value) and threading.get_ident() in _conditions:
             kind = torch.SymFloat if function is float else torch.SymInt
             return value if type(value) is kind else _made(function.__name__, given, function(_hint(value)))
     elif _is_of_math(function):
@@ -215,7 +226,9 @@ def functions_of_symbols() -> list[tuple[Any, str, Callable[..., Any]]]:
 
 def _of_symbols(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def function(*given: Any, **named: Any) -> Any:
-        if named or not any(map(_is_symbolic, given)) or not all(map(_is_number, given)) or not _conditions:
+        if named or not any(map(_is_symbolic, given)) or not all(map(_is_number, given)):
+            return own(*given, **named)
+        if threading.get_ident() not in _conditions:
             return own(*given, **named)
         return _made(name, given, own(*map(_hint, given)))
 
