@@ -52,8 +52,15 @@ _OF_FLOATS: dict[str, Callable[..., Any]] = {
     "round": round,
     "is_integer": float.is_integer,
 }
-_FUNCTIONS = {**_ARITHMETIC, **_COMPARISONS, **_OF_FLOATS, **_OWN, "float_of": _float_of, "not_": operator.not_}
-_FUNCTIONS["defined"] = lambda _: True  # its operand has raised, if it does
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **_ARITHMETIC,
+    **_COMPARISONS,
+    **_OF_FLOATS,
+    **{f"math_{name}": function for name, function in _OWN.items()},
+    "float_of": _float_of,
+    "not_": operator.not_,
+    "defined": lambda _: True,  # its operand has raised, if it does
+}
 # What expressions call them when they are evaluated.
 BY_NAME = {f"nsa_{name}": function for name, function in _FUNCTIONS.items()}
 # Of these it is known that no number makes them raise.
@@ -230,6 +237,6 @@ def _of_symbols(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             return own(*given, **named)
         if threading.get_ident() not in _conditions:
             return own(*given, **named)
-        return _made(name, given, own(*map(_hint, given)))
+        return _made(f"math_{name}", given, own(*map(_hint, given)))
 
     return function
