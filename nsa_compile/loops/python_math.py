@@ -39,8 +39,8 @@ def _float_of(bits: int) -> float:
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 }
-_COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
-_OF_FLOATS: dict[str, Callable[..., Any]] = {
+_COMPARISONS: dict[str, Any] = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+_OF_FLOATS: dict[str, Any] = {
     "neg": operator.neg,
     "pos": operator.pos,
     "abs": abs,
@@ -52,7 +52,7 @@ _OF_FLOATS: dict[str, Callable[..., Any]] = {
     "round": round,
     "is_integer": float.is_integer,
 }
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Any] = {
     **_ARITHMETIC,
     **_COMPARISONS,
     **_OF_FLOATS,
