@@ -158,7 +158,7 @@ class _Runner(Unseen):
             with _as_rows(now, self.rows[key], step) as given:
                 finals, lists = run_program(program, given, len(items))
         except Refused:
-            self._left_as_written(NotFollowed("an index is the number of no row that exists"))
+            self._left_as_written(NotFollowed("an index is out of bounds at one of its steps"))
             _as_written(items, step)
             return
         if rows := {path: now.containers[path].value for path in self.rows[key]}:

@@ -233,9 +233,8 @@ def functions_of_symbols() -> list[tuple[Any, str, Callable[..., Any]]]:
 
 def _of_symbols(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def function(*given: Any, **named: Any) -> Any:
-        if named or not any(map(_is_symbolic, given)) or not all(map(_is_number, given)):
-            return own(*given, **named)
-        if threading.get_ident() not in _conditions:
+        are_symbols = not named and any(map(_is_symbolic, given)) and all(map(_is_number, given))
+        if not are_symbols or threading.get_ident() not in _conditions:
             return own(*given, **named)
         return _made(f"math_{name}", given, own(*map(_hint, given)))
 
