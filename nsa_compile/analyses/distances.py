@@ -6,6 +6,7 @@ to each key. What query and key it is does not matter then, and neither values n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ _PICKS: dict[Any, int] = {
     aten.index_select.default: 2,
     aten.gather.default: 2,
 }
+
+
+def numbers_spread(node: fx.Node, shape: Sequence[int]) -> Tensor:
+    """Which element of a node each element of what it broadcasts to is."""
+    own = example(node).shape
+    return torch.arange(own.numel()).reshape(own).expand(shape)
 
 
 def traced_back(node: fx.Node, elements: Tensor, record: ScanRecord) -> tuple[fx.Node, Tensor]:

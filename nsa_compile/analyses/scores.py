@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from nsa_compile.analyses.distances import elements_by_distance, traced_back
+from nsa_compile.analyses.distances import elements_by_distance, numbers_spread, traced_back
 from nsa_compile.analyses.magnitudes import floor_level
 from nsa_compile.analyses.masks import (
     MOVES,
@@ -311,8 +311,7 @@ def elements_read(x: Any, node: fx.Node, elements: Tensor) -> Tensor:
     """Which elements of an operand are read for elements of a pointwise node."""
     if not isinstance(x, fx.Node):
         return elements
-    shape = example(x).shape
-    return torch.arange(shape.numel()).reshape(shape).expand(example(node).shape).flatten()[elements]
+    return numbers_spread(x, example(node).shape).flatten()[elements]
 
 
 def _name(node: fx.Node) -> str:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from nsa_compile.analyses.distances import traced_back
+from nsa_compile.analyses.distances import numbers_spread, traced_back
 from nsa_compile.analyses.facts import (
     CLEAN,
     EMPTY,
@@ -146,15 +146,15 @@ class Analysis:
 
     def _of_own_row(self, node: fx.Node, buffer: fx.Node, other: fx.Node) -> Interval | None:
         shape = example(node).shape
-        update, elements = traced_back(buffer, _numbers(buffer, shape), self.record)
+        update, elements = traced_back(buffer, numbers_spread(buffer, shape), self.record)
         kind = self.writes.get(update)
         if kind is None or not kind.write_once or kind.count != 1:
             return None
         whole = example(update).shape
         broadcast, rows = kind.layout(whole)
-        written = _numbers(kind.written, broadcast).reshape(rows).expand(whole).flatten()[elements]
+        written = numbers_spread(kind.written, broadcast).reshape(rows).expand(whole).flatten()[elements]
         source, of_written = traced_back(kind.written, written, self.record)
-        compared, of_other = traced_back(other, _numbers(other, shape), self.record)
+        compared, of_other = traced_back(other, numbers_spread(other, shape), self.record)
         if source is not compared:
             return None
         at = torch.from_numpy(kind.written_at).reshape([-1] + [1] * (len(whole) - 1 - kind.dim)).expand(whole)
@@ -801,12 +801,6 @@ def analyse(
 
 # Elements of a comparison that are looked at one by one.
 _COMPARED_LIMIT = 2**22
-
-
-def _numbers(node: fx.Node, shape: Sequence[int]) -> Tensor:
-    """Which element of a node each element of what it broadcasts to is."""
-    own = example(node)
-    return torch.arange(own.numel()).reshape(own.shape).expand(shape)
 
 
 def _is_finite(magnitude: Magnitude | None) -> bool:
