@@ -43,7 +43,12 @@ from nsa_compile.program.functional import WriteBack, left_to_write, make_functi
 from nsa_compile.program.loops import keep_loops
 from nsa_compile.program.sizes import specialize_shapes
 from nsa_compile.program.states import check_state, cloned, describe_difference, differing, tensors_of
-from nsa_compile.workarounds import as_function, let_views_of_outputs_keep_their_bases, mend_inductor
+from nsa_compile.workarounds import (
+    as_function,
+    inputs_saved_themselves,
+    let_views_of_outputs_keep_their_bases,
+    mend_inductor,
+)
 
 mend_dynamo()
 
@@ -378,7 +383,7 @@ def compile_nested(
             'knows no such views; give it x.resolve_neg(), or compile with nested="aot_eager"'
         )
     examples = with_stand_ins(example_inputs, _resolved(example_inputs, negated))
-    with errors_named(), _limits_named():
+    with errors_named(), _limits_named(), inputs_saved_themselves():
         run = _inductor(example_inputs)(gm, examples, **patches)
     return run if not negated else functools.partial(_run_resolved, run, negated)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -242,6 +243,30 @@ def let_inductor_fuse_what_reads_an_older_buffer() -> None:
             return None
 
     LoopBody.get_read_expr = get_read_expr  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def inputs_saved_themselves() -> Iterator[None]:
+    """Within this context Inductor's programs save inputs for the backward pass, and no views of them.
+
+    Its views are tensors of their own to autograd, which did not see that the input was written to before the backward
+    pass: `x += f(x)` had wrong gradients (torch 2.13; `recompute_views`, which leaves out some views).
+    """
+    _let_all_views_be_computed_again()
+    with torch._functorch.config.patch(recompute_views=True):
+        yield
+
+
+@cache
+def _let_all_views_be_computed_again() -> None:
+    from torch._functorch.partitioners import OpTypes
+
+    def is_view(_: OpTypes, node: fx.Node) -> bool:
+        while node.target is operator.getitem and isinstance(source := node.args[0], fx.Node):
+            node = source
+        return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+    OpTypes.is_view = is_view  # type: ignore[method-assign]
 
 
 @cache

@@ -212,3 +212,25 @@ def test_a_check_of_a_constant_in_a_step_reads_no_garbage(length):
         del zeros
         x = torch.randn(length, 2)
         torch.testing.assert_close(nsa_compile.compile(run, nested="eager", cache=False)(x), run(x))
+
+
+def test_what_is_saved_of_an_input_is_the_input():
+    """A view that Inductor made was a tensor of its own, whose writes autograd did not see: gradients were wrong."""
+
+    def function(x, *inputs):
+        a, b, c, d, e, f = inputs
+        final, ys = nsa_compile.scan(lambda h, row: (h * 0.5 + row @ a, h), x.new_zeros(4), x)
+        parts = [x[:, :2] @ part for part in (b.chunk(2)[1], c.unfold(0, 2, 2)[0].t(), d[1:3])]
+        return final.sum() + (ys + x * e.diagonal() * f[0]).sum() + sum(parts).sum()
+
+    torch._dynamo.reset()
+    x, *weights = (torch.randn(n, 4, requires_grad=True) for n in (6, *[4] * 6))
+    out = nsa_compile.compile(function)(x, *weights)
+    saved = out.grad_fn.saved_tensors
+    for i, w in enumerate(weights):
+        of_it = [s for s in saved if s.untyped_storage().data_ptr() == w.untyped_storage().data_ptr()]
+        with torch.no_grad():
+            w.mul_(2)
+        assert of_it and all(s._version == w._version for s in of_it), f"weight {i}"
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, x)

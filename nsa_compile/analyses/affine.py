@@ -304,7 +304,7 @@ def _move(term: Term, node: fx.Node) -> Term:
     same_elements = math.prod(example(node).shape) == math.prod(example(operand(node)).shape)
     squeezes = target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
     if same_elements and (squeezes or target in _VIEWS):
-        return _reshaped(term, example(node).shape, node)
+        return _reshaped(spread(term, example(operand(node)).shape, node), example(node).shape, node)
     raise NotAffine(f"{node.target} takes a part of the state", node)
 
 

@@ -308,14 +308,15 @@ class Explorer:
                 symbols += [(path, d) for d in sorted(grows)]
                 integers += [size for d, size in enumerate(ref_shape) if d in grows]
             elif path in self.integers and isinstance(leaf, Number) and not _is_integer(leaf):
-                raise NotFollowed(f"{in_words(path)} is an integer at some steps, and none at others")
+                raise NotFollowed(f"{in_words(path)} is an integer at some steps, and none at others{_OF_A_TENSOR}")
             elif path in self.integers and isinstance(leaf, int | Number) and not isinstance(leaf, bool):
                 leaves[path] = ("integer",)
                 symbols.append((path, None))
                 integers.append(leaf)  # type: ignore[arg-type]
             elif isinstance(leaf, Number):
                 if not _is_integer(leaf):
-                    raise NotFollowed(f"{in_words(path)} becomes a number that is computed from the position")
+                    why = f"{in_words(path)} becomes a fraction that is computed from the position{_OF_A_TENSOR}"
+                    raise NotFollowed(why)
                 self.integers.add(path)
                 again = True
             else:
@@ -403,7 +404,7 @@ class Explorer:
             ((place, times),) = self.taken.most_common(1) or [("", 0)]
             if times <= WAYS:
                 return NotFollowed(ways)
-            needs = "that Python needs as its own there, as range(n) does; n // 2, len(k) and math.sqrt(n) do not"
+            needs = "that Python must know there, as range(n) does; n // 2, len(k) and math.sqrt(n) do not"
             return NotFollowed(f"its steps take too many different ways, one for each value of a number {needs}", place)
         held = self.skeletons[-1].leaves
         name = in_words(max(sorted(self.never_rows, key=str), key=lambda p: sum(path[: len(p)] == p for path in held)))
@@ -470,6 +471,7 @@ class Explorer:
 
 
 _ABSENT = object()
+_OF_A_TENSOR = "; as torch.tensor(0.5, dtype=torch.float64) before the loop, it is followed"
 
 
 def type_of(x: Tensor) -> TensorType:
