@@ -221,8 +221,8 @@ def let_inductor_copy_what_is_shifted() -> None:
 
         return replace(rule, extra_check=extra_check)
 
-    for operator, rule in reinplace.inplaceable_ops.items():
-        reinplace.inplaceable_ops[operator] = checked(rule)
+    for target, rule in reinplace.inplaceable_ops.items():
+        reinplace.inplaceable_ops[target] = checked(rule)
 
 
 @cache
