@@ -266,7 +266,7 @@ def _let_all_views_be_computed_again() -> None:
             node = source
         return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
-    OpTypes.is_view = is_view  # type: ignore[method-assign]
+    OpTypes.is_view = is_view  # type: ignore[assignment, method-assign]
 
 
 @cache

@@ -58,11 +58,18 @@ def picks_a_row(index: Any) -> bool:
     return isinstance(first, Tensor) and first.dim() == 0 and first.dtype in _INDICES
 
 
+def _picked(x: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...], Tensor]:
+    """A copy of the row that an index begins with, the rest of the index, and the row's number, `[1]`: torch would
+    take the number out of the tensor."""
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    number = first.long()[None]
+    return x[number].squeeze(0), tuple(rest), number
+
+
 def _getitem(x: Tensor, index: Any) -> Any:
     if picks_a_row(index):
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        row = x[first[None]].squeeze(0)  # torch would take the number out of the tensor
-        return row[tuple(rest)] if rest else row
+        row, rest, _ = _picked(x, index)
+        return row[rest] if rest else row
     if not _needs_care(index):
         return NotImplemented
     found = _basic(x, index)
@@ -75,8 +82,18 @@ def _with_tensors(index: Any) -> Any:
 
 
 def _setitem(x: Tensor, index: Any, value: Any) -> Any:
+    if picks_a_row(index):
+        row, rest, number = _picked(x, index)
+        _set(row, rest, value)
+        x.index_put_((number,), row[None])
+        return None
     if not _needs_care(index):
         return NotImplemented
+    _set(x, index, value)
+    return None
+
+
+def _set(x: Tensor, index: Any, value: Any) -> None:
     view = _basic(x, index)
     if view is None:
         x[_with_tensors(index)] = value
@@ -84,9 +101,10 @@ def _setitem(x: Tensor, index: Any, value: Any) -> Any:
         while value.dim() > view.dim() and value.shape[0] == 1:
             value = value.squeeze(0)
         view.copy_(value)
+    elif isinstance(value, torch.SymInt | torch.SymFloat):
+        view.copy_(_tensor(value, dtype=x.dtype, device=x.device))
     else:
         view.fill_(value)
-    return None
 
 
 def _tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,38 +15,63 @@ from nsa_compile.loops.left import memory_of
 from nsa_compile.loops.state import NotFollowed, in_words
 from nsa_compile.loops.trace import Trace
 
+_WRITES = "it writes in place to K[i], a row picked by a tensor, which is part of K; write K[i] = x or K[i] += x"
+
 
 @dataclass
 class _Row:
     base: FunctionalTensor
     row: FunctionalTensor
-    writes: tuple[int, int]  # to their memories, when the row was picked
+    index: tuple[Any, ...]
+    writes: tuple[int, int]  # to their memories, when the row was picked, or put back
+    writes_to_index: int
+
+    @property
+    def is_written(self) -> bool:
+        return _writes(self.row) != self.writes[1]
 
 
 class PickedRows:
-    """The rows that a step has picked: nobody may write to one, nor read one after a write to K, and none is left."""
+    """The rows that a step has picked: nobody may read one after a write to K, and none is left. Who writes to one
+    puts it back at once, as `K[i] += x` does."""
 
     def __init__(self) -> None:
         self.by_memory: dict[int, _Row] = {}
 
-    def note(self, base: Tensor, row: Tensor) -> None:
+    def note(self, base: Tensor, index: Any, row: Tensor) -> None:
         assert isinstance(base, FunctionalTensor)
         assert isinstance(row, FunctionalTensor)
-        self.by_memory[memory_of(row)] = _Row(base, row, (_writes(base), _writes(row)))
+        index = _parts(index)
+        self.by_memory[memory_of(row)] = _Row(base, row, index, (_writes(base), _writes(row)), _writes(index[0]))
 
-    def check_read(self, *given: Any) -> None:
-        """That no row among these is other than it was when it was picked.
+    def note_put_back(self, base: Tensor, index: Any, value: Any) -> None:
+        """That `base[index] = value` is done, or about to be: a row that was picked there is part of K again."""
+        row = self.by_memory.get(memory_of(value)) if isinstance(value, FunctionalTensor) else None
+        if row is None or row.row is not value or row.base is not base or _writes(row.index[0]) != row.writes_to_index:
+            return
+        parts = _parts(index)
+        if len(parts) == len(row.index) and all(map(operator.is_, parts, row.index)):
+            row.writes = _writes(base), _writes(row.row)
+
+    def check_read(self, func: Any, args: Any, kwargs: Any) -> None:
+        """That no row among these is other than it was when it was picked, and no row of one of these.
 
         Raises:
-            NotFollowed: K was written to since.
+            NotFollowed: K was written to since, or the row.
         """
         if not self.by_memory:
             return
-        for x in pytree.tree_leaves(given):
-            found = self.by_memory.get(memory_of(x)) if isinstance(x, FunctionalTensor) else None
-            if found is not None and _writes(found.base) != found.writes[0]:
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FunctionalTensor)]
+        for found in filter(None, (self.by_memory.get(memory_of(x)) for x in given)):
+            if _writes(found.base) != found.writes[0]:
                 why = "it reads K[i], a row picked by a tensor, after a write to K, which that row shows"
                 raise NotFollowed(f"{why}; write K[i].clone()")
+        if func is Tensor.__setitem__:
+            self.note_put_back(*args)
+        written = [m for m, x in self.by_memory.items() if x.is_written]
+        stale = {self._base(m) for m in written}
+        if any(m not in written and self._base(m) in stale for m in map(memory_of, given)):
+            raise NotFollowed(_WRITES)
 
     def check_left(self, trace: Trace) -> None:
         """That no row was written to, and none is left behind while another may hold the tensor it is part of.
@@ -53,11 +79,8 @@ class PickedRows:
         Raises:
             NotFollowed: it is so.
         """
-        if any(_writes(x.row) != x.writes[1] for x in self.by_memory.values()):
-            raise NotFollowed(
-                "it writes in place to K[i], a row picked by a tensor, which is part of K; write to K by index_copy_ "
-                "or index_add_"
-            )
+        if any(x.is_written for x in self.by_memory.values()):
+            raise NotFollowed(_WRITES)
         left = {m: owner for owner, memories in trace.memory.items() for m in memories}
         rows = [m for m in left if m in self.by_memory]
         bases = [self._base(m) for m in rows]
@@ -72,6 +95,10 @@ class PickedRows:
         while memory in self.by_memory:
             memory = memory_of(self.by_memory[memory].base)
         return memory
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _writes(x: FunctionalTensor) -> int:

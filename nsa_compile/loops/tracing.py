@@ -93,7 +93,7 @@ class _Rewritten(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
             raise NotFollowed(intercepted.NOT_ASKED[func])
         args, kwargs = self.outside.lifted(args), self.outside.lifted(kwargs or {})
-        self.picked.check_read(args, kwargs)
+        self.picked.check_read(func, args, kwargs)
         if (why := why_refused(func, args, kwargs)) is not None:
             raise NotFollowed(why)
         replacement = intercepted.REPLACED.get(func)
@@ -106,7 +106,9 @@ class _Rewritten(TorchFunctionMode):
                         result = replacement(*args, **kwargs)
                     if result is not NotImplemented:
                         if func is Tensor.__getitem__ and intercepted.picks_a_row(args[1]):
-                            self.picked.note(args[0], result)
+                            self.picked.note(*args, result)
+                        if func is Tensor.__setitem__:
+                            self.picked.note_put_back(*args)
                         return result
                 result = func(*args, **kwargs)
                 if func == intercepted.DATA:

@@ -13,7 +13,7 @@ from torch import fx
 from nsa_compile.ir.aten import is_inexact
 from nsa_compile.loops.body import Axis, Body, Dim, Table, Val
 from nsa_compile.loops.rules import aten, call, nodes_of, place_of, rule, with_dim
-from nsa_compile.loops.rules.elementwise import broadcast, pointwise
+from nsa_compile.loops.rules.elementwise import broadcast, number_of, pointwise
 from nsa_compile.loops.rules.joining import aligned
 from nsa_compile.loops.rules.movement import bound_of, unsqueeze
 from nsa_compile.loops.rules.row_numbers import range_of, refuse_no_rows
@@ -195,8 +195,8 @@ def _written(body: Body, value: Val, source: Val, dim: int, first: Table) -> Val
 @rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 def _scatter(body: Body, a: Any) -> Val:
     value, index, dim = a.self, a.index, place_of(a.dim, len(a.self.dims))
-    new = a.src if hasattr(a, "src") else a.value
-    if a.func is not aten.scatter.value and (index.grows or new.grows):
+    new, func = a.src if hasattr(a, "src") else a.value, a.func
+    if func is not aten.scatter.value and (index.grows or new.grows):
         raise NotFollowed("writes as many elements as there are rows")
     for d in range(len(value.dims)):
         if d != dim and (isinstance(value.dims[d], Axis) or isinstance(index.dims[d], Axis)):
@@ -204,7 +204,11 @@ def _scatter(body: Body, a: Any) -> Val:
     if isinstance(index.dims[dim], Axis):
         index = _first_where_none(body, index, dim)
     index = _shifted(body, index, value.dims[dim], value.example.shape[dim])
-    return Val(body.emit(a.func, value.node, dim, index.node, nodes_of(new)), value.dims)
+    if isinstance(new, np.ndarray):
+        new = number_of(body, new, value.example.dtype, value.example.device)
+        if isinstance(new, fx.Node):
+            new, func = body.emit(aten.expand.default, new, list(index.example.shape)), aten.scatter.src
+    return Val(body.emit(func, value.node, dim, index.node, nodes_of(new)), value.dims)
 
 
 def _first_where_none(body: Body, index: Val, dim: int) -> Val:
