@@ -127,6 +127,8 @@ class _Runner(Unseen):
                 raise NotFollowed(f"it goes over a {of}; it may go over {SEQUENCES}")
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 raise NotFollowed("it is called within a transform of torch.func, such as torch.vmap")
+            if torch.jit.is_tracing():
+                raise NotFollowed("it is called within torch.jit.trace")
             on = torch.overrides._get_current_function_mode_stack()
             if (mode := users_mode(on)) is not None:
                 raise NotFollowed(f"a TorchFunctionMode ({type(mode).__name__}) is on around it")

@@ -237,7 +237,7 @@ class _Finder:
             }
             if origin.memory in found and not own and place.path in self.rows:
                 lists = f"the lists {in_words(place.path[:-1])} and {in_words(path[:-1])}"
-                raise NotFollowed(f"{lists} hold the same tensors after the loop; {_COPY}")
+                raise NotFollowed(f"{lists} hold the same tensors, or one is what the other was; {_COPY}")
             if origin.memory in found and not own:
                 raise NotFollowed(f"{place} is what the loop has read from the list {in_words(path[:-1])}; {_COPY}")
 

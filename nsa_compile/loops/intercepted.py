@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_compile.loops.einsum import einsum
 from nsa_compile.loops.lists import GrowingList
-from nsa_compile.loops.state import NotFollowed
+from nsa_compile.loops.state import READS_A_NUMBER, NotFollowed
 from nsa_compile.workarounds import cosine_similarity
 
 _INDICES = {torch.int64, torch.int32, torch.int16, torch.int8}
@@ -251,6 +251,9 @@ REFUSED: dict[Any, str] = {
     Tensor.backward: "it calls backward()",
     Tensor.register_hook: "it registers a hook",
     Tensor.data_ptr: "it asks for an address",
+    Tensor.tolist: READS_A_NUMBER,
+    Tensor.is_nonzero: READS_A_NUMBER,
+    torch.is_nonzero: READS_A_NUMBER,
     Tensor.__format__: "it makes text of a tensor",
     Tensor.__reduce_ex__: "it copies a tensor by copy.copy, or pickles one; write x.clone() or x.detach()",
     torch.autograd.grad: "it calls torch.autograd.grad",

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils._sympy.printers import PythonPrinter
 
 from nsa_compile.loops.python_math import BY_NAME
-from nsa_compile.loops.state import NotFollowed
+from nsa_compile.loops.state import READS_A_NUMBER, NotFollowed
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _step_by_step(number: Number, given: dict[str, np.ndarray]) -> np.ndarray:
     """A number at each step, by Python's own integers."""
     names = [str(s) for s in number.expr.free_symbols]
     if not given.keys() >= set(names):
-        raise NotFollowed("it reads a number out of a tensor, so that its way depends on data")
+        raise NotFollowed(READS_A_NUMBER)
     code, scope = compile(number.text, "<number>", "eval"), AT_A_STEP
     rows = zip(*(given[name].tolist() for name in names), strict=True)
     found = [_at_a_step(code, scope, dict(zip(names, row, strict=True))) for row in rows]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from nsa_compile.ir.scans import first_line
 from nsa_compile.loops.body import Body, Table, Val
 from nsa_compile.loops.merged import Node
 from nsa_compile.loops.numbers import Number
@@ -65,7 +64,7 @@ def convert(body: Body, node: Node) -> list[Val | None]:
     try:
         result = rule(body, SimpleNamespace(func=node.func, shapes=shapes, **arguments))
     except Exception as error:  # of numpy, say, where an argument that no author of a rule thought of varies
-        raise NotFollowed(f"has no rule for what it is given: {first_line(error)}") from error
+        raise NotFollowed("has no rule for arguments that change from step to step as these do") from error
     return list(result) if isinstance(result, list | tuple) else [result]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from nsa_compile.loops.lists import Appended, IsRead, NotRows, may_be_rows
 from nsa_compile.loops.memos import Memos
@@ -24,6 +25,7 @@ from nsa_compile.loops.numbers import AT_A_STEP, Number, at_all_steps, text_of
 from nsa_compile.loops.source import Variables
 from nsa_compile.loops.state import (
     GLOBAL,
+    READS_A_NUMBER,
     NotFollowed,
     Path,
     Snapshot,
@@ -307,6 +309,8 @@ class Explorer:
                 leaves[path] = ("tensor", kind, static[path])
                 symbols += [(path, d) for d in sorted(grows)]
                 integers += [size for d, size in enumerate(ref_shape) if d in grows]
+            elif isinstance(leaf, Number) and free_unbacked_symbols(leaf.expr):
+                raise NotFollowed(READS_A_NUMBER)
             elif path in self.integers and isinstance(leaf, Number) and not _is_integer(leaf):
                 raise NotFollowed(f"{in_words(path)} is an integer at some steps, and none at others{_OF_A_TENSOR}")
             elif path in self.integers and isinstance(leaf, int | Number) and not isinstance(leaf, bool):

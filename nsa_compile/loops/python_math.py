@@ -21,6 +21,8 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.utils._sympy.value_ranges import SymPyValueRangeAnalysis, ValueRanges
 
+from nsa_compile.loops.state import READS_A_NUMBER, NotFollowed
+
 _OF_MATH = (
     "sqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
     "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "gamma", "lgamma", "pow", "fmod", "remainder",
@@ -97,8 +99,16 @@ def _is_symbolic(x: Any) -> bool:
 
 
 def _hint(x: Any) -> Any:
-    """What a number is at the step that is traced."""
-    return x.node.hint if _is_symbolic(x) else x
+    """What a number is at the step that is traced.
+
+    Raises:
+        NotFollowed: it is one of a tensor's.
+    """
+    if not _is_symbolic(x):
+        return x
+    if x.node.hint is None:
+        raise NotFollowed(READS_A_NUMBER)
+    return x.node.hint
 
 
 def _expression(x: Any) -> Any:

@@ -17,6 +17,7 @@ position, as Python does, or set the variables to what they are after the loop.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import types
@@ -80,6 +81,10 @@ def cut_out_loop(
 def _definition(function: types.FunctionType) -> tuple[ast.FunctionDef, int]:
     if hasattr(function, "__wrapped__"):
         raise NotALoop("it is wrapped by another decorator; put @nsa_compile.loop below that one")
+    if isinstance(function, functools.partial):
+        raise NotALoop("it is a functools.partial; loop the function that it calls, then make the partial of that")
+    if inspect.iscoroutinefunction(function):
+        raise NotALoop("it is an async def; put the loop into a function of its own, without async")
     try:
         lines, first_line = inspect.getsourcelines(function)
     except (OSError, TypeError) as error:
@@ -116,16 +121,25 @@ def _find_loop(definition: ast.FunctionDef, over: str | None) -> ast.For:
         inner = {id(n) for loop in loops for statement in loop.body for n in ast.walk(statement)}
         loops = [n for n in loops if id(n) not in inner]
     if len(loops) != 1:
-        found = "no `for` loop" if not loops else f"{len(loops)} loops; name the variable of one, as in loop(over='t')"
+        found = (
+            "no `for` loop; write `while` as a `for` over its positions"
+            if not loops
+            else f"{len(loops)} loops; name the variable of one, as in loop(over='t')"
+        )
         raise NotALoop(f"it has {found}")
     (loop,) = loops
     for node in (n for statement in loop.body for n in _here(statement)):
         if isinstance(node, ast.Return):
             raise NotALoop(f"line {node.lineno} of the function returns from within the loop")
         if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await):
-            raise NotALoop(f"line {node.lineno} of the function yields from within the loop")
+            raise NotALoop(
+                f"line {node.lineno} of the function yields from within the loop; append to a list, and return it"
+            )
     if any(isinstance(node, ast.Break) for node in _of_this_loop(loop.body)):
-        raise NotALoop("the loop has a break; how far it runs would depend on more than its range")
+        raise NotALoop(
+            "the loop has a break; how far it runs would depend on more than its range; shorten the range, or put what "
+            "follows under an `if`"
+        )
     return loop
 
 

@@ -39,6 +39,9 @@ _NOTHING = object()
 LIMIT = 200_000
 
 
+READS_A_NUMBER = "it reads a number out of a tensor, so that its way depends on data"
+
+
 class NotFollowed(BaseException):
     """Why a loop is not compiled, in a few words; where the source line is known, it is named.
 

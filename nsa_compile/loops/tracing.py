@@ -45,7 +45,7 @@ from nsa_compile.loops.python_numbers import (
     unnoted,
 )
 from nsa_compile.loops.recording import Functional, Outside, Recorder, is_ours, memory_of
-from nsa_compile.loops.state import NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
+from nsa_compile.loops.state import READS_A_NUMBER, NotFollowed, Path, Snapshot, cells_of, drop, in_words, look
 from nsa_compile.loops.trace import Given, Trace
 from nsa_compile.loops.watched import is_of_library
 
@@ -106,7 +106,7 @@ class _Rewritten(TorchFunctionMode):
                         result = replacement(*args, **kwargs)
                     if result is not NotImplemented:
                         if func is Tensor.__getitem__ and intercepted.picks_a_row(args[1]):
-                            self.picked.note(*args, result)
+                            self.picked.note(args[0], args[1], result)
                         if func is Tensor.__setitem__:
                             self.picked.note_put_back(*args)
                         return result
@@ -252,7 +252,7 @@ def _in_a_line(error: Exception) -> str:
     if isinstance(error, NotHashable):
         return str(error)
     if "DataDependent" in kind or "unbacked" in str(error).lower():
-        return "it reads a number out of a tensor, so that its way depends on data"
+        return READS_A_NUMBER
     if ".numpy() is not supported" in str(error):
         return "it makes an array of a tensor, so that its way may depend on data"
     if "functional_mode must not be None" in str(error):

@@ -332,7 +332,7 @@ def test_one_object_is_one_object():
     ("run", "why"),
     [
         (an_element_that_was_read, "first is what the loop has read from the list found"),
-        (elements_that_were_read, "the lists found and last hold the same tensors after the loop"),
+        (elements_that_were_read, "the lists found and last hold the same tensors"),
         (overlapping_parts, "[ab] and [ab] share memory after the loop"),
         (an_element_of_a_list, "keeps an element of the list that it goes over, as last"),
     ],

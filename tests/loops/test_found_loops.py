@@ -991,7 +991,7 @@ DECLINED = {
     a_number_itself: "asks whether a number that changes from step to step `is` another",
     a_norm_of_a_negative_order: "a norm of a negative order",
     a_number_that_bfloat16_does_not_hold: "bfloat16 does not hold it",
-    an_order_that_changes: "has no rule for what it is given",
+    an_order_that_changes: "has no rule for arguments that change from step to step",
     a_product_of_three_with_rows_that_grow_from_one: "dimensions in another order at some steps than at others",
     an_error_that_is_kept: "error becomes a KeyError that the loop has made",
     a_namespace_that_is_made: "made becomes a SimpleNamespace that the loop has made",

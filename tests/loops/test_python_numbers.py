@@ -236,3 +236,50 @@ def test_gradients_scaled_by_how_often_an_index_occurs():
         nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")(
             torch.tensor([0, 0, 1]), torch.ones(2, 2)
         )
+
+
+def on_what_data_is(decide):
+    def run(x):
+        found = []
+        for t in range(len(x)):
+            found.append(x[t] * 2 if decide(x[t, 0], t) else x[t] * 3)
+        return torch.stack(found)
+
+    return run
+
+
+DECISIONS = {
+    "item": lambda a, t: a.item(),
+    "a sum's item": lambda a, t: (a + a).item() > 0.5,
+    "item beside the position": lambda a, t: t > a.item(),
+    "item, rounded": lambda a, t: round(a.item()) % 2,
+    "item, in a function": lambda a, t: math.sqrt(abs(a.item())) > 0.5,
+    "item, as an integer": lambda a, t: int(a.item()),
+    "tolist": lambda a, t: a.tolist() > 0,
+    "the lists of two": lambda a, t: a[None].tolist() == (a * 1)[None].tolist(),
+    "is_nonzero": lambda a, t: a.is_nonzero(),
+    "bool": lambda a, t: a > 0,
+}
+
+
+@pytest.mark.deep(every=3)
+@pytest.mark.parametrize("name", DECISIONS)
+def test_numbers_that_are_read_out_of_tensors_decide_as_written(name):
+    """Of floating-point ones the loop ended in a NameError."""
+    run, x = on_what_data_is(DECISIONS[name]), torch.randn(7, 3)
+    torch.testing.assert_close(nsa_compile.loop(run, nested="eager", cache=False)(x), run(x))
+    with pytest.raises(LoopDeclined, match="it reads a number out of a tensor"):
+        nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")(x)
+
+
+def test_a_number_that_is_read_and_kept():
+    def run(x):
+        found = []
+        for t in range(len(x)):
+            found.append(x[t, 0].item())
+        return found
+
+    x = torch.randn(7, 3)
+    assert nsa_compile.loop(run, nested="eager", cache=False)(x) == run(x)
+    with pytest.raises(LoopDeclined, match="it reads a number out of a tensor"):
+        nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")(x)

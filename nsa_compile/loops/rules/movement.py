@@ -258,13 +258,15 @@ def _outside_number(body: Body, value: Val) -> int | None:
 @rule(aten.slice.Tensor)
 def slice_rows(body: Body, a: Any) -> Val:
     value, dim = a.self, place_of(a.dim, len(a.self.dims))
+    if not isinstance(a.step, int):
+        raise NotFollowed("takes every n-th row, and n changes from step to step")
     own = value.dims[dim]
     count = body.count_of(own)
     start = bound_of(a.start, 0, count)
     stop = np.maximum(bound_of(a.end, count, count), start)
     if not start[body.at].any() and (stop == count)[body.at].all() and a.step == 1:
         return value
-    if isinstance(a.step, int) and a.step != 1:
+    if a.step != 1:
         if isinstance(own, int) and is_constant(body, start) and is_constant(body, stop):
             bounds = int(start[body.at][0]), int(stop[body.at][0])
             size = len(range(*bounds, a.step))
