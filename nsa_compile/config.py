@@ -45,6 +45,7 @@ BUILT_IN = ("shakespeare", "uniform", *SYNTHETIC, "fineweb-edu")
 # A hundred times what any configuration holds: values, references counted as often as they are used, and bytes.
 MAX_VALUES = 10_000
 MAX_BYTES = 1 << 18
+MAX_DEPTH = 100  # of lists and mappings within one another
 # No number of a configuration is larger; Python cannot even print one of some thousand digits.
 MAX_BITS = 128
 MAX_PATH = 4095
@@ -587,13 +588,18 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._nodes = 0
+        self._nodes = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._nodes += 1
+        self._depth += 1
         if self._nodes > MAX_VALUES:
             raise _TooManyValues
-        return super().compose_node(parent, index)
+        if self._depth > MAX_DEPTH:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()

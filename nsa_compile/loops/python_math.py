@@ -111,6 +111,12 @@ def _hint(x: Any) -> Any:
     return x.node.hint
 
 
+def _are_integers_of_tensors(given: tuple[Any, ...]) -> bool:
+    """Whether there is one whose number no step tells, as the length of `x[x > 0]`, and none of floating point."""
+    unknown = any(_is_symbolic(x) and x.node.hint is None for x in given)
+    return unknown and not any(type(x) in (torch.SymFloat, float) for x in given)
+
+
 def _expression(x: Any) -> Any:
     if _is_symbolic(x):
         return x.node.expr
@@ -171,6 +177,8 @@ def _arithmetic(name: str, operation: Callable[..., Any], is_reverse: bool, know
         if not _is_number(other):
             return NotImplemented if known is None else known(self, other)
         given = (other, self) if is_reverse else (self, other)
+        if _are_integers_of_tensors(given) and known is not None:
+            return known(self, other)
         hints = tuple(map(_hint, given))
         if not any(type(x) is float for x in hints) and (name != "pow" or hints[1] >= 0) and name != "truediv":
             return known(self, other)
@@ -186,8 +194,10 @@ def _arithmetic(name: str, operation: Callable[..., Any], is_reverse: bool, know
 
 def _comparison(name: str, operation: Callable[..., Any], known: Any) -> Callable[..., Any]:
     def method(self: Any, other: Any) -> Any:
+        if not _is_number(other) or _are_integers_of_tensors((self, other)):
+            return known(self, other)
         hints = _hint(self), _hint(other)
-        if not _is_number(other) or not any(type(x) is float for x in hints):
+        if not any(type(x) is float for x in hints):
             return known(self, other)
         return _made(name, (self, other), bool(operation(*hints)))
 

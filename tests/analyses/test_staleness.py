@@ -605,7 +605,6 @@ def test_every_rule_is_checked():
 
 
 @pytest.mark.parametrize("target", sorted(CASES, key=str), ids=str)  # the same order in every process
-@settings(max_examples=settings().max_examples * 2)
 @given(seed=st.integers(0, 2**40))
 def test_rules_keep_their_promises(target, seed):
     for i, case in enumerate(CASES[target]):

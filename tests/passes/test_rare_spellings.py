@@ -159,6 +159,7 @@ LINEAR = {
 }  # fmt: skip
 
 
+@pytest.mark.deep(every=3)
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_attention_in_chunks(name, before):

@@ -124,12 +124,14 @@ def sunk():
     return bool(found.matches)
 
 
+@pytest.mark.deep(every=3)
 @pytest.mark.parametrize("name", TABLES)
 def test_rows_are_computed_in_the_step(name):
     equal_gradients(program(TABLES[name]), *given())
     assert sunk()
 
 
+@pytest.mark.deep(every=4)
 @pytest.mark.parametrize("pick", PICKS)
 @pytest.mark.parametrize("name", ["a sum of rows and columns", "lower triangle of ones", "triangles of a batch"])
 def test_rows_that_a_step_picks_are_computed(name, pick):
