@@ -6,19 +6,20 @@ BIN := .venv/bin
 TRAINER := .venv/installed-for-train
 TESTS := .venv/installed-for-test
 
-.PHONY: train test test-all test-deep lint docs clean
+.PHONY: train test test-all test-deep pytest lint docs clean
 
 train: $(TRAINER)
 	$(BIN)/nsa-compile train
 
-test: lint
-	$(BIN)/python -m pytest -q -n logical --dist worksteal
+test-all: OPTIONS := --every-case
+test-deep: OPTIONS := --hypothesis-profile=deep
 
-test-all: lint
-	$(BIN)/python -m pytest -q -n logical --dist worksteal --every-case
+# mypy takes two minutes of one processor, and tests wait for processes and disks.
+test test-all test-deep: $(TESTS)
+	@$(MAKE) --no-print-directory --jobs 2 pytest lint OPTIONS=$(OPTIONS)
 
-test-deep: lint
-	$(BIN)/python -m pytest -q -n logical --dist worksteal --hypothesis-profile=deep
+pytest: $(TESTS)
+	$(BIN)/python -m pytest -q -n logical --dist worksteal $(OPTIONS)
 
 lint: $(TESTS)
 	$(BIN)/ruff check .
@@ -27,7 +28,7 @@ lint: $(TESTS)
 $(TRAINER): EXTRAS := train,plots
 $(TESTS): EXTRAS := dev
 
-# pip runs again whenever pyproject.toml changes.
+# pip runs again whenever pyproject.toml changes. Of 20,000 files Python compiles the few that are imported.
 $(TRAINER) $(TESTS): pyproject.toml
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 	  echo "error: '$(PYTHON)' not found; install Python 3.11 or newer, or name it: make PYTHON=/path/to/python3" >&2; exit 2; }
@@ -38,7 +39,7 @@ $(TRAINER) $(TESTS): pyproject.toml
 	@test -n "$(CXX_FOUND)" || { \
 	  echo "error: no C++ compiler (CXX, g++ or clang++) found; torch.compile needs one on CPU (on Debian: g++)" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[$(EXTRAS)]'
 	@touch $@
 
 clean:

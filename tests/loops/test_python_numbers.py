@@ -166,6 +166,7 @@ def test_too_many_ways_name_the_line():
         compiled(torch.randn(S, 2))
 
 
+@pytest.mark.deep
 def test_a_loop_within_the_loop_is_declined_before_it_is_unrolled(ways):
     """Each step would be a way of its own: that is seen from 40 of them, not after they have all been traced."""
 
