@@ -159,8 +159,8 @@ class _Runner(Unseen):
         try:
             with _as_rows(now, self.rows[key], step) as given:
                 finals, lists = run_program(program, given, len(items))
-        except Refused:
-            self._left_as_written(NotFollowed("an index is out of bounds at one of its steps"))
+        except Refused as why:
+            self._left_as_written(NotFollowed(str(why)))
             _as_written(items, step)
             return
         if rows := {path: now.containers[path].value for path in self.rows[key]}:

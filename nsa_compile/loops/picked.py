@@ -24,7 +24,7 @@ class _Row:
     row: FunctionalTensor
     index: tuple[Any, ...]
     writes: tuple[int, int]  # to their memories, when the row was picked, or put back
-    writes_to_index: int
+    writes_to_numbers: list[int]  # of the index
 
     @property
     def is_written(self) -> bool:
@@ -42,15 +42,19 @@ class PickedRows:
         assert isinstance(base, FunctionalTensor)
         assert isinstance(row, FunctionalTensor)
         index = _parts(index)
-        self.by_memory[memory_of(row)] = _Row(base, row, index, (_writes(base), _writes(row)), _writes(index[0]))
+        writes = _writes(base), _writes(row)
+        self.by_memory[memory_of(row)] = _Row(base, row, index, writes, list(map(_writes, _numbers(index))))
 
     def note_put_back(self, base: Tensor, index: Any, value: Any) -> None:
         """That `base[index] = value` is done, or about to be: a row that was picked there is part of K again."""
         row = self.by_memory.get(memory_of(value)) if isinstance(value, FunctionalTensor) else None
-        if row is None or row.row is not value or row.base is not base or _writes(row.index[0]) != row.writes_to_index:
+        if row is None or row.row is not value or row.base is not base:
             return
-        parts = _parts(index)
-        if len(parts) == len(row.index) and all(map(operator.is_, parts, row.index)):
+        parts, numbers = _parts(index), _numbers(row.index)
+        is_same = len(parts) == len(row.index) and all(map(operator.is_, parts, row.index))
+        is_same &= list(map(_writes, numbers)) == row.writes_to_numbers
+        # A number that is part of K may be the one that the write to the row has changed.
+        if is_same and self._root(base) not in map(self._root, numbers):
             row.writes = _writes(base), _writes(row.row)
 
     def check_read(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -70,7 +74,7 @@ class PickedRows:
             self.note_put_back(*args)
         written = [m for m, x in self.by_memory.items() if x.is_written]
         stale = {self._base(m) for m in written}
-        if any(m not in written and self._base(m) in stale for m in map(memory_of, given)):
+        if any(memory_of(x) not in written and self._root(x) in stale for x in given):
             raise NotFollowed(_WRITES)
 
     def check_left(self, trace: Trace) -> None:
@@ -91,6 +95,9 @@ class PickedRows:
                 why = f"{what} holds K[i], a row picked by a tensor, which is part of K"
                 raise NotFollowed(f"{why}; write K[i].clone()")
 
+    def _root(self, x: FunctionalTensor) -> int:
+        return self._base(memory_of(x))
+
     def _base(self, memory: int) -> int:
         while memory in self.by_memory:
             memory = memory_of(self.by_memory[memory].base)
@@ -99,6 +106,10 @@ class PickedRows:
 
 def _parts(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
+
+
+def _numbers(index: tuple[Any, ...]) -> list[FunctionalTensor]:
+    return [x for x in index if isinstance(x, FunctionalTensor)]
 
 
 def _writes(x: FunctionalTensor) -> int:

@@ -421,14 +421,20 @@ def run_program(program: Program, now: Snapshot, length: int) -> tuple[dict[Path
     that it has appended to lists.
 
     Raises:
-        Refused: the loop has to run as it is written. Nothing has been changed.
+        Refused: the loop has to run as it is written, since a step raises: the loop may catch that, and leaves behind
+            what the steps before have done. Nothing has been changed.
     """
     with without_autocast():
         leaves = {path: now.leaves[path] for path in program.inputs}
         inputs = {path: x if path in program.reached else x.detach() for path, x in leaves.items()}
-        results = program.run(*(x.clone() if path in program.mutated else x for path, x in inputs.items()))
+        try:
+            results = program.run(*(x.clone() if path in program.mutated else x for path, x in inputs.items()))
+        except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+            if type(error).__module__.startswith(("nsa_compile.", "torch._dynamo.", "torch._inductor.")):
+                raise
+            raise Refused(f"one of its steps ends in {type(error).__name__}") from error
     if program.refuses and results[-1]:
-        raise Refused
+        raise Refused("an index is out of bounds at one of its steps")
     finals: dict[Path, Tensor] = {}
     for path, part in program.finals.items():
         x = results[part.place]

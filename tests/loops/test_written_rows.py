@@ -145,6 +145,14 @@ def put_where_the_number_has_gone(table, i, row, t):
     table[i] = mine
 
 
+def put_where_the_second_number_has_gone(table, i, row, t):
+    j = i % D
+    mine = table[i, j]
+    mine += row[0]
+    j -= 1
+    table[i, j] = mine
+
+
 def put_a_part_of_it(table, i, row, t):
     mine = table[i]
     mine += row
@@ -168,7 +176,7 @@ def add_to_a_row_of_a_row(table, i, row, t):
     "write",
     [
         add_and_read, add_and_read_the_row_again, add_and_read_a_view, put_elsewhere, put_where_the_number_has_gone,
-        put_a_part_of_it, put_in_another_table, add_to_a_row_of_a_row,
+        put_where_the_second_number_has_gone, put_a_part_of_it, put_in_another_table, add_to_a_row_of_a_row,
     ],
     ids=lambda write: write.__name__,
 )  # fmt: skip
@@ -180,3 +188,96 @@ def test_a_row_that_is_written_shows_in_its_table_at_once(write):
     )
     with pytest.raises(LoopDeclined, match=r"writes in place to K\[i\]"):
         nsa_compile.loop(looped(write), over="t", nested="eager", cache=False, on_decline="error")(x, IDS)
+
+
+def flip_the_last_bit(table, t):
+    for number in table:
+        table[number] ^= 1
+
+
+def move_roots(table, t):
+    table[table[t]] += 1
+
+
+def move_what_a_row_names(table, t):
+    table[table[t % 2], None] += 1
+
+
+@pytest.mark.parametrize(
+    "write", [flip_the_last_bit, move_roots, move_what_a_row_names], ids=lambda write: write.__name__
+)
+def test_the_number_of_a_row_is_part_of_the_table(write):
+    """What is added to the row changes its number, before the row is put back."""
+
+    def run(table):
+        table = table.clone()
+        for t in range(3):
+            write(table, t)
+        return table
+
+    for numbers in ([0, 3, 2, 1], [0, 1, 2, 3], [2, 2, 0, 1]):
+        table = torch.tensor(numbers)
+        compiled = nsa_compile.loop(run, over="t", nested="eager", cache=False)
+        assert torch.equal(compiled(table), run(table))
+
+
+def caught_in_the_step(ids):
+    table, ok = torch.zeros(4), []
+    for t in range(len(ids)):
+        try:
+            table[ids[t]] = t + 1.0
+            ok.append(True)
+        except IndexError:
+            ok.append(False)
+    return table, ok
+
+
+def caught_around_the_loop(ids):
+    table, count = torch.zeros(4), 0
+    try:
+        for t in range(len(ids)):
+            count += 1
+            table[ids[t]] += t + 1.0
+    except IndexError:
+        pass
+    return table, count
+
+
+def rows_read_until_then(ids):
+    table, found = torch.arange(4.0), []
+    try:
+        for t in range(len(ids)):
+            found.append(table[ids[t]] * 2)
+    except IndexError:
+        pass
+    return found
+
+
+@pytest.mark.deep(every=3)
+@pytest.mark.parametrize("nested", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "run", [caught_in_the_step, caught_around_the_loop, rows_read_until_then],
+    ids=lambda run: run.__name__,
+)  # fmt: skip
+def test_what_a_step_raises_is_caught_as_in_the_loop(run, nested, caplog):
+    compiled = nsa_compile.loop(run, nested=nested, cache=False)
+    for ids in ([0, 1, 2, 3], [0, 2, 9, 1], [3, 3, 1, 0]):
+        torch.testing.assert_close(compiled(torch.tensor(ids)), run(torch.tensor(ids)))
+    assert "runs as it is written: one of its steps ends in" in caplog.text
+
+
+def test_what_the_steps_before_have_done_is_left_behind():
+    def run(table, ids):
+        for t in range(len(ids)):
+            table[ids[t]] += 1
+
+    compiled = nsa_compile.loop(run, nested="eager", cache=False)
+    for ids in ([0, 1, 2, 0], [0, 1, 9, 0]):
+        tables = [torch.zeros(4) for _ in range(2)]
+        for function, table in zip((run, compiled), tables, strict=True):
+            if 9 in ids:
+                with pytest.raises(IndexError, match="index 9 is out of bounds for dimension 0 with size 4"):
+                    function(table, torch.tensor(ids))
+            else:
+                function(table, torch.tensor(ids))
+        assert torch.equal(*tables)
