@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from typing import Any, cast
 
 import torch
@@ -54,8 +55,23 @@ def _needs_care(index: Any) -> bool:
 
 def picks_a_row(index: Any) -> bool:
     """Whether an index begins with a number in a tensor."""
-    first = index[0] if isinstance(index, tuple) and index else index
-    return isinstance(first, Tensor) and first.dim() == 0 and first.dtype in _INDICES
+    first, *others = index if isinstance(index, tuple) and index else (index,)
+    if not _is_number(first) and any(map(_is_number, others)):
+        raise NotFollowed(
+            "it picks by a number in a tensor, as T[:, i]; T[:, i[None]] keeps a dimension of one, and is followed"
+        )
+    return _is_number(first)
+
+
+def shows_a_row(index: Any) -> bool:
+    """Whether what such an index picks is part of the tensor; by a list, or numbers in a dimension, it is a copy."""
+    parts = index if isinstance(index, tuple) else (index,)
+    basic = (int, slice, torch.SymInt, types.NoneType, types.EllipsisType)
+    return picks_a_row(index) and all(_is_number(p) or isinstance(p, basic) for p in parts)
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dim() == 0 and part.dtype in _INDICES
 
 
 def _picked(x: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...], Tensor]:

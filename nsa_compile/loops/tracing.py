@@ -105,7 +105,7 @@ class _Rewritten(TorchFunctionMode):
                     with self:
                         result = replacement(*args, **kwargs)
                     if result is not NotImplemented:
-                        if func is Tensor.__getitem__ and intercepted.picks_a_row(args[1]):
+                        if func is Tensor.__getitem__ and intercepted.shows_a_row(args[1]):
                             self.picked.note(args[0], args[1], result)
                         if func is Tensor.__setitem__:
                             self.picked.note_put_back(*args)

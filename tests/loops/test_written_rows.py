@@ -67,6 +67,13 @@ def add_and_put_back(table, i, row, t):
     return once + table[i]
 
 
+def add_to_elements_of_a_row(table, i, row, t):
+    copied = table[i, [0, 2]]
+    table[i, [0, 2]] += row[:2]
+    copied += 1
+    return copied
+
+
 def add_to_a_row_of_small_integers(table, i, row, t):
     table[i.int()] += row
 
@@ -81,6 +88,7 @@ def scatter_the_position(table, i, row, t):
 
 FOLLOWED = [
     put, put_a_number, put_a_part, put_what_is_broadcast, add, add_to_a_part, add_and_put_back,
+    add_to_elements_of_a_row,
     add_to_a_row_of_small_integers, add_to_what_data_picks, scatter_the_position,
 ]  # fmt: skip
 
@@ -281,3 +289,16 @@ def test_what_the_steps_before_have_done_is_left_behind():
             else:
                 function(table, torch.tensor(ids))
         assert torch.equal(*tables)
+
+
+def test_a_number_behind_another_index_is_named():
+    def run(x, ids):
+        found = []
+        for t in range(len(ids)):
+            found.append(x[t, ids[t]] * 2)
+        return torch.stack(found)
+
+    x, ids = torch.randn(8, D), IDS % D
+    assert torch.equal(nsa_compile.loop(run, nested="eager", cache=False)(x, ids), run(x, ids))
+    with pytest.raises(LoopDeclined, match=r"as T\[:, i\]; T\[:, i\[None\]\] keeps a dimension of one"):
+        nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")(x, ids)
