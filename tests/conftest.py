@@ -41,7 +41,7 @@ _COMMON: dict[str, Any] = {
     "suppress_health_check": [HealthCheck.too_slow],
 }
 # The same examples on every machine and in every run, so that a failure belongs to a change; the deep one searches.
-settings.register_profile("fast", max_examples=4, derandomize=True, **_COMMON)
+settings.register_profile("fast", max_examples=3, derandomize=True, **_COMMON)
 settings.register_profile("every-case", max_examples=12, derandomize=True, **_COMMON)
 settings.register_profile("deep", max_examples=1000, **_COMMON)
 

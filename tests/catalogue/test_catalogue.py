@@ -24,7 +24,7 @@ def results(function, inputs):
 
 
 @pytest.mark.deep(
-    every=6,
+    every=8,
     but=[
         "rwkv4/rwkv4",
         "min/running_min",

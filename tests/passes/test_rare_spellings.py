@@ -276,6 +276,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.deep(every=2)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name):
     run, expected = ATTENTION[name]
