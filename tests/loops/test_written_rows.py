@@ -179,7 +179,7 @@ def add_to_a_row_of_a_row(table, i, row, t):
     table[i][i % D] += row[0]
 
 
-@pytest.mark.deep(every=4)
+@pytest.mark.deep(every=4, but=["put_elsewhere"])
 @pytest.mark.parametrize(
     "write",
     [

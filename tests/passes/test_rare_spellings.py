@@ -101,6 +101,7 @@ RECURRENCES = {
     "the lower one by where": (lambda s, x: torch.where(s > x, x, s), "parallel", (4,), (S, 4)),
     "a row put beside others": (beside_its_rows, "batched", (5, 4), (S, 4)),
     "rows filled": (filled, "loop", (6, 4), (S, 4)),
+    "a number added and reshaped": (lambda s, x: (s + 1).view(2, 2).reshape(4) * 0.5 + x, "parallel", (4,), (S, 4)),
     "addr": (lambda s, k, v: torch.addr(s, k, v, beta=0.5, alpha=2), "parallel", (4, 4), (S, 4), (S, 4)),
 }
 
