@@ -294,3 +294,32 @@ def test_a_state_that_begins_with_a_number_is_told_how_to_begin():
     with pytest.raises(LoopDeclined, match=r"begin a state with torch\.zeros of its final size, not with a number"):
         nsa_compile.loop(gated(0), nested="eager", cache=False, on_decline="error")(*inputs())
     compare(gated(torch.zeros(2, 2, 2, dtype=torch.float64)), *inputs(), raised=False, cache=False)
+
+
+@pytest.mark.parametrize("write", ["scatter", "index_put"])
+def test_the_numbers_so_far_are_written_and_no_later_ones(write):
+    def run(x, ids):
+        out = []
+        for t in range(len(ids)):
+            seen, so_far = torch.zeros(len(x), dtype=torch.bool), ids[: t + 1]
+            if write == "scatter":
+                seen = seen.scatter(0, so_far, True)
+            else:
+                seen = seen.index_put((so_far,), torch.tensor(True))
+            out.append(x.masked_fill(~seen[:, None], 0.0).sum(0))
+        return torch.stack(out)
+
+    x, ids = torch.randn(9, D, dtype=torch.float64), torch.tensor([3, 3, 1, 8, 0, 5])
+    compiled = nsa_compile.loop(run, nested="eager", cache=False, on_decline="error")
+    torch.testing.assert_close(compiled(x, ids), run(x, ids))
+
+
+def test_means_begin_with_one_row():
+    def run(k):
+        out = []
+        for t in range(len(k)):
+            out.append(k[: t + 1].mean(0) - k[: t + 1].var(0, correction=0))
+        return torch.stack(out)
+
+    k = torch.randn(7, D, dtype=torch.float64, requires_grad=True)
+    compare(run, k, raised=False, cache=False)
