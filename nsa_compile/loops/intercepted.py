@@ -24,9 +24,13 @@ def _has_symbol(x: Any) -> bool:
     return isinstance(x, torch.SymInt | torch.SymFloat)
 
 
+def parts_of(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
 def _basic(x: Tensor, index: Any) -> Tensor | None:
     """`x[index]` as selects and slices, or None where an index is a tensor or a list."""
-    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = list(parts_of(index))
     if not all(p is None or p is Ellipsis or isinstance(p, int | slice | torch.SymInt) for p in parts):
         return None
     if any(isinstance(p, bool) for p in parts):
@@ -49,13 +53,13 @@ def _basic(x: Tensor, index: Any) -> Tensor | None:
 
 
 def _needs_care(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = parts_of(index)
     return any(_has_symbol(p) or (isinstance(p, slice) and _has_symbol([p.start, p.stop, p.step])) for p in parts)
 
 
 def picks_a_row(index: Any) -> bool:
     """Whether an index begins with a number in a tensor."""
-    first, *others = index if isinstance(index, tuple) and index else (index,)
+    first, *others = parts_of(index) or (None,)
     if not _is_number(first) and any(map(_is_number, others)):
         raise NotFollowed(
             "it picks by a number in a tensor, as T[:, i]; T[:, i[None]] keeps a dimension of one, and is followed"
@@ -65,7 +69,7 @@ def picks_a_row(index: Any) -> bool:
 
 def shows_a_row(index: Any) -> bool:
     """Whether what such an index picks is part of the tensor; by a list, or numbers in a dimension, it is a copy."""
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = parts_of(index)
     basic = (int, slice, torch.SymInt, types.NoneType, types.EllipsisType)
     return picks_a_row(index) and all(_is_number(p) or isinstance(p, basic) for p in parts)
 
@@ -77,7 +81,7 @@ def _is_number(part: Any) -> bool:
 def _picked(x: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...], Tensor]:
     """A copy of the row that an index begins with, the rest of the index, and the row's number, `[1]`: torch would
     take the number out of the tensor."""
-    first, *rest = index if isinstance(index, tuple) else (index,)
+    first, *rest = parts_of(index)
     number = first.long()[None]
     return x[number].squeeze(0), tuple(rest), number
 
@@ -93,7 +97,7 @@ def _getitem(x: Tensor, index: Any) -> Any:
 
 
 def _with_tensors(index: Any) -> Any:
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = parts_of(index)
     return tuple(_tensor(p) if isinstance(p, torch.SymInt | list) and _has_symbol(p) else p for p in parts)
 
 

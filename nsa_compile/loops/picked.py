@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
+from nsa_compile.loops.intercepted import parts_of
 from nsa_compile.loops.left import memory_of
 from nsa_compile.loops.state import NotFollowed, in_words
 from nsa_compile.loops.trace import Trace
@@ -41,7 +42,7 @@ class PickedRows:
     def note(self, base: Tensor, index: Any, row: Tensor) -> None:
         assert isinstance(base, FunctionalTensor)
         assert isinstance(row, FunctionalTensor)
-        index = _parts(index)
+        index = parts_of(index)
         writes = _writes(base), _writes(row)
         self.by_memory[memory_of(row)] = _Row(base, row, index, writes, list(map(_writes, _numbers(index))))
 
@@ -50,7 +51,7 @@ class PickedRows:
         row = self.by_memory.get(memory_of(value)) if isinstance(value, FunctionalTensor) else None
         if row is None or row.row is not value or row.base is not base:
             return
-        parts, numbers = _parts(index), _numbers(row.index)
+        parts, numbers = parts_of(index), _numbers(row.index)
         is_same = len(parts) == len(row.index) and all(map(operator.is_, parts, row.index))
         is_same &= list(map(_writes, numbers)) == row.writes_to_numbers
         # A number that is part of K may be the one that the write to the row has changed.
@@ -102,10 +103,6 @@ class PickedRows:
         while memory in self.by_memory:
             memory = memory_of(self.by_memory[memory].base)
         return memory
-
-
-def _parts(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
 
 
 def _numbers(index: tuple[Any, ...]) -> list[FunctionalTensor]:
