@@ -475,7 +475,7 @@ class Explorer:
 
 
 _ABSENT = object()
-_OF_A_TENSOR = "; as torch.tensor(0.5, dtype=torch.float64) before the loop, it is followed"
+_OF_A_TENSOR = "; begin with a tensor, as torch.tensor(0.5, dtype=torch.float64)"
 
 
 def type_of(x: Tensor) -> TensorType:
