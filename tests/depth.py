@@ -24,7 +24,8 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     """What a usual run leaves out.
 
     `@pytest.mark.deep` marks a test, or one case of it. `@pytest.mark.deep(every=8, but=["a"])` leaves every eighth
-    case of a table in each run, and those of the names given.
+    case of a table in each run, and those of the names given; `pytestmark = pytest.mark.deep(every=8, of_file=True)`
+    every eighth case of a file.
 
     Raises:
         pytest.UsageError: no case has a name given.
@@ -38,7 +39,7 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
         if mark is None:
             continue
         case = item.callspec.id if hasattr(item, "callspec") else ""
-        test = item.nodeid.removesuffix(f"[{case}]")
+        test = item.nodeid.partition("::")[0] if "of_file" in mark.kwargs else item.nodeid.removesuffix(f"[{case}]")
         names[test].add(case)
         wanted[test] = set(mark.kwargs.get("but", ()))
         every = mark.kwargs.get("every")

@@ -41,3 +41,9 @@ def test_each_test_counts_its_own_cases():
 def test_a_name_that_no_case_has_is_an_error():
     with pytest.raises(pytest.UsageError, match=r"t\.py::test: marked deep but for \['k'\], which no case of it"):
         left_out(table(pytest.mark.deep(but=["a", "k"])))
+
+
+def test_some_tests_of_a_file_stay():
+    mark = pytest.mark.deep(every=3, of_file=True).mark
+    tests = [item(f"t.py::{name}", None, mark) for name in "abcdef"]
+    assert [x.nodeid[-1] for x in left_out(tests)] == ["a", "c", "d", "f"]

@@ -202,6 +202,7 @@ def test_every_page_is_in_the_table_of_contents():
     assert sorted(named) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
+@pytest.mark.deep
 def test_the_notebook_is_the_tutorial_and_the_drawings_are_those_of_its_graphs(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     page = (DOCS / "tutorial.md").read_text(encoding="utf-8")

@@ -140,6 +140,7 @@ def is_rewritten():
     return "Known" in found.carries and found.batched
 
 
+@pytest.mark.deep(every=5)
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("first", [0.0, 0.5])
 def test_sums_are_differences(name, first):
@@ -150,6 +151,7 @@ def test_sums_are_differences(name, first):
     assert is_rewritten() == (not first or name not in ("reset_in_place", "reset_by_a_row"))
 
 
+@pytest.mark.deep(every=3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_near_misses_are_left_alone(name):
     loop, inputs = attention(OTHERS[name]), drawn(torch.float64)
@@ -186,6 +188,7 @@ def test_long_sums_lose_no_digits():
         assert error <= 4 * allowed + 1e-6 * z.abs().max()
 
 
+@pytest.mark.deep(every=5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("number", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["where_earlier", "reset_by_a_row", "added_from_a_step_on"])

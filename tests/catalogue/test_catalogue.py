@@ -24,7 +24,7 @@ def results(function, inputs):
 
 
 @pytest.mark.deep(
-    every=8,
+    every=12,
     but=[
         "rwkv4/rwkv4",
         "min/running_min",

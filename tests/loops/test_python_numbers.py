@@ -12,6 +12,8 @@ import torch
 import nsa_compile
 from nsa_compile.loops import LoopDeclined, paths
 
+pytestmark = pytest.mark.deep(every=3, of_file=True)
+
 S = 200  # more than steps may be traced
 
 NUMBERS = {

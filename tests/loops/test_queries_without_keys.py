@@ -200,6 +200,7 @@ def test_rows_that_come_and_go_are_still_those_of_a_cache(double):
     assert "copy" not in report
 
 
+@pytest.mark.deep(every=3)
 @pytest.mark.parametrize(
     ("broken", "program"),
     [

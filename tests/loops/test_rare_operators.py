@@ -222,7 +222,7 @@ def written(read, window):
     return run
 
 
-@pytest.mark.deep(every=3)
+@pytest.mark.deep(every=6)
 @pytest.mark.parametrize("name", READS)
 def test_all_rows_until_now(name):
     compare(written(READS[name], S), *inputs(), raised=False, cache=False)

@@ -11,6 +11,8 @@ import nsa_compile
 from nsa_compile import loops
 from nsa_compile.loops.body import Body
 
+pytestmark = pytest.mark.deep(every=3, of_file=True)
+
 S, D = 6, 4
 
 

@@ -105,6 +105,7 @@ def results_and_gradients(function: Any, inputs: list[Tensor], wanted: list[bool
     return [[r.detach() for r in results], [r.requires_grad for r in results], list(gradients)]
 
 
+@pytest.mark.deep(every=4)
 @pytest.mark.parametrize("loop", LOOPS)
 @few(8)
 @given(data=st.data())

@@ -54,6 +54,7 @@ def test_a_compiled_model_neither_loops_nor_syncs(operators, final_graphs):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.deep
 def test_the_production_size_is_batched():
     """With nothing but defaults: 2048 tokens under the paper's pattern, every loop gone, no guard, no decline."""
     assert load_config().compile.enabled
@@ -67,6 +68,7 @@ def test_the_production_size_is_batched():
     assert not report.declines
 
 
+@pytest.mark.deep
 @pytest.mark.deep(but=["sparse"])
 @pytest.mark.parametrize("operators", ["sparse", "dense"])
 def test_each_branch_alone_when_compiled(operators):

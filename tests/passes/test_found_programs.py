@@ -14,6 +14,8 @@ from nsa_compile import scan
 from nsa_compile.capture.refusals import ScanRefused
 from nsa_compile.passes import raise_attention, unroll_buffers
 
+pytestmark = pytest.mark.deep(every=4, of_file=True)
+
 D = 2
 
 

@@ -231,6 +231,7 @@ def test_nothing_quadratic_in_both_graphs_of_autograd(whole_nsa):
         assert f"nsa_compile.{branch}_attention_backward.default" in names
 
 
+@pytest.mark.deep
 def test_dense_attention_is_quadratic():
     """What the two tests above would see."""
     gm, _, _ = capture(nsa, nsa_inputs(768), attention="dense")

@@ -106,6 +106,7 @@ RECURRENCES = {
 }
 
 
+@pytest.mark.deep(every=3)
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_recurrences(name):
     update, expected, *shapes = RECURRENCES[name]

@@ -1085,6 +1085,7 @@ def halved(written: str) -> str:
     return chosen_twice(1, f"0.5 * {written}", written)
 
 
+@pytest.mark.deep
 @few(30)
 @given(choices(), st.integers(1, 6))
 @example(halved(chosen_twice(0, "(c + row)", "c")), 3)  # as statements in place on slices become

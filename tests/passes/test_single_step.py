@@ -486,6 +486,7 @@ NO_WINDOWS = {
 }
 
 
+@pytest.mark.deep
 def test_windows_in_every_form_are_read_alone():
     program = together([AttentionProgram(**{**vars(p), "data": (2, 2, 1)}) for p in WINDOWS.values()])
     actual, report = run_compiled_step(program)

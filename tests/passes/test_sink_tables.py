@@ -161,6 +161,7 @@ def test_rows_are_picked_by_numbers_that_do_not_count_steps():
     assert not sunk()
 
 
+@pytest.mark.deep(every=3)
 @pytest.mark.parametrize("name", NOT_SUNK)
 def test_rows_stay_rows(name):
     if name != "drawn":

@@ -90,6 +90,7 @@ WRITES = {
 }
 
 
+@pytest.mark.deep(every=4)
 @pytest.mark.parametrize("nested", ["eager", "inductor"])
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_that_nobody_reads_by_its_result_is_there(name, nested):

@@ -81,6 +81,7 @@ def check(program: Program, nested: str) -> None:
         assert not record.batched or parallel, "batched, but no guard can make that right"
 
 
+@pytest.mark.deep(every=2)
 @pytest.mark.parametrize("kind", CLAIMS)
 @few(7)
 @given(data=st.data())

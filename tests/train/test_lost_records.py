@@ -121,6 +121,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.deep(every=6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_directory_from_elsewhere_with_a_link_in_it_is_refused_by_name(whole, tmp_path, name):
     config, directory = whole

@@ -225,6 +225,7 @@ def test_a_selection_that_sees_the_future_is_found(config, monkeypatch):
     assert set(found) == {"future", "operators"}
 
 
+@pytest.mark.deep
 def test_a_dropped_mask_is_found(config, monkeypatch):
     """The window's kernel forgets where the window begins: plain causal attention."""
 
