@@ -14,16 +14,14 @@ train: $(TRAINER)
 test-all: OPTIONS := --every-case
 test-deep: OPTIONS := --hypothesis-profile=deep
 
-# mypy takes two minutes of one processor, and tests wait for processes and disks.
-test test-all test-deep: $(TESTS)
-	@$(MAKE) --no-print-directory --jobs 2 pytest lint OPTIONS=$(OPTIONS)
+test test-all test-deep: lint pytest
 
 pytest: $(TESTS)
 	$(BIN)/python -m pytest -q -n logical --dist worksteal $(OPTIONS)
 
 lint: $(TESTS)
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 $(TRAINER): EXTRAS := train,plots
 $(TESTS): EXTRAS := dev
@@ -43,7 +41,7 @@ $(TRAINER) $(TESTS): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .hypothesis .pytest_cache .ruff_cache
 	find nsa_compile tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 docs: lint

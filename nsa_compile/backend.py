@@ -106,7 +106,7 @@ def compile(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any
         name = getattr(model, "__qualname__", model)
         raise ValueError(f"{name} is compiled by nsa_compile.loop, which compiles it by itself; call it as it is")
     # The function, not its name: the name needs an installed package, and a checkout on the path is none.
-    return torch.compile(  # type: ignore[call-overload]  # the overloads leave recompile_limit out
+    return torch.compile(  # pyrefly: ignore[no-matching-overload]  # the overloads leave recompile_limit out
         model, backend=nsa_compile_backend, fullgraph=fullgraph, dynamic=False, options=options, recompile_limit=SHAPES
     )
 
@@ -459,7 +459,8 @@ def _part_kept_programs(gm: fx.GraphModule) -> None:
     version of this package are kept apart; nor the values of tensors that a graph holds, of which they take shape and
     dtype alone, so a digest of these goes into an attribute (torch 2.13).
     """
-    gm.nsa_constants = constants_digest(gm)  # type: ignore[assignment]  # fx.GraphModule declares tensors and modules
+    # fx.GraphModule declares tensors and modules.
+    gm.nsa_constants = constants_digest(gm)  # pyrefly: ignore[bad-argument-type]
     if _own_tag() not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += _own_tag()
 

@@ -71,7 +71,7 @@ def _write_whole_files() -> None:
             self._target_file, self._output = target, output
             Path(unfinished).unlink(missing_ok=True)
 
-    CppBuilder.build = build  # type: ignore[method-assign]
+    CppBuilder.build = build
 
 
 @functools.cache
@@ -96,7 +96,7 @@ def _try_vectors_until_some_work() -> None:
         chosen = config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
         return all_that_work() if chosen or platform.machine() not in ("x86_64", "AMD64") else widest()
 
-    cpu_vec_isa.valid_vec_isa_list = list_vectors  # type: ignore[assignment]
+    cpu_vec_isa.valid_vec_isa_list = list_vectors  # pyrefly: ignore[bad-assignment]
 
 
 def _keep_headers_in(directory: Path) -> None:

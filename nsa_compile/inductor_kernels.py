@@ -73,8 +73,8 @@ def compile_kernels_together() -> None:
         self.__dict__.pop("nsa_compile_batch", None)
         wait(self, scope)
 
-    AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[method-assign]
-    AsyncCompile.wait = wait_for_kernels  # type: ignore[method-assign]
+    AsyncCompile.cpp_pybinding = cpp_pybinding
+    AsyncCompile.wait = wait_for_kernels
 
 
 def _can_share(kernel: Kernel) -> bool:
@@ -137,7 +137,7 @@ def simplify_plain_indices_by_expanding() -> None:
 
     It calls `sympy.simplify`, which tries all that it knows: a quarter of the time in which a recurrent layer compiles.
     """
-    import sympy  # type: ignore[import-untyped]
+    import sympy
     from torch._inductor import sizevars
 
     functions = (sympy.core.function.Application, sympy.core.relational.Relational)
@@ -153,4 +153,4 @@ def simplify_plain_indices_by_expanding() -> None:
             plain = isinstance(expression, sympy.Expr) and not expression.has(*functions)
             return sympy.expand(expression) if plain else sympy.simplify(expression)
 
-    sizevars.sympy = Sympy("sympy")
+    sizevars.sympy = Sympy("sympy")  # pyrefly: ignore[bad-assignment]

@@ -130,7 +130,7 @@ def render(name: str, directory: Path, blocks: Sequence[Block], problems: Sequen
         problems: what is missing or damaged, shown first.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((resources.files(__package__) / "page.html").read_text("utf-8"))
+    template = environment.from_string((resources.files("nsa_compile") / "page.html").read_text("utf-8"))
     return template.render(
         name=name,
         directory=str(directory),

@@ -172,8 +172,8 @@ def _refuse_capture(message: str) -> None:
     raise ScanRefused(message)
 
 
-_becomes_a_node._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_refuse_capture._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_becomes_a_node._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
+_refuse_capture._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
 
 
 def _captured_scan(step, init, xs):

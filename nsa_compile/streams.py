@@ -24,7 +24,7 @@ class _Outliving(io.FileIO):
 
     def write(self, data: object) -> int:
         try:
-            return super().write(data)  # type: ignore[arg-type]
+            return super().write(data)  # pyrefly: ignore[bad-argument-type]
         except OSError as error:
             if error.errno not in _GONE:
                 error.filename = STDOUT if self.fileno() == 1 else "/dev/stderr"  # or nobody knows which file it was
@@ -32,7 +32,7 @@ class _Outliving(io.FileIO):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
-        return super().write(data)  # type: ignore[arg-type]
+        return super().write(data)  # pyrefly: ignore[bad-argument-type]
 
 
 def _outliving(stream: TextIO, descriptor: int) -> TextIO:

@@ -74,7 +74,7 @@ class HonestFunctions(TorchFunctionMode):
 
 
 # `x.data` in a captured graph. Traced as it is, it leaves no node behind, and gradients flow through (torch 2.13).
-DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+DATA = torch._C._autograd._get_data_attr  # pyrefly: ignore[missing-attribute]
 
 
 # Held by whoever traces: torch's tracers patch the whole process, and two threads would take back the patches of one
@@ -140,7 +140,7 @@ def let_inductor_read_what_was_written() -> None:
         original(self, *args, **kwargs)
         self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
-    SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign]
+    SchedulerNode.recompute_size_and_body = recompute
 
 
 @cache
@@ -160,7 +160,7 @@ def let_inductor_write_apart() -> None:
             x = ir.TensorBox(ir.StorageBox(box.data))
         return original(x, *args)
 
-    lowering.index_put_as_masked_fill = write
+    lowering.index_put_as_masked_fill = write  # pyrefly: ignore[bad-assignment]
 
 
 @cache
@@ -242,7 +242,7 @@ def let_inductor_fuse_what_reads_an_older_buffer() -> None:
         except KeyError:
             return None
 
-    LoopBody.get_read_expr = get_read_expr  # type: ignore[method-assign]
+    LoopBody.get_read_expr = get_read_expr
 
 
 @contextlib.contextmanager
@@ -266,7 +266,7 @@ def _let_all_views_be_computed_again() -> None:
             node = source
         return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
-    OpTypes.is_view = is_view  # type: ignore[assignment, method-assign]
+    OpTypes.is_view = is_view  # pyrefly: ignore[bad-assignment]
 
 
 @cache
@@ -297,4 +297,4 @@ def let_views_of_outputs_keep_their_bases() -> None:
             renumbered.output_info[i] = replace(renumbered.output_info[i], base_idx=base)
         return renumbered, moved
 
-    runtime_wrappers.create_synthetic_base_metadata = create  # type: ignore[assignment]
+    runtime_wrappers.create_synthetic_base_metadata = create

@@ -163,7 +163,7 @@ def _run(
     importlib.reload(sitecustomize)  # with the faults of this environment
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    subprocess.Popen = subprocess_handler.Popen = _popen  # type: ignore[misc]
+    subprocess.Popen = subprocess_handler.Popen = _popen
     try:
         with_room(program, arguments)
     finally:

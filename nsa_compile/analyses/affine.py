@@ -381,12 +381,12 @@ def _selected(term: Term, mask: fx.Node, how: str, node: fx.Node) -> Term | None
 
 def _where(analysis: Affine, node: fx.Node) -> list[Term]:
     mask, if_true, if_false = node.args[:3]
-    return _choice(analysis, node, mask, if_true, if_false)  # type: ignore[arg-type]
+    return _choice(analysis, node, mask, if_true, if_false)  # pyrefly: ignore[bad-argument-type]
 
 
 def _masked_fill(analysis: Affine, node: fx.Node) -> list[Term]:
     value, mask, filling = node.args[:3]
-    return _choice(analysis, node, mask, filling, value)  # type: ignore[arg-type]
+    return _choice(analysis, node, mask, filling, value)  # pyrefly: ignore[bad-argument-type]
 
 
 def _lerp(analysis: Affine, node: fx.Node) -> list[Term]:
@@ -418,7 +418,7 @@ def _addcdiv(analysis: Affine, node: fx.Node) -> list[Term]:
 def _reduced(analysis: Affine, node: fx.Node) -> list[Term]:
     source = operand(node)
     rank, reduced = example(source).dim(), vars(arguments(node))
-    dims = reduced.get("dim")
+    dims: Any = reduced.get("dim")
     dims = list(range(rank)) if dims in (None, []) else [d % rank for d in ([dims] if isinstance(dims, int) else dims)]
     mean = node.target in (aten.mean.default, aten.mean.dim)
     return [_over(term, dims, reduced.get("keepdim", False), mean=mean) for term in analysis.of(source)]

@@ -137,7 +137,7 @@ def _chosen(update: fx.Node, carry: fx.Node, affine: Affine) -> tuple[fx.Node, t
         condition, *values = update.args
         for value, other, how in ((*values, "true"), (*values[::-1], "false")):
             if other is carry and isinstance(value, fx.Node) and not affine.depends(condition):
-                return value, (condition, how)  # type: ignore[return-value]
+                return value, (condition, how)  # pyrefly: ignore[bad-return]
     return update, None
 
 

@@ -273,8 +273,8 @@ def _batched_matmul(node: fx.Node, operands: dict[fx.Node, Value]) -> Tensor:
     one_matrix = example(node).dim() == 2
     factors: Any = node.kwargs
     beta, alpha = factors.get("beta", 1), factors.get("alpha", 1)
-    extra: Any
-    extra, extra_steps = operands[operand(node)] if adds else (None, False)
+    added: Any = operands[operand(node)] if adds else (None, False)
+    extra, extra_steps = added
     if adds and one_matrix and a[1] and not b[1] and not extra_steps and _is_one_row(extra):
         return _by_rows(a[0], lambda rows: torch.addmm(extra, rows, b[0], beta=beta, alpha=alpha))
     if a[1] or b[1]:

@@ -55,13 +55,13 @@ class _Unknown(Exception):
 
 def running_sum(node: fx.Node) -> RunningSum | None:
     """What the weights of a `weighted_sum` are, if they are of this kind, and 0 for later keys."""
-    q, _, v, leaves, program = node.args[:5]
-    queries: Any = q
-    if len(queries) != 1 or example(queries[0]).shape[1] != example(v).shape[1]:  # type: ignore[arg-type]
+    inputs: Any = node.args[:5]
+    queries, _, v, leaves, program = inputs
+    if len(queries) != 1 or example(queries[0]).shape[1] != example(v).shape[1]:
         return None
     constants: dict[fx.Node, Tensor | None] = {}
     found: dict[str, Any] = {"s0": RunningSum()}
-    for i, leaf in enumerate(leaves):  # type: ignore[arg-type]
+    for i, leaf in enumerate(leaves):
         value = example(leaf)
         is_plain = value.shape[1] == value.shape[3] == 1 and value.dtype.is_floating_point
         found[f"x{i}"] = _Leaf(leaf) if is_plain else _known(constant_value(leaf, constants))

@@ -76,7 +76,7 @@ def rows_of(node: fx.Node) -> Rows:
 
 def _repeats(expanded: fx.Node) -> bool:
     """Whether `[B, G, 1, T, D]` is repeated for the heads of a group, and nothing else."""
-    shape, before = example(expanded).shape, example(expanded.args[0]).shape  # type: ignore[arg-type]
+    shape, before = example(expanded).shape, example(expanded.args[0]).shape  # pyrefly: ignore[bad-argument-type]
     return len(shape) == len(before) == 5 and before[2] == 1 and shape[:2] == before[:2] and shape[3:] == before[3:]
 
 

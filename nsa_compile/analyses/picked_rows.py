@@ -84,9 +84,9 @@ def _moved(node: fx.Node, steps: Tensor) -> Tensor:
     if node.target in COPIED:
         return steps
     if node.target in (aten.view.default, aten._unsafe_view.default):
-        return steps.reshape(node.args[1])  # type: ignore[arg-type]
+        return steps.reshape(node.args[1])  # pyrefly: ignore[no-matching-overload]
     target = node.target
-    return target(steps, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    return target(steps, *node.args[1:], **node.kwargs)  # pyrefly: ignore[not-callable]
 
 
 def _shrunk(steps: Tensor) -> Tensor:

@@ -150,11 +150,11 @@ def _chosen(node: fx.Node, carry: fx.Node, record: ScanRecord) -> _Write | _Chos
     if node.target is not aten.where.self or example(operand(node)).numel() != 1:
         return None
     flag, *sides = node.args
-    found = [_chosen(side, carry, record) for side in sides]  # type: ignore[arg-type]
+    found = [_chosen(side, carry, record) for side in sides]  # pyrefly: ignore[bad-argument-type]
     is_known = flag in record.known or flag in record.constant
     if not is_known or any(side is None for side in found):
         return None
-    return _Chosen(flag, tuple(found))  # type: ignore[arg-type]
+    return _Chosen(flag, tuple(found))  # pyrefly: ignore[bad-argument-type]
 
 
 def spread_row_updates(site: ScanSite, record: ScanRecord) -> bool:
@@ -230,8 +230,9 @@ def _is_row_of(read: fx.Node, x: fx.Node, dim: int, number: fx.Node) -> bool:
 def _moved_from(node: fx.Node) -> fx.Node:
     """What has the same elements in the same order, in other dimensions."""
     while True:
-        if node.target in (aten.cat.default, aten.stack.default) and len(node.args[0]) == 1:  # type: ignore[arg-type]
-            node = node.args[0][0]  # type: ignore[index, assignment]
+        joined: Any = node.args[0] if node.target in (aten.cat.default, aten.stack.default) else ()
+        if len(joined) == 1:
+            node = joined[0]
         elif node.target in _SAME_ORDER and example(node).numel() == example(operand(node)).numel():
             node = operand(node)
         else:

@@ -61,7 +61,7 @@ def _of_sum(node: fx.Node, record: ScanRecord) -> RunningRows | None:
     if (first := record.hidden.get((node, 0))) is not None:
         rows, mask = x, StepMask.inside(first, torch.full_like(first, record.length), record.length)
     else:
-        rows, mask = _masked(x, record)  # type: ignore[assignment]
+        rows, mask = _masked(x, record)
     if mask is None or rows is None or example(rows).shape != example(x).shape:
         return None
     size = example(x).shape[dim]

@@ -83,7 +83,7 @@ class _Sums:
 def _sums_of(site: ScanSite, place: int, record: ScanRecord, starts_empty: bool) -> _Sums | None:
     carry, update = site.placeholders()[0][place], site.outputs()[0][place]
     while update.target is aten.where.self and update.args[1] is update.args[2]:
-        update = update.args[1]  # type: ignore[assignment]
+        update = operand(update, 1)
     if example(carry).dtype not in (torch.float32, torch.float64) or example(update).shape != example(carry).shape:
         return None
     if (chosen := _chosen(update, carry, record)) is None:

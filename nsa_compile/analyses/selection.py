@@ -191,10 +191,10 @@ def _is_not_below_one_of_the_best(node: fx.Node) -> bool:
         return False
     while bound.target in PICKS:
         bound = operand(bound)
-    if bound.target is not operator.getitem or bound.args[1] != 0 or bound.args[0].target not in RANKED:
+    if bound.target is not operator.getitem or bound.args[1] != 0 or operand(bound).target not in RANKED:
         return False
-    ranked, last = operand(bound.args[0]), example(node).dim() - 1
-    return _undetached(ranked) is _undetached(scores) and arguments(bound.args[0]).dim % (last + 1) == last
+    ranked, last = operand(operand(bound)), example(node).dim() - 1
+    return _undetached(ranked) is _undetached(scores) and arguments(operand(bound)).dim % (last + 1) == last
 
 
 def _undetached(node: fx.Node) -> fx.Node:

@@ -67,9 +67,8 @@ class Product:
 
     def operands(self, build: NodeBuilder) -> tuple[fx.Node, fx.Node]:
         """`[N, m, ·]` and `[N, ·, T]`."""
-        a: Any
-        b: Any
-        a, b = self.node.args[:2]
+        factors: Any = self.node.args[:2]
+        a, b = factors
         if self.node.target is aten.mv.default:
             b = build(aten.unsqueeze.default, b, 1)
         if example(a).dim() == 2:  # one sequence
@@ -127,16 +126,15 @@ def walk_up(softmax: fx.Node, record: ScanRecord) -> Scores:
     Raises:
         Unrecognised: there is something on the way that is no part of attention.
     """
-    value: Any
-    dim: Any
-    value, dim = softmax.args[:2]
+    inputs: Any = softmax.args[:2]
+    value, dim = inputs
     masked: list[tuple[fx.Node, fx.Node, bool, bool]] = []  # scores, condition, negated, additive
     result = Scores(Product(softmax, False))
     while value.target not in MATMUL:
         target = value.target
         floor: Any = -math.inf
         if target in MOVES or is_float_cast(value):
-            value = value.args[0]
+            value = operand(value)
         elif target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
             value = _scaled(value, result, record)
         elif (side := side_of_where(value, record)) is not None:
@@ -208,9 +206,8 @@ def _scores_operand(node: fx.Node, record: ScanRecord) -> fx.Node:
 
 
 def _scaled(node: fx.Node, result: Scores, record: ScanRecord) -> fx.Node:
-    a: Any
-    b: Any
-    a, b = node.args[:2]
+    factors: Any = node.args[:2]
+    a, b = factors
     if node.target in (aten.mul.Tensor, aten.mul.Scalar) and constant(a, record) is not None:
         a, b = b, a
     factor = constant(b, record)

@@ -313,9 +313,8 @@ class Analysis:
             value = steps.get(n)
             return (torch.tensor(0) if value is None else value).expand(example(n).shape)
 
-        args: Any
-        kwargs: Any
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operand)
+        moved: Any = fx.node.map_arg((node.args, dict(node.kwargs)), operand)
+        args, kwargs = moved
         kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format")}
         if node.target in CASTS:
             return args[0]

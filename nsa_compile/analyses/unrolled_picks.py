@@ -183,7 +183,7 @@ class PickUnroller:
         factor = next((x for x in first.args[:2] if x is not numbers), None)
         if numbers is None or total.kwargs or self._number(factor) != size:
             return None
-        offsets = self.record.constant[cast(fx.Node, within)]
+        offsets = self.record.constant[within]
         index, rank = operand(numbers), example(numbers).dim()
         columns = self.columns.get((index, rank - 2))
         if arguments(numbers).dim % rank != rank - 1 or columns is None or columns.ranked.size != 1:
@@ -379,8 +379,8 @@ class _PickWriter(Writer):
             raise Unrecognised("what its rows meet is in the order in which they were picked", node)
         key = node, dim, columns.ranked
         if key not in self.done:
-            self.done[key] = self._write(node, dim, columns.ranked)  # type: ignore[index]
-        return self.done[key]  # type: ignore[index]
+            self.done[key] = self._write(node, dim, columns.ranked)  # pyrefly: ignore[unsupported-operation]
+        return self.done[key]  # pyrefly: ignore[bad-index]
 
     def _write(self, node: fx.Node, dim: int, axis: Any) -> Unrolled:
         of, shape = cast(PickUnroller, self.of), [1] * example(node).dim()

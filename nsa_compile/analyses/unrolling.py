@@ -346,7 +346,7 @@ class Unroller:
         with self.body.graph.inserting_after(carries[-1]):
             before = self.body.graph.placeholder(f"rows_of_all_steps_{len(self.caches)}")
         fake = example(update)
-        with fake.fake_mode:  # type: ignore[attr-defined]
+        with fake.fake_mode:  # pyrefly: ignore[missing-attribute]
             before.meta["val"] = torch.empty(shape, dtype=fake.dtype, device=fake.device)
         inputs = [n for n in self.body.graph.nodes if n.op == "placeholder"]
         needed = {kind.written, self.step, inputs[-1]}

@@ -121,7 +121,7 @@ def explain_uncaptured_steps() -> None:
             )
         return result
 
-    ScanHigherOrderVariable._call_function = call_function  # type: ignore[method-assign]
+    ScanHigherOrderVariable._call_function = call_function
 
 
 def _memory(node: fx.Node) -> StorageWeakRef:
@@ -191,7 +191,7 @@ def keep_what_steps_find() -> None:
                 self.id_to_variable[id(item)] = variable
                 self.keepalive.append(item)
 
-    SideEffects.track_runahead_tensor_and_symvar_side_effects = track  # type: ignore[method-assign]
+    SideEffects.track_runahead_tensor_and_symvar_side_effects = track
 
 
 def assign_to_what_is_current() -> None:
@@ -209,7 +209,7 @@ def assign_to_what_is_current() -> None:
     def remember(self: SideEffectsProxyDict, made_with: SideEffects) -> None:
         vars(self)["side_effects"] = made_with
 
-    SideEffectsProxyDict.side_effects = property(current, remember)  # type: ignore[assignment]
+    SideEffectsProxyDict.side_effects = property(current, remember)  # pyrefly: ignore[no-access]
 
 
 def _may_have_gradient(dtype: torch.dtype | None) -> bool:
@@ -241,7 +241,7 @@ def keep_derivatives_of_carries() -> None:
             for x in found:
                 x.requires_grad = False
 
-    AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+    AutogradFunctionVariable.call_apply = call_apply
 
 
 @dataclass(eq=False)
@@ -357,10 +357,10 @@ def let_steps_pick_rows() -> None:
         found = picks(tx, key)
         return write(self, tx, key, value) if found is None else found.write_row(tx, self, key, value)
 
-    BuiltinVariable._handle_insert_op_in_graph = inserted  # type: ignore[method-assign]
+    BuiltinVariable._handle_insert_op_in_graph = inserted
     BuiltinVariable.call_function_handler_cache.clear()
-    TensorVariable.method___getitem__ = getitem  # type: ignore[method-assign]
-    TensorVariable.method___setitem__ = setitem  # type: ignore[method-assign]
+    TensorVariable.method___getitem__ = getitem
+    TensorVariable.method___setitem__ = setitem
 
 
 def _in_steps(kind: Any, name: str, look: Callable[..., None]) -> None:
@@ -415,7 +415,7 @@ def let_steps_read_views() -> None:
         ours = self.source_target is scan_op and caller_of_scan(InstructionTranslator.current_tx().output.current_tx)
         return AliasingInfo(False, "") if ours else original(self)
 
-    SubgraphTracer.has_aliasing = has_aliasing  # type: ignore[method-assign]
+    SubgraphTracer.has_aliasing = has_aliasing
 
 
 def take_results_apart_quickly() -> None:
@@ -435,7 +435,7 @@ def take_results_apart_quickly() -> None:
         in_scan = _captures and tx is _captures[-1].tx
         return original(tx, ours.get(function, function) if in_scan else function)
 
-    higher_order_ops._make_inlined = make_inlined  # type: ignore[assignment]
+    higher_order_ops._make_inlined = make_inlined  # pyrefly: ignore[bad-assignment]
 
 
 def _leaves(tree):
@@ -456,4 +456,4 @@ def keep_modes_of_functions() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return self._call_function(tx, args, kwargs)
 
-    ScanHigherOrderVariable.call_function = call_function  # type: ignore[method-assign]
+    ScanHigherOrderVariable.call_function = call_function

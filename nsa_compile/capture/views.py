@@ -61,7 +61,7 @@ def why_copies_are_no_views(scan: fx.Node, body: fx.GraphModule, picks: Picks) -
         write = next((node for node, written in replay.written.items() if written), None)
         return None if write is None else (_WRITES_BESIDE, write)
     carries: Any = body.graph.output_node().args[0]
-    returned = {without_copy(x) for x in carries[: len(scan.args[1])]}  # type: ignore[arg-type]
+    returned = {without_copy(x) for x in carries[: len(scan.args[1])]}
     return next(filter(None, (_why_row_is_no_copy(row, replay, returned) for row in picks.read)), None)
 
 
@@ -111,6 +111,8 @@ class _Replay(StepRun):
         order: of the nodes.
     """
 
+    graph: fx.Graph  # pyrefly: ignore[bad-override-mutable-attribute]
+
     def __init__(self, body: fx.GraphModule, picks: Picks) -> None:
         super().__init__(body, garbage_collect_values=False)  # so that no memory is used twice
         self.picks = picks
@@ -141,9 +143,9 @@ class _Replay(StepRun):
 
     def _kept_by(self, scan: fx.Node, results: Any) -> set[int]:
         combine, init, *_ = scan.args
-        step: Any = getattr(self.module, str(combine.target))  # type: ignore[union-attr]
+        step: Any = getattr(self.module, str(combine.target))  # pyrefly: ignore[missing-attribute]
         given = _memories([n.meta.get("example_value") for n in step.graph.find_nodes(op="placeholder")])
-        count = len(init)  # type: ignore[arg-type]
+        count = len(init)  # pyrefly: ignore[bad-argument-type]
         carries = [without_copy(x).meta["example_value"] for x in step.graph.output_node().args[0][:count]]
         if not _memories(carries) & given:
             return set()

@@ -291,7 +291,7 @@ def _write_tokens(path: Path, recipe: Recipe) -> Header:
         os.fsync(file.fileno())
     return Header(
         recipe=recipe,
-        dtype=str(dtype),  # type: ignore[arg-type]
+        dtype=str(dtype),  # pyrefly: ignore[bad-argument-type]
         tokens=tokens,
         documents=documents,
         chunks=count,

@@ -99,7 +99,7 @@ def write_onnx_step(folder: Path, model: NSATransformer, max_len: int) -> None:
     state is zeros.
     """
     program = export_step(FunctionalStep(model, max_len))
-    numbers = range(len(program.example_inputs[0][2]))
+    numbers = range(len(program.example_inputs[0][2]))  # pyrefly: ignore[unsupported-operation]
     with _only_errors():
         exported = torch.onnx.export(
             program,

@@ -94,7 +94,7 @@ def _fla(values: Mapping[str, Any]) -> NSAConfig:
 
 def _llama(values: Mapping[str, Any]) -> NSAConfig:
     # transformers 5 has rope_parameters; 4 had rope_theta, and rope_scaling where positions are scaled.
-    rope = values.get("rope_parameters") or {"rope_theta": values.get("rope_theta", 10000.0)}
+    rope: dict[str, Any] = values.get("rope_parameters") or {"rope_theta": values.get("rope_theta", 10000.0)}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters = {rope!r} must have rope_theta")
     if scaling := values.get("rope_scaling"):

@@ -4,7 +4,6 @@ Importing this package tells `AutoConfig` and `AutoModelForCausalLM` of them.
 """
 
 import sys
-from typing import Any
 
 from nsa_compile.extras import no_messages
 
@@ -20,9 +19,8 @@ __all__ = ["NSACache", "NSAConfig", "NSAForCausalLM"]
 
 AutoConfig.register(NSAConfig.model_type, NSAConfig)
 AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM)
-_module: Any
 # `transformers serve` (5.24) takes the class that config.json names from its own `transformers`, though the model is
 # registered. That need not be the module of this name: `transformers.processing_utils` makes a second one.
 for _module in (transformers, getattr(sys.modules.get("transformers.cli.serving.model_manager"), "transformers", None)):
     if _module is not None:
-        _module.NSAForCausalLM = NSAForCausalLM
+        _module.NSAForCausalLM = NSAForCausalLM  # pyrefly: ignore[missing-attribute]

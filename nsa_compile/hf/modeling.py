@@ -49,7 +49,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> NSAForCausalLM:
         """As every model of `transformers`, but from safetensors alone: a pickle may run any code."""
-        model: NSAForCausalLM = super().from_pretrained(*args, **{**kwargs, "use_safetensors": True})
+        model: NSAForCausalLM = super().from_pretrained(*args, **(kwargs | {"use_safetensors": True}))
         return model
 
     @classmethod

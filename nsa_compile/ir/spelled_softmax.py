@@ -69,7 +69,7 @@ def _exponentials(x: Any) -> _Exponentials | None:
         return None
     if x.target in SOFTMAX:
         s: Any = x.args[0]
-        return _Exponentials(s, None, int(x.args[1]) % example(s).dim(), ())  # type: ignore[arg-type]
+        return _Exponentials(s, None, int(x.args[1]) % example(s).dim(), ())  # pyrefly: ignore[bad-argument-type]
     if x.target is aten.exp.default:
         less: Any = x.args[0]
         if not is_call(less, aten.sub.Tensor) or less.kwargs or not all(isinstance(y, fx.Node) for y in less.args):

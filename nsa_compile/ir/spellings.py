@@ -48,7 +48,8 @@ def normalize_spellings(gm: fx.GraphModule) -> None:
 
 
 def _sum_of_products(node: Any, gm: fx.GraphModule) -> fx.Node | None:
-    product, dims, keepdim = [*node.args, False][:3]
+    operands: list[Any] = [*node.args, False]
+    product, dims, keepdim = operands[:3]
     if not is_call(product, aten.mul.Tensor) or not isinstance(dims, list) or len(dims) != 1 or node.kwargs:
         return None
     if len(product.users) > 1:  # what is there anyway
@@ -145,7 +146,8 @@ def _write_in_another_layout(node: Any, gm: fx.GraphModule) -> fx.Node | None:
     if [there[d] for d in back] != list(range(len(shape))):
         return None
     if write.target is aten.index_put.default:
-        _, indices, new, accumulate = [*write.args, False][:4]
+        operands: list[Any] = [*write.args, False]
+        _, indices, new, accumulate = operands[:4]
         given = [(d, i) for d, i in enumerate(indices) if i is not None]
         if accumulate or len(given) != 1:
             return None
@@ -169,7 +171,7 @@ def _order(node: fx.Node) -> list[int]:
     if node.target is aten.permute.default:
         dims: Any = node.args[1]
         return [d % rank for d in dims]
-    order, (a, b) = list(range(rank)), (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+    order, (a, b) = list(range(rank)), (int(d) % rank for d in node.args[1:3])  # pyrefly: ignore[bad-argument-type]
     order[a], order[b] = order[b], order[a]
     return order
 

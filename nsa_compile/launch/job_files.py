@@ -68,5 +68,5 @@ def fill(template: str, job: Job, **values: Any) -> str:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"repr": repr, "shell": shlex.join}
-    text = (resources.files(__package__) / "templates" / template).read_text("utf-8")
+    text = (resources.files("nsa_compile.launch") / "templates" / template).read_text("utf-8")
     return environment.from_string(text).render(job=job, module=WORKER, port=PORT, grace=GRACE_SECONDS, **values)

@@ -83,7 +83,7 @@ def effect_of(function: Any, caller: str) -> str | None:
 def refused_effects() -> Iterator[None]:
     """Inside this context a step may not print, draw random numbers, compile, compute gradients, or leave a switch of
     torch's as it did not find it. `len` and `sum` of a list that grows are its own."""
-    of_numpy: Any = numpy.random.get_state.__self__  # type: ignore[attr-defined]
+    of_numpy: Any = numpy.random.get_state.__self__
     drawn, drawn_by_numpy, switches = random.getstate(), content_of(of_numpy), _switches()
     others = _replacements()
     replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in others]

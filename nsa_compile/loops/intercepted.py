@@ -250,11 +250,11 @@ REPLACED: dict[Any, Any] = {
 }
 
 _BASE: Any = Tensor._base
-_DATA: Any = Tensor.data
+_DATA: Any = Tensor.data  # pyrefly: ignore[missing-attribute]
 _GRAD: Any = Tensor.grad
 _GRAD_FN: Any = Tensor.grad_fn
 _IS_LEAF: Any = Tensor.is_leaf
-_REQUIRES_GRAD: Any = Tensor.requires_grad
+_REQUIRES_GRAD: Any = Tensor.requires_grad  # pyrefly: ignore[missing-attribute]
 _VERSION: Any = Tensor._version
 
 DATA = _DATA.__get__

@@ -66,7 +66,7 @@ class Appended(list):
         for value in values:
             list.append(self, value)
 
-    def __iadd__(self, values: Any) -> Any:  # type: ignore[misc]
+    def __iadd__(self, values: Any) -> Any:
         self.extend(values)
         return self
 

@@ -298,7 +298,8 @@ class Explorer:
                 continue
             if isinstance(leaf, Ref) or (isinstance(leaf, Tensor) and path in self.tensors):
                 ref_shape = shapes[leaf] if isinstance(leaf, Ref) else tuple(leaf.shape)
-                kind = trace.types[leaf] if isinstance(leaf, Ref) and trace else type_of(leaf)  # type: ignore[arg-type]
+                # pyrefly: ignore[bad-argument-type]
+                kind = trace.types[leaf] if isinstance(leaf, Ref) and trace else type_of(leaf)
                 grows = self.growing.get(path, set())
                 found = {d for d, size in enumerate(ref_shape) if isinstance(size, Number)} - grows
                 if found:
@@ -316,7 +317,7 @@ class Explorer:
             elif path in self.integers and isinstance(leaf, int | Number) and not isinstance(leaf, bool):
                 leaves[path] = ("integer",)
                 symbols.append((path, None))
-                integers.append(leaf)  # type: ignore[arg-type]
+                integers.append(leaf)  # pyrefly: ignore[bad-argument-type]
             elif isinstance(leaf, Number):
                 if not _is_integer(leaf):
                     why = f"{in_words(path)} becomes a fraction that is computed from the position{_OF_A_TENSOR}"
@@ -505,6 +506,6 @@ def _compiled(names: list[str], conditions: list[Number], results: tuple[Any, ..
     source += "".join(f"        if not ({test}): return None\n" for test in tests)
     source += f"        return ({returned})\n"
     source += "    except (ArithmeticError, ValueError): return None\n"  # a step at which the code raises
-    scope = dict(AT_A_STEP)
+    scope: dict[str, Any] = dict(AT_A_STEP)
     exec(compile(source, "<conditions of a path>", "exec"), scope)
     return functools.partial(scope["follow"])

@@ -55,8 +55,8 @@ class PickedRows:
         is_same = len(parts) == len(row.index) and all(map(operator.is_, parts, row.index))
         is_same &= list(map(_writes, numbers)) == row.writes_to_numbers
         # A number that is part of K may be the one that the write to the row has changed.
-        if is_same and self._root(base) not in map(self._root, numbers):
-            row.writes = _writes(base), _writes(row.row)
+        if is_same and self._root(row.base) not in map(self._root, numbers):
+            row.writes = _writes(row.base), _writes(row.row)
 
     def check_read(self, func: Any, args: Any, kwargs: Any) -> None:
         """That no row among these is other than it was when it was picked, and no row of one of these.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 from torch.utils._sympy.value_ranges import SymPyValueRangeAnalysis, ValueRanges
 
@@ -78,8 +78,8 @@ def _symbol(name: str, is_integer: bool) -> Any:
 _SYMBOLS = {(name, is_integer): _symbol(name, is_integer) for name in _FUNCTIONS for is_integer in (False, True)}
 
 # Torch asks between which numbers each function lies (torch 2.13).
-SymPyValueRangeAnalysis.nsa_number = staticmethod(lambda *_: ValueRanges.unknown())  # type: ignore[attr-defined]
-SymPyValueRangeAnalysis.nsa_integer = staticmethod(lambda *_: ValueRanges.unknown_int())  # type: ignore[attr-defined]
+SymPyValueRangeAnalysis.nsa_number = staticmethod(lambda *_: ValueRanges.unknown())
+SymPyValueRangeAnalysis.nsa_integer = staticmethod(lambda *_: ValueRanges.unknown_int())
 
 _conditions: dict[int, list[Any]] = {}  # of the trace that a thread makes
 

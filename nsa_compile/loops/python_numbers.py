@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor

@@ -88,7 +88,7 @@ def place(code: types.CodeType) -> tuple[Any, str]:
             key.append(frame.f_code.co_name)
         if frame.f_code is code:
             break
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(key), "".join(reversed(lines))
 
 

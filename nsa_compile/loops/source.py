@@ -342,8 +342,8 @@ class _Replaced(ast.NodeTransformer):
         arguments = ast.arguments([], [ast.arg(POSITION)], None, [], [], None, [])
         step = ast.FunctionDef(STEP, arguments, body, [], None)
         # Never run: it makes them variables of this function, which the step may then share.
-        named = [ast.Name(name, ast.Store()) for name in shared]
-        local = ast.If(ast.Constant(False), [ast.Assign(named, ast.Constant(None))], [])  # type: ignore[arg-type]
+        named: list[ast.expr] = [ast.Name(name, ast.Store()) for name in shared]
+        local = ast.If(ast.Constant(False), [ast.Assign(named, ast.Constant(None))], [])
         items = ast.Assign([ast.Name(ITEMS, ast.Store())], _call(_name(OVER), _by_position(node.iter)))
         call = ast.Expr(_call(_name(RUN), _name(ITEMS), _name(STEP)))
         made = [*([local] if shared else []), items, step, call]

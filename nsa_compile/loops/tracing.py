@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
@@ -198,8 +198,8 @@ def _integer(env: ShapeEnv, name: str, hint: int, lowest: int | None = None) -> 
         hint, source, DimDynamic.DYNAMIC, constraint_dim=None, positive=None, do_not_specialize_zero_one=True
     )
     if lowest is not None:
-        env.var_to_range[symbol] = ValueRanges(lowest, int_oo)
-    return env.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[return-value]
+        env.var_to_range[symbol] = ValueRanges(lowest, int_oo)  # pyrefly: ignore[unsupported-operation]
+    return env.create_symintnode(symbol, hint=hint, source=source)  # pyrefly: ignore[bad-return]
 
 
 def _symbolic(env: ShapeEnv, path: Path, leaf: Given, trace: Trace) -> Any:
@@ -227,11 +227,11 @@ def _no_custom_gradients() -> Iterator[None]:
         return own.__get__(None, cls)(*inputs, **named)
 
     own: Any = torch.autograd.Function.__dict__.get("apply")
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    torch.autograd.Function.apply = classmethod(apply)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+        torch.autograd.Function.apply = own
 
 
 def _line_of(error: BaseException, step: types.FunctionType) -> str | None:

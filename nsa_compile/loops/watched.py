@@ -234,7 +234,7 @@ class _Unseen:
             named = {f"{module.__name__}.{n}": vars(module)[n] for n in code.co_names if n in vars(module)}
             self._survey(named, held)
         if os in modules and {"environ", "getenv", "putenv"} & set(code.co_names):
-            self._survey({"os.environ": os.environ._data}, held)  # type: ignore[attr-defined]
+            self._survey({"os.environ": os.environ._data}, held)  # pyrefly: ignore[missing-attribute]
         if code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
             kinds = (owner if isinstance(owner, type) else type(owner)).__mro__

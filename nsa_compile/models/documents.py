@@ -99,7 +99,7 @@ def _refuse_capture(message: str) -> None:
 
 
 # Dynamo runs it while it traces; the mark is that of `torch.compiler.assume_constant_result`.
-_refuse_capture._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_refuse_capture._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
 
 
 def _from_cu_seqlens(cu_seqlens: Tensor) -> tuple[list[int], list[int], tuple[int, int]]:

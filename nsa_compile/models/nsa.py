@@ -195,6 +195,7 @@ def _gated_branches(
             # Selected branch, eq. 9–12: attention over the tokens of the n best blocks.
             ranked = token.selection is None
             selection = select_blocks(p_cmp, t, max_len, pattern) if ranked else token.selection  # [B, G, n]
+            # pyrefly: ignore[bad-argument-type]
             selected = block_mask(selection, -(-max_len // pattern.select_block))  # [B, G, Nb]
             in_selected_block = selected.repeat_interleave(pattern.select_block, dim=-1)[..., :max_len]
             o_slc, _ = _masked_attention(
@@ -387,7 +388,7 @@ def nsa_prefill(*, lengths: Tensor, max_len: int, k_cmp: Tensor, v_cmp: Tensor, 
     row = row.clamp(min=0)[..., None, None]
     recent_k, recent_v = (torch.take_along_dim(x, row, dim=1).masked_fill(before, 0) for x in (k_cmp, v_cmp))
     caches = {name: getattr(state, name) for name in ("k_slc", "v_slc", "k_win", "v_win")}
-    laid_out = {name: None if cache is None else group_after_group(cache) for name, cache in caches.items()}
+    laid_out: dict[str, Any] = {name: None if x is None else group_after_group(x) for name, x in caches.items()}
     return state._replace(recent_k=recent_k, recent_v=recent_v, **laid_out), *output
 
 
@@ -440,7 +441,7 @@ def _over_tokens(
     state = init_state(batch, room, k_cmp, v_cmp, pattern=pattern, shared_kv=k_win is None)
     rows = NSAToken(
         torch.arange(length, device=q.device),
-        *(
+        *(  # pyrefly: ignore[bad-argument-type]
             None if x is None else x.transpose(0, 1)
             for x in (q, q if q_cmp is None else q_cmp, *keys_and_values, gates, selection)
         ),

@@ -286,8 +286,9 @@ class NSAttention(AttentionLayer):
             check_selection(selection, [len(x), self.n_kv_heads])
         projected = (None if y is None else y[:, 0] for y in self._project(x[:, None], t[..., None]))
         phi_k, phi_v = self._phi
-        token = NSAToken(t, *projected)._replace(selection=selection)
+        token = NSAToken(t, *projected)._replace(selection=selection)  # pyrefly: ignore[bad-argument-type]
         state, o, *selected = decode_step(
+            # pyrefly: ignore[bad-argument-type]
             state, token, pattern=self.pattern, phi_k=phi_k, phi_v=phi_v, branches=self.branches,
             return_selection=return_selection,
         )  # fmt: skip

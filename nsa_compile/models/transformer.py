@@ -314,7 +314,7 @@ class NSATransformer(nn.Module):
                 nn.init.normal_(module.up.weight, std=module.up.in_features**-0.5)
                 nn.init.normal_(module.down.weight, std=module.down.in_features**-0.5)
         for block in self.blocks:
-            for layer in (block.attention.out, block.mlp.down):
+            for layer in (block.attention.out, block.mlp.down):  # pyrefly: ignore[missing-attribute]
                 nn.init.normal_(layer.weight, std=0.02 / (2 * self.config.n_layers) ** 0.5)
 
     def checkpoint_blocks(self, blocks: Collection[int]) -> None:
@@ -357,7 +357,7 @@ class NSATransformer(nn.Module):
         asked = self._asked_of_layers(selection, return_selection, tokens.shape)
         losses = [False] * len(self.blocks)
         if return_auxiliary:
-            losses = [bool(block.attention.auxiliary) for block in self.blocks]
+            losses = [bool(block.attention.auxiliary) for block in self.blocks]  # pyrefly: ignore[missing-attribute]
             if return_selection or not any(losses):
                 raise ValueError(
                     "return_auxiliary = True needs a layer with a loss of its own, and no return_selection"
@@ -372,7 +372,7 @@ class NSATransformer(nn.Module):
                 context = noop_context_fn if torch.compiler.is_compiling() else keep_selection
                 # No generator's state to restore: a block draws no random numbers.
                 options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context}
-                given = checkpoint(block, x, **options, **selecting)
+                given = checkpoint(block, x, **options, **selecting)  # pyrefly: ignore[bad-argument-type]
             else:
                 given = block(x, **selecting)
             x, *of_layer = given if return_selection or losses[index] else (given,)
@@ -393,7 +393,7 @@ class NSATransformer(nn.Module):
         count = len(self.blocks)
         if selection is None and not return_selection:
             return [{}] * count
-        check_selecting(all(block.attention.selects for block in self.blocks))
+        check_selecting(all(block.attention.selects for block in self.blocks))  # pyrefly: ignore[missing-attribute]
         asked = {"return_selection": True} if return_selection else {}
         if selection is None:
             return [asked] * count
@@ -403,6 +403,7 @@ class NSATransformer(nn.Module):
     def init_state(self, batch_size: int, max_len: int) -> ModelState:
         """Empty caches for generating up to `max_len` tokens."""
         t = torch.zeros(batch_size, dtype=torch.int64, device=self.embedding.weight.device)
+        # pyrefly: ignore[missing-attribute]
         return ModelState(t, [block.attention.init_state(batch_size, max_len) for block in self.blocks])
 
     def prefill(
@@ -455,7 +456,7 @@ class NSATransformer(nn.Module):
         selection: Tensor | None = None,
         return_selection: bool = False,
         block: Callable[..., tuple[Any, ...]] = Block.decode_step,
-        logits: Callable[[NSATransformer, Tensor], Tensor] = logits,
+        logits: Callable[[NSATransformer, Tensor], Tensor] = logits,  # pyrefly: ignore[bad-function-definition]
     ) -> Any:
         """The next token of each sequence, `[B]` int64, to the new state and the logits `[B, V]` after it.
 
@@ -466,6 +467,7 @@ class NSATransformer(nn.Module):
         Raises:
             ValueError: the caches have no room for a token more.
         """
+        # pyrefly: ignore[missing-attribute]
         rooms = [module.attention.room(layer) for module, layer in zip(self.blocks, state.layers, strict=True)]
         limits = [room for room in rooms if room is not None]
         check_room(state.t, min(limits) if limits else None)

@@ -221,7 +221,8 @@ def _range_of(node: fx.Node) -> str:
     call = AttentionCall.of(node)
     if call.indices is not None:
         return "nsa.sel.ranges_v2"
-    return {Blocks: "nsa.cmp", Window: "nsa.win"}.get(type(call.kind), "nsa.attention")
+    ranges: dict[type, str] = {Blocks: "nsa.cmp", Window: "nsa.win"}
+    return ranges.get(type(call.kind), "nsa.attention")
 
 
 def _branch_of(group: list[fx.Node]) -> str:

@@ -117,12 +117,12 @@ class Report:
     def from_dict(cls, data: dict[str, Any]) -> Report:
         data = {k: v for k, v in data.items() if k != "schema"}
         passes = [
-            PassReport(**{**p, "declines": _declines(p), "estimate": _estimate(p["estimate"])})
+            PassReport(**(p | {"declines": _declines(p), "estimate": _estimate(p["estimate"])}))
             for p in data.pop("passes")
         ]
         scans = [
             ScanReport(
-                **{
+                **{  # pyrefly: ignore[bad-argument-type]
                     **s,
                     "declines": _declines(s),
                     "guards": [Guard(**g) for g in s["guards"]],

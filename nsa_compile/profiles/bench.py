@@ -122,7 +122,7 @@ def attention(problem: AttentionProblem, by: Measuring, memory: bool = False) ->
                 "dense": partial(run, dense_attention, q, k_slc, v_slc),
             }
             timings = by.beside_dense(works, seq_len)
-            row = {"seq_len": seq_len, "direction": direction, **timings}
+            row: Row = {"seq_len": seq_len, "direction": direction, **timings}
             row["ratio"] = ratio(timings["dense"], timings["sparse"])
             row |= _what_was_compiled(q)
             if memory:

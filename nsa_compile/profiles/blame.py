@@ -78,7 +78,8 @@ def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:
         whole = after_passes(len(names))
         if whole.problem is None:
             return None
-        if (start := after_passes(first)).problem is not None:
+        start = after_passes(first)
+        if start.problem is not None:
             return Blame(None, None, None, start.problem, None, None, start.options, checks())
         bad = first_failing(lambda count: after_passes(count).problem is not None, first, len(names))
         good = bad - 1
@@ -86,7 +87,8 @@ def bisect(check: Check, *, first: int = 0, **options: Any) -> Blame | None:
 
         # Rewrites of the passes before, after which this one may do none, then one, then two ...
         none = after_passes(good).rewrites
-        if (idle := after_passes(bad, none)).problem is not None:
+        idle = after_passes(bad, none)
+        if idle.problem is not None:
             failing = after_passes(bad)
             return Blame(
                 name, None, None, failing.problem or idle.problem,

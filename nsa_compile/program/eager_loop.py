@@ -160,7 +160,7 @@ def used_results(scan: fx.Node) -> dict[int, fx.Node] | None:
     in another way."""
     if any(user.target is not operator.getitem for user in scan.users):
         return None
-    return {int(user.args[1]): user for user in scan.users}  # type: ignore[arg-type]
+    return {int(user.args[1]): user for user in scan.users}  # pyrefly: ignore[bad-argument-type]
 
 
 def cost_of_step(body: fx.GraphModule, calls: int = ELEMENTS_PER_CALL) -> int:
@@ -187,7 +187,7 @@ def without_regions(gm: fx.GraphModule) -> None:
             with gm.graph.inserting_before(node):
                 results = gm.graph.graph_copy(body.graph, given)
             for user in list(node.users):
-                user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+                user.replace_all_uses_with(results[user.args[1]])  # pyrefly: ignore[bad-index, unsupported-operation]
                 gm.graph.erase_node(user)
             gm.graph.erase_node(node)
     gm.graph.lint()

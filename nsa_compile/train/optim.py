@@ -53,7 +53,7 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str
         moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
     else:
         # The optimizer itself decides which parameters are worth quantizing; it tells in no public way.
-        buffer: Any = optimizer._new_buffer  # type: ignore[attr-defined]
+        buffer: Any = optimizer._new_buffer  # pyrefly: ignore[missing-attribute]
         moments = {name: buffer(parameter, signed=name == "exp_avg") for name in MOMENTS}
     return {"step": torch.zeros(()), **moments}
 

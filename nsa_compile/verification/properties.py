@@ -324,7 +324,8 @@ def _attention_tensors(example: RunConfig, setting: Setting, dtype: torch.dtype)
 
 def _compiled(model: NSATransformer, example: RunConfig, **changes: Any) -> Callable[[Tensor], Tensor]:
     torch._dynamo.reset()
-    chosen = {"nested": example.compile.nested, "disable": tuple(example.compile.disable), "attention": "sparse"}
+    compiling = example.compile
+    chosen: dict[str, Any] = {"nested": compiling.nested, "disable": tuple(compiling.disable), "attention": "sparse"}
     return nsa_compile.compile(model, cache=False, **(chosen | changes))
 
 

@@ -36,7 +36,8 @@ def _cat(body: Body, a: Any) -> Val:
         for part in new:
             whole = _appended(body, whole, part, dim)
         return whole
-    segments = tuple(s for p in parts for s in body._as_axis(p, dim).dims[dim].segments)  # type: ignore[union-attr]
+    # pyrefly: ignore[missing-attribute]
+    segments = tuple(s for p in parts for s in body._as_axis(p, dim).dims[dim].segments)
     fixed = [dim not in p.zero and isinstance(p.dims[dim], Axis) for p in parts]
     zero = frozenset() if any(fixed) else frozenset({dim})
     node = body.emit(aten.cat.default, [p.node for p in parts], dim)
@@ -116,6 +117,7 @@ def _split(body: Body, a: Any) -> list[Val]:
     start = np.zeros(body.length, np.int64)
     for shape in a.shapes:
         stop = start + shape[dim]
+        # pyrefly: ignore[bad-keyword-argument]
         parts.append(slice_rows(body, SimpleNamespace(self=a.self, dim=dim, start=start, end=stop, step=1)))
         start = stop
     return parts
@@ -124,4 +126,5 @@ def _split(body: Body, a: Any) -> list[Val]:
 @rule(aten.unbind.int)
 def _unbind(body: Body, a: Any) -> list[Val]:
     dim = place_of(a.dim, len(a.self.dims))
+    # pyrefly: ignore[bad-keyword-argument]
     return [select(body, SimpleNamespace(self=a.self, dim=dim, index=i)) for i in range(len(a.shapes))]

@@ -142,7 +142,7 @@ def _embedding(body: Body, a: Any) -> Val:
 @rule(aten.select_scatter.default)
 def _select_scatter(body: Body, a: Any) -> Val:
     dim = place_of(a.dim, len(a.self.dims))
-    source = unsqueeze(body, SimpleNamespace(self=a.src, dim=dim))
+    source = unsqueeze(body, SimpleNamespace(self=a.src, dim=dim))  # pyrefly: ignore[bad-keyword-argument]
     index = np.broadcast_to(np.asarray(a.index), (body.length,))
     size = body.count_of(a.self.dims[dim])
     return _written(body, a.self, source, dim, np.where(index < 0, index + size, index))
@@ -232,7 +232,7 @@ def _where_true(body: Body, a: Any) -> Val:
         raise NotFollowed("writes a tensor where a mask is true; write torch.where(mask, y, x)")
     mask = a.indices[0]
     for _ in range(len(a.self.dims) - len(mask.dims)):
-        mask = unsqueeze(body, SimpleNamespace(self=mask, dim=-1))
+        mask = unsqueeze(body, SimpleNamespace(self=mask, dim=-1))  # pyrefly: ignore[bad-keyword-argument]
     return pointwise(body, call(aten.where.self, condition=mask, self=a.values, other=a.self))
 
 

@@ -51,6 +51,7 @@ class Mamba2Layer(ScannedAttention):
         s = self.out.weight.new_zeros(batch_size, c.n_heads, c.value_dim, c.head_dim)
         return ConvolvedMemory(in_sums(s), self.conv.empty(batch_size))
 
+    # pyrefly: ignore[bad-override-param-name]
     def step(self, state: ConvolvedMemory, u: Tensor, t: Tensor) -> tuple[ConvolvedMemory, Tensor]:
         heads, groups = self.config.n_heads, self.config.pattern.groups
         recent, xbc = self.conv(state.recent, self.xbc(u))

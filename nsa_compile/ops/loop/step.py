@@ -379,6 +379,7 @@ def _scattered(gradient: fx.Node) -> tuple[Scattered, list[fx.Node]] | None:
     value = gradient.meta["val"]
     if zeros.target not in _ZEROS or value.dtype.itemsize < 4:
         return None
+    # pyrefly: ignore[bad-argument-type]
     return Scattered(gradient.target, tuple(map(int, value.shape)), dim), [index, values]
 
 

@@ -106,7 +106,7 @@ class _Values:
         for i, instruction in enumerate(program.instructions):
             if instruction.operator == "to":
                 x, kind = instruction.operands
-                names[f"v{i}"] = self.cast(operand(x), kind)  # type: ignore[arg-type]
+                names[f"v{i}"] = self.cast(operand(x), kind)  # pyrefly: ignore[bad-argument-type]
             else:
                 names[f"v{i}"] = self._instruction(instruction, [operand(x) for x in instruction.operands])
         return [operand(x) for x in program.results]

@@ -200,7 +200,7 @@ def _save_file(path: Path, state: Any) -> FileEntry:
     with create(path) as file:
         hashing = _HashingFile(file)
         try:
-            torch.save(state, hashing)  # type: ignore[arg-type]  # it writes and flushes, nothing else
+            torch.save(state, hashing)  # pyrefly: ignore[bad-argument-type]  # it writes and flushes, nothing else
         except RuntimeError:
             # On a full disk torch goes on to write the end of its archive and complains of the position there.
             if hashing.error is not None:

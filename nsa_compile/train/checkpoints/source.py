@@ -115,7 +115,7 @@ def differences(here: NSAConfig, there: NSAConfig) -> list[tuple[str, Any, Any]]
 
 def _effective(config: NSAConfig) -> dict[str, Any]:
     """The keys that this model depends on, by their dotted names, with their defaults worked out."""
-    values = asdict(config) | {"mlp_hidden": config.hidden_dim, "v_head_dim": config.value_dim}
+    values: dict[str, Any] = asdict(config) | {"mlp_hidden": config.hidden_dim, "v_head_dim": config.value_dim}
     pattern = values.pop("pattern")
     if config.attention == "dense":
         for name in ("phi", "phi_hidden", "shared_kv", "compress_rotated", "branches"):
