@@ -6,13 +6,12 @@ Before, each step has a sum for each element, such as the log decay between each
 steps. After, it has one sum, and a cache of it, in which each element has the sum before its own first step.
 
 The difference of two long sums has fewer digits than a short sum has. The sums are therefore float64, and kept in two
-parts of the carry's dtype. What is infinite or NaN is left out of them and counted, and added where two counts differ;
-where both infinity and NaN came before, infinity may be NaN. They get no gradient.
+parts of the carry's dtype. What is infinite, mostly -inf for a key that is forgotten, is left out of them and counted,
+and added where two counts differ. It gets no gradient.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -200,13 +199,11 @@ def _rewrite(site: ScanSite, place: int, found: _Sums) -> None:
         rest = build(aten.sub.Tensor, exact, build(aten._to_copy.default, rounded, dtype=torch.float64))
         low = build(aten._to_copy.default, rest, dtype=dtype)
         between = build(aten.add.Tensor, difference(high), difference(low))
-    is_lowest = build(aten.eq.Scalar, x, -math.inf)
-    is_other = build(aten.bitwise_not.default, build(aten.bitwise_or.Tensor, is_finite, is_lowest))
-    for at in (is_lowest, is_other):
-        count = summed(build(aten._to_copy.default, at, dtype=dtype))
-        value = summed(build(aten.where.self, at, build(aten.detach.default, x), number(0.0, x)))
-        same = build(aten.eq.Tensor, count, cached(count))
-        between = build(aten.add.Tensor, between, build(aten.where.self, same, number(0.0, x), value))
+    is_other = build(aten.bitwise_not.default, is_finite)
+    count = summed(build(aten._to_copy.default, is_other, dtype=dtype))
+    value = summed(build(aten.where.self, is_other, build(aten.detach.default, x), number(0.0, x)))
+    same = build(aten.eq.Tensor, count, cached(count))
+    between = build(aten.add.Tensor, between, build(aten.where.self, same, number(0.0, x), value))
 
     first = new.first() if found.goes_on else None
     found.total.replace_all_uses_with(between if first is None else build(aten.add.Tensor, first, between))
