@@ -219,6 +219,7 @@ def test_a_step_measured_on_a_busy_machine_says_so(tiny_overrides, capsys, rates
     assert facts["threads"] == 2
 
 
+@pytest.mark.deep
 def test_a_step_below_its_bound_is_doubted(tiny_overrides, capsys, rates):
     rates(*[MatmulRate(1e3, 1e3, 1e3, 1)] * 2)
     out = estimated(capsys, arguments(tiny_overrides(**SIZES, **QUICK)), "--measure")

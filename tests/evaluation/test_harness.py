@@ -102,6 +102,7 @@ def test_drawn_texts_follow_the_options_of_the_task(model):
     assert first != second
 
 
+@pytest.mark.deep
 def test_the_own_model_of_the_harness_says_the_same_of_an_exported_folder(model, text_run, tmp_path):
     pytest.importorskip("transformers")
     from lm_eval.models.huggingface import HFLM

@@ -295,6 +295,7 @@ def test_what_is_finished_is_not_run_again_and_another_round_is_added(finished):
     assert record["arms"][0]["runs"][0] == json.loads(first.stdout)["arms"][0]["runs"][0]
 
 
+@pytest.mark.deep
 def test_a_directory_with_another_experiment_is_refused(finished):
     base, _, out, _ = finished
     other = processes.run("sweep", "optim.lr", "1e-3", "2e-3", "--nproc", "1", *words("--set", base), "--out", str(out))

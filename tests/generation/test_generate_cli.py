@@ -74,6 +74,7 @@ def test_a_text_ends_where_it_is_told_to(trained):
     assert (text["stopped_by"], free["stopped_by"]) == ("stop", "length")
 
 
+@pytest.mark.deep
 def test_a_checkpoint_may_be_named_and_low_precision_asked_for(trained):
     first, last = sorted((trained / "checkpoints").iterdir())
     texts = {

@@ -84,6 +84,7 @@ def test_attention_is_measured_in_both_directions(tmp_path):
     assert describe(record["settings"], record["environment"]).startswith("batch 1, heads 2, groups 1, head_dim 8")
 
 
+@pytest.mark.deep
 def test_dense_operators_are_reported_as_dense():
     pattern = measure.SparsePattern(8, 4, 8, 3, 8)
     problem = bench.AttentionProblem(1, 2, 1, 8, pattern, "float32", "dense", "eager")

@@ -162,6 +162,7 @@ def planted(request):
     return add
 
 
+@pytest.mark.deep
 def test_a_wrong_pass_shows_in_its_row_alone(planted):
     planted(lambda gm, node: gm.graph.call_function(torch.mul, (node, 1.01)))
     *healthy, wrong = profile(DENSE)[0]["prefixes"]
