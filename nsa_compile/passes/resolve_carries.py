@@ -29,7 +29,6 @@ from nsa_compile.analyses.joined_rows import join_rows
 from nsa_compile.analyses.joined_values import split_products
 from nsa_compile.analyses.known import evaluate_constants, evaluate_known
 from nsa_compile.analyses.row_writes import join_row_writes, merge_chosen_writes, spread_row_updates
-from nsa_compile.analyses.segment_sums import subtract_sums
 from nsa_compile.analyses.writes import added_row, classify_carries
 from nsa_compile.ir.aten import SPLIT, arguments, aten, operand
 from nsa_compile.ir.lowering import lower_body, lower_graph
@@ -114,10 +113,9 @@ def resolve(site: ScanSite) -> tuple[fx.GraphModule, ScanRecord]:
         found = LoweredSite(site.owner, site.node, lowered)
         _place_carries(found)
         record = record_of(found)
-        for change in (join_rows, subtract_sums):
-            if change(found, record):
-                _place_carries(found)
-                record = record_of(found)
+        if join_rows(found, record):
+            _place_carries(found)
+            record = record_of(found)
         return lowered, record
 
 

@@ -1242,3 +1242,17 @@ def test_a_loop_that_reads_no_rows():
         start = torch.tensor(first, dtype=torch.float64)
         report = compared(run, {"first": start, "number": torch.zeros((), dtype=torch.float64), "x": rows(4, 2)})
         assert forms(report) == [LOOP]
+
+
+@pytest.mark.parametrize("number", [-1e9, -1e30, torch.finfo(torch.float32).min, -torch.inf])
+def test_sums_begin_anew_behind_a_large_number(number):
+    """As log decays that a document's first token resets: a difference of sums over all steps would have no digits."""
+    place = torch.arange(12)
+
+    def sums(f):
+        return scan(lambda s, x: 2 * [torch.where(place < x[0], s + x[1], 0)], f.new_zeros(12), (place, f))[1]
+
+    f = -torch.rand(12)
+    f[4] = f[7] = number
+    torch._dynamo.reset()
+    torch.testing.assert_close(nsa_compile.compile(sums, nested="eager", cache=False)(f), sums(f))
